@@ -46,8 +46,8 @@ def kernel_times(llm: LLM, num_requests: int, context: int, num_steps: int = 16)
 def busy_share(llm: LLM, num_requests: int, context: int, num_steps: int = 24) -> float:
     """Return the share of decode steps' time in which the GPU has something to do; on a CPU, 0.
 
-    It is that of the steps which four times as many have more, so that prompts are not in it. What the
-    profiler costs the host counts as time without, and kernels that are there at the same time once.
+    It is the difference between a run and one of four times as many steps, so that prompts cancel out. What
+    the profiler costs the host counts as time without, and kernels that are there at the same time once.
     """
     few, many = (_profiled(llm, num_requests, context, count) for count in (num_steps, 4 * num_steps))
     return (_busy_seconds(many[0]) - _busy_seconds(few[0])) / (many[1] - few[1])

@@ -44,7 +44,7 @@ def decode_work(
         if len(shapes[0]) != 2 or (spec.field == "embedding" and not config.tie_word_embeddings):
             continue
         outputs = sum(shape[0] for shape in shapes)
-        if spec.field == "gate_up" and is_gated_at_once:
+        if spec.field == "expert_gate_up" or (spec.field == "gate_up" and is_gated_at_once):
             outputs //= 2
         size, both = sum(map(math.prod, shapes)), shapes[0][1] + outputs
         if spec.field.startswith("expert_"):

@@ -23,7 +23,6 @@ from quire.engine.core import EngineCore
 from quire.execution.model_runner import ModelRunner
 from quire.execution.sampler import Sampler
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.gated_linear import GatedLinear
 from quire.kernels.linear import Linear
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading
@@ -89,21 +88,12 @@ class TimedLinear:
 
 def wrap_kernels(decoder: Decoder, clock: Clock) -> None:
     """Time the kernels of a loaded decoder."""
-    kernels = decoder.kernels
-
-    class Timed:
-        name = kernels.name
-
     for name in KERNELS:
-        setattr(Timed, name, staticmethod(clock.wrap(f"    {name}", getattr(kernels, name))))
-    timed: Any = Timed()
-    decoder.kernels = timed
+        setattr(decoder.kernels, name, clock.wrap(f"    {name}", getattr(decoder.kernels, name)))
     for layer in decoder.layers:
-        assert layer.gate_up is not None
-        gate_up = TimedLinear(layer.gate_up.gate_up, clock, "    gate_up")
-        layer.gate_up = GatedLinear(timed, gate_up, decoder.config.activation)
-        for name in set(MATRICES) - {"gate_up"}:
-            setattr(layer, name, TimedLinear(getattr(layer, name), clock, f"    {name}"))
+        for name in MATRICES:
+            owner: Any = layer.gate_up if name == "gate_up" else layer
+            setattr(owner, name, TimedLinear(getattr(owner, name), clock, f"    {name}"))
 
 
 def limits(

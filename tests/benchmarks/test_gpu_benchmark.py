@@ -75,6 +75,7 @@ def test_what_the_experts_of_a_decode_step_do() -> None:
     assert one.operations == 2 * experts * 8 / 128
     assert one.bytes == pytest.approx(2 * experts * 8 / 128, rel=1e-2)
     assert all_of_them.bytes > 2 * experts
+    assert "_gated_activation_kernel" not in decode_work(config, 1, 0)
 
 
 def test_work_is_of_kernels_that_there_are() -> None:

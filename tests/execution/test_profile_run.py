@@ -278,7 +278,7 @@ class Littered(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__.startswith(("empty", "new_empty")):
             self.num_filled += 1
-            result.fill_(self._number if result.is_floating_point() else torch.iinfo(result.dtype).max // 3)
+            result.fill_(self._number if result.is_floating_point() else torch.iinfo(result.dtype).max // 7)
         return result
 
 
@@ -332,13 +332,24 @@ def test_kernels_are_compiled_before_whatever_is_in_memory(
     assert not launches
 
 
-@pytest.mark.parametrize(("family", "different"), [("qwen3", [0]), ("gemma2", [0, 1])])
+@pytest.mark.parametrize(
+    ("family", "is_mixed", "different"),
+    [("qwen3", False, [0]), ("gemma2", False, [0, 1]), ("olmo2", False, [0, 3]), ("qwen3", True, [0, 2])],
+)
 def test_layers_of_one_kind_are_compiled_once(
-    family: str, different: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, is_mixed: bool, different: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers of Gemma 2 have a window and none by turns. Who is told of layers is told of all."""
+    """Layers of Gemma 2 have a window and none by turns, and in OLMo 2 a norm follows the last one only.
+
+    Who is told of layers is told of all.
+    """
     path = make_checkpoint(family, tmp_path, num_hidden_layers=4)
     model = load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
+    if is_mixed:
+        down = model.layers[2].down
+        assert down is not None
+        weight = torch.zeros(down.out_features, down.in_features)
+        model.layers[2].down = model.kernels.linear([weight], dtype=torch.float16)
     cache = model_cache(model, num_blocks=3)
     batch = AttentionBatch.build(np.zeros(1), np.ones(1), np.zeros((1, 1)), BLOCK_SIZE)
     computed: list[int] = []

@@ -1,6 +1,6 @@
 """Choosing tokens from logits that recorded steps leave at the same addresses, recorded as well.
 
-A GPU chooses the likeliest tokens by 3 operations, and draws others by 34, each of which takes it less time
+A GPU chooses the likeliest tokens by 5 operations, and draws others by 36, each of which takes it less time
 than the host takes to ask for it, as those of small steps do (`step_graphs`). They are recorded apart from
 these: whether tokens are drawn depends on the requests, and other ranks choose nothing.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ class ReorderedLinear(Linear):
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self._linear = linear
         self._input_order = input_order
+
+    @property
+    @override
+    def kind(self) -> Hashable:
+        return super().kind, self._linear.kind
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

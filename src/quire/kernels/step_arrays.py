@@ -43,7 +43,7 @@ def lengthened(numbers: npt.NDArray[Number], length: int, value: npt.ArrayLike =
 
 
 MakeArrays = Callable[["AttentionBatch"], HostArrays]
-"""Depends on nothing but the batch and what does not change from step to step."""
+"""What it returns depends on nothing but the batch and what does not change from step to step."""
 
 
 class StepArrays:

@@ -156,8 +156,8 @@ class Decoder:
         angles = [table.rows(positions, last=last) for table in self._rotary]
         buffers = self._workspace.step(len(token_ids))
         inputs = self._first_norm(hidden, buffers)
-        are_enough = self.kernels.compiles_only and hook is None
-        for index in self._different_layers if are_enough else range(len(self.layers)):
+        only_compiles = self.kernels.compiles_only and hook is None
+        for index in self._different_layers if only_compiles else range(len(self.layers)):
             layer = self.layers[index]
             if hook is not None:
                 hook.before_layer(index)
@@ -190,14 +190,11 @@ class Decoder:
 
     @functools.cached_property
     def _different_layers(self) -> list[int]:
-        """The first layer of each kind that kernels are compiled for."""
-        config = self.config
-        kinds = zip(
-            (layer.kind for layer in self.layers), config.sliding_windows, config.layer_ropes, strict=True
-        )
+        """The first layer of each kind that kernels are compiled for; the same on all ranks."""
         first: dict[Hashable, int] = {}
-        for index, kind in enumerate(kinds):
-            first.setdefault(kind, index)
+        for index, layer in enumerate(self.layers):
+            of_config = self.config.sliding_windows[index], self.config.layer_ropes[index]
+            first.setdefault((layer.kind, of_config, type(self._norm_after(index))), index)
         return list(first.values())
 
     def _first_norm(self, hidden: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:

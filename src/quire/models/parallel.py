@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from typing_extensions import override
@@ -81,6 +81,11 @@ class RowParallelLinear(Linear):
         self.in_features, self.out_features, self.bias = local.in_features, local.out_features, local.bias
         self._local = local
         self._parallel = parallel
+
+    @property
+    @override
+    def kind(self) -> Hashable:
+        return super().kind, self._local.kind
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -167,6 +172,11 @@ class FullWidthNormLinear(Linear):
         counted = torch.tensor(parallel.shard.counted_kv_heads(config), dtype=torch.int64)
         self._sizes, self._counted_kv_heads = (each.to(norms[0].device) for each in (sizes, counted))
         self._eps = config.norm_eps
+
+    @property
+    @override
+    def kind(self) -> Hashable:
+        return super().kind, self._local.kind
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -43,7 +43,7 @@ def assert_alike(planner: AttentionPlanner, batch: AttentionBatch, window: int =
 @given(data=st.data(), window=st.sampled_from([0, 1, 20, 64, 100]))
 def test_any_steps(data: st.DataObject, window: int) -> None:
     planner = AttentionPlanner(HEADS, window, CLASSES)
-    places = np.array(data.draw(st.lists(st.integers(0, 700), min_size=1, max_size=5), label="places"))
+    places = np.array(data.draw(st.lists(st.integers(0, 700), min_size=1, max_size=12), label="places"))
     with mock.patch.object(attention_items, "PROGRAMS", data.draw(st.sampled_from([1, 30, 528]))):
         for change in data.draw(st.lists(st.sampled_from("ddddddddmcsl"), max_size=12), label="changes"):
             counts, sizes, skipped = 1, DECODE_SIZES, None
@@ -51,7 +51,10 @@ def test_any_steps(data: st.DataObject, window: int) -> None:
                 places = places.copy()
                 places[0] = data.draw(st.integers(0, 700))
             elif change == "c":
-                counts, sizes = np.arange(1, len(places) + 1), CHUNK_SIZES
+                counts = data.draw(
+                    st.sampled_from([np.arange(1, len(places) + 1), 1 + (places == places.max())])
+                )
+                sizes = data.draw(st.sampled_from([CHUNK_SIZES, DECODE_SIZES]))
             elif change == "s" and not window:
                 skipped = SkippedKeys(np.full(len(places), 16), places // 2)
             elif change == "l" and len(places) > 1:

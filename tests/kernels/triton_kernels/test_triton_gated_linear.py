@@ -34,6 +34,7 @@ def layers(
 ) -> tuple[GatedLinear, GatedLinear]:
     """Return what computes with one kernel, and what does with two."""
     fused, apart = (kernels.linear(parts, bias, **options) for _ in range(2))
+    fused(torch.zeros(20, fused.in_features, dtype=options["dtype"], device=DEVICE))
     return kernels.gated_linear(fused, activation), GatedLinear(kernels, apart, activation)
 
 

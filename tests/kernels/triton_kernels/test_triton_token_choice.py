@@ -13,7 +13,7 @@ from pairwise import pairwise
 from quire.execution.selection import Filters, draw
 from quire.kernels.sampling import ReferenceSampling
 from quire.kernels.token_choice import RowDraws, TokenChoice
-from quire.kernels.triton import tail_search
+from quire.kernels.triton import row_scans, tail_search
 from quire.kernels.triton.token_choice import TritonChoice
 from quire.step import NO_TOKEN
 
@@ -133,7 +133,10 @@ def test_a_large_vocabulary() -> None:
     assert_chosen_alike(logits, filters, np.array([0.5, 0.9]))
 
 
-def test_rows_without_a_finite_logit_have_no_token() -> None:
+@pytest.mark.parametrize("part", [256, 1 << 16])
+def test_rows_without_a_finite_logit_have_no_token(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows that one program scans, and in rows of which several do."""
+    monkeypatch.setattr(row_scans, "_PART", part)
     logits = rows_of_logits(8, 700)
     logits[0] = -np.inf
     logits[1, 600] = np.inf

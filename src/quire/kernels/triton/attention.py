@@ -137,7 +137,7 @@ def _merge(call: AttentionCall, tiles: TileClass, out: torch.Tensor, statistics:
 
 
 def _warps_and_stages(call: AttentionCall, rows: int, features: int, num_tiles: int) -> tuple[int, int]:
-    """Return how many warps hold two tiles of sums in their registers, and of float32 the operands, too.
+    """Return how many warps hold two tiles of sums, and of float32 the operands, too; and how many stages.
 
     For few rows, two are enough where several programs share a multiprocessor; one that has it alone computes
     and fetches as much at a time as it can. Measured on an H200.

@@ -67,8 +67,10 @@ def plan_arrays(
 ) -> HostArrays:
     """Return items and merges of each class, and as numbers the parts of each, and whether there are gaps.
 
-    Items, merges and parts are rounded up to sizes that steps have again and again; those that are added do
-    nothing, but for the items of rows that are nobody's.
+    An item [ITEM_FIELDS] int32 is as in `_QueryTiles`, then its part or `_NO_PART`; a merge [MERGE_FIELDS]
+    int32 has the first token, tokens, the first part and parts. Items, merges and parts are rounded up to
+    sizes that steps have again and again; those that are added do nothing, but for the items of rows that are
+    nobody's.
     """
     row_starts = np.cumsum(batch.num_tokens) - batch.num_tokens
     cut = [

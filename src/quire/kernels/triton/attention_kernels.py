@@ -185,7 +185,7 @@ def attend(
 ):
     """Attend with one query tile of one KV head to the tiles of one item; grid (items, kv_heads).
 
-    Values have the strides of keys, and so have their scales.
+    Values have the strides of keys, and their scales those of keys' scales.
     The rows of a query tile are tokens times the heads of the KV head's group. The result goes to `out`, or,
     of an item that has not all tiles of its rows, to its part.
     """

@@ -1,4 +1,4 @@
-"""Plans of decode steps, made of the plan of the step before where that is possible."""
+"""Plans of recorded decode steps, made of the plan of the step before where that is possible."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _Planned:
 
 
 class AttentionPlanner:
-    """Makes the arrays of a step's attention plan, as `plan_arrays` does.
+    """Makes the arrays of a step's attention plan, as `plan_arrays` does; nobody writes to them.
 
-    Where the same sequences compute one token each, step after step, and none of them comes to another tile
-    of keys, all that changes in the plan is where these tokens are.
+    Recorded steps keep it. Where the same sequences compute one token each, step after step, and none of them
+    comes to another tile of keys, all that changes in the plan is where these tokens are.
 
     Args:
         heads, window, classes: as for `plan_arrays`.
@@ -63,8 +63,7 @@ class AttentionPlanner:
         _, window, _ = self._how
         places = batch.num_cached_tokens
         if (
-            len(places) != len(last.places)
-            or (batch.num_rows, batch.sizes) != (last.num_rows, last.sizes)
+            (batch.num_rows, batch.sizes) != (last.num_rows, last.sizes)
             or batch.skipped_keys is not None
             or not (batch.num_tokens == 1).all()
             or not np.array_equal(places, last.places + 1)

@@ -13,8 +13,8 @@ from quire.kernels.triton.tiled_linear import TiledLinear
 
 MOST_ROWS_APART = 64
 """The most rows whose products are stored, and then gated by a kernel of their own. On an H200, steps of few
-rows take less time so; probably because all multiprocessors run empty before the next layer begins, and its
-programs, which are fewer than these, are spread evenly."""
+rows take less time so; probably because all multiprocessors run empty before the next layer begins, whose few
+programs are spread evenly then."""
 
 
 class FusedGatedLinear(GatedLinear):
@@ -26,9 +26,8 @@ class FusedGatedLinear(GatedLinear):
         super().__init__(kernels, gate_up, activation)
         check_activation(activation)
         self._tiled = gate_up
-        gate_up.tables = [
-            _by_turns(table, dim) for table, dim in zip(gate_up.tables, gate_up.feature_dims, strict=False)
-        ]
+        dims = gate_up.feature_dims[: len(gate_up.tables)]
+        gate_up.tables = [_by_turns(table, dim) for table, dim in zip(gate_up.tables, dims, strict=True)]
         if gate_up.bias is not None:
             gate_up.bias = _by_turns(gate_up.bias, 0)
         gate_up.descriptors.clear()

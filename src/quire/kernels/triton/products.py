@@ -51,8 +51,8 @@ def first_sums(
 ):
     """Return what sums that are not scaled begin with, [FEATURES, ROWS]: the bias.
 
-    The compiler lets them begin with a bias that is added to sums of one step of a loop, and how many steps
-    there are depends on the number of rows.
+    If it were added last, the compiler would add it first after a loop of one step, and how many steps there
+    are depends on the number of rows.
     """
     total = tl.zeros((FEATURES, ROWS), SUMS)
     if HAS_BIAS:

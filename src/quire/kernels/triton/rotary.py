@@ -121,7 +121,7 @@ def _rotary_and_write_kv_kernel(
     first = tl.load(states + in_half[None, :], mask=half_mask, other=0.0).to(tl.float32)
     second = tl.load(states + HALF + in_half[None, :], mask=half_mask, other=0.0).to(tl.float32)
     rest = tl.load(states + in_rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
-    # All that is read is so before anything is stored: the compiler does not know that they do not overlap.
+    # Everything is read before anything is stored: the compiler does not know that these do not overlap.
     if ROTATES:
         angle = token[:, None] * HALF + in_half[None, :]
         cosine = tl.load(cos + angle, mask=half_mask, other=0.0)

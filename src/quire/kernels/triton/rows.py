@@ -42,7 +42,7 @@ def _rms_norm_kernel(
     is_feature = feature < num_features
     row_at = rows + row * row_stride + feature
     values = tl.load(row_at, mask=is_feature, other=0.0).to(tl.float32)
-    if HAS_WEIGHT:  # is read before anything is stored: the compiler does not know that they do not overlap
+    if HAS_WEIGHT:  # read before anything is stored: the compiler does not know that these do not overlap
         weights = tl.load(weight + feature, mask=is_feature, other=0.0)
     if HAS_DELTA:
         added = tl.load(delta + row * delta_stride + feature, mask=is_feature, other=0.0)
