@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from quire.kernels.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.gated_linear import GatedLinear
 from quire.kernels.input_order import linear_in_order
 from quire.kernels.interface import KernelSet
 from quire.kernels.linear import Linear
@@ -21,7 +22,7 @@ class ExpertByExpert(Experts):
     Args:
         weights: those of each expert.
         mixture: what to compute.
-        kernels: make the layers, and compute the activations.
+        kernels: make the layers.
         memory: where packed weights go; None: memory of each layer's own.
         options: the other ones of `KernelSet.linear`.
     """
@@ -37,11 +38,10 @@ class ExpertByExpert(Experts):
     ) -> None:
         memory = memory or WeightMemory()
         self._mixture = mixture
-        self._kernels = kernels
-        self._experts = [
-            _Expert(*(linear_in_order(kernels, parts, memory=memory, **options) for parts in expert))
-            for expert in weights
-        ]
+        self._experts = []
+        for expert in weights:
+            gate_up, down = (linear_in_order(kernels, parts, memory=memory, **options) for parts in expert)
+            self._experts.append(_Expert(kernels.gated_linear(gate_up, mixture.activation), down))
 
     @override
     def __call__(
@@ -56,15 +56,14 @@ class ExpertByExpert(Experts):
         for number in sorted(set(chosen.flatten().tolist())):
             token, rank = torch.where(chosen == number)
             expert = self._experts[number]
-            inner = self._kernels.gated_activation(expert.gate_up(rows[token]), self._mixture.activation)
-            outputs[token, rank] = expert.down(inner).float()
+            outputs[token, rank] = expert.down(expert.gate_up(rows[token])).float()
         weighted = outputs.mul_(weights.unsqueeze(-1))
         result = _sum_in_order(weighted.transpose(1, 2))
         return result.to(rows.dtype) if out is None else out.copy_(result)
 
 
 class _Expert(NamedTuple):
-    gate_up: Linear
+    gate_up: GatedLinear
     down: Linear
 
 

@@ -30,9 +30,9 @@ class TritonLayer:
     head_dim: int
     dtype: torch.dtype
     keys: Strided
-    values: Strided
     key_scales: Strided
-    value_scales: Strided
+    values: torch.Tensor  # with the strides of keys
+    value_scales: torch.Tensor | None  # likewise
 
     @property
     def has_scales(self) -> bool:
@@ -97,9 +97,9 @@ def _layer(kv: KVLayer) -> TritonLayer:
         head_dim,
         keys.dtype,
         _strided(keys),
-        _strided(values),
         _strided(kv.key_scales),
-        _strided(kv.value_scales),
+        values,
+        kv.value_scales,
     )
 
 

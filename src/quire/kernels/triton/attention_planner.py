@@ -40,35 +40,35 @@ class AttentionPlanner:
 
     def __call__(self, batch: AttentionBatch) -> HostArrays:
         """Return the arrays and numbers of a step's plan."""
-        last, places = self._last, batch.num_cached_tokens
-        made = plan_arrays(*self._how, batch) if last is None else self._continued(last, batch)
-        is_decode = bool((batch.num_tokens == 1).all()) and batch.skipped_keys is None
-        self._last = None
-        if is_decode:
-            self._last = _Planned(batch.num_rows, batch.sizes, places.copy(), made)
+        last, self._last = self._last, None
+        if batch.skipped_keys is not None or not (batch.num_tokens == 1).all():
+            return plan_arrays(*self._how, batch)
+        if last is not None and self._has_same_tiles(last, batch):
+            made = _moved_on(last.made)
+        else:
+            made = plan_arrays(*self._how, batch)
+        self._last = _Planned(batch.num_rows, batch.sizes, batch.num_cached_tokens.copy(), made)
         return made
 
-    def _continued(self, last: _Planned, batch: AttentionBatch) -> HostArrays:
-        if not self._has_same_tiles(last, batch):
-            return plan_arrays(*self._how, batch)
-        arrays = list(last.made.arrays)
-        for number in range(0, len(arrays), 2):  # items, and then merges, of each class
-            if len(arrays[number]):
-                items = arrays[number] = arrays[number].copy()
-                items[:, FIRST_PLACE] += items[:, END_TILE] > 0  # others are of nobody's rows, or of none
-        return last.made._replace(arrays=tuple(arrays))
-
     def _has_same_tiles(self, last: _Planned, batch: AttentionBatch) -> bool:
-        """Return whether a step is the next one of the same sequences, and sees the same tiles of keys."""
+        """Return whether a decode step is the next one of the same sequences, and sees the same tiles."""
         _, window, _ = self._how
         places = batch.num_cached_tokens
         if (
             (batch.num_rows, batch.sizes) != (last.num_rows, last.sizes)
-            or batch.skipped_keys is not None
-            or not (batch.num_tokens == 1).all()
             or not np.array_equal(places, last.places + 1)
             or not (places % TILE).all()
         ):
             return False
         first_seen = places - window + 1
         return not window or bool(((first_seen <= 0) | (first_seen % TILE != 0)).all())
+
+
+def _moved_on(made: HostArrays) -> HostArrays:
+    """Return a decode step's arrays with each token in the next place."""
+    arrays = list(made.arrays)
+    for number in range(0, len(arrays), 2):  # items, and then merges, of each class
+        if len(arrays[number]):
+            items = arrays[number] = arrays[number].copy()
+            items[:, FIRST_PLACE] += items[:, END_TILE] > 0  # others are of nobody's rows, or of none
+    return made._replace(arrays=tuple(arrays))

@@ -7,8 +7,8 @@ import triton.language as tl
 from quire.kernels.triton.device import await_previous, rounded
 from quire.kernels.triton.float8_products import float8_tile_sums
 from quire.kernels.triton.kernel import kernel
-from quire.kernels.triton.products import grouped_tile_sums, tile_sums
-from quire.kernels.triton.rows import feature_by_turns, gated_products
+from quire.kernels.triton.products import grouped_tile_sums, store_products, tile_sums
+from quire.kernels.triton.rows import feature_by_turns
 
 
 @kernel(do_not_specialize=["row_scales_stride"])
@@ -58,7 +58,8 @@ def expert_product_kernel(
     place = first + tl.arange(0, ROWS)
     pair = tl.load(pairs + tl.minimum(place, end - 1)).to(tl.int64)
     row = pair // PAIRS_PER_ROW
-    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    first_feature = tl.program_id(0) * FEATURES
+    feature = first_feature + tl.arange(0, FEATURES)
     if ACTIVATION != "":
         read_feature = feature_by_turns(feature, out_features // 2).to(tl.int64)
     else:
@@ -89,13 +90,9 @@ def expert_product_kernel(
         if HAS_ROW_SCALES:
             feature_scales = tl.load(weight_scales + expert * out_features + read_feature)
             result *= feature_scales[:, None] * tl.load(row_scales + row)[None, :]
-    dtype: tl.constexpr = out.dtype.element_ty
-    if ACTIVATION != "":
-        result = gated_products(result, dtype, ACTIVATION)
-        feature = tl.program_id(0) * (FEATURES // 2) + tl.arange(0, FEATURES // 2)
-        out_features = out_features // 2
-    is_stored = (feature < out_features)[:, None] & (place < end)[None, :]
-    tl.store(out + pair[None, :] * out_stride + feature[:, None], rounded(result, dtype), mask=is_stored)
+    store_products(
+        result, None, out, first_feature, pair, place < end, out_features, out_stride, False, ACTIVATION
+    )
 
 
 @kernel()

@@ -158,5 +158,5 @@ def float8_linear_kernel(
         IN_FEATURES, IN_GROUPS, OPERANDS, FEATURES, ROWS, INPUTS,
     )  # fmt: skip
     store_products(
-        result, bias, out, first_feature, row, out_features, num_rows, out_stride, HAS_BIAS, ACTIVATION
+        result, bias, out, first_feature, row, row < num_rows, out_features, out_stride, HAS_BIAS, ACTIVATION
     )

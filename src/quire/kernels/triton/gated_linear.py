@@ -21,11 +21,11 @@ class FusedGatedLinear(GatedLinear):
     """Takes a layer for which `can_fuse` is true, and changes it: it must not be called by others."""
 
     keeps_products = False
+    gate_up: TiledLinear
 
     def __init__(self, kernels: KernelSet, gate_up: TiledLinear, activation: str) -> None:
         super().__init__(kernels, gate_up, activation)
         check_activation(activation)
-        self._tiled = gate_up
         dims = gate_up.feature_dims[: len(gate_up.tables)]
         gate_up.tables = [_by_turns(table, dim) for table, dim in zip(gate_up.tables, dims, strict=True)]
         if gate_up.bias is not None:
@@ -37,8 +37,8 @@ class FusedGatedLinear(GatedLinear):
         self, rows: torch.Tensor, *, products: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         if len(rows) > MOST_ROWS_APART:
-            return self._tiled.gated(rows, self._activation, out=out)
-        return gated_activation(self._tiled(rows), self._activation, out=out, by_turns=True)
+            return self.gate_up.gated(rows, self._activation, out=out)
+        return gated_activation(self.gate_up(rows), self._activation, out=out, by_turns=True)
 
 
 def gated_linear(kernels: KernelSet, gate_up: Linear, activation: str) -> GatedLinear:

@@ -154,16 +154,16 @@ def store_products(
     out,
     first_feature,
     row,
+    is_row,
     out_features,
-    num_rows,
     out_stride,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
     """Write products [FEATURES, ROWS] float32, and a bias added to them, to rows of `out`.
 
-    With an ACTIVATION, they are of features by turns, and their gated activations are written. Features and
-    `row` [ROWS] may be beyond the last ones, of which nothing is written.
+    With an ACTIVATION, they are of features by turns, and their gated activations are written. Nothing is of
+    features beyond the last one, and of those of `row` [ROWS] for which `is_row` [ROWS] is false.
     """
     feature = first_feature + tl.arange(0, products.shape[0])
     if HAS_BIAS:
@@ -173,7 +173,7 @@ def store_products(
         feature = first_feature // 2 + tl.arange(0, products.shape[0])
         out_features = out_features // 2
     out_at = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
-    is_stored = (feature < out_features)[:, None] & (row < num_rows)[None, :]
+    is_stored = (feature < out_features)[:, None] & is_row[None, :]
     tl.store(out_at, rounded(products, out.dtype.element_ty), mask=is_stored)
 
 
@@ -220,7 +220,7 @@ def linear_kernel(
         result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
     adds_bias: tl.constexpr = HAS_BIAS and HAS_SCALES
     store_products(
-        result, bias, out, first_feature, row, out_features, num_rows, out_stride, adds_bias, ACTIVATION
+        result, bias, out, first_feature, row, row < num_rows, out_features, out_stride, adds_bias, ACTIVATION
     )
 
 
@@ -268,5 +268,5 @@ def grouped_linear_kernel(
     if HAS_ROW_SCALES:
         total *= tl.load(row_scales + read_row)[None, :]
     store_products(
-        total, bias, out, first_feature, row, out_features, num_rows, out_stride, HAS_BIAS, ACTIVATION
+        total, bias, out, first_feature, row, row < num_rows, out_features, out_stride, HAS_BIAS, ACTIVATION
     )

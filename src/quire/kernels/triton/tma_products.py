@@ -91,7 +91,7 @@ def tma_linear_kernel(
         result *= tl.load(weight_scales + read_feature)[:, None] * tl.load(row_scales + read_row)[None, :]
     adds_bias: tl.constexpr = HAS_BIAS and HAS_SCALES
     store_products(
-        result, bias, out, first_feature, row, out_features, num_rows, out_stride, adds_bias, ACTIVATION
+        result, bias, out, first_feature, row, row < num_rows, out_features, out_stride, adds_bias, ACTIVATION
     )
 
 
