@@ -87,10 +87,10 @@ def shared():
         yield server
 
 
-def slow_stream(client):
-    """Start a stream that goes on for hundreds of steps; return it after its first event."""
+def slow_stream(client, max_tokens=4000):
+    """Start a stream that goes on for thousands of steps; return it after its first event."""
     stream = client.completions.create(
-        model="mini", prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        model="mini", prompt="Once", max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
     )
     next(stream)
     return stream
@@ -198,7 +198,9 @@ def test_bad_requests_leave_it_serving(shared):
 
 def test_sigterm_lets_running_requests_finish(started):
     server = started()
-    stream = slow_stream(server.client())
+    engine = engine_of(server)
+    stream = slow_stream(server.client(), max_tokens=400)
+    engine.suspend()  # so that the request is still running when the server is asked
     server.process.send_signal(signal.SIGTERM)
     assert server.process.stderr.readline().startswith("Loading")
     assert server.process.stderr.readline().startswith("Stopping: 1")
@@ -206,6 +208,7 @@ def test_sigterm_lets_running_requests_finish(started):
     assert (health.status_code, health.json()["status"]) == (503, "draining")
     refused = httpx.post(f"{server.url}/v1/completions", json={"model": "mini", "prompt": "a"})
     assert refused.status_code == 503
+    engine.resume()
     *_, last = stream
     assert last.choices[0].finish_reason == "length"
     assert server.ended()[0] == 0
