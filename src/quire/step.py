@@ -1,4 +1,4 @@
-"""What passes between the scheduler and the model runner in one step: plain data, no behaviour.
+"""What passes between the scheduler and the model runner in one step: plain data, but for `StepInFlight`.
 
 Both sides know a running request by its *slot*: a row of the persistent batch, from 0 to max_num_seqs - 1,
 held from admission to finish or preemption. Arrays are in one order, that of `SchedulerOutput.slots`.
@@ -7,6 +7,7 @@ held from admission to finish or preemption. Arrays are in one order, that of `S
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -280,3 +281,25 @@ class ModelRunnerOutput:
             is_applied=False,
             failure=error,
         )
+
+
+class StepInFlight(ABC):
+    """A step that a device is computing."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def kv_connector_output(self) -> KVConnectorOutput | None:
+        """What the KV connector has reported, which holds even if the step fails; in `result`, too."""
+
+    @abstractmethod
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step's tokens and return what it computed; may be called once, from any thread."""
+
+    @abstractmethod
+    def drafts(self) -> DraftTokenIds | None:
+        """Return what is proposed after the step; None: nothing.
+
+        Called once, after `result`, unless that has failed, by the thread that computes steps.
+        """

@@ -17,8 +17,8 @@ from late_device import LateDevice
 from late_tokens import LateCopy, choose_on_device
 from quire import LLM, SamplingParams
 from quire.engine.messages import EngineCoreRequest
+from quire.execution.device_step import DeviceStep
 from quire.execution.persistent_batch import PersistentBatch
-from quire.execution.step_in_flight import StepInFlight
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.device_copier import DeviceCopier
 from quire.kv.tiers import block_copier
@@ -196,16 +196,16 @@ def test_a_device_that_fails_while_tokens_are_awaited_leaves_nothing_wrong(
 def test_loads_that_end_with_a_step_that_fails_are_heard_of(
     open_llm: Callable[..., LLM], expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result, failed = StepInFlight.result, []
+    result, failed = DeviceStep.result, []
 
-    def failing(self: StepInFlight) -> Any:
+    def failing(self: DeviceStep) -> Any:
         if self.kv_connector_output is not None and self.kv_connector_output.finished_receiving:
             failed.append(self)
             if len(failed) == 1:
                 raise RuntimeError("the device is busy")
         return result(self)
 
-    monkeypatch.setattr(StepInFlight, "result", failing)
+    monkeypatch.setattr(DeviceStep, "result", failing)
     with open_llm() as llm:
         for _ in range(3):
             assert answers(llm) == expected

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from caches import make_cache
+from quire.execution.device_step import DeviceStep
 from quire.execution.model_runner import ModelRunner
-from quire.execution.step_in_flight import StepInFlight
 from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,
@@ -171,7 +171,7 @@ class StepDriver:
         )
         self._finished, self._preempted = [], []
         result = self.runner.execute(output, lambda: grammar)
-        if isinstance(result, StepInFlight):
+        if isinstance(result, DeviceStep):
             result = result.result()
         self._apply(num_tokens, num_drafts, result)
         return result

@@ -6,7 +6,7 @@ import torch
 from step_driver import int_array, make_driver, plan
 
 from late_tokens import LateCopy, choose_on_device
-from quire.execution.step_in_flight import StepInFlight
+from quire.execution.device_step import DeviceStep
 from quire.kv.connector import KVConnector
 from quire.sampling_params import SamplingParams
 from quire.step import KVConnectorOutput, ModelRunnerOutput, NewRequestData
@@ -139,7 +139,7 @@ def test_a_connector_that_saves_before_tokens_is_told_later_who_failed(model_on_
     connector.finished = frozenset(), frozenset({"y"})
     driver = make_driver(model_on_device, connector=connector)
     steps = [start(driver, "0", prompts[2], 17), start(driver, "1", prompts[3], 20)]
-    assert isinstance(steps[0], StepInFlight)
+    assert isinstance(steps[0], DeviceStep)
     assert steps[0].kv_connector_output == KVConnectorOutput(finished_receiving=frozenset({"y"}))
     assert steps[1].kv_connector_output is not None, "a chunk of a prompt samples nothing, and is done"
     told = [call[1] for call in connector.calls if call[0] == "begin save"]

@@ -20,9 +20,9 @@ from step_driver import (
 
 from checkpoints import make_checkpoint
 from late_tokens import LateCopy, choose_on_device
+from quire.execution.device_step import DeviceStep
 from quire.execution.draft_model_proposer import DraftModelProposer
 from quire.execution.ngram_proposer import NgramProposer
-from quire.execution.step_in_flight import StepInFlight
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
 from quire.sampling_params import SamplingParams
@@ -333,7 +333,7 @@ def test_a_proposer_observes_outputs_that_are_known_and_steps_that_are_not_over(
     slot = driver.requests["r"].slot
     [first] = driver.requests["r"].output
     in_flight = driver.runner.execute(plan([slot], [1], [17], ["r"], known=[18]))
-    assert isinstance(in_flight, StepInFlight)
+    assert isinstance(in_flight, DeviceStep)
     driver.add("s", prompts[1], GREEDY)
     driver.step({"s": 3})
     driver.runner.execute(plan(finished=["r"]))

@@ -8,7 +8,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from typing_extensions import override
 
@@ -20,30 +20,12 @@ from quire.step import (
     DraftTokenIds,
     GrammarOutput,
     GrammarSource,
-    KVConnectorOutput,
     ModelRunnerOutput,
     SchedulerOutput,
+    StepInFlight,
 )
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class StepInFlight(Protocol):
-    """A step that a device is computing."""
-
-    @property
-    def kv_connector_output(self) -> KVConnectorOutput | None:
-        """What the KV connector has reported, which holds even if the step fails; in `result`, too."""
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the step's tokens and return what it computed; may be called from any thread."""
-
-    def drafts(self) -> DraftTokenIds | None:
-        """Return what is proposed after the step; None: nothing.
-
-        Called after `result`, unless that has failed, by the thread that computes steps.
-        """
 
 
 class Runner(Protocol):

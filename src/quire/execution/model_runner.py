@@ -13,6 +13,7 @@ import torch
 from quire.config import CacheEvictionConfig, SparseAttentionConfig
 from quire.execution.arrays import Int64Array
 from quire.execution.cache_evictor import CacheEvictor
+from quire.execution.device_step import DeviceStep, report_tokens
 from quire.execution.failed_requests import KnownErrors, StepErrors
 from quire.execution.kv_transfers import KVTransfers
 from quire.execution.model import Model
@@ -22,7 +23,6 @@ from quire.execution.proposer import GuardedProposer, Proposer
 from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.sparse_prefill import SparsePrefill
 from quire.execution.step_graphs import Record, StepGraphs, StepLogits
-from quire.execution.step_in_flight import StepInFlight, report_tokens
 from quire.execution.step_sampling import StepSampler
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
@@ -39,6 +39,7 @@ from quire.step import (
     KVConnectorOutput,
     ModelRunnerOutput,
     SchedulerOutput,
+    StepInFlight,
 )
 
 _PLACEHOLDER = 0
@@ -107,7 +108,7 @@ class ModelRunner:
             self._sampler.host_kernels,
         )
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
-        self._in_flight: list[StepInFlight] = []  # whose tokens the batch lacks
+        self._in_flight: list[DeviceStep] = []  # whose tokens the batch lacks
         self._newest: SchedulerOutput | None = None  # of the steps with rows
         self.most_recorded_tokens = 0
         self._graphs: StepGraphs | None = None
@@ -340,7 +341,7 @@ class ModelRunner:
         grammar: GrammarSource | None,
         logits: StepLogits,
         result: ModelRunnerOutput,
-    ) -> StepInFlight | None:
+    ) -> DeviceStep | None:
         """Sample, and put the tokens into `result`; return the step if nobody here has to wait for them."""
         slots = output.slots[sampling.rows].astype(np.int64)
         allowed = None if grammar is None else grammar()
@@ -355,7 +356,7 @@ class ModelRunner:
         if begun.on_device is not None and not waits:
             unknown = self._batch.expect(slots, ~output.awaits_tokens[sampling.rows])
             propose = functools.partial(self._propose_later, output)
-            step = StepInFlight(result, sampling, begun.on_device, unknown, propose)
+            step = DeviceStep(result, sampling, begun.on_device, unknown, propose)
             self._in_flight.append(step)
             return step
         self._note_tokens(waits=True)  # what is chosen here may depend on them

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from quire.execution.model_runner import ModelRunner
-from quire.execution.step_in_flight import StepInFlight
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
 from quire.step import (
     NO_TOKEN,
@@ -21,6 +20,7 @@ from quire.step import (
     IntArray,
     NewRequestData,
     SchedulerOutput,
+    StepInFlight,
 )
 
 MOST_ATTENDED_TOKENS = 1 << 21

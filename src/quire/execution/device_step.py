@@ -6,16 +6,25 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from quire.execution.device_sampling import TokensInFlight
 from quire.execution.persistent_batch import UnknownTokens
 from quire.execution.sampler import SamplerOutput
 from quire.execution.sampling_positions import SamplingPositions
-from quire.step import NO_TOKEN, DraftTokenIds, IntArray, KVConnectorOutput, ModelRunnerOutput
+from quire.step import (
+    NO_TOKEN,
+    DraftTokenIds,
+    IntArray,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    StepInFlight,
+)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class StepInFlight:
-    """See `quire.engine.stepping.StepInFlight`."""
+class DeviceStep(StepInFlight):
+    """A step whose tokens a device is choosing."""
 
     _computed: ModelRunnerOutput  # without tokens
     _sampling: SamplingPositions
@@ -25,15 +34,15 @@ class StepInFlight:
     """Proposes what may follow these tokens, which have been known for so many seconds."""
     kv_connector_output: KVConnectorOutput | None = None
 
+    @override
     def result(self) -> ModelRunnerOutput:
-        """Wait for the step's tokens and return what it computed; to be called once."""
         report_tokens(self._computed, self._sampling, self.tokens.sampled())
         if self.kv_connector_output is None:
             return self._computed
         return dataclasses.replace(self._computed, kv_connector_output=self.kv_connector_output)
 
+    @override
     def drafts(self) -> DraftTokenIds | None:
-        """Return what is proposed after the tokens; to be called once, after `result`."""
         return self._propose(self._computed, time.perf_counter() - self.tokens.known_at)
 
     def emitted(self) -> IntArray:
