@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from late_tokens import LateCopy
 from nccl_stand_in import NcclStandIn
 from operation_tape import OperationTape
 from quire.engine import runner_building
 from quire.engine.ranks import connecting, group, nccl, process
-from quire.execution import step_graphs
+from quire.execution import device_sampling, step_graphs
 from quire.execution.recorded_choice import RecordedChoice
 from quire.kernels import cuda_graphs
 from quire.models.decoder import Decoder
@@ -107,6 +108,7 @@ class TapedRanks:
         for file in self._files:
             file.write_text("")
         _stand_in(patch, self._files[0], failures[0])
+        patch.setattr(device_sampling, "HostCopy", LateCopy)  # of what the next replay overwrites
         patch.setattr(
             runner_building,
             "_record",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 
 from checkpoints import make_checkpoint
 from engine_checks import core_of
+from late_tokens import LateCopy
 from operation_tape import OperationTape
 from quire import LLM, CacheEvictionConfig, SamplingParams, SchedulerConfig
 from quire.engine import devices, runner_building
 from quire.engine.core import EngineCore
 from quire.engine.ranks.messages import CompileOnly, Forward, ToRank
+from quire.execution import device_sampling
+from quire.execution.model_runner import ModelRunner
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.triton.device import is_interpreted
 from quire.kv.eviction.selection import BlockSelection
@@ -46,6 +50,12 @@ def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pyt
     with LLM("mini", kernels="reference", **options) as llm:
         expected = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
     monkeypatch.setattr(runner_building, "_record", lambda config, model: record)
+    monkeypatch.setattr(device_sampling, "HostCopy", LateCopy)  # of what the next replay overwrites
+    threads: list[threading.Thread] = []
+    execute = ModelRunner.execute
+    monkeypatch.setattr(
+        ModelRunner, "execute", lambda *args: (threads.append(threading.current_thread()), execute(*args))[1]
+    )
     with LLM("mini", kernels="triton", overlap_steps=True, **options) as llm:
         found = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
@@ -53,6 +63,7 @@ def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pyt
     tolerance = 1e-3 if kv_cache_dtype == "auto" else 0.05
     assert found[1].cumulative_logprob == pytest.approx(expected[1].cumulative_logprob, abs=tolerance)
     assert len(replayed) > 1
+    assert {thread is threading.current_thread() for thread in threads} == {False, True}
 
 
 def test_what_is_evicted_is_what_the_reference_s_scores_say(

@@ -15,7 +15,9 @@ from quire.step import ModelRunnerOutput
 class Runner:
     """Notes which steps have been begun, and with which masks they ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_launches: bool) -> None:
+        self.records = only_launches
+        self.only_launches = Mock(return_value=only_launches)
         self.began = [threading.Event() for _ in range(8)]
         self.masks: list[Any] = []
 
@@ -53,9 +55,9 @@ class Scheduler:
         return {}
 
 
-@pytest.fixture
-def runner() -> Runner:
-    return Runner()
+@pytest.fixture(params=[False, True], ids=["computes", "only_launches"])
+def runner(request: pytest.FixtureRequest) -> Runner:
+    return Runner(only_launches=request.param)
 
 
 @pytest.fixture

@@ -115,6 +115,55 @@ def test_replayed_steps_have_the_bits_of_others(
     assert any(step.num_rows < step.num_tokens == 7 for step in replayed)
 
 
+def launches(driver: StepDriver, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list of whether each step only launches, to which steps are added as they come."""
+    execute, steps = driver.runner.execute, []
+
+    def watched(output: Any, grammar: Any) -> Any:
+        steps.append(driver.runner.only_launches(output))
+        return execute(output, grammar)
+
+    monkeypatch.setattr(driver.runner, "execute", watched)
+    return steps
+
+
+def test_steps_only_launch_if_each_request_decodes_one_token_that_the_device_can_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = driver_of(load("qwen3", tmp_path), Recorder().record)
+    steps = launches(driver, monkeypatch)
+    driver.add("a", [5, 6, 7], GREEDY)
+    driver.add("b", [8, 9, 10, 11], SamplingParams(seed=1))
+    for num_tokens in ({"a": 3}, {"a": 1}, {"a": 1, "b": 2}, {"b": 2}, {"a": 1, "b": 1}):
+        driver.step(num_tokens)
+    assert steps == [False, True, False, False, True]
+    driver.preempt("a")
+    driver.step({"a": driver.requests["a"].remaining})  # resumed
+    driver.add("c", [12], SamplingParams(temperature=0.0, bad_words_token_ids=((5, 6),)))
+    driver.step({"c": 1})  # new
+    driver.step({"c": 1, "a": 1})  # the host chooses for one
+    driver.step({"a": 1})
+    assert steps[5:] == [False, False, False, True]
+
+
+def test_steps_do_not_only_launch_beside_drafts_transfers_or_without_recordings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, record = load("qwen3", tmp_path), Recorder().record
+    connector = TierConnector(BLOCK_SIZE, lambda num_bytes: MemoryTier(1 << 20, num_bytes, min_uses=1))
+    for parts in (
+        {},
+        {"record": record, "proposer": NgramProposer(1, 3)},
+        {"record": record, "connector": connector},
+    ):
+        driver = driver_of(model, **parts)
+        steps = launches(driver, monkeypatch)
+        driver.add("a", [5, 6, 7], GREEDY)
+        driver.step({"a": 3})
+        driver.step({"a": 1})
+        assert steps == [False, False]
+
+
 @pytest.mark.parametrize(("most", "num_recorded"), [(6, 2), (7, 3)])
 def test_steps_with_chunks_are_recorded_if_they_have_few_tokens_and_some_logits(
     most: int, num_recorded: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

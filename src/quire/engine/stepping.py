@@ -7,8 +7,9 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from typing_extensions import override
 
@@ -27,6 +28,8 @@ from quire.step import (
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 
 class Runner(Protocol):
     """Computes steps."""
@@ -38,6 +41,16 @@ class Runner(Protocol):
 
         The next step may come before the result of this one has been asked for. `grammar` is asked for masks
         when nothing is left but to choose tokens: it may have to wait for the tokens of the step before.
+        """
+
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded, so that a device can be asked for them at once."""
+
+    def only_launches(self, output: SchedulerOutput) -> bool:
+        """Return whether `execute` would have a device begin the step at once, and wait for nothing.
+
+        Called when no other step is being executed.
         """
 
 
@@ -123,10 +136,11 @@ class SerialStepper(Stepper):
 
 
 class OverlappedStepper(Stepper):
-    """Plans the next step while one is computed in another thread, before its tokens are known.
+    """Plans the next step while one is computed, before its tokens are known.
 
-    Where a device computes, it is given the next step before it has ended this one. Masks of grammars that
-    have to see these tokens first follow later, while the step is computed.
+    Steps are computed in another thread. Where a device computes, it is given the next step before it has
+    ended this one, and no other thread is needed if that takes little time: handing a step over would take
+    longer. Masks of grammars that have to see these tokens first follow later, while the step is computed.
     """
 
     def __init__(self, scheduler: SchedulerInterface, runner: Runner) -> None:
@@ -181,21 +195,31 @@ class OverlappedStepper(Stepper):
 
     def _launch(self) -> None:
         scheduled = self._scheduler.schedule()
-        masks: Future[GrammarOutput | None] = Future()
-        computed = self._thread.submit(self._execute, scheduled, masks.result)
         has_to_wait = bool(self._in_flight) and scheduled.pending_structured_output_tokens
+        if not has_to_wait and self._only_launches(scheduled):
+            masks = _called(self._scheduler.get_grammar_bitmask, scheduled)
+            computed = _called(self._execute, scheduled, masks.result)
+            self._in_flight.append(_LaunchedStep(scheduled, masks, computed))
+            return
+        masks = Future()
+        computed = self._thread.submit(self._execute, scheduled, masks.result)
         self._in_flight.append(_LaunchedStep(scheduled, masks, computed))
         if not has_to_wait:
             self._tell_masks()
+
+    def _only_launches(self, scheduled: SchedulerOutput) -> bool:
+        """Return whether the step is for this thread to execute; nothing else is executed any more then."""
+        if not self._runner.records:
+            return False
+        for step in self._in_flight:
+            step.computed.exception()
+        return self._runner.only_launches(scheduled)
 
     def _tell_masks(self) -> None:
         """Have steps in flight go on that wait for masks; where there are none, why there are none."""
         for step in self._in_flight:
             if not step.masks.done():
-                try:
-                    step.masks.set_result(self._scheduler.get_grammar_bitmask(step.scheduled))
-                except Exception as error:
-                    step.masks.set_exception(error)
+                _call(step.masks, self._scheduler.get_grammar_bitmask, step.scheduled)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -203,6 +227,20 @@ class _LaunchedStep:
     scheduled: SchedulerOutput
     masks: Future[GrammarOutput | None]
     computed: Future[ModelRunnerOutput | StepInFlight]
+
+
+def _called(function: Callable[..., Result], *args: object) -> Future[Result]:
+    """Call a function; return what came of it as if a thread had called it."""
+    future: Future[Result] = Future()
+    _call(future, function, *args)
+    return future
+
+
+def _call(future: Future[Result], function: Callable[..., Result], *args: object) -> None:
+    try:
+        future.set_result(function(*args))
+    except Exception as error:
+        future.set_exception(error)
 
 
 def describe_failure(error: Exception) -> str:

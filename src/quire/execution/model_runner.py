@@ -196,6 +196,18 @@ class ModelRunner:
             kv_connector_output=self._end_transfers(output, KnownErrors(result.errors)),
         )
 
+    def only_launches(self, output: SchedulerOutput) -> bool:
+        """See `quire.engine.stepping.Runner`: steps of requests that each decode one token."""
+        return (
+            self._graphs is not None
+            and self._proposer is None
+            and self._transfers is None
+            and output.total_num_scheduled_tokens == len(output.slots)
+            and not output.scheduled_new_reqs
+            and not output.scheduled_cached_reqs.resumed
+            and not self._sampler.is_of_host(output.slots).any()
+        )
+
     def _end_transfers(self, output: SchedulerOutput, errors: StepErrors) -> KVConnectorOutput | None:
         if self._transfers is None:
             return None

@@ -91,7 +91,7 @@ class SamplingTable:
         penalties: Float32Array = np.ascontiguousarray(self._penalty[:, slots])
         return penalties
 
-    def depends_on_output(self, slots: Int64Array) -> BoolArray:
+    def depends_on_output(self, slots: IntArray | Int64Array) -> BoolArray:
         """Return which of `slots` ban tokens by the tokens before, [R]."""
         depends: BoolArray = self._depends_on_output[slots]
         return depends

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from quire.execution.arrays import Int64Array
+from quire.execution.arrays import BoolArray, Int64Array
 from quire.execution.device_penalties import DevicePenalties, KnownTokens
 from quire.execution.device_sampling import DeviceSampler, TokensInFlight
 from quire.execution.host_sampling import HostLogits, host_kernels
@@ -63,6 +63,12 @@ class StepSampler:
         """See `DeviceSampler.input_ids`."""
         return encoded if self.device is None else self.device.input_ids(encoded)
 
+    def is_of_host(self, slots: IntArray | Int64Array) -> BoolArray:
+        """Return for which of `slots` only the host can choose, [R]."""
+        if self.device is None:
+            return np.ones(len(slots), dtype=np.bool_)
+        return self.table.depends_on_output(slots)
+
     def begin(
         self,
         logits: StepLogits,
@@ -78,7 +84,7 @@ class StepSampler:
         """
         if self.device is None:
             return SamplingInFlight(self, logits.rows, slots, positions, masks, np.arange(len(slots)), None)
-        is_of_host = self.table.depends_on_output(slots)
+        is_of_host = self.is_of_host(slots)
         chosen = self.device.sample(logits, slots, positions, masks=masks, known=known, is_of_host=is_of_host)
         return SamplingInFlight(
             self, logits.rows, slots, positions, masks, np.flatnonzero(is_of_host), chosen
