@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from typing_extensions import override
 
@@ -208,24 +209,28 @@ class StaticArrays(StepArrays):
 
     def __init__(self, made: Mapping[Hashable, HostArrays], device: torch.device) -> None:
         super().__init__()
-        self._places: dict[Hashable, list[slice]] = {}
+        places: dict[Hashable, list[slice]] = {}
         end = 0
         for name, (arrays, _) in made.items():
-            self._places[name] = []
+            places[name] = []
             for array in arrays:
-                self._places[name].append(slice(end, end + array.nbytes))
+                places[name].append(slice(end, end + array.nbytes))
                 end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._octets = torch.zeros(end, dtype=torch.uint8, device=device)
-        self._on_device = {
-            name: DeviceArrays(
+        self._octets_to_copy = torch.zeros(end, dtype=torch.uint8)
+        octets = self._octets_to_copy.numpy()
+        self._to_copy: dict[Hashable, list[npt.NDArray[Any]]] = {}
+        for name, (arrays, numbers) in made.items():
+            placed = list(zip(places[name], arrays, strict=True))
+            self._on_device[name] = DeviceArrays(
                 tuple(
-                    self._octets[place].view(_torch_type(array)).view(array.shape)
-                    for place, array in zip(self._places[name], arrays, strict=True)
+                    self._octets[place].view(_torch_type(array)).view(array.shape) for place, array in placed
                 ),
                 numbers,
             )
-            for name, (arrays, numbers) in made.items()
-        }
+            self._to_copy[name] = [
+                octets[place].view(array.dtype).reshape(array.shape) for place, array in placed
+            ]
         self.makers_of_others: dict[Hashable, MakeArrays] = {}
         """What was asked for beside the arrays that there are; these are made once, and stay as they are."""
 
@@ -247,17 +252,16 @@ class StaticArrays(StepArrays):
 
     def fill(self, made: Mapping[Hashable, HostArrays]) -> None:
         """Copy arrays of the same sizes to the device; nobody waits for it."""
-        octets = np.zeros(len(self._octets), dtype=np.uint8)
         for name, (arrays, _) in made.items():
-            for place, array in zip(self._places[name], arrays, strict=True):
-                octets[place] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        copy_to_device(torch.from_numpy(octets), self._octets)
+            for to_copy, array in zip(self._to_copy[name], arrays, strict=True):
+                to_copy[...] = array
+        copy_to_device(self._octets_to_copy, self._octets)
 
     @override
     def of(
         self, batch: AttentionBatch, name: Hashable, make: MakeArrays, device: torch.device
     ) -> DeviceArrays:
-        if name not in self._places:
+        if name not in self._to_copy:
             self.makers_of_others[name] = make
         return super().of(batch, name, make, device)
 
