@@ -92,7 +92,8 @@ def _check(changes: LogitChanges, num_rows: int, vocab_size: int) -> None:
     bitmask = changes.bitmask
     if bitmask.dtype is not torch.int32:
         raise TypeError(f"bitmask is {bitmask.dtype}; it must be torch.int32")
-    if bitmask.dim() != 2 or bitmask.shape[1] * 32 < vocab_size or bitmask.stride(1) != 1:
+    has_gaps = len(bitmask) > 0 and bitmask.stride(1) != 1  # what is empty may have any strides
+    if bitmask.dim() != 2 or bitmask.shape[1] * 32 < vocab_size or has_gaps:
         raise ValueError(
             f"bitmask is {tuple(bitmask.shape)} with strides {bitmask.stride()}; it must be two-dimensional, "
             f"have {-(-vocab_size // 32)} columns or more, and a row's numbers adjacent"
