@@ -1,7 +1,8 @@
 """A stand-in for CUDA graphs: what is asked of torch and of Triton's interpreter, noted down and done again.
 
 As in a CUDA graph, every number that the host has worked out is part of the recording, every tensor is where
-it was, and nothing of Python runs again. Unlike there, the computation takes place while it is recorded.
+it was, and nothing of Python runs again. The computation takes place while it is recorded, but what it has
+written to memory that was there before is undone.
 """
 
 from __future__ import annotations
@@ -32,13 +33,21 @@ class OperationTape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[Callable[[], None]] = []
+        self._made: set[int] = set()  # addresses of memory
+        self._before: dict[
+            int, tuple[torch.UntypedStorage, torch.UntypedStorage]
+        ] = {}  # it, and what was in it
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         assert func.overloadpacket not in _FROM_DEVICE, f"{func} makes the host wait for the device"
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._keep((args, kwargs))
         result = func(*args, **kwargs)
+        given = {storage.data_ptr() for storage in _storages((args, kwargs))}
+        self._made.update({storage.data_ptr() for storage in _storages(result)} - given)
         if func.overloadpacket not in _WITHOUT_CONTENT:
             self._operations.append(lambda: _again(func, args, kwargs, result))
         return result
@@ -48,6 +57,7 @@ class OperationTape(TorchDispatchMode):
 
         def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
             with _disable_current_modes():
+                tape._keep((args, kwargs))
                 tape._call(executor, *args, **kwargs)
             tape._operations.append(lambda: tape._call(executor, *args, **kwargs))
 
@@ -60,6 +70,15 @@ class OperationTape(TorchDispatchMode):
         super().__exit__(*error)
         OperationTape.current = None
         interpreter.GridExecutor.__call__ = self._call
+        for storage, content in self._before.values():
+            storage.copy_(content)
+        self._before.clear()
+
+    def _keep(self, written: Any) -> None:
+        """Keep what is in memory that may be written to, unless it is the recording's own."""
+        for storage in _storages(written):
+            if storage.data_ptr() not in self._made and storage.data_ptr() not in self._before:
+                self._before[storage.data_ptr()] = storage, storage.clone()
 
     def note(self, operation: Callable[[], None]) -> None:
         """Note down what is no operation of torch."""
@@ -69,6 +88,10 @@ class OperationTape(TorchDispatchMode):
         """Do all operations again, in order, on the same tensors."""
         for operation in self._operations:
             operation()
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _again(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:

@@ -103,7 +103,9 @@ class Requests:
         assert (found is not None) == counted.any()
         chosen = torch.tensor(self.ids(len(rows)))
         if found is not None:
-            of_rows = found.of_rows
+            numbers = torch.from_numpy(found.numbers)
+            drafted = None if found.drafts is None else torch.from_numpy(found.drafts)
+            of_rows = self.device.on_device(numbers, drafted)
             assert of_rows.seen_of_row.tolist() == np.where(counted, rows, -1).tolist()
             assert of_rows.frequency[counted].tolist() == [0.5] * int(counted.sum())
             for row in np.flatnonzero(counted).tolist():
@@ -113,7 +115,7 @@ class Requests:
                     ids = of_rows.drafts[row][of_rows.drafts[row] != NO_TOKEN]
                     seen.index_add_(0, ids, torch.ones_like(ids, dtype=seen.dtype))
                 self.check(slot, seen, drafts.get(slot, [])[: offset[row]])
-            self.device.add(found, chosen)
+            self.device.add(numbers, chosen)
         for row, slot in zip(first.tolist(), slots, strict=True):
             num_accepted = int(self.rng.integers(0, len(drafts[slot]) + 1)) if slot in drafts else 0
             self.tokens[slot] += [*drafts.get(slot, [])[:num_accepted], int(chosen[row + num_accepted])]
@@ -165,9 +167,11 @@ def test_a_row_without_a_token_counts_nothing() -> None:
     known = KnownTokens(np.full((NUM_SLOTS, 9), 3, dtype=np.int32), np.array([5]))
     found = requests.device.of_rows(np.array([0]), np.array([1]), np.array([False]), known)
     assert found is not None
-    before = found.of_rows.seen.clone()
-    requests.device.add(found, torch.tensor([NO_TOKEN]))
-    assert torch.equal(found.of_rows.seen, before)
+    numbers = torch.from_numpy(found.numbers)
+    seen = requests.device.on_device(numbers).seen
+    before = seen.clone()
+    requests.device.add(numbers, torch.tensor([NO_TOKEN]))
+    assert torch.equal(seen, before)
 
 
 def test_other_tokens_than_those_sampled_are_noticed() -> None:

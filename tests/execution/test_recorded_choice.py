@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,14 @@ from recorder import Recorder, driver_of
 
 from checkpoints import make_checkpoint
 from quire.execution import recorded_choice, step_graphs
-from quire.execution.recorded_choice import NUM_DRAW_NUMBERS, RecordedChoice
+from quire.execution.logit_changes import RowMasks
+from quire.execution.recorded_choice import (
+    NUM_DRAW_NUMBERS,
+    ChoiceNumbers,
+    ChoiceTensors,
+    RecordedChoice,
+)
+from quire.execution.step_graphs import Record
 from quire.kernels.size_classes import SizeClasses, size_class
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.models.checkpoints.config_reading import read_model_config
@@ -26,7 +35,26 @@ REQUESTS = {
     "drawn": SamplingParams(temperature=1.5, top_p=0.9, seed=3),
     "nucleus": SamplingParams(temperature=1.2, top_k=7, min_p=0.01, seed=5),
     "reported": SamplingParams(temperature=0.8, seed=9, logprobs=2),
+    "penalized": SamplingParams(temperature=0.0, repetition_penalty=1.7, presence_penalty=0.5, logprobs=1),
+    "penalized and drawn": SamplingParams(temperature=1.1, seed=4, frequency_penalty=1.5),
+    "masked": SamplingParams(temperature=0.0, allowed_token_ids=tuple(range(3, 90, 2)), logprobs=1),
+    "penalized and masked": SamplingParams(
+        temperature=1.3, seed=6, repetition_penalty=1.4, allowed_token_ids=tuple(range(4, 90, 3))
+    ),
+    "biased": SamplingParams(temperature=0.0, logit_bias={7: 2.0}),
 }
+GROUPS = [
+    ["greedy", "drawn", "nucleus", "reported"],
+    ["nucleus", "drawn"],
+    ["greedy"],
+    ["penalized", "greedy", "penalized"],
+    ["greedy", "penalized and drawn", "drawn", "penalized"],
+    ["penalized", "masked"],
+    ["masked", "greedy"],
+    ["masked", "drawn"],
+    ["penalized and masked", "masked", "drawn", "penalized"],
+    ["biased", "penalized"],
+]
 MAX_NUM_SEQS = 4
 
 
@@ -36,18 +64,18 @@ def model(tmp_path: Path) -> Decoder:
     return load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
 
 
-def replayed_choices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the rows of choices go that are replayed."""
-    replay_of, rows = RecordedChoice._replay_of, []
+def replayed_choices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bool, bool]]:
+    """Return a list to which the rows and kinds of choices go that are replayed."""
+    replay_of, replayed = RecordedChoice._replay_of, []
 
-    def watched(self: RecordedChoice, logits: torch.Tensor, *, is_drawn: bool) -> Any:
-        replay = replay_of(self, logits, is_drawn=is_drawn)
+    def watched(self: RecordedChoice, logits: torch.Tensor, tensors: Any, kind: Any) -> Any:
+        replay = replay_of(self, logits, tensors, kind)
         if replay is not None:
-            rows.append(len(logits))
+            replayed.append((len(logits), *kind))
         return replay
 
     monkeypatch.setattr(RecordedChoice, "_replay_of", watched)
-    return rows
+    return replayed
 
 
 def test_requests_that_come_and_go_have_the_tokens_of_others(
@@ -59,17 +87,16 @@ def test_requests_that_come_and_go_have_the_tokens_of_others(
     found: list[dict[str, Any]] = []
     for record in (None, Recorder().record):
         driver, outputs = driver_of(model, record, MAX_NUM_SEQS), {}
-        for group in (list(REQUESTS), ["nucleus", "drawn"], ["greedy"]):
+        for group in GROUPS:
             for number, name in enumerate(group):
-                driver.add(f"{name} of {len(group)}", range(5 + number, 7 + 2 * number), REQUESTS[name])
+                driver.add(f"{number}: {name} of {group}", range(5 + number, 7 + 2 * number), REQUESTS[name])
             driver.run(5)
             outputs.update(driver.requests)
             driver.requests.clear()
         found.append({name: (request.output, request.logprobs) for name, request in outputs.items()})
     assert found[0] == found[1]
-    assert len({tuple(output) for output, _ in found[0].values()}) > 4
-    assert len(replayed) >= 7
-    assert set(replayed) == {MAX_NUM_SEQS}
+    assert len({tuple(output) for output, _ in found[0].values()}) > 10
+    assert set(replayed) == {(MAX_NUM_SEQS, *kind) for kind in itertools.product([False, True], repeat=3)}
 
 
 class Choices:
@@ -79,16 +106,21 @@ class Choices:
         self.num_calls = 0
         self.last = torch.zeros(MAX_NUM_SEQS + 1, dtype=torch.int64)
 
-    def choose(
-        self, logits: torch.Tensor, slots: torch.Tensor, draws: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, logits: torch.Tensor, tensors: ChoiceTensors) -> tuple[torch.Tensor, torch.Tensor]:
         self.num_calls += 1
         token_ids = logits.sum(dim=1).long()
-        if draws is not None:
-            assert draws.shape == (NUM_DRAW_NUMBERS, len(logits))
-            token_ids = token_ids + draws.sum(dim=0).long()
-        self.last.index_copy_(0, slots, token_ids)
+        if tensors.draws is not None:
+            assert tensors.draws.shape == (NUM_DRAW_NUMBERS, len(logits))
+            token_ids = token_ids + tensors.draws.sum(dim=0).long()
+        self.last.index_copy_(0, tensors.slots, token_ids)
         return token_ids, logits.amax(dim=1)
+
+
+def recorded_choice_of(
+    choices: Choices, record: Record, kernels: TritonKernels | None = None
+) -> RecordedChoice:
+    kernels = kernels or TritonKernels()
+    return RecordedChoice(choices.choose, record, kernels, max_num_seqs=MAX_NUM_SEQS, num_words=1)
 
 
 def rows_of(*numbers: float) -> torch.Tensor:
@@ -97,7 +129,7 @@ def rows_of(*numbers: float) -> torch.Tensor:
 
 
 def choose(recorded: RecordedChoice, logits: torch.Tensor, slots: list[int], draws: Any = None) -> list[int]:
-    token_ids, maxima = recorded.choose(logits, np.array(slots), draws)
+    token_ids, maxima = recorded.choose(logits, ChoiceNumbers(np.array(slots), draws))
     expected = logits.amax(dim=1)[: len(slots)]
     assert torch.equal(maxima, expected)
     chosen: list[int] = token_ids.tolist()
@@ -106,7 +138,7 @@ def choose(recorded: RecordedChoice, logits: torch.Tensor, slots: list[int], dra
 
 def test_what_is_replayed_reads_new_numbers() -> None:
     recorder, choices = Recorder(), Choices()
-    recorded = RecordedChoice(choices.choose, recorder.record, TritonKernels(), MAX_NUM_SEQS)
+    recorded = recorded_choice_of(choices, recorder.record)
     logits = rows_of(10, 20, 0)
     for step in range(4):
         logits[:, 0] += 1
@@ -123,7 +155,7 @@ def test_what_is_replayed_reads_new_numbers() -> None:
 def test_logits_at_other_addresses_have_recordings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_choice, "MAX_CHOICES", 2)
     recorder = Recorder()
-    recorded = RecordedChoice(Choices().choose, recorder.record, TritonKernels(), MAX_NUM_SEQS)
+    recorded = recorded_choice_of(Choices(), recorder.record)
     steps = [rows_of(number, number) for number in (1, 2, 3)]
     for _ in range(3):
         for number, logits in enumerate(steps[:2]):
@@ -138,7 +170,7 @@ def test_logits_at_other_addresses_have_recordings_of_their_own(monkeypatch: pyt
 
 def test_nothing_is_recorded_before_kernels_have_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, kernels = Recorder(), TritonKernels()
-    recorded = RecordedChoice(Choices().choose, recorder.record, kernels, MAX_NUM_SEQS)
+    recorded = recorded_choice_of(Choices(), recorder.record, kernels)
     logits = rows_of(1, 2)
     with monkeypatch.context() as patch:
         patch.setattr(TritonKernels, "compiles_only", True)
@@ -160,7 +192,7 @@ def test_what_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -
             raise RuntimeError("operation not permitted when stream is capturing")
         return recorder.record(compute)
 
-    recorded = RecordedChoice(choices.choose, record, TritonKernels(), MAX_NUM_SEQS)
+    recorded = recorded_choice_of(choices, record)
     logits, draws = rows_of(3, 7), np.ones((NUM_DRAW_NUMBERS, 2))
     for _ in range(4):
         assert choose(recorded, logits, [0, 1]) == [4, 8]
@@ -181,15 +213,20 @@ def test_slots_are_copied_only_where_they_have_changed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(recorded_choice, "copy_to_device", noted)
     choices = Choices()
-    recorded = RecordedChoice(choices.choose, Recorder().record, TritonKernels(), MAX_NUM_SEQS)
+    recorded = recorded_choice_of(choices, Recorder().record)
     for slots in ([2, 1], [2, 1], [1], [1], [2, 1]):
         choose(recorded, rows_of(5, 6, 7), slots)
         assert choices.last[slots].tolist() == [6, 7][: len(slots)]
     nobody = MAX_NUM_SEQS
-    assert copied == [[2, 1, nobody], [1, nobody, nobody], [2, 1, nobody]]
+    assert copied == [[[2, 1, nobody]], [[1, nobody, nobody]], [[2, 1, nobody]]]
 
 
 def test_more_rows_than_requests_are_not_recorded() -> None:
-    recorded = RecordedChoice(Choices().choose, Recorder().record, TritonKernels(), MAX_NUM_SEQS)
-    assert recorded.has_room(MAX_NUM_SEQS)
-    assert not recorded.has_room(MAX_NUM_SEQS + 1)
+    recorded = recorded_choice_of(Choices(), Recorder().record)
+    numbers = ChoiceNumbers(np.zeros(1, dtype=np.int64))
+    assert recorded.has_room(MAX_NUM_SEQS, numbers)
+    assert not recorded.has_room(MAX_NUM_SEQS + 1, numbers)
+    for num_masks in (MAX_NUM_SEQS, MAX_NUM_SEQS + 1):
+        masks = RowMasks(np.zeros((num_masks, 1), dtype=np.int32), np.zeros(1, dtype=np.int64))
+        has_room = recorded.has_room(1, dataclasses.replace(numbers, masks=masks))
+        assert has_room == (num_masks == MAX_NUM_SEQS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_chunks_of_prompts_are_replayed(
 
 @pytest.mark.skipif(is_interpreted, reason="tests/execution/test_recorded_choice.py has this")
 def test_choices_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of greedy requests, and of greedy ones beside drawn ones, as without graphs."""
+    """Of greedy requests, and of these beside drawn, penalized and masked ones, as without graphs."""
     checkpoint = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128)
     recorded: list[RecordedChoice] = []
     choose = RecordedChoice.choose
@@ -129,20 +130,24 @@ def test_choices_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(RecordedChoice, "choose", watched)
     greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    drawn = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.9, seed=1, ignore_eos=True)
+    drawn = dataclasses.replace(greedy, temperature=0.9, top_p=0.9, seed=1)
+    penalized = dataclasses.replace(drawn, repetition_penalty=1.3, frequency_penalty=0.5)
+    masked = dataclasses.replace(greedy, allowed_token_ids=tuple(range(5, 200, 3)))
+    groups = [greedy] * 4, [greedy, drawn, drawn, greedy], [greedy, penalized, drawn, masked]
     found = []
     for has_graphs in (True, False):
         with LLM(str(checkpoint), cuda_graphs=has_graphs, **SETTINGS) as llm:
             outputs = [
                 output.outputs[0].token_ids
-                for wanted in ([greedy] * 4, [greedy, drawn, drawn, greedy])
+                for wanted in groups
                 for _ in range(3)
                 for output in llm.generate(PROMPTS[:4], wanted)
             ]
         found.append(outputs)
     assert found[0] == found[1]
     assert not recorded[-1]._refused
-    assert {is_drawn for _, _, is_drawn in recorded[-1]._replays} == {False, True}
+    kinds = {tuple(kind) for _, _, kind in recorded[-1]._replays}
+    assert {(False, False, False), (True, False, False), (True, True, True)} <= kinds
 
 
 EVICTIONS: dict[str, dict[str, Any]] = {

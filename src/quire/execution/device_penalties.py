@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from quire.execution.arrays import BoolArray, Int64Array
+from quire.execution.arrays import BoolArray, Float64Array, Int64Array
 from quire.execution.sampling_table import SamplingTable
 from quire.kernels.devices import array_to_device
 from quire.kernels.seen_tokens import SeenTokens
@@ -16,6 +16,9 @@ from quire.step import NO_TOKEN, IntArray
 
 _NOT_COUNTED = -1
 _NO_SLOT = -1
+
+NO_PENALTIES = (_NO_SLOT, 1.0, 0.0, 0.0, _NO_SLOT)
+"""The numbers of a row without penalties, as in `StepPenalties`."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -33,8 +36,10 @@ class KnownTokens:
 class StepPenalties:
     """What the rows of a step are penalized by, and for which slots their tokens are counted."""
 
-    of_rows: RowPenalties
-    slots_to_count: torch.Tensor  # [R] int64 on the device; -1: none
+    numbers: Float64Array
+    """[5, R] the slot that has seen tokens, -1: no penalties; the penalties for repetition, frequency and
+    presence; the slot that the chosen token is counted for, -1: none."""
+    drafts: Int64Array | None  # see `RowPenalties`
 
 
 class DevicePenalties:
@@ -102,17 +107,22 @@ class DevicePenalties:
         self._times_written[slots[firsts]] = known.times_written[firsts]
         slots_to_count = np.full_like(slots, _NO_SLOT)
         slots_to_count[firsts[~has_drafts]] = slots[firsts[~has_drafts]]
-        seen_of_row = array_to_device(np.where(counted, slots, _NO_SLOT), self._device)
-        numbers = array_to_device(self._table.penalties_of(slots), self._device)
-        of_rows = RowPenalties(self._seen.counts, seen_of_row, *numbers)
+        seen_of_row = np.where(counted, slots, _NO_SLOT)
+        numbers = np.vstack([seen_of_row, self._table.penalties_of(slots), slots_to_count])
+        drafts = None
         if has_drafts.any():
             drafts = self._drafts(slots, positions, np.where(counted, num_drafts, 0), known.token_ids)
-            of_rows = dataclasses.replace(of_rows, drafts=array_to_device(drafts, self._device))
-        return StepPenalties(of_rows, array_to_device(slots_to_count, self._device))
+        return StepPenalties(numbers, drafts)
 
-    def add(self, penalties: StepPenalties, token_ids: torch.Tensor) -> None:
-        """Count the tokens [R] int64 that have been chosen after `penalties`."""
-        self._seen.add(penalties.slots_to_count, token_ids)
+    def on_device(self, numbers: torch.Tensor, drafts: torch.Tensor | None = None) -> RowPenalties:
+        """Return what rows are penalized by; the arguments are those of `StepPenalties`, on the device."""
+        seen_of_row, repetition, frequency, presence, _ = numbers
+        penalties = repetition.float(), frequency.float(), presence.float()
+        return RowPenalties(self._seen.counts, seen_of_row.long(), *penalties, drafts)
+
+    def add(self, numbers: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Count the tokens [R] int64 that have been chosen after penalties; see `on_device`."""
+        self._seen.add(numbers[-1].long(), token_ids)
 
     @staticmethod
     def _drafts(

@@ -12,8 +12,8 @@ import torch
 
 from quire.execution.arrays import BoolArray, Float64Array, Int64Array
 from quire.execution.device_penalties import DevicePenalties, KnownTokens, StepPenalties
-from quire.execution.logit_changes import ChangesOfStep, changes_of_step
-from quire.execution.recorded_choice import RecordedChoice
+from quire.execution.logit_changes import ChangesOfStep, changes_of_step, num_mask_words
+from quire.execution.recorded_choice import ChoiceNumbers, ChoiceTensors, RecordedChoice
 from quire.execution.rng import uniforms
 from quire.execution.sampler import NO_CHOICE, SamplerOutput, nonfinite_error
 from quire.execution.sampling_table import SamplingTable
@@ -21,7 +21,7 @@ from quire.execution.step_graphs import Record, StepLogits
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.devices import HostCopy, array_to_device
 from quire.kernels.interface import KernelSet
-from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties
+from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs
 from quire.step import NO_TOKEN, PositionLogprobs
 
 _NO_SLOT = -1
@@ -116,6 +116,7 @@ class DeviceSampler:
         table: the parameters by slot.
         penalties: of the slots.
         max_num_seqs: number of slots.
+        vocab_size: V.
         record: records how tokens of recorded steps are chosen; None: nothing is recorded.
     """
 
@@ -126,6 +127,7 @@ class DeviceSampler:
         penalties: DevicePenalties,
         *,
         max_num_seqs: int,
+        vocab_size: int,
         record: Record | None,
     ) -> None:
         assert kernels.token_choice is not None
@@ -136,7 +138,13 @@ class DeviceSampler:
         self._last = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=kernels.device)
         self._recorded: RecordedChoice | None = None
         if record is not None:
-            self._recorded = RecordedChoice(self._choose, record, kernels, max_num_seqs)
+            self._recorded = RecordedChoice(
+                self._choose_recorded,
+                record,
+                kernels,
+                max_num_seqs=max_num_seqs,
+                num_words=num_mask_words(vocab_size),
+            )
 
     def sample(
         self,
@@ -167,12 +175,9 @@ class DeviceSampler:
         draws = self._draws(slots, positions)
         of_rows = self._to_device(rows) if rows.size else None
         raw, raw_rows = logits.rows, of_rows
-        if changes is None and penalties is None:
-            token_ids, maxima = self._choose_unchanged(logits, slots, draws)
-        else:
-            if of_rows is not None:
-                raw, raw_rows = raw[of_rows], self._to_device(np.arange(len(rows)))
-            token_ids, maxima = self._choose_now(logits.rows, slots, draws, changes, penalties)
+        if of_rows is not None and not (changes is None and penalties is None):
+            raw, raw_rows = raw[of_rows], self._to_device(np.arange(len(rows)))
+        token_ids, maxima = self._chosen(logits, slots, draws, changes, penalties)
         logprobs = None
         if of_rows is not None and raw_rows is not None:
             most = min(int(num_logprobs[rows].max()), vocab_size)
@@ -187,49 +192,67 @@ class DeviceSampler:
             num_logprobs=num_logprobs[rows],
         )
 
-    def _choose_unchanged(
-        self, logits: StepLogits, slots: Int64Array, draws: Float64Array | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose tokens as a recording does, if these are the logits of one."""
-        recorded = logits.recorded
-        if self._recorded is None or recorded is None or not self._recorded.has_room(len(recorded)):
-            return self._choose_now(logits.rows, slots, draws)
-        return self._recorded.choose(recorded, slots, draws)
-
-    def _choose_now(
+    def _chosen(
         self,
-        logits: torch.Tensor,
+        logits: StepLogits,
         slots: Int64Array,
         draws: Float64Array | None,
-        changes: ChangesOfStep | None = None,
-        penalties: StepPenalties | None = None,
+        changes: ChangesOfStep | None,
+        penalties: StepPenalties | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        token_ids, maxima = self._choose(
-            logits,
+        """Choose tokens, as a recording does if these are the logits of one and it can."""
+        drafts = None if penalties is None else penalties.drafts
+        numbers = None if penalties is None else penalties.numbers
+        masks = None if changes is None else changes.masks
+        if self._recorded is not None and logits.recorded is not None:
+            row_numbers = ChoiceNumbers(slots, draws, numbers, masks)
+            is_recordable = drafts is None and (changes is None or masks is not None)
+            if is_recordable and self._recorded.has_room(len(logits.recorded), row_numbers):
+                return self._recorded.choose(logits.recorded, row_numbers)
+        return self._choose(
+            logits.rows,
             self._to_device(slots),
-            None if draws is None else self._to_device(draws),
-            None if changes is None else changes.on(self._last.device),
-            None if penalties is None else penalties.of_rows,
+            draws=None if draws is None else self._to_device(draws),
+            changes=None if changes is None else changes.on(self._last.device),
+            penalties=None if numbers is None else self._to_device(numbers),
+            drafts=None if drafts is None else self._to_device(drafts),
         )
-        if penalties is not None:
-            self._penalties.add(penalties, token_ids)
-        return token_ids, maxima
+
+    def _choose_recorded(
+        self, logits: torch.Tensor, tensors: ChoiceTensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose tokens of a recorded step; see `Choose`."""
+        changes = None
+        if tensors.bitmask is not None and tensors.mask_of_row is not None:
+            changes = LogitChanges.of_masks(tensors.bitmask, tensors.mask_of_row)
+        return self._choose(
+            logits, tensors.slots, draws=tensors.draws, changes=changes, penalties=tensors.penalties
+        )
 
     def _choose(
         self,
         logits: torch.Tensor,
         slots: torch.Tensor,
+        *,
         draws: torch.Tensor | None,
-        changes: LogitChanges | None = None,
-        penalties: RowPenalties | None = None,
+        changes: LogitChanges | None,
+        penalties: torch.Tensor | None,
+        drafts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose tokens for logits [R, V], and keep them as the last ones of `slots` [R]; see `_draws`."""
-        row_draws = None
+        """Choose tokens for logits [R, V], and keep them as the last ones of `slots` [R].
+
+        See `_draws` and `StepPenalties` for the others.
+        """
+        row_draws = row_penalties = None
         if draws is not None:
             temperature, top_k, top_p, min_p, drawn = draws
             row_draws = RowDraws(temperature, top_k.long(), top_p, min_p, drawn)
-        token_ids, maxima = self._choice.choose(logits, row_draws, changes, penalties)
+        if penalties is not None:
+            row_penalties = self._penalties.on_device(penalties, drafts)
+        token_ids, maxima = self._choice.choose(logits, row_draws, changes, row_penalties)
         self._choice.keep_last(token_ids, slots, self._last)
+        if penalties is not None:
+            self._penalties.add(penalties, token_ids)
         return token_ids, maxima
 
     def _to_device(self, numbers: Int64Array | Float64Array) -> torch.Tensor:

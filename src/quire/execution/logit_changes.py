@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
@@ -13,7 +15,15 @@ from quire.kernels.token_choice import LogitChanges
 from quire.step import IntArray
 
 _WORD = 32  # tokens
-_NO_MASK = -1
+NO_MASK = -1
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class RowMasks:
+    """Which tokens R rows may choose."""
+
+    bitmask: IntArray  # [N, V / 32] see `LogitChanges`
+    mask_of_row: Int64Array  # [R] the row of `bitmask`; `NO_MASK`: all tokens are allowed
 
 
 class ChangesOfStep:
@@ -26,12 +36,12 @@ class ChangesOfStep:
     """
 
     def __init__(self, masks: TokenMasks | None, is_of_host: BoolArray, vocab_size: int) -> None:
-        self._words = -(-vocab_size // _WORD)
-        self._mask_of_row: Int64Array = np.full(len(is_of_host), _NO_MASK, dtype=np.int64)
+        self._words = num_mask_words(vocab_size)
+        self._mask_of_row: Int64Array = np.full(len(is_of_host), NO_MASK, dtype=np.int64)
         self._bitmasks: list[IntArray] = []
         self._num_masks = 0
         if masks is not None:
-            self._mask_of_row[:] = np.where(is_of_host, _NO_MASK, masks.mask_of_position)
+            self._mask_of_row[:] = np.where(is_of_host, NO_MASK, masks.mask_of_position)
             self._bitmasks.append(np.ascontiguousarray(masks.bitmask[:, : self._words]))
             self._num_masks = len(masks.bitmask)
         self._biases: list[tuple[int, Int64Array, Float32Array]] = []
@@ -42,7 +52,7 @@ class ChangesOfStep:
         allowed = np.zeros(self._words * _WORD, dtype=np.uint8)
         allowed[token_ids] = 1
         words = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
-        if self._mask_of_row[row] != _NO_MASK:
+        if self._mask_of_row[row] != NO_MASK:
             words &= self._bitmasks[0][self._mask_of_row[row]]
         self._bitmasks.append(words[None])
         self._mask_of_row[row] = self._num_masks
@@ -50,17 +60,29 @@ class ChangesOfStep:
 
     def bias(self, row: int, token_ids: Int64Array, biases: Float32Array) -> None:
         """Add to the logits of some tokens of a row, each once."""
-        self._biases.append((row, token_ids, biases))
+        if len(token_ids):
+            self._biases.append((row, token_ids, biases))
 
     def ban(self, row: int, token_ids: Int64Array) -> None:
         """Forbid some tokens of a row."""
-        self._bans.append((row, token_ids))
+        if len(token_ids):
+            self._bans.append((row, token_ids))
 
     @property
     def is_masked(self) -> BoolArray:
         """Which rows choose among some tokens only, [R]."""
-        masked: BoolArray = self._mask_of_row != _NO_MASK
+        masked: BoolArray = self._mask_of_row != NO_MASK
         return masked
+
+    @property
+    def masks(self) -> RowMasks | None:
+        """The changes, if they are no others than masks."""
+        if self._biases or self._bans:
+            return None
+        return RowMasks(self._joined_bitmasks(), self._mask_of_row)
+
+    def _joined_bitmasks(self) -> IntArray:
+        return np.concatenate([np.empty((0, self._words), dtype=np.int32), *self._bitmasks])
 
     def on(self, device: torch.device) -> LogitChanges:
         """Return the changes on a device."""
@@ -72,9 +94,8 @@ class ChangesOfStep:
             return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
         biased = [(row, ids) for row, ids, _ in self._biases]
-        empty = np.empty((0, self._words), dtype=np.int32)
         arrays = (
-            np.concatenate([empty, *self._bitmasks]),
+            self._joined_bitmasks(),
             self._mask_of_row,
             rows(biased),
             joined([ids for _, ids in biased]),
@@ -83,6 +104,11 @@ class ChangesOfStep:
             joined([ids for _, ids in self._bans]),
         )
         return LogitChanges(*(array_to_device(array, device) for array in arrays))
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Return how many words say which tokens are allowed."""
+    return -(-vocab_size // _WORD)
 
 
 def changes_of_step(

@@ -1,25 +1,29 @@
 """Choosing tokens from logits that recorded steps leave at the same addresses, recorded as well.
 
-A GPU chooses the likeliest tokens by 5 operations, and draws others by 36, each of which takes it less time
-than the host takes to ask for it, as those of small steps do (`step_graphs`). They are recorded apart from
-these: whether tokens are drawn depends on the requests, and other ranks choose nothing.
+A GPU chooses the likeliest tokens by 5 operations, draws others by 36, and masks and penalties add some to
+that; each takes it less time than the host takes to ask for it, as those of small steps do (`step_graphs`).
+They are recorded apart from these: which of them there are depends on the requests, and other ranks choose
+nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.execution.arrays import Float64Array, Int64Array
+from quire.execution.device_penalties import NO_PENALTIES
+from quire.execution.logit_changes import NO_MASK, RowMasks
 from quire.execution.step_graphs import MAX_GRAPHS, Record
 from quire.kernels.devices import copy_to_device
 from quire.kernels.size_classes import wide_size_class
-from quire.kernels.step_arrays import lengthened
 
 if TYPE_CHECKING:
     from quire.kernels.interface import KernelSet
@@ -30,103 +34,163 @@ NUM_DRAW_NUMBERS = 5
 """Numbers of a row that its draw depends on; all 0: its likeliest token is taken."""
 
 MAX_CHOICES = 2 * MAX_GRAPHS
-"""Recordings that are kept, drawn and not for each recorded step; the least recently used goes first."""
+"""Recordings that are kept, of several kinds for each recorded step; the least recently used goes first."""
 
-Choose = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-"""Chooses tokens [R] for logits [R, V], slots [R] int64 and numbers of draws [NUM_DRAW_NUMBERS, R] float64 or
-None; returns token ids and maxima as `TokenChoice.choose`."""
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ChoiceNumbers:
+    """What the tokens of R rows are chosen by, beside their logits."""
+
+    slots: Int64Array  # [R] where the tokens are kept
+    draws: Float64Array | None = None  # [NUM_DRAW_NUMBERS, R]; None: nobody draws
+    penalties: Float64Array | None = None  # see `StepPenalties`; None: nobody is penalized
+    masks: RowMasks | None = None  # None: all tokens are allowed
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class ChoiceTensors:
+    """The same on the device."""
+
+    slots: torch.Tensor
+    draws: torch.Tensor | None = None
+    penalties: torch.Tensor | None = None
+    bitmask: torch.Tensor | None = None
+    mask_of_row: torch.Tensor | None = None
+
+
+class _Kind(NamedTuple):
+    """Which operations choose tokens."""
+
+    is_drawn: bool
+    is_penalized: bool
+    is_masked: bool
+
+
+Choose = Callable[[torch.Tensor, ChoiceTensors], tuple[torch.Tensor, torch.Tensor]]
+"""Chooses tokens [R] for logits [R, V]; returns token ids and maxima as `TokenChoice.choose`."""
 
 
 class RecordedChoice:
-    """Chooses tokens as a function does, which is recorded for each address and size of logits.
+    """Chooses tokens as a function does, which is recorded for each address, size and kind.
 
     Args:
         choose: the function.
         record: of the device.
         kernels: that the function asks.
         max_num_seqs: number of slots; the one behind the last stands for rows that are nobody's.
+        num_words: of a row of masks.
     """
 
-    def __init__(self, choose: Choose, record: Record, kernels: KernelSet, max_num_seqs: int) -> None:
+    def __init__(
+        self, choose: Choose, record: Record, kernels: KernelSet, *, max_num_seqs: int, num_words: int
+    ) -> None:
         self._choose = choose
         self._record = record
         self._kernels = kernels
-        self._nobody = max_num_seqs
         most_rows = wide_size_class(max_num_seqs)
         device = kernels.device
-        self._slots = torch.full((most_rows,), self._nobody, dtype=torch.int64, device=device)
-        self._slots_there: Int64Array = np.full(most_rows, self._nobody, dtype=np.int64)
-        self._draws = torch.zeros(NUM_DRAW_NUMBERS * most_rows, dtype=torch.float64, device=device)
+        self._slots = _Columns([max_num_seqs], most_rows, torch.int64, device)
+        self._draws = _Columns([0.0] * NUM_DRAW_NUMBERS, most_rows, torch.float64, device)
+        self._penalties = _Columns(NO_PENALTIES, most_rows, torch.float64, device)
+        self._mask_of_row = _Columns([NO_MASK], most_rows, torch.int64, device)
+        self._bitmask = torch.zeros((most_rows, num_words), dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._maxima = torch.zeros(most_rows, dtype=torch.float32, device=device)
-        self._computed: set[tuple[int, bool]] = set()  # sizes for which there is nothing left to compile
-        self._replays: OrderedDict[tuple[int, int, bool], Callable[[], None]] = OrderedDict()
-        self._refused: set[bool] = set()  # whether tokens are drawn where that cannot be recorded
+        self._computed: set[tuple[int, _Kind]] = set()  # for which there is nothing left to compile
+        self._replays: OrderedDict[tuple[int, int, _Kind], Callable[[], None]] = OrderedDict()
+        self._refused: set[_Kind] = set()  # that cannot be recorded
 
-    def has_room(self, num_rows: int) -> bool:
-        """Return whether so many rows of logits are not too many."""
-        return num_rows <= len(self._slots_there)
+    def has_room(self, num_rows: int, numbers: ChoiceNumbers) -> bool:
+        """Return whether so many rows of logits, and as many masks, are not too many."""
+        num_masks = 0 if numbers.masks is None else len(numbers.masks.bitmask)
+        return max(num_rows, num_masks) <= len(self._token_ids)
 
-    def choose(
-        self, logits: torch.Tensor, slots: Int64Array, draws: Float64Array | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, logits: torch.Tensor, numbers: ChoiceNumbers) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose one token for each of the first R rows.
 
         Args:
             logits: [R or more, V], where a recorded step always leaves them; see `has_room`.
-            slots: [R] of the rows.
-            draws: [NUM_DRAW_NUMBERS, R]; None: nobody draws.
+            numbers: of R rows.
 
         Returns:
             Token ids and maxima [R], which the next call overwrites.
         """
-        self._fill(len(logits), slots, draws)
-        replay = self._replay_of(logits, is_drawn=draws is not None)
+        tensors = self._filled(len(logits), numbers)
+        kind = _Kind(tensors.draws is not None, tensors.penalties is not None, tensors.bitmask is not None)
+        replay = self._replay_of(logits, tensors, kind)
         if replay is None:
-            self._compute(logits, is_drawn=draws is not None)
+            self._compute(logits, tensors, kind)
         else:
             replay()
-        return self._token_ids[: len(slots)], self._maxima[: len(slots)]
+        num_rows = len(numbers.slots)
+        return self._token_ids[:num_rows], self._maxima[:num_rows]
 
-    def _fill(self, num_rows: int, slots: Int64Array, draws: Float64Array | None) -> None:
-        """Copy what rows need to the places that recordings read; slots are mostly those of the last step."""
-        padded = lengthened(slots, num_rows, self._nobody)
-        if not np.array_equal(padded, self._slots_there[:num_rows]):
-            copy_to_device(torch.from_numpy(padded), self._slots[:num_rows])
-            self._slots_there[:num_rows] = padded
-        if draws is not None:
-            numbers = np.zeros((NUM_DRAW_NUMBERS, num_rows))
-            numbers[:, : len(slots)] = draws
-            copy_to_device(torch.from_numpy(numbers), self._draws_of(num_rows))
+    def _filled(self, num_rows: int, numbers: ChoiceNumbers) -> ChoiceTensors:
+        """Copy what rows need to the places that recordings read; return these."""
+        draws, penalties, masks = numbers.draws, numbers.penalties, numbers.masks
+        if masks is not None:
+            copy_to_device(torch.from_numpy(masks.bitmask), self._bitmask[: len(masks.bitmask)])
+        return ChoiceTensors(
+            self._slots.filled(numbers.slots[None], num_rows)[0],
+            None if draws is None else self._draws.filled(draws, num_rows),
+            None if penalties is None else self._penalties.filled(penalties, num_rows),
+            None if masks is None else self._bitmask,
+            None if masks is None else self._mask_of_row.filled(masks.mask_of_row[None], num_rows)[0],
+        )
 
-    def _draws_of(self, num_rows: int) -> torch.Tensor:
-        return self._draws[: NUM_DRAW_NUMBERS * num_rows].view(NUM_DRAW_NUMBERS, num_rows)
-
-    def _compute(self, logits: torch.Tensor, *, is_drawn: bool) -> None:
+    def _compute(self, logits: torch.Tensor, tensors: ChoiceTensors, kind: _Kind) -> None:
         num_rows = len(logits)
-        draws = self._draws_of(num_rows) if is_drawn else None
-        token_ids, maxima = self._choose(logits, self._slots[:num_rows], draws)
-        self._token_ids[:num_rows] = token_ids
-        self._maxima[:num_rows] = maxima
+        self._token_ids[:num_rows], self._maxima[:num_rows] = self._choose(logits, tensors)
         if not self._kernels.compiles_only:
-            self._computed.add((num_rows, is_drawn))
+            self._computed.add((num_rows, kind))
 
-    def _replay_of(self, logits: torch.Tensor, *, is_drawn: bool) -> Callable[[], None] | None:
+    def _replay_of(
+        self, logits: torch.Tensor, tensors: ChoiceTensors, kind: _Kind
+    ) -> Callable[[], None] | None:
         """Return what replays the choice for logits at this address, recorded if need be; None: nothing."""
-        key = (logits.data_ptr(), len(logits), is_drawn)
+        key = (logits.data_ptr(), len(logits), kind)
         replay = self._replays.get(key)
         if replay is not None:
             self._replays.move_to_end(key)
             return replay
-        if is_drawn in self._refused or key[1:] not in self._computed:
+        if kind in self._refused or key[1:] not in self._computed:
             return None
         try:
-            replay = self._record(lambda: self._compute(logits, is_drawn=is_drawn))
+            replay = self._record(lambda: self._compute(logits, tensors, kind))
         except Exception:
             logger.exception("choosing tokens cannot be recorded as a graph; steps are slower without")
-            self._refused.add(is_drawn)
+            self._refused.add(kind)
             return None
         self._replays[key] = replay
         if len(self._replays) > MAX_CHOICES:
             self._replays.popitem(last=False)
         return replay
+
+
+class _Columns:
+    """Some numbers for each of up to `most_rows` rows, at the same place for as many rows.
+
+    Args:
+        nobody: [K] the numbers of rows that are nobody's.
+    """
+
+    def __init__(
+        self, nobody: Sequence[float], most_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._nobody = np.array(nobody)[:, None]
+        self._on_device = torch.zeros(len(nobody) * most_rows, dtype=dtype, device=device)
+        self._there: npt.NDArray[Any] = np.empty((len(nobody), 0))
+
+    def filled(self, numbers: Float64Array | Int64Array, num_rows: int) -> torch.Tensor:
+        """Return numbers [K, R] on the device, with rows that are nobody's behind them: [K, num_rows].
+
+        They are copied where they are not those of the last call, as most are.
+        """
+        padded: npt.NDArray[Any] = np.empty((len(self._nobody), num_rows), dtype=numbers.dtype)
+        padded[:, : numbers.shape[1]] = numbers
+        padded[:, numbers.shape[1] :] = self._nobody
+        place = self._on_device[: padded.size].view(padded.shape)
+        if not np.array_equal(padded, self._there):
+            copy_to_device(torch.from_numpy(padded), place)
+            self._there = padded
+        return place

@@ -51,7 +51,12 @@ class StepSampler:
         if kernels.token_choice is not None:
             penalties = DevicePenalties(self.table, max_num_seqs, vocab_size, max_model_len, kernels.device)
             self.device = DeviceSampler(
-                kernels, self.table, penalties, max_num_seqs=max_num_seqs, record=record
+                kernels,
+                self.table,
+                penalties,
+                max_num_seqs=max_num_seqs,
+                vocab_size=vocab_size,
+                record=record,
             )
 
     @property

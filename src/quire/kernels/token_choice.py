@@ -34,6 +34,12 @@ class LogitChanges:
     banned_rows: torch.Tensor  # [C] int64; pairs may be repeated, and may be among those with a bias
     banned_ids: torch.Tensor  # [C] int64
 
+    @classmethod
+    def of_masks(cls, bitmask: torch.Tensor, mask_of_row: torch.Tensor) -> LogitChanges:
+        """Return changes without biases and bans."""
+        no_pairs = mask_of_row[:0]
+        return cls(bitmask, mask_of_row, no_pairs, no_pairs, no_pairs.float(), no_pairs, no_pairs)
+
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class RowPenalties:
