@@ -203,12 +203,12 @@ class DeviceSampler:
         """Choose tokens, as a recording does if these are the logits of one and it can."""
         drafts = None if penalties is None else penalties.drafts
         numbers = None if penalties is None else penalties.numbers
-        masks = None if changes is None else changes.masks
-        if self._recorded is not None and logits.recorded is not None:
-            row_numbers = ChoiceNumbers(slots, draws, numbers, masks)
-            is_recordable = drafts is None and (changes is None or masks is not None)
-            if is_recordable and self._recorded.has_room(len(logits.recorded), row_numbers):
-                return self._recorded.choose(logits.recorded, row_numbers)
+        if self._recorded is not None and logits.recorded is not None and drafts is None:
+            masks = None if changes is None else changes.masks
+            recordable = ChoiceNumbers(slots, draws, numbers, masks)
+            has_others = changes is not None and masks is None
+            if not has_others and self._recorded.has_room(len(logits.recorded), recordable):
+                return self._recorded.choose(logits.recorded, recordable)
         return self._choose(
             logits.rows,
             self._to_device(slots),

@@ -82,6 +82,8 @@ class ChangesOfStep:
         return RowMasks(self._joined_bitmasks(), self._mask_of_row)
 
     def _joined_bitmasks(self) -> IntArray:
+        if len(self._bitmasks) == 1:
+            return self._bitmasks[0]
         return np.concatenate([np.empty((0, self._words), dtype=np.int32), *self._bitmasks])
 
     def on(self, device: torch.device) -> LogitChanges:
