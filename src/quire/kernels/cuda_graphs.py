@@ -20,6 +20,11 @@ class CudaGraphs:
         memory of its own.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # If a recording fails at its end, torch leaves its own stream the current one, and what this thread
+        # asks for next would not wait for what others ask for.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             compute()
         return graph.replay
