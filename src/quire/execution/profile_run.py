@@ -42,6 +42,7 @@ SHARE_OF_HOST = 0.9
 """Of the time of a step that the host takes to ask for it, at least, if the device waits for the host."""
 
 _PLAIN = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+_GREEDY = SamplingParams(temperature=0.0)  # drawing takes long from logits as alike as made-up ones are
 _ALL_THERE_IS = dataclasses.replace(
     _PLAIN, logprobs=MAX_LOGPROBS, logit_bias={0: 1.0}, min_tokens=1, frequency_penalty=0.1
 )
@@ -134,8 +135,8 @@ def _most_tokens_that_the_host_slows_down(steps: _MadeUpSteps, limits: StepLimit
         rows = _rows_of(num_tokens, limits)
         if sum(row.num_tokens for row in rows) < num_tokens:
             break
-        steps.compute(rows, _PLAIN)  # its kernels are loaded
-        timed = [steps.compute(rows, _PLAIN) for _ in range(TIMES)]
+        steps.compute(rows, _GREEDY)  # its kernels are loaded
+        timed = [steps.compute(rows, _GREEDY) for _ in range(TIMES)]
         if min(one.until_computed for one in timed) * SHARE_OF_HOST > min(one.until_asked for one in timed):
             break
         most = num_tokens
@@ -226,7 +227,7 @@ class _MadeUpSteps:
 
         Args:
             rows: of requests whose prompts end there.
-            params: of all; if they are not plain, there is a grammar that allows everything, too.
+            params: of all; with all there is, there is a grammar that allows everything, too.
             num_drafts: of each row; as many are proposed after it.
             scores: whether the keys of the cache are scored, if any are evicted.
         """
@@ -253,7 +254,7 @@ class _MadeUpSteps:
             evictions=EvictionData(none, none) if scores else None,
         )
         self._running = request_ids
-        allowed = None if params is _PLAIN else self._grammar(request_ids, 1 + num_drafts)
+        allowed = self._grammar(request_ids, 1 + num_drafts) if params is _ALL_THERE_IS else None
         started = time.perf_counter()
         result = self._runner.execute(output, lambda: allowed)
         until_asked = time.perf_counter() - started
