@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from late_device import LateDevice
 from quire.config import EngineConfig, SchedulerConfig
+from quire.engine import devices as engine_devices
 from quire.engine.activation_memory import activation_bytes
 from quire.engine.assembly import build_context
 from quire.engine.byte_sizes import GB
@@ -233,6 +235,20 @@ def test_kernels_that_cannot_be_had_are_why_there_is_no_gpu(monkeypatch: pytest.
         chosen(device="cuda")
 
 
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_a_gpu_that_is_passed_over_is_named(
+    has_driver: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = tmp_path / "version"
+    if has_driver:
+        driver.write_text("NVRM version")
+    monkeypatch.setattr(engine_devices, "NVIDIA_DRIVER", driver)
+    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
+    assert chosen() == ("cpu", "auto")
+    assert chosen(device="cpu") == ("cpu", "auto")
+    assert caplog.text.count("runs on the CPU: torch sees no GPU") == has_driver
+
+
 def test_what_torch_lacks_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "is a build for CPUs" in devices.cuda_obstacle()
@@ -240,6 +256,9 @@ def test_what_torch_lacks_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees no GPU" in devices.cuda_obstacle()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert "need a GPU of compute capability 8.0 or more, and this one's is 7.5" in devices.cuda_obstacle()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert not devices.cuda_obstacle()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
@@ -12,6 +14,11 @@ from quire.kv.memory_limits import available_memory
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.kernels.devices import CudaMemory
+
+logger = logging.getLogger(__name__)
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Is there if the system has the driver of NVIDIA's GPUs."""
 
 _FLOAT8_CAPABILITY = 8, 9  # from which on GPUs convert float8_e4m3fn
 
@@ -35,6 +42,8 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
         return on_cuda(config, gpu_bytes=cuda_memory())
     if wanted == "cuda":
         raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
+    if wanted == "auto" and NVIDIA_DRIVER.exists():
+        logger.warning("there is an NVIDIA GPU, but the model runs on the CPU: %s", obstacle)
     if config.kernels == "triton":
         _refuse_kernels_elsewhere(obstacle)
     else:

@@ -1,4 +1,4 @@
-"""Triton's compiler for a GPU of compute capability 9.0, which need not be there."""
+"""Triton's compiler for a GPU of compute capability 9.0, or another, which need not be there."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 
-class Hopper:
+class Driver:
     """What the compiler asks of a GPU's driver."""
 
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -24,7 +27,7 @@ class Hopper:
         return 0
 
 
-def compile_only() -> set[str]:
+def compile_only(capability: int = 90) -> set[str]:
     """Have launches compile down to machine code and do nothing else; return the names of all compiled."""
     names: set[str] = set()
     launch = JITFunction.run
@@ -33,7 +36,7 @@ def compile_only() -> set[str]:
         launch(self, *args, grid=grid, warmup=True, **options)
         names.add(self.__name__)
 
-    driver.set_active(Hopper())
+    driver.set_active(Driver(capability))
     JITFunction.run = run
     return names
 

@@ -17,7 +17,7 @@ from quire.kernels.triton.attention_items import padded_features
 from quire.kernels.triton.attention_kernels import attend, merge_parts
 from quire.kernels.triton.attention_layer import TritonLayer, triton_layer
 from quire.kernels.triton.attention_plan import AttentionPlan, TileClass, attention_plan
-from quire.kernels.triton.device import MULTIPROCESSORS, has_large_tiles
+from quire.kernels.triton.device import MULTIPROCESSORS, has_large_tiles, has_little_shared_memory
 from quire.kernels.triton.device_arrays import block_tables
 from quire.kernels.triton.key_score_kernel import write_key_scores
 from quire.kernels.triton.tensors import FLOAT_TYPES
@@ -140,10 +140,11 @@ def _warps_and_stages(call: AttentionCall, rows: int, features: int, num_tiles: 
     """Return how many warps hold two tiles of sums, and of float32 the operands, too; and how many stages.
 
     For few rows, two are enough where several programs share a multiprocessor; one that has it alone computes
-    and fetches as much at a time as it can. Measured on an H200.
+    and fetches as much at a time as it can. Measured on an H200. One stage of more than 128 features
+    fills the shared memory of GPUs that have little.
     """
     if call.is_float32 or rows * features > 64 * 128:
-        return 8, 3
+        return 8, 1 if features > 128 and has_little_shared_memory() else 3
     if rows > _FEW_ROWS:
         return 4, 3
     if num_tiles * call.heads.num_kv_heads > MULTIPROCESSORS:

@@ -36,6 +36,11 @@ def has_large_tiles() -> bool:
     return 90 <= compute_capability() < 120
 
 
+def has_little_shared_memory() -> bool:
+    """Return whether programs may have 99 KB of shared memory at most: 8.6, 8.9 and 12.x."""
+    return compute_capability() in (86, 89) or compute_capability() >= 120
+
+
 @triton.jit
 def await_previous():
     """Wait until the kernel before this one has ended: what each kernel does first.

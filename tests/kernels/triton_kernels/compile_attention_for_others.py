@@ -1,0 +1,32 @@
+"""Compiles attention for a GPU of another compute capability than 9.0, as `python FILE 89`, with large heads.
+
+A process of its own, as Triton decides once whether it interprets. Prints what shared memory the largest
+program takes, in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import hopper
+import numpy as np
+import torch
+
+from caches import make_cache
+from quire.kernels.batch import AttentionBatch
+from quire.kernels.triton import attention_kernels
+from quire.kernels.triton.attention import paged_attention
+from quire.kernels.triton.kernel import compile_only
+
+hopper.compile_only(int(sys.argv[1]))
+with compile_only(2):
+    for head_dim in (128, 256):
+        batch = AttentionBatch.build(
+            np.array([700, 400]), np.array([1, 120]), np.zeros((2, 64), np.int32), 16
+        )
+        kv = make_cache(1, 1, 2, 16, head_dim, torch.bfloat16).views[0]
+        query = torch.empty(121, 4, head_dim, dtype=torch.bfloat16)
+        paged_attention(query, kv, batch, scale=0.125)
+compiled = attention_kernels.attend.device_caches[0][0].values()
+print(json.dumps({"shared": max(program.metadata.shared for program in compiled)}))
