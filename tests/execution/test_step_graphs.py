@@ -17,6 +17,7 @@ from recorder import Recorder, driver_of
 from step_driver import BLOCK_SIZE, StepDriver, model_cache
 
 from checkpoints import make_checkpoint
+from quire.config import SparseAttentionConfig
 from quire.execution import step_graphs
 from quire.execution.adaptive_proposer import AdaptiveProposer
 from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
@@ -113,6 +114,29 @@ def test_replayed_steps_have_the_bits_of_others(
     replayed = [step for step in watched if step.is_replayed]
     assert any(step.num_rows == step.num_tokens < 4 for step in replayed)
     assert any(step.num_rows < step.num_tokens == 7 for step in replayed)
+
+
+def test_beside_sparse_attention_steps_are_recorded_that_leave_out_no_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse = SparseAttentionConfig(
+        mode="trishape",
+        num_last_dense_tokens_in_prefill=4,
+        num_retained_start_tokens_in_cache=4,
+        num_retained_recent_tokens_in_cache=4,
+    )
+    model, recorder = load("qwen3", tmp_path), Recorder()
+    lengths, found = [38, 3], []
+    dense = outputs(driver_of(model), lengths, 5, budget=7)
+    for record in (None, recorder.record):
+        driver = driver_of(model, record, sparse_attention=sparse)
+        driver.runner.most_recorded_tokens = 7
+        watched = watch_logits(recorder, monkeypatch)
+        found.append(outputs(driver, lengths, 5, budget=7))
+    assert found[0] == found[1]
+    assert found[0]["0"] != dense["0"], "keys have been left out"
+    assert recorder.num_replays > 0
+    assert all(step.num_rows == step.num_tokens for step in watched if step.is_replayed)
 
 
 def launches(driver: StepDriver, monkeypatch: pytest.MonkeyPatch) -> list[bool]:

@@ -61,8 +61,8 @@ class ModelRunner:
         sparse_attention: which keys the tokens of prompts leave out; None: none.
         eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector or a proposer.
         record: records what the device is asked for, for decode steps and for others of up to
-            `most_recorded_tokens`; None: nothing is recorded, nor is it beside eviction, sparse attention and
-            a connector that works layer by layer.
+            `most_recorded_tokens`; None: nothing is recorded, nor is it beside eviction and a connector that
+            works layer by layer. Steps that leave out keys are not recorded.
 
     Attributes:
         most_recorded_tokens: of a step with chunks of prompts that is recorded; see `profile_run`.
@@ -89,7 +89,7 @@ class ModelRunner:
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
         self._transfers = None if connector is None else KVTransfers(connector, kv_cache, block_size)
         self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
-        is_plain = eviction is None and sparse_attention is None and self._layer_hook is None
+        is_plain = eviction is None and self._layer_hook is None
         record = record if is_plain else None
         self._sampler = StepSampler(
             max_num_seqs, self._vocab_size, max_model_len, model.kernels, record=record
@@ -262,6 +262,7 @@ class ModelRunner:
             self._graphs is not None
             and (_is_decode(output, sampling) or self._is_small(output, sampling))
             and not self._batch.prompt_logprobs_end[output.slots].any()
+            and self._left_out_keys(output) == (None, None)
         )
 
     def _is_small(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
