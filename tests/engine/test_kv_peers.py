@@ -64,6 +64,7 @@ def step_until(llm: LLM, condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         core_of(llm).step()
+        time.sleep(0.001)  # for the threads of the links
 
 
 def check_nothing_is_held(*engines: LLM) -> None:
