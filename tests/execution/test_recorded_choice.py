@@ -68,10 +68,10 @@ def replayed_choices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, b
     """Return a list to which the rows and kinds of choices go that are replayed."""
     replay_of, replayed = RecordedChoice._replay_of, []
 
-    def watched(self: RecordedChoice, logits: torch.Tensor, tensors: Any, kind: Any) -> Any:
-        replay = replay_of(self, logits, tensors, kind)
+    def watched(self: RecordedChoice, logits: torch.Tensor, tensors: Any) -> Any:
+        replay = replay_of(self, logits, tensors)
         if replay is not None:
-            replayed.append((len(logits), *kind))
+            replayed.append((len(logits), *tensors.kind))
         return replay
 
     monkeypatch.setattr(RecordedChoice, "_replay_of", watched)

@@ -21,7 +21,7 @@ from quire.execution.step_graphs import Record, StepLogits
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.devices import HostCopy, array_to_device
 from quire.kernels.interface import KernelSet
-from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs
+from quire.kernels.token_choice import RowDraws, RowLogprobs
 from quire.step import NO_TOKEN, PositionLogprobs
 
 _NO_SLOT = -1
@@ -139,7 +139,7 @@ class DeviceSampler:
         self._recorded: RecordedChoice | None = None
         if record is not None:
             self._recorded = RecordedChoice(
-                self._choose_recorded,
+                self._choose,
                 record,
                 kernels,
                 max_num_seqs=max_num_seqs,
@@ -209,50 +209,31 @@ class DeviceSampler:
             has_others = changes is not None and masks is None
             if not has_others and self._recorded.has_room(len(logits.recorded), recordable):
                 return self._recorded.choose(logits.recorded, recordable)
-        return self._choose(
-            logits.rows,
+        tensors = ChoiceTensors(
             self._to_device(slots),
-            draws=None if draws is None else self._to_device(draws),
-            changes=None if changes is None else changes.on(self._last.device),
-            penalties=None if numbers is None else self._to_device(numbers),
-            drafts=None if drafts is None else self._to_device(drafts),
+            None if draws is None else self._to_device(draws),
+            None if numbers is None else self._to_device(numbers),
+            None if changes is None else changes.on(self._last.device),
         )
-
-    def _choose_recorded(
-        self, logits: torch.Tensor, tensors: ChoiceTensors
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose tokens of a recorded step; see `Choose`."""
-        changes = None
-        if tensors.bitmask is not None and tensors.mask_of_row is not None:
-            changes = LogitChanges.of_masks(tensors.bitmask, tensors.mask_of_row)
-        return self._choose(
-            logits, tensors.slots, draws=tensors.draws, changes=changes, penalties=tensors.penalties
-        )
+        return self._choose(logits.rows, tensors, None if drafts is None else self._to_device(drafts))
 
     def _choose(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        draws: torch.Tensor | None,
-        changes: LogitChanges | None,
-        penalties: torch.Tensor | None,
-        drafts: torch.Tensor | None = None,
+        self, logits: torch.Tensor, tensors: ChoiceTensors, drafts: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose tokens for logits [R, V], and keep them as the last ones of `slots` [R].
+        """Choose tokens for logits [R, V], and keep them as the last ones of their slots; see `Choose`.
 
-        See `_draws` and `StepPenalties` for the others.
+        `drafts` are those of `StepPenalties`.
         """
-        row_draws = row_penalties = None
-        if draws is not None:
-            temperature, top_k, top_p, min_p, drawn = draws
-            row_draws = RowDraws(temperature, top_k.long(), top_p, min_p, drawn)
-        if penalties is not None:
-            row_penalties = self._penalties.on_device(penalties, drafts)
-        token_ids, maxima = self._choice.choose(logits, row_draws, changes, row_penalties)
-        self._choice.keep_last(token_ids, slots, self._last)
-        if penalties is not None:
-            self._penalties.add(penalties, token_ids)
+        draws = penalties = None
+        if tensors.draws is not None:
+            temperature, top_k, top_p, min_p, drawn = tensors.draws
+            draws = RowDraws(temperature, top_k.long(), top_p, min_p, drawn)
+        if tensors.penalties is not None:
+            penalties = self._penalties.on_device(tensors.penalties, drafts)
+        token_ids, maxima = self._choice.choose(logits, draws, tensors.changes, penalties)
+        self._choice.keep_last(token_ids, tensors.slots, self._last)
+        if tensors.penalties is not None:
+            self._penalties.add(tensors.penalties, token_ids)
         return token_ids, maxima
 
     def _to_device(self, numbers: Int64Array | Float64Array) -> torch.Tensor:

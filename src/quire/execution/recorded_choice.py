@@ -24,6 +24,7 @@ from quire.execution.logit_changes import NO_MASK, RowMasks
 from quire.execution.step_graphs import MAX_GRAPHS, Record
 from quire.kernels.devices import copy_to_device
 from quire.kernels.size_classes import wide_size_class
+from quire.kernels.token_choice import LogitChanges
 
 if TYPE_CHECKING:
     from quire.kernels.interface import KernelSet
@@ -54,11 +55,15 @@ class ChoiceTensors:
     slots: torch.Tensor
     draws: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
-    bitmask: torch.Tensor | None = None
-    mask_of_row: torch.Tensor | None = None
+    changes: LogitChanges | None = None
+
+    @property
+    def kind(self) -> ChoiceKind:
+        """Which operations choose the tokens."""
+        return ChoiceKind(self.draws is not None, self.penalties is not None, self.changes is not None)
 
 
-class _Kind(NamedTuple):
+class ChoiceKind(NamedTuple):
     """Which operations choose tokens."""
 
     is_drawn: bool
@@ -96,9 +101,9 @@ class RecordedChoice:
         self._bitmask = torch.zeros((most_rows, num_words), dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._maxima = torch.zeros(most_rows, dtype=torch.float32, device=device)
-        self._computed: set[tuple[int, _Kind]] = set()  # for which there is nothing left to compile
-        self._replays: OrderedDict[tuple[int, int, _Kind], Callable[[], None]] = OrderedDict()
-        self._refused: set[_Kind] = set()  # that cannot be recorded
+        self._computed: set[tuple[int, ChoiceKind]] = set()  # for which there is nothing left to compile
+        self._replays: OrderedDict[tuple[int, int, ChoiceKind], Callable[[], None]] = OrderedDict()
+        self._refused: set[ChoiceKind] = set()  # that cannot be recorded
 
     def has_room(self, num_rows: int, numbers: ChoiceNumbers) -> bool:
         """Return whether so many rows of logits, and as many masks, are not too many."""
@@ -116,10 +121,9 @@ class RecordedChoice:
             Token ids and maxima [R], which the next call overwrites.
         """
         tensors = self._filled(len(logits), numbers)
-        kind = _Kind(tensors.draws is not None, tensors.penalties is not None, tensors.bitmask is not None)
-        replay = self._replay_of(logits, tensors, kind)
+        replay = self._replay_of(logits, tensors)
         if replay is None:
-            self._compute(logits, tensors, kind)
+            self._compute(logits, tensors)
         else:
             replay()
         num_rows = len(numbers.slots)
@@ -128,26 +132,27 @@ class RecordedChoice:
     def _filled(self, num_rows: int, numbers: ChoiceNumbers) -> ChoiceTensors:
         """Copy what rows need to the places that recordings read; return these."""
         draws, penalties, masks = numbers.draws, numbers.penalties, numbers.masks
+        changes = None
         if masks is not None:
             copy_to_device(torch.from_numpy(masks.bitmask), self._bitmask[: len(masks.bitmask)])
+            [mask_of_row] = self._mask_of_row.filled(masks.mask_of_row[None], num_rows)
+            changes = LogitChanges.of_masks(self._bitmask, mask_of_row)
         return ChoiceTensors(
             self._slots.filled(numbers.slots[None], num_rows)[0],
             None if draws is None else self._draws.filled(draws, num_rows),
             None if penalties is None else self._penalties.filled(penalties, num_rows),
-            None if masks is None else self._bitmask,
-            None if masks is None else self._mask_of_row.filled(masks.mask_of_row[None], num_rows)[0],
+            changes,
         )
 
-    def _compute(self, logits: torch.Tensor, tensors: ChoiceTensors, kind: _Kind) -> None:
+    def _compute(self, logits: torch.Tensor, tensors: ChoiceTensors) -> None:
         num_rows = len(logits)
         self._token_ids[:num_rows], self._maxima[:num_rows] = self._choose(logits, tensors)
         if not self._kernels.compiles_only:
-            self._computed.add((num_rows, kind))
+            self._computed.add((num_rows, tensors.kind))
 
-    def _replay_of(
-        self, logits: torch.Tensor, tensors: ChoiceTensors, kind: _Kind
-    ) -> Callable[[], None] | None:
+    def _replay_of(self, logits: torch.Tensor, tensors: ChoiceTensors) -> Callable[[], None] | None:
         """Return what replays the choice for logits at this address, recorded if need be; None: nothing."""
+        kind = tensors.kind
         key = (logits.data_ptr(), len(logits), kind)
         replay = self._replays.get(key)
         if replay is not None:
@@ -156,7 +161,7 @@ class RecordedChoice:
         if kind in self._refused or key[1:] not in self._computed:
             return None
         try:
-            replay = self._record(lambda: self._compute(logits, tensors, kind))
+            replay = self._record(lambda: self._compute(logits, tensors))
         except Exception:
             logger.exception("choosing tokens cannot be recorded as a graph; steps are slower without")
             self._refused.add(kind)

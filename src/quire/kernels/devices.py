@@ -83,7 +83,7 @@ def cuda_obstacle() -> str:
         return f"torch {torch.__version__} is a build for CPUs; install one for CUDA"
     if not torch.cuda.is_available():
         return "torch sees no GPU; check what nvidia-smi and CUDA_VISIBLE_DEVICES say"
-    capability = torch.cuda.get_device_capability()
+    capability = cuda_capability()
     if capability < LEAST_CAPABILITY:
         needed, found = (".".join(map(str, numbers)) for numbers in (LEAST_CAPABILITY, capability))
         return f"the kernels need a GPU of compute capability {needed} or more, and this one's is {found}"
