@@ -34,9 +34,8 @@ class OperationTape(TorchDispatchMode):
         super().__init__()
         self._operations: list[Callable[[], None]] = []
         self._made: set[int] = set()  # addresses of memory
-        self._before: dict[
-            int, tuple[torch.UntypedStorage, torch.UntypedStorage]
-        ] = {}  # it, and what was in it
+        # By address: memory, and what was in it before.
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

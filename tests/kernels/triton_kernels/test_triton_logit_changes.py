@@ -157,9 +157,7 @@ def test_nothing_to_change_changes_nothing() -> None:
 def test_biases_without_masks() -> None:
     logits = torch.zeros(2, VOCAB_SIZE, device=DEVICE)
     changes = changes_of(bits([]), [-1, -1], [(1, 7, 2.0)])
-    no_masks = np.concatenate(
-        [np.empty((0, changes.bitmask.shape[1]), dtype=np.int32)]
-    )  # whose strides are 0
+    no_masks = np.empty((0, changes.bitmask.shape[1]), dtype=np.int32)  # whose strides are 0
     change_logits(logits, dataclasses.replace(changes, bitmask=torch.from_numpy(no_masks).to(DEVICE)))
     assert logits.sum() == logits[1, 7] == 2
 
