@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
-import sys
 from pathlib import Path
 
-import quire.kernels.triton
-import subprocesses
+from compiled import output_of
 
-SCRIPT = Path(__file__).parent / "compile_layers_for_hopper.py"
+import quire.kernels.triton
 
 
 def _kernels() -> set[str]:
@@ -23,13 +20,6 @@ def _kernels() -> set[str]:
 
 
 def test_every_kernel_is_compiled_for_hopper_without_a_gpu(tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": str(SCRIPT.parents[2]),
-    }
-    done = subprocesses.run([sys.executable, str(SCRIPT)], env=environment)
-    assert done.returncode == 0, done.stderr
+    compiled = output_of("compile_layers_for_hopper.py", tmp_path)
     assert len(_kernels()) > 10
-    assert set(done.stdout.split()) == _kernels()
+    assert set(compiled.split()) == _kernels()

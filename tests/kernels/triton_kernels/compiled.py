@@ -1,0 +1,25 @@
+"""What scripts print that compile kernels for a GPU which need not be there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import subprocesses
+
+
+def output_of(script: str, cache: Path, *arguments: str) -> str:
+    """Return what a script beside this file prints, run by itself; fail with its errors if it fails.
+
+    `cache` is an empty directory, for what is compiled.
+    """
+    path = Path(__file__).with_name(script)
+    settings = {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(cache),
+        "PYTHONPATH": str(path.parents[2]),
+    }
+    done = subprocesses.run([sys.executable, str(path), *arguments], env=os.environ | settings)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
