@@ -35,16 +35,17 @@ class Request:
         is_resumed: it was accepted by an engine that has died, and is not refused for a full queue.
 
     The scheduler numbers and dates requests as they arrive (`arrival`, `arrival_time`), dates their first
-    admission (`first_scheduled_time`), and keeps the tokens of running ones itself: `output_token_ids` and
+    admission (`first_scheduled_time`), counts what of `prompt_logprobs` has been sent to its client
+    (`num_prompt_logprobs`), and keeps the tokens of running ones itself: `output_token_ids` and
     `num_computed_tokens` are up to date whenever the request does not run.
     """
 
     __slots__ = (
         "arrival", "arrival_time", "beam_sequence_ids", "cache_salt", "client_index", "eos_token_ids",
         "first_scheduled_time", "is_known_to_runner", "is_resumed", "kv_load_failed", "kv_transfer_params",
-        "num_cached_tokens", "num_computed_tokens", "output_token_ids", "pin_prefix", "priority",
-        "prompt_array", "queue_timeout", "request_id", "sampling_params", "shares_prompt_with", "status",
-        "stop_reason", "tenant", "tenant_weight", "timeout",
+        "num_cached_tokens", "num_computed_tokens", "num_prompt_logprobs", "output_token_ids", "pin_prefix",
+        "priority", "prompt_array", "queue_timeout", "request_id", "sampling_params", "shares_prompt_with",
+        "status", "stop_reason", "tenant", "tenant_weight", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +95,7 @@ class Request:
         self.is_known_to_runner = False
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_prompt_logprobs = 0
         self.stop_reason: int | str | None = None
 
     @property

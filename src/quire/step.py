@@ -47,6 +47,7 @@ class ResumedRequestData(NamedTuple):
     block_ids: IntArray  # [number of blocks]
     num_computed_tokens: int
     num_tokens: int  # prompt and output
+    num_prompt_logprobs: int  # that its client has; the runner goes on with the next
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

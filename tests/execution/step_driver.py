@@ -194,7 +194,10 @@ class StepDriver:
             "num_computed_tokens": 0,
         }
         if request.started:
-            resumed.append(ResumedRequestData(**common, num_tokens=request.num_known))
+            num_reported = len(request.prompt_logprobs)
+            resumed.append(
+                ResumedRequestData(**common, num_tokens=request.num_known, num_prompt_logprobs=num_reported)
+            )
             return
         request.started = True
         new.append(

@@ -68,7 +68,7 @@ def test_who_failed_stays_invalid_until_it_leaves_its_slot(failed):
 
 
 NEW = NewRequestData("r3", 3, np.arange(5), [], None, (), np.array(TABLES[3]), 0)
-RESUMED = ResumedRequestData("r3", 3, np.array(TABLES[3]), 0, 5)
+RESUMED = ResumedRequestData("r3", 3, np.array(TABLES[3]), 0, 5, 0)
 
 
 @pytest.mark.parametrize(

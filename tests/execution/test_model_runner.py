@@ -278,7 +278,7 @@ def new_request(**changes):
 
 
 def resumed_request(request_id, slot, num_tokens=5):
-    return ResumedRequestData(request_id, slot, np.array([9], dtype=np.int32), 0, num_tokens)
+    return ResumedRequestData(request_id, slot, np.array([9], dtype=np.int32), 0, num_tokens, 0)
 
 
 def fork_of(parent_slot, *, slot=2, num_tokens=5, computed=4):

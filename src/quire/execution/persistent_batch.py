@@ -159,6 +159,7 @@ class PersistentBatch:
                 f"its prompt has {request.num_prompt_tokens}, and {len(request.saved)} are known"
             )
         request.saved = request.saved[: data.num_tokens]
+        request.num_prompt_logprobs_reported = data.num_prompt_logprobs
         self._enter(request, data)
         return request
 

@@ -190,8 +190,9 @@ class StepResult(msgspec.Struct):
 
 
 def recorded(output: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Return a step's results as far as plans depend on them: without the prompts' log-probabilities."""
-    prompt_logprobs: dict[str, list[PositionLogprobs]] = {key: [] for key in output.prompt_logprobs}
+    """Return a step's results as far as plans depend on them: of prompts' log-probabilities, how many."""
+    nothing = PositionLogprobs([], [], [])
+    prompt_logprobs = {key: [nothing] * len(found) for key, found in output.prompt_logprobs.items()}
     return dataclasses.replace(output, prompt_logprobs=prompt_logprobs)
 
 

@@ -386,8 +386,15 @@ class AdmissionPhase:
     def _tell_runner(self, plan: Plan, one: _Admitted, table: IntArray) -> None:
         request = one.request
         if request.is_known_to_runner:
-            data = (one.slot, table, request.num_computed_tokens, request.num_tokens)
-            plan.resumed.append(ResumedRequestData(request.request_id, *data))
+            resumed = ResumedRequestData(
+                request_id=request.request_id,
+                slot=one.slot,
+                block_ids=table,
+                num_computed_tokens=request.num_computed_tokens,
+                num_tokens=request.num_tokens,
+                num_prompt_logprobs=request.num_prompt_logprobs,
+            )
+            plan.resumed.append(resumed)
         else:
             plan.new.append(new_request_data(request, one.slot, table))
         for other in one.beams:

@@ -335,6 +335,9 @@ class ResultsPhase:
         if end is not None:
             self.finisher.finish(request, end.status)
         logprobs = computed.logprobs.get(request.request_id)
+        prompt_logprobs = computed.prompt_logprobs.get(request.request_id)
+        if prompt_logprobs is not None:
+            request.num_prompt_logprobs += len(prompt_logprobs)
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=results.sampled[row, :num_new].tolist(),
@@ -343,7 +346,7 @@ class ResultsPhase:
             num_cached_tokens=request.num_cached_tokens,
             first_scheduled_time=request.first_scheduled_time,
             logprobs=None if logprobs is None else logprobs[:num_new],
-            prompt_logprobs=computed.prompt_logprobs.get(request.request_id),
+            prompt_logprobs=prompt_logprobs,
             error=None if end is None else end.error,
             kv_transfer_params=None if end is None else request.kv_transfer_params,
         )
