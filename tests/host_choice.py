@@ -59,6 +59,7 @@ class HostChoice(TokenChoice):
             torch.tensor([entry.token_ids for entry in found]),
             torch.tensor([entry.logprobs for entry in found], dtype=torch.float64),
             torch.tensor([entry.ranks[0] for entry in found]),
+            torch.from_numpy(self.kernels.largest(logits.numpy(), rows.numpy())[1]),
         )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from host_choice import HostChoice
-from quire.execution import device_sampling
+from quire.execution import device_sampling, prompt_logprobs
 from quire.execution.device_sampling import DeviceSampler
 from quire.kernels.dispatch import kernel_set
 
@@ -42,6 +42,7 @@ def choose_on_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(DeviceSampler, "encoded_ids", watched)
     monkeypatch.setattr(type(kernel_set()), "token_choice", HostChoice())
-    monkeypatch.setattr(device_sampling, "HostCopy", LateCopy)
+    for module in (device_sampling, prompt_logprobs):
+        monkeypatch.setattr(module, "HostCopy", LateCopy)
     monkeypatch.setattr(LateCopy, "generator", np.random.default_rng(5))  # whatever tests came before
     return counts

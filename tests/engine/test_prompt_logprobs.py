@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from late_tokens import choose_on_device
 from quire import LLM, SamplingParams
 from quire.execution.model_runner import ModelRunner
 from quire.execution.persistent_batch import PersistentBatch
+from quire.request_output import Logprob
 from quire.step import SchedulerOutput
 
 PROMPTS = ["Why is a request preempted? " * repeats for repeats in (1, 30, 2, 4, 28, 3)]
@@ -20,12 +22,24 @@ def prompt_logprobs(num_kv_blocks: int, *, overlap_steps: bool) -> list[Any]:
     with LLM("mini", num_kv_blocks=num_kv_blocks, overlap_steps=overlap_steps, **SETTINGS) as llm:
         outputs = llm.generate(PROMPTS, PARAMS)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(PROMPTS)
-    return [output.prompt_logprobs for output in outputs]
+    return [[_rounded(position or {}) for position in output.prompt_logprobs or []] for output in outputs]
+
+
+def _rounded(position: dict[int, Logprob]) -> list[tuple[int, int, float]]:
+    """Kernels may add up the weights of a row in another order."""
+    return [(token_id, found.rank, round(found.logprob, 9)) for token_id, found in position.items()]
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
     return prompt_logprobs(200, overlap_steps=False)
+
+
+@pytest.fixture(params=[False, True], ids=["host", "device"], autouse=True)
+def is_found_on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param:
+        choose_on_device(monkeypatch)
+    return bool(request.param)
 
 
 @pytest.fixture

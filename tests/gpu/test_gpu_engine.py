@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
 from quire import LLM, AdaptiveRKVConfig, CacheEvictionConfig, SamplingParams
+from quire.execution.host_sampling import HostLogits
 from quire.execution.model_runner import ModelRunner
 from quire.execution.recorded_choice import RecordedChoice
 from quire.execution.step_graphs import StepGraphs
@@ -70,6 +71,29 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) ->
             logits = model(ids).logits[0, -1]
             assert logits[token] >= logits.max() - 1e-4  # another one only if they are as good as equal
             ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+
+
+def test_log_probabilities_of_prompts_are_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No logits go to the host, and several pieces make up a chunk."""
+    checkpoint = make_checkpoint("qwen3", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    monkeypatch.delattr(HostLogits, "fetch")
+    monkeypatch.setattr("quire.execution.prompt_logprobs._LOGITS_ELEMENTS", 0)
+    wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=3)
+    with LLM(str(checkpoint), dtype="float32", max_num_seqs=7, **SETTINGS) as llm:
+        outputs = llm.generate(PROMPTS, wanted)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected = model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(prompt)
+        for place, found in enumerate(output.prompt_logprobs[1:]):
+            assert found is not None
+            assert prompt[1 + place] in found
+            assert len(found) >= 3
+            for token_id, one in found.items():
+                assert one.logprob == pytest.approx(expected[place, token_id].item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("options", NUMBERS[: 1 if is_interpreted else None], ids=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ import torch
 from quire.execution.arrays import BoolArray, Float64Array, Int64Array
 from quire.execution.device_penalties import DevicePenalties, KnownTokens, StepPenalties
 from quire.execution.logit_changes import ChangesOfStep, changes_of_step, num_mask_words
+from quire.execution.logprobs import of_device
 from quire.execution.recorded_choice import ChoiceNumbers, ChoiceTensors, RecordedChoice
 from quire.execution.rng import uniforms
 from quire.execution.sampler import NO_CHOICE, SamplerOutput, nonfinite_error
@@ -22,7 +22,7 @@ from quire.execution.token_masks import TokenMasks
 from quire.kernels.devices import HostCopy, array_to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.token_choice import RowDraws, RowLogprobs
-from quire.step import NO_TOKEN, PositionLogprobs
+from quire.step import NO_TOKEN
 
 _NO_SLOT = -1
 
@@ -75,25 +75,19 @@ class TokensInFlight:
 
     def sampled(self) -> SamplerOutput:
         """Return all that was asked for as soon as the host has it; raises as `token_ids`."""
-        ids, largest, *of_logprobs = self._wait()
-        token_ids, maxima = ids.numpy().copy(), largest.numpy()
+        chosen, largest, *of_logprobs = self._wait()
+        token_ids, maxima = chosen.numpy().copy(), largest.numpy()
         errors = {}
         for row in np.flatnonzero(token_ids == NO_TOKEN).tolist():
             has_no_choice = self._is_masked[row] and maxima[row] == -np.inf
             errors[row] = NO_CHOICE if has_no_choice else nonfinite_error(maxima[row])
-        logprobs = dict(self._logprobs(*of_logprobs)) if of_logprobs else {}
-        return SamplerOutput(
-            token_ids, {row: found for row, found in logprobs.items() if row not in errors}, errors
-        )
-
-    def _logprobs(
-        self, token_ids: torch.Tensor, logprobs: torch.Tensor, ranks: torch.Tensor
-    ) -> Iterator[tuple[int, PositionLogprobs]]:
-        rows, counts = self._logprob_rows.tolist(), self._num_logprobs.tolist()
-        columns = zip(rows, counts, token_ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
-        for row, count, ids, values, rank in columns:
-            end = 1 + count
-            yield row, PositionLogprobs(ids[:end], values[:end], [rank, *range(1, len(ids[:end]))])
+        logprobs = {}
+        if of_logprobs:
+            ids, values, ranks = of_logprobs
+            positions = of_device(ids, values, ranks, self._num_logprobs)
+            found = zip(self._logprob_rows.tolist(), positions, strict=True)
+            logprobs = {row: position for row, position in found if row not in errors}
+        return SamplerOutput(token_ids, logprobs, errors)
 
     def _wait(self) -> list[torch.Tensor]:
         with self._lock:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from quire.execution.device_sampling import TokensInFlight
 from quire.execution.persistent_batch import UnknownTokens
+from quire.execution.prompt_logprobs import StepPromptLogprobs
 from quire.execution.sampler import SamplerOutput
 from quire.execution.sampling_positions import SamplingPositions
 from quire.step import (
@@ -29,6 +30,7 @@ class DeviceStep(StepInFlight):
     _computed: ModelRunnerOutput  # without tokens
     _sampling: SamplingPositions
     tokens: TokensInFlight  # at the positions
+    _prompt_logprobs: StepPromptLogprobs
     unknown: UnknownTokens  # to the batch
     _propose: Callable[[ModelRunnerOutput, float], DraftTokenIds | None]
     """Proposes what may follow these tokens, which have been known for so many seconds."""
@@ -37,6 +39,7 @@ class DeviceStep(StepInFlight):
     @override
     def result(self) -> ModelRunnerOutput:
         report_tokens(self._computed, self._sampling, self.tokens.sampled())
+        self._prompt_logprobs.report(self._computed)
         if self.kv_connector_output is None:
             return self._computed
         return dataclasses.replace(self._computed, kv_connector_output=self.kv_connector_output)
@@ -52,12 +55,14 @@ class DeviceStep(StepInFlight):
     @property
     def have_arrived(self) -> bool:
         """See `StepErrors`."""
-        return self.tokens.have_arrived
+        return self.tokens.have_arrived and self._prompt_logprobs.have_arrived
 
     def failed_ids(self) -> set[str]:
         """See `StepErrors`."""
         rows = self._sampling.rows[self.emitted()[:, 0] == NO_TOKEN]
-        return {self._computed.request_ids[row] for row in rows.tolist()}.union(self._computed.errors)
+        return {self._computed.request_ids[row] for row in rows.tolist()}.union(
+            self._prompt_logprobs.errors()
+        )
 
 
 def report_tokens(result: ModelRunnerOutput, sampling: SamplingPositions, sampled: SamplerOutput) -> IntArray:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import torch
 
 from quire.execution.arrays import Float32Array, Int64Array
 from quire.kernels.sampling import SamplingKernels
@@ -43,6 +46,21 @@ def position_logprobs(
         PositionLogprobs(row_ids[: 1 + count], row_logprobs[: 1 + count], [rank, *top_ranks[:count]])
         for row_ids, row_logprobs, rank, count in columns
     ]
+
+
+def of_device(
+    token_ids: torch.Tensor, logprobs: torch.Tensor, ranks: torch.Tensor, num_logprobs: Int64Array
+) -> Iterator[PositionLogprobs]:
+    """Yield the log-probabilities at each row's position of what `TokenChoice.logprobs` has computed.
+
+    Args:
+        token_ids, logprobs, ranks: see `RowLogprobs`; on the host.
+        num_logprobs: [S] how many of the likeliest tokens each row reports.
+    """
+    columns = zip(num_logprobs.tolist(), token_ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
+    for count, ids, values, rank in columns:
+        end = 1 + count
+        yield PositionLogprobs(ids[:end], values[:end], [rank, *range(1, len(ids[:end]))])
 
 
 def top_tokens(logits: Float32Array, count: int, *, rows: Int64Array, kernels: SamplingKernels) -> Int64Array:

@@ -18,7 +18,14 @@ from quire.execution.failed_requests import KnownErrors, StepErrors
 from quire.execution.kv_transfers import KVTransfers
 from quire.execution.model import Model
 from quire.execution.persistent_batch import PersistentBatch, RunnerRequest
-from quire.execution.prompt_logprobs import PromptLogprobs
+from quire.execution.prompt_logprobs import (
+    NO_PROMPT_LOGPROBS,
+    DevicePositionLogits,
+    HostPositionLogits,
+    PositionLogits,
+    PromptLogprobs,
+    StepPromptLogprobs,
+)
 from quire.execution.proposer import GuardedProposer, Proposer
 from quire.execution.sampling_positions import SamplingPositions
 from quire.execution.sparse_prefill import SparsePrefill
@@ -100,13 +107,7 @@ class ModelRunner:
             block_size=block_size,
             num_blocks=kv_cache.num_blocks,
         )
-        self._prompt_logprobs = PromptLogprobs(
-            self._batch,
-            model.logits,
-            self._vocab_size,
-            self._sampler.host_logits,
-            self._sampler.host_kernels,
-        )
+        self._prompt_logprobs = PromptLogprobs(self._batch, self._position_logits(max_num_seqs))
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
         self._in_flight: list[DeviceStep] = []  # whose tokens the batch lacks
         self._newest: SchedulerOutput | None = None  # of the steps with rows
@@ -120,6 +121,13 @@ class ModelRunner:
         self._evictor = None
         if eviction is not None:
             self._evictor = CacheEvictor(eviction, model.config, kv_cache, self._batch, block_size)
+
+    def _position_logits(self, max_num_seqs: int) -> PositionLogits:
+        model, sampler = self._model, self._sampler
+        choice = model.kernels.token_choice
+        if choice is not None:
+            return DevicePositionLogits(model.logits, self._vocab_size, choice, max_num_seqs)
+        return HostPositionLogits(model.logits, self._vocab_size, sampler.host_logits, sampler.host_kernels)
 
     def compile_only(self) -> AbstractContextManager[None] | None:
         """See `KernelSet.compile_only`; of all ranks."""
@@ -177,15 +185,13 @@ class ModelRunner:
             if self._proposer is not None:
                 self._proposer.begin_step(output.total_num_scheduled_tokens, is_alone=not self._in_flight)
             sampling = SamplingPositions.of(output)
-            if self._can_replay(output, sampling):
-                logits: StepLogits | None = self._replay(output, sampling)
-            else:
-                logits = self._compute(output, sampling, result)
-            if logits is not None:
-                in_flight = self._sample(output, sampling, grammar, logits, result)
-                if in_flight is not None:
-                    reported = self._end_transfers(output, in_flight)
-                    return dataclasses.replace(in_flight, kv_connector_output=reported)
+            replays = self._can_replay(output, sampling)
+            computed = self._replay(output, sampling) if replays else self._compute(output, sampling)
+            in_flight = self._sample(output, sampling, grammar, computed, result)
+            if in_flight is not None:
+                reported = self._end_transfers(output, in_flight)
+                return dataclasses.replace(in_flight, kv_connector_output=reported)
+            computed.prompt_logprobs.report(result)
         drafts = num_steps_without = None
         if self._asks_for_drafts(output):
             drafts, num_steps_without = self._propose(output, _has_tokens(sampled_token_ids))
@@ -268,8 +274,8 @@ class ModelRunner:
     def _is_small(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
         return len(sampling.tokens) > 0 and output.total_num_scheduled_tokens <= self.most_recorded_tokens
 
-    def _replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> StepLogits:
-        """Compute a step as its recording does, or will do; return the logits as `_compute`."""
+    def _replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> _Computed:
+        """Compute a step as its recording does, or will do."""
         assert self._graphs is not None
         batch = self._attention_batch(output)
         rows = np.repeat(output.slots, output.num_tokens)
@@ -279,22 +285,20 @@ class ModelRunner:
         logit_rows = None if _is_decode(output, sampling) else sampling.tokens
         logits = self._graphs.logits(encoded, batch, logit_rows)
         self._batch.note_computed(output)
-        return logits
+        return _Computed(logits)
 
-    def _compute(
-        self, output: SchedulerOutput, sampling: SamplingPositions, result: ModelRunnerOutput
-    ) -> StepLogits | None:
-        """Compute any step; return the logits of its P sampling positions, None without any."""
+    def _compute(self, output: SchedulerOutput, sampling: SamplingPositions) -> _Computed:
+        """Compute any step."""
         hidden = self._forward(output)
         self._batch.note_computed(output)
-        self._prompt_logprobs.report(output, hidden, result)
+        prompt_logprobs = self._prompt_logprobs.begin(output, hidden)
         logits = None
         if sampling.rows.size:
             rows = array_to_device(sampling.tokens, hidden.device)
             logits = StepLogits(self._model.logits(hidden[rows]))
         if self._evictor is not None:  # while a device computes the logits
             self._evictor.end(output)
-        return logits
+        return _Computed(logits, prompt_logprobs)
 
     def _forward(self, output: SchedulerOutput) -> torch.Tensor:
         """Return the last hidden state of every scheduled token, [T, hidden], and write its KV."""
@@ -352,14 +356,16 @@ class ModelRunner:
         output: SchedulerOutput,
         sampling: SamplingPositions,
         grammar: GrammarSource | None,
-        logits: StepLogits,
+        computed: _Computed,
         result: ModelRunnerOutput,
     ) -> DeviceStep | None:
         """Sample, and put the tokens into `result`; return the step if nobody here has to wait for them."""
+        if computed.logits is None:
+            return None
         slots = output.slots[sampling.rows].astype(np.int64)
         allowed = None if grammar is None else grammar()
         begun = self._sampler.begin(
-            logits,
+            computed.logits,
             slots[sampling.request],
             sampling.positions,
             None if allowed is None else TokenMasks.of(allowed, output, sampling),
@@ -369,7 +375,7 @@ class ModelRunner:
         if begun.on_device is not None and not waits:
             unknown = self._batch.expect(slots, ~output.awaits_tokens[sampling.rows])
             propose = functools.partial(self._propose_later, output)
-            step = DeviceStep(result, sampling, begun.on_device, unknown, propose)
+            step = DeviceStep(result, sampling, begun.on_device, computed.prompt_logprobs, unknown, propose)
             self._in_flight.append(step)
             return step
         self._note_tokens(waits=True)  # what is chosen here may depend on them
@@ -441,6 +447,14 @@ class ModelRunner:
         drafts = np.full((len(output.slots), width), NO_TOKEN, dtype=np.int32)
         drafts[rows[max_drafts > 0]] = proposed
         return drafts, num_steps_without
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Computed:
+    """What a step has computed before its tokens are chosen."""
+
+    logits: StepLogits | None  # of its P sampling positions; None without any
+    prompt_logprobs: StepPromptLogprobs = NO_PROMPT_LOGPROBS
 
 
 def _has_tokens(sampled_token_ids: IntArray) -> BoolArray:

@@ -63,6 +63,7 @@ class RowLogprobs:
     token_ids: torch.Tensor  # [S, 1 + n] int64
     logprobs: torch.Tensor  # [S, 1 + n] float64, nats
     ranks: torch.Tensor  # [S] int64, of the chosen tokens; 1 is likeliest, ties go to the lower id
+    maxima: torch.Tensor  # [S] float32, the largest logits; a NaN if there is one in the row
 
 
 class TokenChoice(ABC):

@@ -25,7 +25,7 @@ def on_device(logits: Any, chosen: Any, count: int, rows: Any) -> list[Any]:
         count,
         torch.from_numpy(rows).to(DEVICE),
     )
-    return [part.cpu().numpy() for part in (found.token_ids, found.logprobs, found.ranks)]
+    return [part.cpu().numpy() for part in (found.token_ids, found.logprobs, found.ranks, found.maxima)]
 
 
 def logits_of_all_kinds(vocab_size: int) -> Any:
@@ -49,9 +49,10 @@ def test_logprobs_are_the_host_s(vocab_size: int, count: int) -> None:
     expected = position_logprobs(
         logits, chosen, np.full(len(rows), count), rows=rows, kernels=ReferenceSampling()
     )
-    token_ids, logprobs, ranks = on_device(logits, chosen, count, rows)
+    token_ids, logprobs, ranks, maxima = on_device(logits, chosen, count, rows)
     assert token_ids.tolist() == [row.token_ids for row in expected]
     assert ranks.tolist() == [row.ranks[0] for row in expected]
+    assert maxima.tolist() == logits[rows].max(axis=1).tolist()
     assert logprobs.dtype == np.float64
     np.testing.assert_allclose(logprobs, [row.logprobs for row in expected], rtol=1e-13, atol=1e-13)
 
@@ -73,6 +74,7 @@ def test_rows_without_a_token_disturb_nobody() -> None:
     alone = on_device(logits, chosen[1:2], 3, rows[1:2])
     for all_rows, one in zip(found, alone, strict=True):
         assert np.array_equal(all_rows[1], one[0])
+    np.testing.assert_array_equal(found[-1], [np.nan, logits[0].max(), np.inf])
     assert on_device(logits, chosen[:0], 3, rows[:0])[1].shape == (0, 4)
 
 

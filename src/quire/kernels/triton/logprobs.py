@@ -84,7 +84,8 @@ def row_logprobs(
     if num_likeliest:
         top_ids, top_values = _likeliest(logits, maxima, num_likeliest, sound)
         ids, values = torch.cat((ids, top_ids), dim=1), torch.cat((values, top_values), dim=1)
-    return RowLogprobs(ids, values - log_mass[:, None], row_scans.ranks(logits, chosen, sound))
+    ranks = row_scans.ranks(logits, chosen, sound)
+    return RowLogprobs(ids, values - log_mass[:, None], ranks, maxima)
 
 
 def _likeliest(
