@@ -6,7 +6,8 @@ The model has Qwen3-0.6B's shape and random weights.
   one has left behind, with the file in the page cache and not. Both answers must be equal. The first prompt
   of each engine is another one, so that neither pays for warming up.
 - Reading: the blocks of the prompt are loaded into a cache, checks included, and `dd` reads the same file in
-  pieces of the same size; once with the file in the page cache, once without.
+  pieces of the same size; once with the file in the page cache, once without. Then with memory in front of
+  the disk (`kv_tier_memory_size`) that holds all of them.
 - Overhead: prompts that share nothing, with a tier that stores what is used twice, one that stores everything
   at once, and twice without, which shows the noise; each round begins with another.
 
@@ -32,6 +33,7 @@ from random_model import random_model
 from quire import LLM
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.host_blocks import ByteArray
+from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import TierConnector, TierMetadata
 from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.loads import BlockLoad
@@ -97,7 +99,7 @@ def measure_restart(model: str, directory: str, prompt: list[int], rounds: int) 
 
 
 def measure_reading(directory: str, num_blocks: int, rounds: int) -> dict[str, float]:
-    """Return bytes per second of the tier and of dd, with the file in the page cache and without."""
+    """Return bytes per second of the tier and of dd, by where the blocks are."""
     layout = RegionLayout(b"benchmark tier  ", BLOCK_SIZE, BLOCK_BYTES)
     tier = DiskTier(Path(directory), 2 * num_blocks * layout.region_bytes, layout, min_uses=1)
     keys = SequenceKeys(root_digest(), BLOCK_SIZE)
@@ -107,13 +109,17 @@ def measure_reading(directory: str, num_blocks: int, rounds: int) -> dict[str, f
         assert tier.write(keys[index], content, tier.residents.generation)
     [file] = Path(directory).glob(f"{layout.fingerprint.hex()}*")
     dd = ["dd", f"if={file}", "of=/dev/null", f"bs={layout.region_bytes}"]
-    seconds: dict[str, list[float]] = {"tier, cold": [], "dd, cold": [], "tier": [], "dd": []}
+    all_keys = [keys[index] for index in range(num_blocks)]
+    cached = CachedTier(tier, num_blocks * BLOCK_BYTES)
+    read_all(cached, all_keys)
+    names = "tier, cold", "dd, cold", "tier", "dd", "tier, in memory"
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name, values in seconds.items():
             if name.endswith("cold"):
                 drop_from_page_cache(directory)
             if name.startswith("tier"):
-                values.append(read_all(tier, [keys[index] for index in range(num_blocks)]))
+                values.append(read_all(cached if name.endswith("memory") else tier, all_keys))
             else:
                 started = time.perf_counter()
                 subprocess.run(dd, check=True, stderr=subprocess.DEVNULL)

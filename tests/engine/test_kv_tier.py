@@ -72,9 +72,11 @@ def test_after_a_restart_the_prefix_is_loaded_and_the_bits_are_the_same(tmp_path
         assert stats.kv_connector.num_written_blocks == 0
 
 
-def test_what_the_cache_forgot_is_loaded_from_memory(alone):
+@pytest.mark.parametrize("is_behind_memory", [False, True])
+def test_what_the_cache_forgot_is_loaded_from_memory(alone, tmp_path, is_behind_memory):
     prompts = [list(range(start, start + len(PROMPT))) for start in (100, 500, 900)]
-    with open_llm(kv_tier="memory", num_kv_blocks=24) as llm:
+    options = {"directory": tmp_path, "kv_tier_memory_size": 1} if is_behind_memory else {"kv_tier": "memory"}
+    with open_llm(num_kv_blocks=24, **options) as llm:
         for _ in range(2):
             assert answer(llm, prompts[0]) == alone
             for prompt in prompts[1:]:
@@ -82,6 +84,7 @@ def test_what_the_cache_forgot_is_loaded_from_memory(alone):
             wait_until_written(llm)
         stats = llm.stats()
         assert stats.num_loaded_tokens == 3 * 20 * 16, "all of it the second time"
+        assert stats.kv_connector.num_memory_hits == is_behind_memory * 3 * 20
         assert stats.num_failed_loads == 0
 
 
@@ -201,6 +204,10 @@ def test_kv_of_a_request_with_nan_logits_is_not_stored(alone, monkeypatch):
 def test_a_tier_that_holds_no_block_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"kv_tier_size is 1e-06 GB, too little .* at least 0\.0"):
         open_llm(tmp_path, kv_tier_size=1e-6)
+    with pytest.raises(ConfigError, match=r"kv_tier_memory_size is 1e-06 GB, too little .* at least 0\.0"):
+        open_llm(tmp_path, kv_tier_memory_size=1e-6)
+    with pytest.raises(ConfigError, match="kv_tier is 'memory'; set kv_tier to 'disk'"):
+        open_llm(kv_tier="memory", kv_tier_memory_size=1.0)
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path):

@@ -81,10 +81,16 @@ class DiskMachine(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
         self.path = self.directory / f"{LAYOUT.fingerprint.hex()}{SUFFIX}"
-        self.tiers = [open_tier(self.directory), open_tier(self.directory)]
+        self.tiers = [self.open_tier(), self.open_tier()]
         self.is_disk_full = False
         self.real_pwritev = os.pwritev
         os.pwritev = self.pwritev
+
+    def open_tier(self):
+        return open_tier(self.directory)
+
+    def is_in_place(self, tier) -> bool:
+        return tier._file.is_in_place()
 
     def pwritev(self, descriptor, buffers, offset):
         if not self.is_disk_full:
@@ -117,9 +123,9 @@ class DiskMachine(RuleBasedStateMachine):
     def reopen(self, number) -> None:
         """As after a crash: nothing is closed or said good-bye to, the kernel drops the lock."""
         self.tiers[number] = None
-        self.tiers[number] = open_tier(self.directory)
+        self.tiers[number] = self.open_tier()
         other = self.tiers[1 - number]
-        if other.is_writable and other._file.is_in_place():
+        if other.is_writable and self.is_in_place(other):
             assert not self.tiers[number].is_writable, "two writers"
 
     @rule(number=st.integers(0, 1))

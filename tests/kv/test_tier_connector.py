@@ -14,6 +14,7 @@ from connector_contract import BLOCK, PROMPT, ConnectorContract, Engine, kv_of, 
 from held import num_held
 from inline_threads import InlineThreads
 from quire.kv.tiers import block_copier
+from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.memory_tier import MemoryTier
@@ -102,6 +103,18 @@ class TestDisk(ConnectorContract):
             byte = opened.read(1)[0]
             opened.seek(520)
             opened.write(bytes([byte ^ 1]))
+
+
+class TestDiskBehindMemory(TestDisk):
+    def make(self):
+        connector = super().make()
+        open_disk_tier = connector._open_tier
+        connector._open_tier = lambda num_bytes: CachedTier(open_disk_tier(num_bytes), 1 << 20)
+        return connector
+
+    def fail_next_load(self, connector):
+        super().fail_next_load(connector)
+        connector._tier._forget()
 
 
 # -- what is stored ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from inline_threads import InlineThreads
 from quire.kv.block_hash import BlockKey
 from quire.kv.host_blocks import block_store
 from quire.kv.tiers.block_copier import HostCopier
+from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import LONGEST_READ, TierConnector
 from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.memory_tier import MemoryTier
@@ -174,11 +175,13 @@ class MixedTier(Reluctant, TierConnector):
 
     FAULTS = ("fail", "fail to write", "spoil", "slow", "hang", "answer")
 
-    def __init__(self, block_size: int, open_tier, choose: Chooser) -> None:
+    def __init__(self, block_size: int, store: FaultyTier, choose: Chooser, *, kept_bytes: int = 0) -> None:
+        self.store = store
+        tier = CachedTier(store, kept_bytes) if kept_bytes else store
         self._threads = InlineThreads(is_held=True), InlineThreads(is_held=True)
         super().__init__(
             block_size,
-            open_tier,
+            lambda _: tier,
             readers=self._threads[0],
             writer=self._threads[1],
             copier_of=lambda kv, clock: HostCopier(block_store(kv), num_buffers=NUM_BUFFERS, clock=clock),
@@ -186,10 +189,6 @@ class MixedTier(Reluctant, TierConnector):
         self._choose = choose
         self._num_pauses = 0  # of all threads
         self._told: Counter[str] = Counter()
-
-    @property
-    def store(self) -> FaultyTier:
-        return self._tier
 
     def misbehave(self, what: str, choose: Chooser) -> None:
         match what:
@@ -267,10 +266,10 @@ def draw_connector(choose: Chooser, block_size: int) -> MixedConnector | MixedTi
     min_uses = choose.among([1, 1, 2])
     if kind == "memory tier":
         tier = FaultyMemoryTier(num_bytes * num_blocks, num_bytes, min_uses=min_uses)
-        return MixedTier(block_size, lambda _: tier, choose)
+        return MixedTier(block_size, tier, choose)
     directory = tempfile.TemporaryDirectory()
     layout = RegionLayout(b"f" * FINGERPRINT_BYTES, block_size, num_bytes)
     capacity_bytes = num_blocks * layout.region_bytes
     tier = FaultyDiskTier(directory.name, capacity_bytes, layout, min_uses=min_uses, choose=choose)
     tier.directory = directory  # removed with the tier
-    return MixedTier(block_size, lambda _: tier, choose)
+    return MixedTier(block_size, tier, choose, kept_bytes=choose.among([0, 3 * num_bytes]))

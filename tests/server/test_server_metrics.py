@@ -73,6 +73,7 @@ async def test_figures_of_the_kv_tier(http, llm):
         "quire_kv_tier_stored_blocks": numbers["num_stored_blocks"],
         "quire_kv_tier_stored_bytes": numbers["stored_bytes"],
         "quire_kv_tier_loaded_blocks_total": numbers["num_loaded_blocks"],
+        "quire_kv_tier_memory_hits_total": numbers["num_memory_hits"],
         "quire_kv_tier_failed_reads_total": numbers["num_failed_reads"],
         "quire_kv_tier_written_blocks_total": numbers["num_written_blocks"],
         "quire_kv_tier_failed_writes_total": numbers["num_failed_writes"],

@@ -149,6 +149,12 @@ class EngineConfig:
         help="Maximum size of the tier in GB (10^9 bytes), on disk for all models together; the least "
         "recently used blocks are removed first.",
     )
+    kv_tier_memory_size: Annotated[float, Ge(0)] = knob(
+        default=0.0,
+        unit="GB",
+        help="Host memory in GB (10^9 bytes) in front of a disk tier, for the blocks that were read or "
+        "written last. 0: none.",
+    )
     kv_tier_min_uses: PositiveInt = knob(
         default=2,
         unit="requests",
@@ -216,6 +222,11 @@ class EngineConfig:
             raise ConfigError(
                 f"EngineConfig.kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r}, but nothing "
                 "is published; set EngineConfig.kv_events_endpoint too"
+            )
+        if self.kv_tier_memory_size and self.kv_tier != "disk":
+            raise ConfigError(
+                f"EngineConfig.kv_tier_memory_size is {self.kv_tier_memory_size} GB in front of a disk tier, "
+                f"but kv_tier is {self.kv_tier!r}; set kv_tier to 'disk', or leave kv_tier_memory_size at 0"
             )
         self._refuse_beside_connector()
         object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler).validate())

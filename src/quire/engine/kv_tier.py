@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from quire.engine.kv_identity import kv_fingerprint
 from quire.errors import ConfigError
 from quire.kv.tiers.block_copier import BlockCopier
+from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.memory_tier import MemoryTier
@@ -66,7 +67,18 @@ def _open(
             f"EngineConfig.kv_tier_size is {config.kv_tier_size} GB, too little for one block of "
             f"{tier.bytes_per_place} bytes; raise it to at least {tier.bytes_per_place / 1e9:.6f}"
         )
-    return tier
+    return _with_memory(tier, config.kv_tier_memory_size) if config.kv_tier_memory_size else tier
+
+
+def _with_memory(tier: BlockTier, gigabytes: float) -> BlockTier:
+    capacity = int(gigabytes * 1e9)
+    if capacity < tier.bytes_per_block:
+        raise ConfigError(
+            f"EngineConfig.kv_tier_memory_size is {gigabytes} GB, too little for one block of "
+            f"{tier.bytes_per_block} bytes; raise it to at least {tier.bytes_per_block / 1e9:.6f}, or "
+            "set it to 0"
+        )
+    return CachedTier(tier, capacity)
 
 
 def _directory(setting: str) -> Path:

@@ -198,6 +198,11 @@ def _connector_counters(stats: KVConnectorStats) -> tuple[Row, ...]:
         ),
         ("quire_kv_tier_loaded_blocks", "Number of blocks loaded from the tier.", stats.num_loaded_blocks),
         (
+            "quire_kv_tier_memory_hits",
+            "Number of blocks read from the memory in front of the disk.",
+            stats.num_memory_hits,
+        ),
+        (
             "quire_kv_tier_failed_reads",
             "Number of blocks that were damaged, overwritten or unreadable when they were to be loaded.",
             stats.num_failed_reads,

@@ -304,6 +304,7 @@ class TierConnector(KVConnector):
             num_stored_blocks=num_stored,
             stored_bytes=num_stored * tier.bytes_per_place,
             num_evicted_blocks=tier.residents.num_evicted,
+            num_memory_hits=tier.num_memory_hits,
             load_seconds_per_block=self._costs.seconds_per_block,
             compute_seconds_per_token=self._costs.seconds_per_token,
         )

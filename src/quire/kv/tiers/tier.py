@@ -31,6 +31,11 @@ class BlockTier(ABC):
         """Whether blocks can be stored."""
         return True
 
+    @property
+    def num_memory_hits(self) -> int:
+        """Blocks that were read from the memory in front of a slower tier."""
+        return 0
+
     @abstractmethod
     def read(self, key: BlockKey, into: ByteArray) -> bool:
         """Read a block into an array of `bytes_per_block` bytes.

@@ -1,0 +1,109 @@
+"""Memory in front of the disk: the same blocks, sooner; never one that the tier was told to forget."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import invariant
+from test_disk_tier import CAPACITY, KEYS, LAYOUT, PAYLOAD, DiskMachine, content_of, keys_of, read, write
+from test_disk_tier import open_tier as open_disk_tier
+
+from quire.kv.tiers.cached_tier import CachedTier
+from quire.kv.tiers.disk_tier import DiskTier
+from unmutated import UNMUTATED
+
+NUM_KEPT = 3
+
+
+def open_tier(directory: Path) -> CachedTier:
+    return CachedTier(open_disk_tier(directory), NUM_KEPT * PAYLOAD + 100)
+
+
+class CachedMachine(DiskMachine):
+    """What can happen to the file, behind memory."""
+
+    def open_tier(self):
+        return open_tier(self.directory)
+
+    def is_in_place(self, tier) -> bool:
+        return tier._tier._file.is_in_place()
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        assert all(len(tier._contents) <= NUM_KEPT for tier in self.tiers)
+
+
+CachedMachine.TestCase.settings = settings(backend=UNMUTATED, max_examples=24, stateful_step_count=40)
+TestCachedTier = CachedMachine.TestCase
+
+
+def damage(directory: Path) -> None:
+    [file] = directory.iterdir()
+    file.write_bytes(bytes(CAPACITY))
+
+
+def test_blocks_that_were_written_or_read_last_are_not_read_from_the_disk(tmp_path):
+    tier = open_tier(tmp_path)
+    first, second, third, fourth = keys_of(0)
+    for key in (first, second, third, fourth):
+        write(tier, key)
+    assert read(tier, second)
+    assert read(tier, first)  # in place of the third
+    assert tier.num_memory_hits == 1
+    damage(tmp_path)
+    assert [read(tier, key) for key in (first, second, fourth)] == [True] * 3
+    assert tier.num_memory_hits == 4
+    assert not read(tier, third)
+
+
+def test_an_engine_that_only_reads_keeps_what_it_has_read(tmp_path):
+    writer = open_tier(tmp_path)
+    [key] = keys_of(0, 1)
+    write(writer, key)
+    reader = open_tier(tmp_path)
+    assert not reader.is_writable
+    assert not write(reader, keys_of(0)[1])
+    assert [read(reader, key), read(reader, key), reader.num_memory_hits] == [True, True, 1]
+
+
+def test_a_block_that_could_not_be_written_is_not_kept(tmp_path):
+    tier = open_tier(tmp_path)
+    [key] = keys_of(0, 1)
+    assert not tier.write(key, content_of(key), tier.residents.generation - 1)
+    assert not read(tier, key)
+
+
+class ForgetsAmidAReading(DiskTier):
+    """Is told to forget everything when it has read a block."""
+
+    forget = None
+
+    def read(self, key, into) -> bool:
+        is_there = super().read(key, into)
+        if self.forget is not None:
+            self.forget()
+        return is_there
+
+
+def test_nothing_is_kept_that_was_read_before_a_reset(tmp_path):
+    """The weights may be others by then, and so is the KV of the same tokens."""
+    disk = ForgetsAmidAReading(tmp_path, CAPACITY, LAYOUT, min_uses=1)
+    tier = CachedTier(disk, NUM_KEPT * PAYLOAD)
+    keys = keys_of(0)
+    for key in keys:
+        write(tier, key)
+    disk.forget = tier.clear
+    assert tier.read(keys[0], np.empty(PAYLOAD, dtype=np.uint8))
+    assert not any(read(tier, key) for key in KEYS)
+    assert not tier._contents
+
+
+def test_nothing_is_left_in_memory_at_the_end():
+    with tempfile.TemporaryDirectory() as directory:
+        tier = open_tier(Path(directory))
+        write(tier, KEYS[0])
+        tier.close()
+        assert not read(tier, KEYS[0])
