@@ -33,9 +33,8 @@ class HostChoice(TokenChoice):
             penalize(rows, penalties)
         token_ids, maxima = self.kernels.largest(rows)
         if changes is not None or penalties is not None:
-            has_mask = (
-                np.zeros(len(rows), dtype=bool) if changes is None else changes.mask_of_row.numpy() >= 0
-            )
+            masks = None if changes is None else changes.masks
+            has_mask = np.zeros(len(rows), dtype=bool) if masks is None else masks.mask_of_row.numpy() >= 0
             keeps = ~np.isfinite(raw_maxima) | (~np.isfinite(maxima) & ~has_mask)
             token_ids[keeps], maxima[keeps] = raw_ids[keeps], raw_maxima[keeps]
             rows[keeps, token_ids[keeps]] = maxima[keeps]  # the only token that is left
@@ -64,16 +63,16 @@ class HostChoice(TokenChoice):
 
 
 def change(rows: np.ndarray, changes: LogitChanges) -> None:
-    for row, mask in enumerate(changes.mask_of_row.tolist()):
-        for token in range(rows.shape[1] if mask >= 0 else 0):
-            if not int(changes.bitmask[mask, token // 32]) >> token % 32 & 1:
-                rows[row, token] = -np.inf
-    biases = zip(
-        changes.biased_rows.tolist(), changes.biased_ids.tolist(), changes.biases.tolist(), strict=True
-    )
-    for row, token, bias in biases:
-        rows[row, token] += np.float32(bias)
-    rows[changes.banned_rows.numpy(), changes.banned_ids.numpy()] = -np.inf
+    masks, edits = changes.masks, changes.edits
+    if masks is not None:
+        for row, mask in enumerate(masks.mask_of_row.tolist()):
+            for token in range(rows.shape[1] if mask >= 0 else 0):
+                if not int(masks.bitmask[mask, token // 32]) >> token % 32 & 1:
+                    rows[row, token] = -np.inf
+    if edits is not None:
+        for row, token, added, after in edits.numbers.T.tolist():
+            if row >= 0 and after in (NO_TOKEN, edits.tokens_before[int(row)].item()):
+                rows[int(row), int(token)] += np.float32(added)
 
 
 def penalize(rows: np.ndarray, penalties: RowPenalties) -> None:

@@ -21,6 +21,7 @@ from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import FloatLinear, Linear
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling import SamplingKernels
+from quire.kernels.token_choice import RowLogprobs, TokenChoice
 from quire.kernels.weights import Weight, dequantize
 
 META = torch.device("meta")
@@ -60,12 +61,45 @@ class MetaExperts(Experts):
         return rows.new_empty(rows.shape) if out is None else out.copy_(rows)
 
 
+class MetaChoice(TokenChoice):
+    """Chooses tokens that are no numbers."""
+
+    def choose(self, logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits.argmax(dim=1), logits.amax(dim=1)
+
+    def logprobs(
+        self, logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, rows: torch.Tensor
+    ) -> RowLogprobs:
+        assert logits.device == chosen.device == rows.device
+        shape = len(rows), 1 + num_likeliest
+        ids, values = (torch.empty(shape, dtype=dtype, device=META) for dtype in (torch.int64, torch.float64))
+        return RowLogprobs(ids, values, ids[:, 0], logits[rows].amax(dim=1))
+
+
+class MadeUpCopy:
+    """Stands for `HostCopy`: copies have numbers of the test's own."""
+
+    generator = torch.Generator().manual_seed(0)
+    has_arrived = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert tensor.device == META
+        if tensor.dtype.is_floating_point:
+            self._numbers = torch.rand(tensor.shape, generator=self.generator)
+        else:
+            self._numbers = torch.randint(0, 100, tensor.shape, generator=self.generator)
+
+    def wait(self) -> torch.Tensor:
+        return self._numbers
+
+
 class MetaKernels(ReferenceKernels):
-    """Kernels that compute nothing, on tensors of the right shapes. What is sampled with is the host's."""
+    """Kernels that compute nothing, on tensors of the right shapes."""
 
     name = "meta"
     device = META
     sampling: Any = SamplingKernels  # not an object: nothing can be called
+    token_choice = MetaChoice()
 
     def linear(
         self,

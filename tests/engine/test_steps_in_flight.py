@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import threading
 from typing import Any
@@ -18,7 +19,6 @@ from quire.execution.adaptive_proposer import DraftedRequest, Waiting
 from quire.execution.device_sampling import DeviceSampler
 from quire.execution.persistent_batch import PersistentBatch
 from quire.execution.step_graphs import StepLogits
-from quire.execution.step_sampling import SamplingInFlight
 
 PROMPTS = ["What is 27 + 58?", "Copy: k x w q", "Hello", "Why is a request preempted?", "Reverse: a b c"]
 NGRAM: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 3, "ngram_min": 1}
@@ -51,7 +51,7 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True),
     SamplingParams(temperature=0.0, max_tokens=1),
 ]
-OF_THE_HOST = [
+SEQUENCES = [
     SamplingParams(temperature=0.9, seed=1, max_tokens=8, bad_words=["k x", "x w"], ignore_eos=True),
     SamplingParams(temperature=0.9, seed=8, max_tokens=8, bad_words=["is a", "KV"], logprobs=1),
     SamplingParams(
@@ -127,7 +127,7 @@ def rounded(logprobs: str) -> str:
 @pytest.fixture(scope="module")
 def serial() -> dict[int, list[Any]]:
     """The tokens of serial steps, sampled on the host."""
-    return {id(params): tokens(params) for params in (PARAMS, OF_THE_HOST, CONSTRAINED, PENALIZED)}
+    return {id(params): tokens(params) for params in (PARAMS, SEQUENCES, CONSTRAINED, PENALIZED)}
 
 
 def test_tokens_stay_on_the_device_between_steps(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
@@ -147,16 +147,31 @@ def test_with_preemptions(unknown_tokens: list[int], preempted: list[str]) -> No
     assert found == tokens(PARAMS, **{**options, "num_kv_blocks": 40})
 
 
-def test_beside_rows_that_only_the_host_can_choose_for(
+def test_banned_sequences_beams_and_log_probabilities_of_prompts(
     serial: dict[int, Any], unknown_tokens: list[int]
 ) -> None:
-    assert tokens(OF_THE_HOST, overlap_steps=True) == serial[id(OF_THE_HOST)]
-    mixed = PARAMS[:2] + OF_THE_HOST[:1] + PARAMS[3:4] + OF_THE_HOST[1:2]
-    alone = serial[id(PARAMS)], serial[id(OF_THE_HOST)]
-    found = tokens(mixed, overlap_steps=True)
-    assert found[:4] == alone[0][:4]
-    assert found[6:8] == alone[0][6:8]
+    assert tokens(SEQUENCES, overlap_steps=True) == serial[id(SEQUENCES)]
     assert sum(unknown_tokens) > 10
+
+
+@pytest.mark.parametrize("drafts", [{}, NGRAM], ids=["no drafts", "drafts"])
+def test_sequences_are_banned_whose_last_token_but_one_only_the_device_knows(
+    unknown_tokens: list[int], drafts: dict[str, Any]
+) -> None:
+    """Pairs, triples and quadruples of the tokens that are likeliest, and of those that take their place."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    banned: set[tuple[int, ...]] = set()
+    lengths = itertools.cycle((2, 3, 4))
+    for _ in range(3):
+        params = dataclasses.replace(greedy, bad_words_token_ids=tuple(sorted(banned)))
+        outputs = tokens([params] * len(PROMPTS))
+        assert tokens([params] * len(PROMPTS), overlap_steps=True, **drafts) == outputs
+        ids = [completion[0] for [completion] in outputs]
+        begun = {tuple(output[at : at + n]) for output in ids for n in (2, 3, 4) for at in range(len(output))}
+        assert not begun & banned
+        banned |= {tuple(output[at : at + next(lengths)]) for output in ids for at in range(0, 12, 3)}
+    assert len(banned) > 30
+    assert sum(unknown_tokens) > 30
 
 
 def test_constraints_grammars_and_logprobs_of_the_device(
@@ -198,20 +213,9 @@ def test_penalties_with_preemptions_and_steps_that_fail(
     assert tokens(params, overlap_steps=True, **options, **drafts) == expected
 
 
-def test_penalties_with_drafts(
-    serial: dict[int, Any], unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody waits in a step: the device counts drafts, too."""
-    waited: list[SamplingInFlight] = []
-    finish = SamplingInFlight.finish
-
-    def noted(self: SamplingInFlight, token_ids: Any) -> Any:
-        waited.append(self)
-        return finish(self, token_ids)
-
-    monkeypatch.setattr(SamplingInFlight, "finish", noted)
+def test_penalties_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
+    """The device counts drafts, too."""
     assert tokens(PENALIZED, overlap_steps=True, **NGRAM) == serial[id(PENALIZED)]
-    assert not waited
     assert sum(unknown_tokens) > 10
 
 
@@ -295,7 +299,7 @@ def test_some_requests_wait_for_drafts_and_others_go_on(
     assert sum(unknown_tokens) > 3
 
 
-@pytest.mark.parametrize("params", [PENALIZED, OF_THE_HOST], ids=["penalized", "of the host"])
+@pytest.mark.parametrize("params", [PENALIZED, SEQUENCES], ids=["penalized", "sequences"])
 def test_drafts_of_some_of_these(
     serial: dict[int, Any],
     unknown_tokens: list[int],

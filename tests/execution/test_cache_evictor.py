@@ -16,6 +16,7 @@ from quire.execution.persistent_batch import InconsistentPlanError
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling import Scheduler
+from quire.step import StepInFlight
 
 BLOCK_SIZE = 4
 NUM_OUTPUT = 40
@@ -55,7 +56,9 @@ def run(scheduler, runner, prompt=PROMPT, num_output=NUM_OUTPUT):
     tokens, logprobs = [], []
     while scheduler.has_unfinished_requests():
         plan = scheduler.schedule()
-        for outputs in scheduler.update_from_output(plan, runner.execute(plan)).values():
+        computed = runner.execute(plan)
+        result = computed.result() if isinstance(computed, StepInFlight) else computed
+        for outputs in scheduler.update_from_output(plan, result).values():
             for output in outputs.outputs:
                 assert output.error is None
                 tokens += output.new_token_ids

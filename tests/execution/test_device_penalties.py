@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from quire.execution import device_penalties
-from quire.execution.device_penalties import DevicePenalties, KnownTokens
+from quire.execution.device_penalties import DevicePenalties
+from quire.execution.known_tokens import KnownTokens
 from quire.execution.persistent_batch import PersistentBatch
 from quire.execution.sampling_table import SamplingTable
 from quire.kernels import seen_tokens
@@ -69,15 +70,14 @@ class Requests:
         """The host is told the last token."""
         self.is_unknown[slot] = False
 
-    def step(self, slots: list[int], of_host: int | None) -> None:
-        """Choose tokens, for one slot on the host; check what the device has counted before."""
+    def step(self, slots: list[int]) -> None:
+        """Choose tokens; check what the device has counted before."""
         rows = np.array(slots)
         positions = np.array([len(self.tokens[slot]) for slot in slots])
         token_ids = np.full((NUM_SLOTS, LENGTH), GARBAGE, dtype=np.int32)
         for slot in range(NUM_SLOTS):
             known = self.tokens[slot][: -1 if self.is_unknown[slot] else None]
             token_ids[slot, : len(known)] = known
-        is_of_host = rows == of_host
         # Rows of drafts come behind that of their slot, whose tokens the host knows.
         drafts = {
             slot: self.ids(int(self.rng.integers(1, 4)))
@@ -89,17 +89,16 @@ class Requests:
         counts = [1 + len(drafts.get(slot, [])) for slot in slots]
         first, rows = np.cumsum(counts) - counts, np.repeat(rows, counts)
         offset = np.arange(len(rows)) - np.repeat(first, counts)
-        is_of_host = np.repeat(is_of_host, counts)
         positions = np.repeat(positions, counts) + offset
-        known_tokens = KnownTokens(token_ids, self.written[rows])
+        known_tokens = KnownTokens(token_ids, self.written[rows], self.is_unknown[rows])
         try:
             with self.fault():
-                found = self.device.of_rows(rows, positions, is_of_host, known_tokens)
+                found = self.device.of_rows(rows, positions, known_tokens)
         except MemoryError:  # tried again once the host has been told all tokens
             for slot in slots:
                 token_ids[slot, : len(self.tokens[slot])] = self.tokens[slot]
-            found = self.device.of_rows(rows, positions, is_of_host, known_tokens)
-        counted = self.table.is_penalized(rows) & ~is_of_host
+            found = self.device.of_rows(rows, positions, known_tokens)
+        counted = self.table.is_penalized(rows)
         assert (found is not None) == counted.any()
         chosen = torch.tensor(self.ids(len(rows)))
         if found is not None:
@@ -119,7 +118,7 @@ class Requests:
         for row, slot in zip(first.tolist(), slots, strict=True):
             num_accepted = int(self.rng.integers(0, len(drafts[slot]) + 1)) if slot in drafts else 0
             self.tokens[slot] += [*drafts.get(slot, [])[:num_accepted], int(chosen[row + num_accepted])]
-            self.is_unknown[slot] = not is_of_host[row] and slot not in drafts and self.rng.random() < 0.6
+            self.is_unknown[slot] = slot not in drafts and self.rng.random() < 0.6
 
     @contextlib.contextmanager
     def fault(self) -> Iterator[None]:
@@ -150,12 +149,9 @@ def test_what_was_chosen_before_a_row_is_counted(seed: int, dtype: torch.dtype) 
     events = requests.enter, requests.choose, requests.discard, requests.tell
     for _ in range(400):
         slots = requests.rng.permutation(NUM_SLOTS)[: requests.rng.integers(1, NUM_SLOTS + 1)].tolist()
-        of_host = None if requests.rng.random() < 0.8 else slots[0]
-        if of_host is not None:
-            requests.is_unknown[of_host] = False  # the host has waited
         if max(len(tokens) for tokens in requests.tokens) > 60:
             requests.enter(int(np.argmax([len(tokens) for tokens in requests.tokens])))
-        requests.step(slots, of_host)
+        requests.step(slots)
         if requests.rng.random() < 0.4:
             events[requests.rng.integers(len(events))](int(requests.rng.integers(NUM_SLOTS)))
 
@@ -164,8 +160,8 @@ def test_a_row_without_a_token_counts_nothing() -> None:
     requests = Requests(0, torch.int32)
     requests.table.write(0, PENALIZED, prompt_token_ids=np.array([3], dtype=np.int32), eos_token_ids=())
     requests.tokens[0] = [3]
-    known = KnownTokens(np.full((NUM_SLOTS, 9), 3, dtype=np.int32), np.array([5]))
-    found = requests.device.of_rows(np.array([0]), np.array([1]), np.array([False]), known)
+    known = KnownTokens(np.full((NUM_SLOTS, 9), 3, dtype=np.int32), np.array([5]), np.array([False]))
+    found = requests.device.of_rows(np.array([0]), np.array([1]), known)
     assert found is not None
     numbers = torch.from_numpy(found.numbers)
     seen = requests.device.on_device(numbers).seen
@@ -183,10 +179,10 @@ def test_other_tokens_than_those_sampled_are_noticed() -> None:
         ids = np.arange(3, dtype=np.int32)
         batch.admit(NewRequestData(str(slot), slot, ids, [5], PENALIZED, (), blocks, 0))
 
-    seen = [batch.known_tokens(slots).times_written]
+    seen = [batch.known_tokens(slots, slots).times_written]
 
     def changed() -> list[bool]:
-        seen.append(batch.known_tokens(slots).times_written)
+        seen.append(batch.known_tokens(slots, slots).times_written)
         return (seen[-1] != seen[-2]).tolist()
 
     admit(0)

@@ -14,9 +14,9 @@ import torch
 from test_cache_evictor import BLOCK_SIZE, PROMPT, SIZES, run
 
 from checkpoints import make_checkpoint
-from meta_device import META, MetaKernels, OneDevice
+from meta_device import META, MadeUpCopy, MetaKernels, OneDevice
 from quire.config import AdaptiveRKVConfig, CacheEvictionConfig, SchedulerConfig
-from quire.execution import cache_evictor, evicted_keys, host_sampling
+from quire.execution import cache_evictor, device_sampling, evicted_keys
 from quire.execution.model_runner import ModelRunner
 from quire.kernels.batch import AttentionBatch
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
@@ -61,11 +61,8 @@ class Watched:
         for module in (cache_evictor, evicted_keys):
             monkeypatch.setattr(module, "HostCopy", Copy)
         monkeypatch.setattr(Decoder, "forward", watch_forward)
-        monkeypatch.setattr(host_sampling.HostLogits, "fetch", self.logits)
+        monkeypatch.setattr(device_sampling, "HostCopy", MadeUpCopy)
         monkeypatch.setattr(MetaKernels, "paged_attention", self.attention(MetaKernels.paged_attention))
-
-    def logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.rand(logits.shape, generator=self.generator)
 
     def attention(self, paged_attention: Any) -> Any:
         def scored(kernels: Any, query: Any, kv: Any, batch: AttentionBatch, **options: Any) -> torch.Tensor:

@@ -106,6 +106,24 @@ def test_bad_words_are_those_of_transformers(output):
     assert np.array_equal(changed, expected[0].numpy())
 
 
+TOKENS = st.lists(st.integers(0, 3), max_size=7)
+
+
+@given(sequences=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=8), output=TOKENS)
+def test_banned_tokens_are_the_same_before_and_after_the_last_token_is_known(sequences, output):
+    params = SamplingParams(bad_words_token_ids=[*map(tuple, sequences), (9,)])
+    constraints = Constraints.of(params, eos_token_ids=(), vocab_size=VOCAB_SIZE)
+    expected = {
+        tuple(sequence)[-1]
+        for sequence in sequences
+        if len(sequence) > 1 and output[max(0, len(output) - len(sequence) + 1) :] == sequence[:-1]
+    }
+    assert set(constraints.banned_completions(ids(output)).tolist()) == expected
+    if output:
+        before, last = constraints.possible_completions(ids(output[:-1]))
+        assert set(last[before == output[-1]].tolist()) == expected
+
+
 def test_bias_is_that_of_transformers():
     row, bias = random_row(), {3: -100.0, 4: 2.5}
     processor = processors().SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])

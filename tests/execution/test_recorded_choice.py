@@ -18,12 +18,14 @@ from quire.execution import recorded_choice, step_graphs
 from quire.execution.logit_changes import RowMasks
 from quire.execution.recorded_choice import (
     NUM_DRAW_NUMBERS,
+    NUM_RECORDED_EDITS,
     ChoiceNumbers,
     ChoiceTensors,
     RecordedChoice,
 )
 from quire.execution.step_graphs import Record
 from quire.kernels.size_classes import SizeClasses, size_class
+from quire.kernels.token_choice import NUM_EDIT_NUMBERS
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
@@ -41,7 +43,17 @@ REQUESTS = {
     "penalized and masked": SamplingParams(
         temperature=1.3, seed=6, repetition_penalty=1.4, allowed_token_ids=tuple(range(4, 90, 3))
     ),
-    "biased": SamplingParams(temperature=0.0, logit_bias={7: 2.0}),
+    "biased": SamplingParams(temperature=0.0, logit_bias={7: 2.0, 300: 4.0}),
+    "banned": SamplingParams(
+        temperature=0.7,
+        seed=8,
+        min_tokens=3,
+        logit_bias={7: 2.0, 9: -1.0},
+        bad_words_token_ids=(
+            *((token,) for token in range(100, 370)),
+            *itertools.product(range(99), [9, 11]),
+        ),
+    ),
 }
 GROUPS = [
     ["greedy", "drawn", "nucleus", "reported"],
@@ -54,6 +66,12 @@ GROUPS = [
     ["masked", "drawn"],
     ["penalized and masked", "masked", "drawn", "penalized"],
     ["biased", "penalized"],
+    ["biased", "masked", "greedy"],
+    ["biased", "greedy"],
+    ["banned", "drawn"],
+    ["banned", "nucleus"],
+    ["penalized", "banned", "masked"],
+    ["banned", "penalized"],
 ]
 MAX_NUM_SEQS = 4
 
@@ -64,7 +82,7 @@ def model(tmp_path: Path) -> Decoder:
     return load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
 
 
-def replayed_choices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bool, bool]]:
+def replayed_choices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bool, bool, int]]:
     """Return a list to which the rows and kinds of choices go that are replayed."""
     replay_of, replayed = RecordedChoice._replay_of, []
 
@@ -96,7 +114,9 @@ def test_requests_that_come_and_go_have_the_tokens_of_others(
         found.append({name: (request.output, request.logprobs) for name, request in outputs.items()})
     assert found[0] == found[1]
     assert len({tuple(output) for output, _ in found[0].values()}) > 10
-    assert set(replayed) == {(MAX_NUM_SEQS, *kind) for kind in itertools.product([False, True], repeat=3)}
+    kinds = itertools.product([False, True], repeat=3)
+    assert set(replayed) >= {(MAX_NUM_SEQS, *kind, 0) for kind in kinds}
+    assert {kind[-1] for kind in replayed} == {0, *NUM_RECORDED_EDITS}
 
 
 class Choices:
@@ -221,12 +241,16 @@ def test_slots_are_copied_only_where_they_have_changed(monkeypatch: pytest.Monke
     assert copied == [[[2, 1, nobody]], [[1, nobody, nobody]], [[2, 1, nobody]]]
 
 
-def test_more_rows_than_requests_are_not_recorded() -> None:
+def test_what_there_is_no_room_for_is_not_recorded() -> None:
     recorded = recorded_choice_of(Choices(), Recorder().record)
     numbers = ChoiceNumbers(np.zeros(1, dtype=np.int64))
-    assert recorded.has_room(MAX_NUM_SEQS, numbers)
-    assert not recorded.has_room(MAX_NUM_SEQS + 1, numbers)
+    assert recorded.has_room(rows_of(*range(MAX_NUM_SEQS)), numbers)
+    assert not recorded.has_room(rows_of(*range(MAX_NUM_SEQS + 1)), numbers)
+    for num_edits in (NUM_RECORDED_EDITS[-1], NUM_RECORDED_EDITS[-1] + 1):
+        edits = np.zeros((NUM_EDIT_NUMBERS, num_edits))
+        has_room = recorded.has_room(rows_of(1), dataclasses.replace(numbers, edits=edits))
+        assert has_room == (num_edits == NUM_RECORDED_EDITS[-1])
     for num_masks in (MAX_NUM_SEQS, MAX_NUM_SEQS + 1):
         masks = RowMasks(np.zeros((num_masks, 1), dtype=np.int32), np.zeros(1, dtype=np.int64))
-        has_room = recorded.has_room(1, dataclasses.replace(numbers, masks=masks))
+        has_room = recorded.has_room(rows_of(1), dataclasses.replace(numbers, masks=masks))
         assert has_room == (num_masks == MAX_NUM_SEQS)

@@ -16,8 +16,8 @@ from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver
 
 from checkpoints import FAMILIES, make_checkpoint
 from lockstep_ranks import LockstepRanks
-from meta_device import META, MetaKernels, OneDevice
-from quire.execution import host_sampling
+from meta_device import META, MadeUpCopy, MetaKernels, OneDevice
+from quire.execution import device_sampling, prompt_logprobs
 from quire.execution.model_runner import ModelRunner
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import to_device
@@ -98,19 +98,11 @@ def test_embeddings_of_a_gguf_file_are_decoded_once(load: Any, tmp_path: Path) -
 
 
 class WatchedRunner:
-    """Runs steps of a runner under `OneDevice`; what comes back are logits of the test's own."""
+    """Runs steps of a runner under `OneDevice`."""
 
-    def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self.num_fetches = 0
         self.num_copies: list[int] = []
-        monkeypatch.setattr(host_sampling.HostLogits, "fetch", self._fetch)
-
-    def _fetch(self, logits: torch.Tensor) -> torch.Tensor:
-        assert logits.device == META
-        self.num_fetches += 1
-        generator = torch.Generator().manual_seed(self.num_fetches)
-        return torch.randn(logits.shape, generator=generator)
 
     def execute(self, *args: Any) -> Any:
         with OneDevice() as watched:
@@ -124,25 +116,29 @@ def driver(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepDr
     model = load(make_checkpoint("qwen3", tmp_path))
     cache = cache_of(model)
     runner = ModelRunner(model, cache, max_num_seqs=4, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
-    return StepDriver(WatchedRunner(runner, monkeypatch), cache, max_num_seqs=4)
+    for module in (device_sampling, prompt_logprobs):
+        monkeypatch.setattr(module, "HostCopy", MadeUpCopy)
+    return StepDriver(WatchedRunner(runner), cache, max_num_seqs=4)
 
 
-def test_a_step_brings_back_its_logits_once_and_nothing_else(driver: StepDriver) -> None:
+def test_a_step_copies_what_its_tokens_are_chosen_by(driver: StepDriver) -> None:
     driver.add("greedy", [5, 6, 7], SamplingParams(temperature=0.0))
     driver.add("drawn", list(range(30, 50)), SamplingParams(seed=1, top_p=0.9, logprobs=2))
     driver.run(4, chunk=9)
     assert all(len(request.output) == 4 for request in driver.requests.values())
     assert len(driver.requests["drawn"].logprobs) == 4
-    # Beside those of the forward pass the token ids, and which tokens are sampled after.
-    assert driver.runner.num_copies[-1] == COPIES_OF_A_FORWARD_PASS + 2
-    assert driver.runner.num_fetches == len(driver.runner.num_copies)
+    # Beside those of the forward pass the token ids, which tokens are sampled after, how, for which slots,
+    # and which of them report log-probabilities.
+    assert driver.runner.num_copies[-1] == COPIES_OF_A_FORWARD_PASS + 5
 
 
-def test_logits_of_a_prompt_come_back_where_they_are_asked_for(driver: StepDriver) -> None:
+def test_log_probabilities_of_a_prompt_are_found_on_the_device(driver: StepDriver) -> None:
+    driver.add("before", [3], SamplingParams(temperature=0.0))
+    driver.step({"before": 1})  # rotary tables grow
     driver.add("prompt", [5, 6, 7, 8], SamplingParams(temperature=0.0, prompt_logprobs=1))
     driver.step({"prompt": 4})
     assert len(driver.requests["prompt"].prompt_logprobs) == 3
-    assert driver.runner.num_fetches == 2
+    assert driver.runner.num_copies[-1] == COPIES_OF_A_FORWARD_PASS + 4  # no draws; which tokens follow
 
 
 def test_blocks_are_copied_on_the_device(load: Any, tmp_path: Path) -> None:

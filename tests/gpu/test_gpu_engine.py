@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint
 from quire import LLM, AdaptiveRKVConfig, CacheEvictionConfig, SamplingParams
-from quire.execution.host_sampling import HostLogits
 from quire.execution.model_runner import ModelRunner
-from quire.execution.recorded_choice import RecordedChoice
+from quire.execution.recorded_choice import NUM_RECORDED_EDITS, RecordedChoice
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.triton.device import is_interpreted
 
@@ -76,10 +75,9 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) ->
 def test_log_probabilities_of_prompts_are_those_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No logits go to the host, and several pieces make up a chunk."""
+    """Several pieces make up a chunk."""
     checkpoint = make_checkpoint("qwen3", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    monkeypatch.delattr(HostLogits, "fetch")
     monkeypatch.setattr("quire.execution.prompt_logprobs._LOGITS_ELEMENTS", 0)
     wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=3)
     with LLM(str(checkpoint), dtype="float32", max_num_seqs=7, **SETTINGS) as llm:
@@ -143,7 +141,7 @@ def test_chunks_of_prompts_are_replayed(
 
 @pytest.mark.skipif(is_interpreted, reason="tests/execution/test_recorded_choice.py has this")
 def test_choices_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of greedy requests, and of these beside drawn, penalized and masked ones, as without graphs."""
+    """Of greedy requests, and of these beside drawn, penalized, masked and edited ones, as without graphs."""
     checkpoint = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128)
     recorded: list[RecordedChoice] = []
     choose = RecordedChoice.choose
@@ -157,7 +155,15 @@ def test_choices_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     drawn = dataclasses.replace(greedy, temperature=0.9, top_p=0.9, seed=1)
     penalized = dataclasses.replace(drawn, repetition_penalty=1.3, frequency_penalty=0.5)
     masked = dataclasses.replace(greedy, allowed_token_ids=tuple(range(5, 200, 3)))
-    groups = [greedy] * 4, [greedy, drawn, drawn, greedy], [greedy, penalized, drawn, masked]
+    edited = dataclasses.replace(
+        greedy, logit_bias={7: 5.0, 9: 4.5}, bad_words_token_ids=((7, 7), (9, 9), (7, 9, 7)), min_tokens=2
+    )
+    groups = (
+        [greedy] * 4,
+        [greedy, drawn, drawn, greedy],
+        [greedy, penalized, drawn, masked],
+        [edited, greedy, penalized, masked],
+    )
     found = []
     for has_graphs in (True, False):
         with LLM(str(checkpoint), cuda_graphs=has_graphs, **SETTINGS) as llm:
@@ -171,7 +177,9 @@ def test_choices_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found[0] == found[1]
     assert not recorded[-1]._refused
     kinds = {tuple(kind) for _, _, kind in recorded[-1]._replays}
-    assert {(False, False, False), (True, False, False), (True, True, True)} <= kinds
+    most_edits = NUM_RECORDED_EDITS[0]
+    wanted = {(False, False, False, 0), (True, False, False, 0), (True, True, True, 0)}
+    assert {*wanted, (True, True, True, most_edits)} <= kinds
 
 
 EVICTIONS: dict[str, dict[str, Any]] = {

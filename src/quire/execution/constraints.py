@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -27,8 +29,7 @@ class Constraints:
         sequences = [sequence for sequence in params.bad_words_token_ids if sequence]
         banned = [sequence[0] for sequence in sequences if len(sequence) == 1]
         self._banned_ids: Int64Array = np.array(banned, dtype=np.int64)
-        self._banned_after = [(sequence[:-1], sequence[-1]) for sequence in sequences if len(sequence) > 1]
-        self._longest_prefix = max((len(prefix) for prefix, _ in self._banned_after), default=0)
+        self._completions = _Completions([sequence for sequence in sequences if len(sequence) > 1])
         self._allowed_ids: Int64Array = np.array(params.allowed_token_ids, dtype=np.int64)
         self._bias_ids: Int64Array = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias: Float32Array = np.array(list(params.logit_bias.values()), dtype=np.float32)
@@ -49,11 +50,6 @@ class Constraints:
         return constraints if constraints.until > 0 else None
 
     @property
-    def depends_on_output(self) -> bool:
-        """Whether what is banned depends on the tokens before, and not on their number only."""
-        return bool(self._banned_after)
-
-    @property
     def allowed_ids(self) -> Int64Array:
         """The only tokens that are allowed; empty: all are."""
         return self._allowed_ids
@@ -68,6 +64,18 @@ class Constraints:
         if num_output_tokens < self._min_tokens:
             return np.concatenate((self._banned_ids, self._ending_ids))
         return self._banned_ids
+
+    def banned_completions(self, output_token_ids: IntArray) -> Int64Array:
+        """Return the last tokens of the banned sequences that an output of known tokens has begun."""
+        return self._completions.after(output_token_ids)
+
+    def possible_completions(self, output_token_ids: IntArray) -> tuple[Int64Array, Int64Array]:
+        """Return what is banned behind one more token than is known.
+
+        Returns:
+            (that token, the banned one), [N] each.
+        """
+        return self._completions.after_one_more(output_token_ids)
 
     @property
     def allows_few(self) -> bool:
@@ -85,16 +93,53 @@ class Constraints:
             allowed = logits[self._allowed_ids]
             logits.fill(-np.inf)
             logits[self._allowed_ids] = allowed
-        logits[self._banned_ids] = -np.inf
-        if self._banned_after:
-            self._ban_completions(logits, output_token_ids)
-        if len(output_token_ids) < self._min_tokens:
-            logits[self._ending_ids] = -np.inf
+        logits[self.banned_ids(len(output_token_ids))] = -np.inf
+        logits[self.banned_completions(output_token_ids)] = -np.inf
         logits[self._bias_ids] += self._bias
 
-    def _ban_completions(self, logits: Float32Array, output_token_ids: IntArray) -> None:
-        first = max(0, len(output_token_ids) - self._longest_prefix)
-        tail = tuple(output_token_ids[first:].tolist())
-        for prefix, last in self._banned_after:
-            if tail[-len(prefix) :] == prefix:
-                logits[last] = -np.inf
+
+class _Completions:
+    """Which tokens would complete sequences, each of two tokens or more."""
+
+    def __init__(self, sequences: list[tuple[int, ...]]) -> None:
+        self._by_last_but_one: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        self._by_third_last: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        pairs = []
+        for sequence in sequences:
+            self._by_last_but_one[sequence[-2]].append(sequence)
+            if len(sequence) == 2:
+                pairs.append(sequence)
+            else:
+                self._by_third_last[sequence[-3]].append(sequence)
+        self._pairs: Int64Array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+    def after(self, token_ids: IntArray) -> Int64Array:
+        """Return the tokens that would."""
+        begun = _begun(self._by_last_but_one, token_ids, num_missing=1)
+        return np.array([sequence[-1] for sequence in begun], dtype=np.int64)
+
+    def after_one_more(self, token_ids: IntArray) -> tuple[Int64Array, Int64Array]:
+        """Return which tokens would behind which other one, [N] each: (the other one, the last)."""
+        begun = _begun(self._by_third_last, token_ids, num_missing=2)
+        longer = np.array([sequence[-2:] for sequence in begun], dtype=np.int64).reshape(-1, 2)
+        before, last = np.concatenate((self._pairs, longer)).T
+        return before, last
+
+
+def _begun(
+    sequences: Mapping[int, list[tuple[int, ...]]], token_ids: IntArray, *, num_missing: int
+) -> list[tuple[int, ...]]:
+    """Return the sequences that tokens end in all but the last `num_missing` of.
+
+    Args:
+        sequences: by the last of these.
+        token_ids: [T].
+    """
+    if not sequences or not len(token_ids):
+        return []
+    candidates = sequences.get(int(token_ids[-1]), [])
+    return [
+        sequence
+        for sequence in candidates
+        if tuple(token_ids[num_missing - len(sequence) :].tolist()) == sequence[:-num_missing]
+    ]

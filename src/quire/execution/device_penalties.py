@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import torch
 
-from quire.execution.arrays import BoolArray, Float64Array, Int64Array
+from quire.execution.arrays import Float64Array, Int64Array
+from quire.execution.known_tokens import KnownTokens
 from quire.execution.sampling_table import SamplingTable
 from quire.kernels.devices import array_to_device
 from quire.kernels.seen_tokens import SeenTokens
@@ -19,17 +20,6 @@ _NO_SLOT = -1
 
 NO_PENALTIES = (_NO_SLOT, 1.0, 0.0, 0.0, _NO_SLOT)
 """The numbers of a row without penalties, as in `StepPenalties`."""
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class KnownTokens:
-    """The tokens of slots as the host knows them; of R rows, the one before may be missing.
-
-    Then it is one that the device has chosen, and counted, last.
-    """
-
-    token_ids: IntArray  # [max_num_seqs, more than the largest position] by slot
-    times_written: Int64Array  # [R] differs if a slot has got other tokens than those sampled for it
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -75,7 +65,6 @@ class DevicePenalties:
         self,
         slots: Int64Array,
         positions: Int64Array,
-        is_of_host: BoolArray,
         known: KnownTokens,
     ) -> StepPenalties | None:
         """Return what rows are penalized by; None: nothing.
@@ -84,14 +73,9 @@ class DevicePenalties:
             slots: [R] the slot of each row; rows of one slot are adjacent, the first of them before its
                 drafts, which are known.
             positions: [R] absolute index of the token to choose.
-            is_of_host: [R] rows that are left to the host.
             known: of the rows.
         """
-        is_penalized = self._table.is_penalized(slots)
-        if not is_penalized.any():
-            return None
-        self._num_counted[slots[is_penalized & is_of_host]] = _NOT_COUNTED
-        counted = is_penalized & ~is_of_host
+        counted = self._table.is_penalized(slots)
         if not counted.any():
             return None
         begins_slot = np.ones_like(counted)

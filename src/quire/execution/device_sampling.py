@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from quire.execution.arrays import BoolArray, Float64Array, Int64Array
-from quire.execution.device_penalties import DevicePenalties, KnownTokens, StepPenalties
+from quire.execution.device_penalties import DevicePenalties, StepPenalties
+from quire.execution.known_tokens import KnownTokens
 from quire.execution.logit_changes import ChangesOfStep, changes_of_step, num_mask_words
 from quire.execution.logprobs import of_device
 from quire.execution.recorded_choice import ChoiceNumbers, ChoiceTensors, RecordedChoice
@@ -21,7 +22,7 @@ from quire.execution.step_graphs import Record, StepLogits
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.devices import HostCopy, array_to_device
 from quire.kernels.interface import KernelSet
-from quire.kernels.token_choice import RowDraws, RowLogprobs
+from quire.kernels.token_choice import LogitChanges, LogitEdits, RowDraws, RowLogprobs
 from quire.step import NO_TOKEN
 
 _NO_SLOT = -1
@@ -148,24 +149,21 @@ class DeviceSampler:
         *,
         masks: TokenMasks | None,
         known: KnownTokens,
-        is_of_host: BoolArray,
     ) -> TokensInFlight:
         """Choose one token per row.
 
         Args:
-            logits: of R rows and V tokens; overwritten but for the host's rows.
+            logits: of R rows and V tokens; overwritten.
             slots: [R] the slot of each row; rows of one slot are adjacent.
             positions: [R] absolute index of the token to choose.
             masks: which tokens the rows' grammars allow.
             known: of the tokens before.
-            is_of_host: [R] rows whose penalties, constraints, grammar and log-probabilities are left to the
-                host.
         """
         num_logprobs = self._table.num_logprobs[slots]
-        rows = np.flatnonzero((num_logprobs >= 0) & ~is_of_host)
+        rows = np.flatnonzero(num_logprobs >= 0)
         vocab_size = logits.rows.shape[1]
-        changes = changes_of_step(self._table, slots, positions, masks, is_of_host, vocab_size=vocab_size)
-        penalties = self._penalties.of_rows(slots, positions, is_of_host, known)
+        changes = changes_of_step(self._table, slots, positions, masks, known, vocab_size=vocab_size)
+        penalties = self._penalties.of_rows(slots, positions, known)
         draws = self._draws(slots, positions)
         of_rows = self._to_device(rows) if rows.size else None
         raw, raw_rows = logits.rows, of_rows
@@ -196,19 +194,17 @@ class DeviceSampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose tokens, as a recording does if these are the logits of one and it can."""
         drafts = None if penalties is None else penalties.drafts
-        numbers = None if penalties is None else penalties.numbers
-        if self._recorded is not None and logits.recorded is not None and drafts is None:
-            masks = None if changes is None else changes.masks
-            recordable = ChoiceNumbers(slots, draws, numbers, masks)
-            has_others = changes is not None and masks is None
-            if not has_others and self._recorded.has_room(len(logits.recorded), recordable):
-                return self._recorded.choose(logits.recorded, recordable)
-        tensors = ChoiceTensors(
-            self._to_device(slots),
-            None if draws is None else self._to_device(draws),
-            None if numbers is None else self._to_device(numbers),
-            None if changes is None else changes.on(self._last.device),
+        numbers = ChoiceNumbers(
+            slots,
+            draws,
+            None if penalties is None else penalties.numbers,
+            None if changes is None else changes.masks,
+            None if changes is None else changes.edits,
         )
+        recorded, rows = self._recorded, logits.recorded
+        if recorded is not None and rows is not None and drafts is None and recorded.has_room(rows, numbers):
+            return recorded.choose(rows, numbers)
+        tensors = numbers.on(self._last.device)
         return self._choose(logits.rows, tensors, None if drafts is None else self._to_device(drafts))
 
     def _choose(
@@ -224,11 +220,16 @@ class DeviceSampler:
             draws = RowDraws(temperature, top_k.long(), top_p, min_p, drawn)
         if tensors.penalties is not None:
             penalties = self._penalties.on_device(tensors.penalties, drafts)
-        token_ids, maxima = self._choice.choose(logits, draws, tensors.changes, penalties)
+        token_ids, maxima = self._choice.choose(logits, draws, self._changes(tensors), penalties)
         self._choice.keep_last(token_ids, tensors.slots, self._last)
         if tensors.penalties is not None:
             self._penalties.add(tensors.penalties, token_ids)
         return token_ids, maxima
+
+    def _changes(self, tensors: ChoiceTensors) -> LogitChanges | None:
+        if tensors.edits is None:
+            return None if tensors.masks is None else LogitChanges(tensors.masks)
+        return LogitChanges(tensors.masks, LogitEdits(tensors.edits, self._last[tensors.slots]))
 
     def _to_device(self, numbers: Int64Array | Float64Array) -> torch.Tensor:
         return array_to_device(numbers, self._last.device)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import torch
 
-from quire.execution.arrays import BoolArray, Float32Array, Int64Array
+from quire.execution.arrays import BoolArray, Float32Array, Float64Array, Int64Array
+from quire.execution.constraints import Constraints
+from quire.execution.known_tokens import KnownTokens
 from quire.execution.sampling_table import SamplingTable
 from quire.execution.token_masks import TokenMasks
-from quire.kernels.devices import array_to_device
-from quire.kernels.token_choice import LogitChanges
-from quire.step import IntArray
+from quire.kernels.token_choice import NUM_EDIT_NUMBERS
+from quire.step import NO_TOKEN, IntArray
 
 _WORD = 32  # tokens
 NO_MASK = -1
+
+NO_EDIT = (-1.0, 0.0, 0.0, float(NO_TOKEN))
+"""The numbers of an edit that changes nothing, as in `LogitEdits`."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class RowMasks:
     """Which tokens R rows may choose."""
 
-    bitmask: IntArray  # [N, V / 32] see `LogitChanges`
+    bitmask: IntArray  # [N, V / 32] see `LogitMasks`
     mask_of_row: Int64Array  # [R] the row of `bitmask`; `NO_MASK`: all tokens are allowed
 
 
@@ -31,21 +34,20 @@ class ChangesOfStep:
 
     Args:
         masks: of the rows' grammars.
-        is_of_host: [R] rows that nothing is to be changed in.
+        num_rows: R.
         vocab_size: V.
     """
 
-    def __init__(self, masks: TokenMasks | None, is_of_host: BoolArray, vocab_size: int) -> None:
+    def __init__(self, masks: TokenMasks | None, num_rows: int, vocab_size: int) -> None:
         self._words = num_mask_words(vocab_size)
-        self._mask_of_row: Int64Array = np.full(len(is_of_host), NO_MASK, dtype=np.int64)
+        self._mask_of_row: Int64Array = np.full(num_rows, NO_MASK, dtype=np.int64)
         self._bitmasks: list[IntArray] = []
         self._num_masks = 0
         if masks is not None:
-            self._mask_of_row[:] = np.where(is_of_host, NO_MASK, masks.mask_of_position)
+            self._mask_of_row[:] = masks.mask_of_position
             self._bitmasks.append(np.ascontiguousarray(masks.bitmask[:, : self._words]))
             self._num_masks = len(masks.bitmask)
-        self._biases: list[tuple[int, Int64Array, Float32Array]] = []
-        self._bans: list[tuple[int, Int64Array]] = []
+        self._edits: list[Float64Array] = []
 
     def allow_only(self, row: int, token_ids: Int64Array) -> None:
         """Forbid a row all other tokens, beside those that its grammar forbids."""
@@ -60,13 +62,23 @@ class ChangesOfStep:
 
     def bias(self, row: int, token_ids: Int64Array, biases: Float32Array) -> None:
         """Add to the logits of some tokens of a row, each once."""
-        if len(token_ids):
-            self._biases.append((row, token_ids, biases))
+        self._edit(row, token_ids, biases)
 
-    def ban(self, row: int, token_ids: Int64Array) -> None:
-        """Forbid some tokens of a row."""
+    def ban(self, row: int, token_ids: Int64Array, after: Int64Array | int = NO_TOKEN) -> None:
+        """Forbid some tokens of a row, each if `after` is the row's last token, or `NO_TOKEN`."""
+        self._edit(row, token_ids, -np.inf, after)
+
+    def _edit(
+        self,
+        row: int,
+        token_ids: Int64Array,
+        added: Float32Array | float,
+        after: Int64Array | int = NO_TOKEN,
+    ) -> None:
         if len(token_ids):
-            self._bans.append((row, token_ids))
+            edits = np.empty((NUM_EDIT_NUMBERS, len(token_ids)))
+            edits[0], edits[1], edits[2], edits[3] = row, token_ids, added, after
+            self._edits.append(edits)
 
     @property
     def is_masked(self) -> BoolArray:
@@ -76,36 +88,16 @@ class ChangesOfStep:
 
     @property
     def masks(self) -> RowMasks | None:
-        """The changes, if they are no others than masks."""
-        if self._biases or self._bans:
+        """Which tokens may be chosen; None: all."""
+        if not self._bitmasks:
             return None
-        return RowMasks(self._joined_bitmasks(), self._mask_of_row)
+        bitmask = self._bitmasks[0] if len(self._bitmasks) == 1 else np.concatenate(self._bitmasks)
+        return RowMasks(bitmask, self._mask_of_row)
 
-    def _joined_bitmasks(self) -> IntArray:
-        if len(self._bitmasks) == 1:
-            return self._bitmasks[0]
-        return np.concatenate([np.empty((0, self._words), dtype=np.int32), *self._bitmasks])
-
-    def on(self, device: torch.device) -> LogitChanges:
-        """Return the changes on a device."""
-
-        def rows(pairs: list[tuple[int, Int64Array]]) -> Int64Array:
-            return np.repeat([row for row, _ in pairs], [len(ids) for _, ids in pairs]).astype(np.int64)
-
-        def joined(parts: list[Int64Array]) -> Int64Array:
-            return np.concatenate([np.empty(0, dtype=np.int64), *parts])
-
-        biased = [(row, ids) for row, ids, _ in self._biases]
-        arrays = (
-            self._joined_bitmasks(),
-            self._mask_of_row,
-            rows(biased),
-            joined([ids for _, ids in biased]),
-            np.concatenate([np.empty(0, dtype=np.float32), *(values for *_, values in self._biases)]),
-            rows(self._bans),
-            joined([ids for _, ids in self._bans]),
-        )
-        return LogitChanges(*(array_to_device(array, device) for array in arrays))
+    @property
+    def edits(self) -> Float64Array | None:
+        """What is added to single logits, [NUM_EDIT_NUMBERS, E], see `LogitEdits`; None: nothing."""
+        return np.concatenate(self._edits, axis=1) if self._edits else None
 
 
 def num_mask_words(vocab_size: int) -> int:
@@ -118,7 +110,7 @@ def changes_of_step(
     slots: Int64Array,
     positions: Int64Array,
     masks: TokenMasks | None,
-    is_of_host: BoolArray,
+    known: KnownTokens,
     *,
     vocab_size: int,
 ) -> ChangesOfStep | None:
@@ -129,18 +121,31 @@ def changes_of_step(
         slots: [R] the slot of each row.
         positions: [R] absolute index of the token to choose.
         masks: which tokens the rows' grammars allow.
-        is_of_host: [R] rows that the host chooses for.
+        known: of the tokens before.
         vocab_size: V.
     """
-    constrained = np.flatnonzero(table.is_constrained(slots, positions) & ~is_of_host).tolist()
+    constrained = np.flatnonzero(table.is_constrained(slots, positions)).tolist()
     if masks is None and not constrained:
         return None
-    changes = ChangesOfStep(masks, is_of_host, vocab_size)
+    changes = ChangesOfStep(masks, len(slots), vocab_size)
     for row in constrained:
-        constraints = table.constraints[slots[row]]
+        slot = slots[row]
+        constraints = table.constraints[slot]
         assert constraints is not None
         if constraints.allows_few:
             changes.allow_only(row, constraints.allowed_ids)
-        changes.ban(row, constraints.banned_ids(int(positions[row] - table.num_prompt_tokens[slots[row]])))
+        output = known.token_ids[slot, table.num_prompt_tokens[slot] : positions[row]]
+        changes.ban(row, constraints.banned_ids(len(output)))
+        _ban_completions(changes, row, constraints, output, lacks_last=bool(known.is_missing[row]))
         changes.bias(row, *constraints.biases)
     return changes
+
+
+def _ban_completions(
+    changes: ChangesOfStep, row: int, constraints: Constraints, output: IntArray, *, lacks_last: bool
+) -> None:
+    if lacks_last:
+        before, last = constraints.possible_completions(output[:-1])
+        changes.ban(row, last, before)
+    else:
+        changes.ban(row, constraints.banned_completions(output))

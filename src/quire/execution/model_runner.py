@@ -13,6 +13,7 @@ import torch
 from quire.config import CacheEvictionConfig, SparseAttentionConfig
 from quire.execution.arrays import Int64Array
 from quire.execution.cache_evictor import CacheEvictor
+from quire.execution.device_sampling import TokensInFlight
 from quire.execution.device_step import DeviceStep, report_tokens
 from quire.execution.failed_requests import KnownErrors, StepErrors
 from quire.execution.kv_transfers import KVTransfers
@@ -123,11 +124,10 @@ class ModelRunner:
             self._evictor = CacheEvictor(eviction, model.config, kv_cache, self._batch, block_size)
 
     def _position_logits(self, max_num_seqs: int) -> PositionLogits:
-        model, sampler = self._model, self._sampler
-        choice = model.kernels.token_choice
-        if choice is not None:
-            return DevicePositionLogits(model.logits, self._vocab_size, choice, max_num_seqs)
-        return HostPositionLogits(model.logits, self._vocab_size, sampler.host_logits, sampler.host_kernels)
+        model, kernels = self._model, self._model.kernels
+        if kernels.token_choice is not None:
+            return DevicePositionLogits(model.logits, self._vocab_size, kernels.token_choice, max_num_seqs)
+        return HostPositionLogits(model.logits, self._vocab_size, kernels.sampling)
 
     def compile_only(self) -> AbstractContextManager[None] | None:
         """See `KernelSet.compile_only`; of all ranks."""
@@ -171,7 +171,7 @@ class ModelRunner:
         Raises:
             InconsistentPlanError: the plan contradicts what the runner knows.
         """
-        self._note_tokens(waits=False)
+        self._note_tokens()
         self._apply_changes(output)
         if self._transfers is not None:
             self._transfers.begin(output)
@@ -211,7 +211,6 @@ class ModelRunner:
             and output.total_num_scheduled_tokens == len(output.slots)
             and not output.scheduled_new_reqs
             and not output.scheduled_cached_reqs.resumed
-            and not self._sampler.is_of_host(output.slots).any()
         )
 
     def _end_transfers(self, output: SchedulerOutput, errors: StepErrors) -> KVConnectorOutput | None:
@@ -364,30 +363,31 @@ class ModelRunner:
             return None
         slots = output.slots[sampling.rows].astype(np.int64)
         allowed = None if grammar is None else grammar()
-        begun = self._sampler.begin(
+        slots_of_rows = slots[sampling.request]
+        sampled = self._sampler.sample(
             computed.logits,
-            slots[sampling.request],
+            slots_of_rows,
             sampling.positions,
             None if allowed is None else TokenMasks.of(allowed, output, sampling),
-            self._batch.known_tokens(slots[sampling.request]),
+            self._batch.known_tokens(slots_of_rows, sampling.positions),
         )
-        waits = self._connector_needs_tokens or begun.rows_of_host.size
-        if begun.on_device is not None and not waits:
+        if isinstance(sampled, TokensInFlight) and not self._connector_needs_tokens:
             unknown = self._batch.expect(slots, ~output.awaits_tokens[sampling.rows])
             propose = functools.partial(self._propose_later, output)
-            step = DeviceStep(result, sampling, begun.on_device, computed.prompt_logprobs, unknown, propose)
+            step = DeviceStep(result, sampling, sampled, computed.prompt_logprobs, unknown, propose)
             self._in_flight.append(step)
             return step
-        self._note_tokens(waits=True)  # what is chosen here may depend on them
-        emitted = report_tokens(result, sampling, begun.finish(self._batch.token_ids))
+        if isinstance(sampled, TokensInFlight):
+            sampled = sampled.sampled()
+        emitted = report_tokens(result, sampling, sampled)
         self._batch.append(output.slots[sampling.rows], _with_placeholders(emitted))
         return None
 
-    def _note_tokens(self, *, waits: bool) -> None:
-        """Give the batch the tokens of steps in flight: of all, or of those that nobody has to wait for."""
+    def _note_tokens(self) -> None:
+        """Give the batch the tokens of steps in flight that nobody has to wait for."""
         steps, self._in_flight = self._in_flight, []
         for step in steps:
-            if not waits and not step.tokens.have_arrived:
+            if not step.tokens.have_arrived:
                 self._in_flight.append(step)
                 continue
             try:
@@ -403,7 +403,7 @@ class ModelRunner:
         """Return what is proposed after a step that was in flight; see `StepInFlight`."""
         if not self._asks_for_drafts(output):
             return None
-        self._note_tokens(waits=False)
+        self._note_tokens()
         is_there = _has_tokens(computed.sampled_token_ids) & self._batch.holds(output)
         drafts, num_steps_without = self._propose(output, is_there, seconds_known)
         if num_steps_without is None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.execution.arrays import Int64Array
-from quire.execution.device_penalties import KnownTokens
+from quire.execution.known_tokens import KnownTokens
 from quire.execution.proposer import RowsToContinue
 from quire.sampling_params import SamplingParams
 from quire.step import (
@@ -386,9 +386,11 @@ class PersistentBatch:
         unknown: Int64Array = np.where(self._unknown_at[slots] == positions, slots, _NO_SLOT)
         return unknown
 
-    def known_tokens(self, slots: Int64Array) -> KnownTokens:
-        """Return what is known of the tokens of `slots` [R]."""
-        return KnownTokens(self.token_ids, self._times_written[slots])
+    def known_tokens(self, slots: Int64Array, positions: Int64Array) -> KnownTokens:
+        """Return what is known of the tokens of `slots` [R] before `positions` [R]."""
+        return KnownTokens(
+            self.token_ids, self._times_written[slots], self._unknown_at[slots] == positions - 1
+        )
 
     def to_continue(
         self, slots: IntArray, max_drafts: IntArray, *, is_newest: bool, seconds_known: float

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from quire.execution.arrays import Float32Array, Int64Array
-from quire.execution.host_sampling import HostLogits
 from quire.execution.logprobs import of_device, position_logprobs
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch
 from quire.execution.sampler import nonfinite_error
@@ -131,29 +130,26 @@ class HostPositionLogits:
     """Has the host scan the logits.
 
     Args:
-        logits: returns those of hidden states [R, hidden], [R, V] on the device.
+        logits: returns those of hidden states [R, hidden], [R, V] in the host's memory.
         vocab_size: V.
-        host_logits: brings them to the host.
-        kernels: scan them there.
+        kernels: scan them.
     """
 
     def __init__(
         self,
         logits: Callable[[torch.Tensor], torch.Tensor],
         vocab_size: int,
-        host_logits: HostLogits,
         kernels: SamplingKernels,
     ) -> None:
         self._logits = logits
         self._num_rows = max(1, _LOGITS_ELEMENTS // vocab_size)
-        self._host_logits = host_logits
         self._kernels = kernels
 
     def find(self, hidden: torch.Tensor, next_ids: Int64Array, count: int) -> PositionsInFlight:
-        """See `PositionLogits`; waits for the device, if there is one."""
+        """See `PositionLogits`."""
         found: list[PositionLogprobs] = []
         for rows in _pieces(len(hidden), self._num_rows):
-            logits = self._host_logits.fetch(self._logits(hidden[rows])).numpy()
+            logits = self._logits(hidden[rows]).numpy()
             error = _error_of(self._kernels.largest(logits)[1])
             if error is not None:
                 return _KnownPositions([], error)

@@ -20,11 +20,11 @@ import torch
 
 from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.device_penalties import NO_PENALTIES
-from quire.execution.logit_changes import NO_MASK, RowMasks
+from quire.execution.logit_changes import NO_EDIT, NO_MASK, RowMasks
 from quire.execution.step_graphs import MAX_GRAPHS, Record
-from quire.kernels.devices import copy_to_device
+from quire.kernels.devices import array_to_device, copy_to_device
 from quire.kernels.size_classes import wide_size_class
-from quire.kernels.token_choice import LogitChanges
+from quire.kernels.token_choice import LogitMasks
 
 if TYPE_CHECKING:
     from quire.kernels.interface import KernelSet
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 NUM_DRAW_NUMBERS = 5
 """Numbers of a row that its draw depends on; all 0: its likeliest token is taken."""
+
+NUM_RECORDED_EDITS = 256, 4096
+"""Edits of logits that a recording has, most of which may be no edits."""
 
 MAX_CHOICES = 2 * MAX_GRAPHS
 """Recordings that are kept, of several kinds for each recorded step; the least recently used goes first."""
@@ -46,6 +49,20 @@ class ChoiceNumbers:
     draws: Float64Array | None = None  # [NUM_DRAW_NUMBERS, R]; None: nobody draws
     penalties: Float64Array | None = None  # see `StepPenalties`; None: nobody is penalized
     masks: RowMasks | None = None  # None: all tokens are allowed
+    edits: Float64Array | None = None  # [NUM_EDIT_NUMBERS, E] see `LogitEdits`; None: none
+
+    def on(self, device: torch.device) -> ChoiceTensors:
+        """Return copies on a device, of the numbers that there are."""
+        masks = None
+        if self.masks is not None:
+            parts = self.masks.bitmask, self.masks.mask_of_row
+            masks = LogitMasks(*(array_to_device(part, device) for part in parts))
+        numbers = (
+            None if part is None else array_to_device(part, device)
+            for part in (self.draws, self.penalties, self.edits)
+        )
+        draws, penalties, edits = numbers
+        return ChoiceTensors(array_to_device(self.slots, device), draws, penalties, masks, edits)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -55,12 +72,18 @@ class ChoiceTensors:
     slots: torch.Tensor
     draws: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
-    changes: LogitChanges | None = None
+    masks: LogitMasks | None = None
+    edits: torch.Tensor | None = None
 
     @property
     def kind(self) -> ChoiceKind:
         """Which operations choose the tokens."""
-        return ChoiceKind(self.draws is not None, self.penalties is not None, self.changes is not None)
+        return ChoiceKind(
+            self.draws is not None,
+            self.penalties is not None,
+            self.masks is not None,
+            0 if self.edits is None else self.edits.shape[1],
+        )
 
 
 class ChoiceKind(NamedTuple):
@@ -69,6 +92,7 @@ class ChoiceKind(NamedTuple):
     is_drawn: bool
     is_penalized: bool
     is_masked: bool
+    num_edits: int
 
 
 Choose = Callable[[torch.Tensor, ChoiceTensors], tuple[torch.Tensor, torch.Tensor]]
@@ -97,6 +121,7 @@ class RecordedChoice:
         self._slots = _Columns([max_num_seqs], most_rows, torch.int64, device)
         self._draws = _Columns([0.0] * NUM_DRAW_NUMBERS, most_rows, torch.float64, device)
         self._penalties = _Columns(NO_PENALTIES, most_rows, torch.float64, device)
+        self._edits = _Columns(NO_EDIT, NUM_RECORDED_EDITS[-1], torch.float64, device)
         self._mask_of_row = _Columns([NO_MASK], most_rows, torch.int64, device)
         self._bitmask = torch.zeros((most_rows, num_words), dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
@@ -105,10 +130,11 @@ class RecordedChoice:
         self._replays: OrderedDict[tuple[int, int, ChoiceKind], Callable[[], None]] = OrderedDict()
         self._refused: set[ChoiceKind] = set()  # that cannot be recorded
 
-    def has_room(self, num_rows: int, numbers: ChoiceNumbers) -> bool:
-        """Return whether so many rows of logits, and as many masks, are not too many."""
+    def has_room(self, logits: torch.Tensor, numbers: ChoiceNumbers) -> bool:
+        """Return whether rows of logits, masks and edits are not too many."""
         num_masks = 0 if numbers.masks is None else len(numbers.masks.bitmask)
-        return max(num_rows, num_masks) <= len(self._token_ids)
+        num_edits = 0 if numbers.edits is None else numbers.edits.shape[1]
+        return max(len(logits), num_masks) <= len(self._token_ids) and num_edits <= NUM_RECORDED_EDITS[-1]
 
     def choose(self, logits: torch.Tensor, numbers: ChoiceNumbers) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose one token for each of the first R rows.
@@ -131,17 +157,19 @@ class RecordedChoice:
 
     def _filled(self, num_rows: int, numbers: ChoiceNumbers) -> ChoiceTensors:
         """Copy what rows need to the places that recordings read; return these."""
-        draws, penalties, masks = numbers.draws, numbers.penalties, numbers.masks
-        changes = None
-        if masks is not None:
-            copy_to_device(torch.from_numpy(masks.bitmask), self._bitmask[: len(masks.bitmask)])
-            [mask_of_row] = self._mask_of_row.filled(masks.mask_of_row[None], num_rows)
-            changes = LogitChanges.of_masks(self._bitmask, mask_of_row)
+        draws, penalties, edits = numbers.draws, numbers.penalties, numbers.edits
+        masks = None
+        if numbers.masks is not None:
+            bitmask = numbers.masks.bitmask
+            copy_to_device(torch.from_numpy(bitmask), self._bitmask[: len(bitmask)])
+            [mask_of_row] = self._mask_of_row.filled(numbers.masks.mask_of_row[None], num_rows)
+            masks = LogitMasks(self._bitmask, mask_of_row)
         return ChoiceTensors(
             self._slots.filled(numbers.slots[None], num_rows)[0],
             None if draws is None else self._draws.filled(draws, num_rows),
             None if penalties is None else self._penalties.filled(penalties, num_rows),
-            changes,
+            masks,
+            None if edits is None else self._edits.filled(edits, _num_recorded(edits.shape[1])),
         )
 
     def _compute(self, logits: torch.Tensor, tensors: ChoiceTensors) -> None:
@@ -170,6 +198,11 @@ class RecordedChoice:
         if len(self._replays) > MAX_CHOICES:
             self._replays.popitem(last=False)
         return replay
+
+
+def _num_recorded(num_edits: int) -> int:
+    """Return how many edits are recorded in place of so many."""
+    return next(size for size in NUM_RECORDED_EDITS if size >= num_edits)
 
 
 class _Columns:

@@ -31,7 +31,6 @@ class SamplingTable:
         self._allows_few: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self._penalized: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self._penalty = np.zeros((3, max_num_seqs), dtype=np.float32)
-        self._depends_on_output: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.penalties: list[Penalties | None] = [None] * max_num_seqs
         self.constraints: list[Constraints | None] = [None] * max_num_seqs
 
@@ -68,7 +67,6 @@ class SamplingTable:
             params.frequency_penalty,
             params.presence_penalty,
         )
-        self._depends_on_output[slot] = constraints is not None and constraints.depends_on_output
         self._constrained_until[slot] = 0 if constraints is None else constraints.until
 
     def clear(self, slot: int) -> None:
@@ -90,11 +88,6 @@ class SamplingTable:
         """Return the penalties of `slots` for repetition, frequency and presence, [3, R]."""
         penalties: Float32Array = np.ascontiguousarray(self._penalty[:, slots])
         return penalties
-
-    def depends_on_output(self, slots: IntArray | Int64Array) -> BoolArray:
-        """Return which of `slots` ban tokens by the tokens before, [R]."""
-        depends: BoolArray = self._depends_on_output[slots]
-        return depends
 
     def is_constrained(self, slots: Int64Array, positions: Int64Array) -> BoolArray:
         """Return which of `slots` have constraints on the token at `positions`, [R]."""

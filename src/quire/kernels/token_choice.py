@@ -20,25 +20,37 @@ class RowDraws:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class LogitChanges:
-    """What tokens may not be chosen, and whose logits are raised; tensors on the device of the logits.
+class LogitMasks:
+    """Which tokens may be chosen; tensors on the device of the logits."""
+
+    bitmask: torch.Tensor  # [N, V / 32 or more] int32; bit t % 32 of word t // 32: whether token t is allowed
+    mask_of_row: torch.Tensor  # [R] int64, the row of `bitmask`; -1: all tokens are allowed
+
+
+NUM_EDIT_NUMBERS = 4
+"""Of an edit of a logit: row, token id, what is added, and the token that the row's last one has to be."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LogitEdits:
+    """What is added to single logits; tensors on the device of the logits.
 
     All rows and ids must exist; nobody checks them on the device.
     """
 
-    bitmask: torch.Tensor  # [N, V / 32 or more] int32; bit t % 32 of word t // 32: whether token t is allowed
-    mask_of_row: torch.Tensor  # [R] int64, the row of `bitmask`; -1: all tokens are allowed
-    biased_rows: torch.Tensor  # [B] int64; pairs of row and id are distinct
-    biased_ids: torch.Tensor  # [B] int64
-    biases: torch.Tensor  # [B] float32, finite
-    banned_rows: torch.Tensor  # [C] int64; pairs may be repeated, and may be among those with a bias
-    banned_ids: torch.Tensor  # [C] int64
+    numbers: torch.Tensor
+    """[NUM_EDIT_NUMBERS, E] float64. A row of -1: no edit. What is added is a float32; -inf bans the token,
+    and may be repeated; at most one number is finite for each row and id. `NO_TOKEN` in place of the token
+    before: whatever that is."""
+    tokens_before: torch.Tensor  # [R] int64, the last token of each row
 
-    @classmethod
-    def of_masks(cls, bitmask: torch.Tensor, mask_of_row: torch.Tensor) -> LogitChanges:
-        """Return changes without biases and bans."""
-        no_pairs = mask_of_row[:0]
-        return cls(bitmask, mask_of_row, no_pairs, no_pairs, no_pairs.float(), no_pairs, no_pairs)
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LogitChanges:
+    """What changes logits before penalties do; None: nothing does in that way."""
+
+    masks: LogitMasks | None = None
+    edits: LogitEdits | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -83,7 +95,7 @@ class TokenChoice(ABC):
         """Return (token ids, maxima), [R] int64 and float32.
 
         Args:
-            logits: [R, V] float32 on the device; overwritten if there are changes or penalties.
+            logits: [R, V] float32 on the device; overwritten if anything changes them.
             draws: how each row draws; None: every row takes its likeliest token.
             changes: of the logits, before tokens are chosen.
             penalties: after the changes.

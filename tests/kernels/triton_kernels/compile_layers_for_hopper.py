@@ -20,7 +20,14 @@ import quire.kernels.triton
 from caches import make_cache
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.tiles import HeadLayout
-from quire.kernels.token_choice import LogitChanges, RowDraws, RowPenalties
+from quire.kernels.token_choice import (
+    NUM_EDIT_NUMBERS,
+    LogitChanges,
+    LogitEdits,
+    LogitMasks,
+    RowDraws,
+    RowPenalties,
+)
 from quire.kernels.triton import device
 from quire.kernels.weights import Float8Weight
 
@@ -119,10 +126,11 @@ def choose(kernels: TritonKernels, num_rows: int) -> None:
     """
     logits = torch.zeros(num_rows, 40_000)
     draws = torch.ones(5, num_rows, dtype=torch.float64)
-    numbers = torch.zeros(6, num_rows, dtype=torch.int64)
-    mask_of_row, *pairs, rows = numbers
+    numbers = torch.zeros(4, num_rows, dtype=torch.int64)
+    mask_of_row, rows = numbers[0], numbers[3]
     changes = LogitChanges(
-        torch.ones(1, 1250, dtype=torch.int32), mask_of_row, *pairs[:2], torch.ones(num_rows), *pairs[2:]
+        LogitMasks(torch.ones(1, 1250, dtype=torch.int32), mask_of_row),
+        LogitEdits(torch.zeros(NUM_EDIT_NUMBERS, num_rows, dtype=torch.float64), rows),
     )
     assert kernels.token_choice is not None
     for dtype in (torch.int16, torch.int32):

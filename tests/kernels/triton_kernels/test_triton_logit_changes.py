@@ -14,7 +14,7 @@ from quire.execution.rng import uniforms
 from quire.execution.sampler import Sampler
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.token_choice import LogitChanges, RowDraws
+from quire.kernels.token_choice import NUM_EDIT_NUMBERS, LogitChanges, LogitEdits, LogitMasks, RowDraws
 from quire.kernels.triton import logit_changes
 from quire.kernels.triton.logit_changes import change_logits
 from quire.kernels.triton.token_choice import TritonChoice
@@ -34,20 +34,19 @@ def bits(allowed: list[list[int]], num_words: int = 6) -> Any:
     return np.packbits(flags, axis=1, bitorder="little").view(np.int32)
 
 
-def changes_of(bitmask: Any, mask_of_row: list[int], biased: Any = (), banned: Any = ()) -> LogitChanges:
-    """Return the changes of (row, id, bias) and (row, id)."""
-    biases = np.array(biased, dtype=np.float64).reshape(-1, 3)
-    bans = np.array(banned, dtype=np.int64).reshape(-1, 2)
-    biased_rows, biased_ids = biases[:, :2].astype(np.int64).T.copy()
-    parts = (
-        bitmask,
-        np.array(mask_of_row, dtype=np.int64),
-        biased_rows,
-        biased_ids,
-        biases[:, 2].astype(np.float32),
-        *bans.T.copy(),
+def changes_of(
+    bitmask: Any, mask_of_row: list[int], biased: Any = (), banned: Any = (), tokens_before: Any = None
+) -> LogitChanges:
+    """Return the changes of (row, id, bias), and (row, id) or (row, id, the token before)."""
+    edits = [(row, token, bias, NO_TOKEN) for row, token, bias in biased]
+    edits += [(row, token, -np.inf, *(before or [NO_TOKEN])) for row, token, *before in banned]
+    before = np.zeros(len(mask_of_row)) if tokens_before is None else tokens_before
+    masks = bitmask, np.array(mask_of_row, dtype=np.int64)
+    numbers = np.array(edits).reshape(-1, NUM_EDIT_NUMBERS).T.copy(), np.array(before, dtype=np.int64)
+    return LogitChanges(
+        LogitMasks(*(torch.from_numpy(part).to(DEVICE) for part in masks)),
+        LogitEdits(*(torch.from_numpy(part).to(DEVICE) for part in numbers)),
     )
-    return LogitChanges(*(torch.from_numpy(part).to(DEVICE) for part in parts))
 
 
 @dataclasses.dataclass
@@ -127,23 +126,27 @@ def test_tokens_and_errors_are_the_host_s() -> None:
 
 def test_changed_logits_are_those_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logit_changes, "_PART", 64)
-    monkeypatch.setattr(logit_changes, "_PAIRS", 4)
+    monkeypatch.setattr(logit_changes, "_EDITS", 4)
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(4, VOCAB_SIZE)).astype(np.float32)
     allowed = [rng.choice(VOCAB_SIZE, 50, replace=False).tolist() for _ in range(3)]
     mask_of_row = [2, -1, 0, -1]
     biased = [(row, token, rng.normal() * 10) for row in range(4) for token in (0, 5, 139, 140)]
+    tokens_before = [7, 7, 0, 140]
     banned = [(1, 140), (1, 140), (3, 0), (0, 5), (2, 7), (1, 1)]
+    banned_behind = [(1, 9, 7), (2, 9, 7), (3, 9, 140), (3, 8, 0), (2, 8, 0), (3, 139, 140)]
+    no_edit = [(-1, 10**6, 3.0)]
     expected = logits.copy()
     for row, mask in enumerate(mask_of_row):
         if mask >= 0:
             expected[row, sorted(set(range(VOCAB_SIZE)) - set(allowed[mask]))] = -np.inf
     for row, token, bias in biased:
         expected[row, token] += np.float32(bias)
-    for row, token in banned:
+    for row, token in [*banned, (1, 9), (3, 9), (2, 8), (3, 139)]:
         expected[row, token] = -np.inf
     changed = strided(torch.from_numpy(logits).to(DEVICE))
-    change_logits(changed, changes_of(bits(allowed), mask_of_row, biased, banned))
+    edits = [*biased, *no_edit], [*banned, *banned_behind]
+    change_logits(changed, changes_of(bits(allowed), mask_of_row, *edits, tokens_before))
     assert np.array_equal(changed.cpu().numpy(), expected)
 
 
@@ -156,21 +159,35 @@ def test_nothing_to_change_changes_nothing() -> None:
 
 def test_biases_without_masks() -> None:
     logits = torch.zeros(2, VOCAB_SIZE, device=DEVICE)
-    changes = changes_of(bits([]), [-1, -1], [(1, 7, 2.0)])
-    no_masks = np.empty((0, changes.bitmask.shape[1]), dtype=np.int32)  # whose strides are 0
-    change_logits(logits, dataclasses.replace(changes, bitmask=torch.from_numpy(no_masks).to(DEVICE)))
+    change_logits(logits, dataclasses.replace(changes_of(bits([]), [-1, -1], [(1, 7, 2.0)]), masks=None))
     assert logits.sum() == logits[1, 7] == 2
+
+
+def test_masks_of_no_row() -> None:
+    logits = torch.ones(2, VOCAB_SIZE, device=DEVICE)
+    no_masks = torch.from_numpy(np.empty((0, 6), dtype=np.int32)).to(DEVICE)  # whose strides are 0
+    change_logits(logits, LogitChanges(LogitMasks(no_masks, torch.full((2,), -1, device=DEVICE))))
+    assert (logits == 1).all()
 
 
 def test_what_the_kernels_cannot_take_is_refused() -> None:
     logits = torch.ones(2, VOCAB_SIZE, device=DEVICE)
     good = changes_of(bits([[1]]), [0, -1], [(0, 1, 2.0)], [(0, 1)])
+    masks, edits = good.masks, good.edits
+    assert masks is not None
+    assert edits is not None
     for field, value, problem in [
-        ("bitmask", good.bitmask[:, :4], "5 columns"),
-        ("bitmask", good.bitmask.long(), "bitmask is"),
-        ("mask_of_row", good.mask_of_row[:1], "mask_of_row is"),
-        ("biases", good.biases.double(), "biases is"),
-        ("banned_ids", good.banned_ids[:0], "banned_ids is"),
+        ("bitmask", masks.bitmask[:, :4], "5 columns"),
+        ("bitmask", masks.bitmask.long(), "bitmask is"),
+        ("mask_of_row", masks.mask_of_row[:1], "mask_of_row is"),
     ]:
         with pytest.raises((TypeError, ValueError), match=problem):
-            change_logits(logits, dataclasses.replace(good, **{field: value}))
+            change_logits(logits, LogitChanges(dataclasses.replace(masks, **{field: value})))
+    for field, value, problem in [
+        ("numbers", edits.numbers.float(), "numbers is"),
+        ("numbers", edits.numbers[:3], "numbers is"),
+        ("numbers", edits.numbers.T.contiguous().T, "contiguous"),
+        ("tokens_before", edits.tokens_before[:1], "tokens_before is"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=problem):
+            change_logits(logits, LogitChanges(None, dataclasses.replace(edits, **{field: value})))

@@ -171,8 +171,8 @@ def _choose_changed(
     token_ids, changed_maxima = _choose(logits, draws)
     # Before the changes, the row had no token, or it has none after them and no mask.
     has_none = token_ids == NO_TOKEN
-    if changes is not None:
-        has_none &= changes.mask_of_row < 0
+    if changes is not None and changes.masks is not None:
+        has_none &= changes.masks.mask_of_row < 0
     keeps_likeliest = (likeliest == NO_TOKEN) | has_none
     return (
         torch.where(keeps_likeliest, likeliest, token_ids),

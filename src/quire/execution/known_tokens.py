@@ -1,0 +1,20 @@
+"""What the host knows of the tokens that a device continues."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quire.execution.arrays import BoolArray, Int64Array
+from quire.step import IntArray
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class KnownTokens:
+    """The tokens of slots as the host knows them; of R rows, the one before may be missing.
+
+    Then it is one that the device has chosen, and counted, last.
+    """
+
+    token_ids: IntArray  # [max_num_seqs, more than the largest position] by slot
+    times_written: Int64Array  # [R] differs if a slot has got other tokens than those sampled for it
+    is_missing: BoolArray  # [R] whether the one before is
