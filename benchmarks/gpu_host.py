@@ -68,7 +68,7 @@ def replaying_nothing(config: Any, model: Any) -> Callable[[Any], Callable[[], N
 def engine(max_num_seqs: int) -> Iterator[LLM]:
     """Open an engine that takes it that a GPU computes."""
     with (
-        mock.patch.object(TritonKernels, "token_choice", OneToken()),
+        mock.patch.object(TritonKernels, "sampling", OneToken()),
         mock.patch.object(device_sampling, "HostCopy", ArrivedCopy),
         mock.patch.object(runner_building, "_record", replaying_nothing),
         model_without_files("Qwen3-0.6B", is_tiny=True, num_hidden_layers=1) as directory,

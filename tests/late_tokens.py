@@ -41,7 +41,7 @@ def choose_on_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return encoded_ids(self, np.where(last_of >= 0, 10**6, known), last_of)
 
     monkeypatch.setattr(DeviceSampler, "encoded_ids", watched)
-    monkeypatch.setattr(type(kernel_set()), "token_choice", HostChoice())
+    monkeypatch.setattr(type(kernel_set()), "sampling", HostChoice())
     for module in (device_sampling, prompt_logprobs):
         monkeypatch.setattr(module, "HostCopy", LateCopy)
     monkeypatch.setattr(LateCopy, "generator", np.random.default_rng(5))  # whatever tests came before

@@ -20,7 +20,6 @@ from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.linear import FloatLinear, Linear
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.sampling import SamplingKernels
 from quire.kernels.token_choice import RowLogprobs, TokenChoice
 from quire.kernels.weights import Weight, dequantize
 
@@ -98,8 +97,7 @@ class MetaKernels(ReferenceKernels):
 
     name = "meta"
     device = META
-    sampling: Any = SamplingKernels  # not an object: nothing can be called
-    token_choice = MetaChoice()
+    sampling = MetaChoice()
 
     def linear(
         self,

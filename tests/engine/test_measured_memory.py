@@ -38,7 +38,7 @@ SCHEDULER = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, block_siz
 
 class KernelsOfGpu(ReferenceKernels):
     name = "triton"
-    token_choice = HostChoice()
+    sampling = HostChoice()
 
 
 class ToldMemory:

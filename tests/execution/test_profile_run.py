@@ -107,7 +107,7 @@ def test_nothing_is_recorded_whose_kernels_were_never_launched(
 @pytest.fixture
 def model(models: Any, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     model: Decoder = models["float32"]
-    monkeypatch.setattr(type(model.kernels), "token_choice", HostChoice())
+    monkeypatch.setattr(type(model.kernels), "sampling", HostChoice())
     return model
 
 

@@ -9,6 +9,8 @@ from sampling_reference import adjusted, chosen
 
 from quire.execution.rng import uniforms
 from quire.execution.sampler import Sampler
+from quire.execution.sampling_table import SamplingTable
+from quire.kernels.cpu.sampling import NativeSampling
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN
 from unmutated import UNMUTATED
@@ -30,11 +32,15 @@ class Case:
         return len(self.prompt) + len(self.output)
 
 
+def sampler_of(num_slots, vocab_size):
+    return Sampler(SamplingTable(num_slots, vocab_size), NativeSampling())
+
+
 def sample(cases, *, slots=None, sampler=None):
     """Sample the cases as one batch, in rising slots unless told otherwise."""
     slots = np.arange(len(cases)) if slots is None else np.asarray(slots)
     vocab_size = len(cases[0].logits)
-    sampler = sampler or Sampler(int(slots.max()) + 1, vocab_size)
+    sampler = sampler or sampler_of(int(slots.max()) + 1, vocab_size)
     token_ids = np.full((slots.max() + 1, max(c.position for c in cases) + 3), 77_777, dtype=np.int32)
     for slot, case in zip(slots.tolist(), cases, strict=True):
         token_ids[slot, : case.position] = case.prompt + case.output
@@ -251,7 +257,7 @@ def test_logprobs_of_a_vocabulary_smaller_than_asked_for():
 def test_a_slot_forgets_the_request_before():
     rng = np.random.default_rng(9)
     logits = rng.normal(size=64).astype(np.float32)
-    sampler = Sampler(2, 64)
+    sampler = sampler_of(2, 64)
     loaded = SamplingParams(
         seed=3,
         top_k=1,

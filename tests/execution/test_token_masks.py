@@ -7,7 +7,9 @@ from step_driver import add_all, int_array, make_driver, plan
 
 from quire.execution.sampler import Sampler
 from quire.execution.sampling_positions import SamplingPositions
+from quire.execution.sampling_table import SamplingTable
 from quire.execution.token_masks import TokenMasks
+from quire.kernels.cpu.sampling import NativeSampling
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, GrammarOutput
 
@@ -65,7 +67,7 @@ def test_masks_find_the_places_of_their_requests():
 
 def sample(logits, params, allowed, *, prompt=(1, 2), output=(3,)):
     """Sample one row with a mask, or without one for None."""
-    sampler = Sampler(1, len(logits))
+    sampler = Sampler(SamplingTable(1, len(logits)), NativeSampling())
     known = int_array([*prompt, *output])
     sampler.table.write(0, params, prompt_token_ids=int_array(prompt), eos_token_ids=(4,))
     masks = None

@@ -8,7 +8,7 @@ from pairwise import pairwise
 from quire.execution.logprobs import top_tokens
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.triton.sampling import TritonSampling
+from triton_scans import TritonSampling
 
 native, reference, in_triton = NativeSampling(), ReferenceSampling(), TritonSampling()
 VOCAB_SIZES = [1, 5, 17, 512, 513, 1300, 9000, 40_003]

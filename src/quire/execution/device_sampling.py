@@ -22,7 +22,7 @@ from quire.execution.step_graphs import Record, StepLogits
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.devices import HostCopy, array_to_device
 from quire.kernels.interface import KernelSet
-from quire.kernels.token_choice import LogitChanges, LogitEdits, RowDraws, RowLogprobs
+from quire.kernels.token_choice import LogitChanges, LogitEdits, RowDraws, RowLogprobs, TokenChoice
 from quire.step import NO_TOKEN
 
 _NO_SLOT = -1
@@ -107,7 +107,8 @@ class DeviceSampler:
     """Chooses tokens with the parameters in `table`, and keeps the last one of each slot on the device.
 
     Args:
-        kernels: those of a device that chooses tokens.
+        choice: of the device.
+        kernels: of the device.
         table: the parameters by slot.
         penalties: of the slots.
         max_num_seqs: number of slots.
@@ -117,6 +118,7 @@ class DeviceSampler:
 
     def __init__(
         self,
+        choice: TokenChoice,
         kernels: KernelSet,
         table: SamplingTable,
         penalties: DevicePenalties,
@@ -125,8 +127,7 @@ class DeviceSampler:
         vocab_size: int,
         record: Record | None,
     ) -> None:
-        assert kernels.token_choice is not None
-        self._choice = kernels.token_choice
+        self._choice = choice
         self._table = table
         self._penalties = penalties
         # The one behind the slots' is of rows that are nobody's.

@@ -36,6 +36,7 @@ from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import array_to_device
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
+from quire.kernels.token_choice import TokenChoice
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.step import (
@@ -124,10 +125,10 @@ class ModelRunner:
             self._evictor = CacheEvictor(eviction, model.config, kv_cache, self._batch, block_size)
 
     def _position_logits(self, max_num_seqs: int) -> PositionLogits:
-        model, kernels = self._model, self._model.kernels
-        if kernels.token_choice is not None:
-            return DevicePositionLogits(model.logits, self._vocab_size, kernels.token_choice, max_num_seqs)
-        return HostPositionLogits(model.logits, self._vocab_size, kernels.sampling)
+        model, sampling = self._model, self._model.kernels.sampling
+        if isinstance(sampling, TokenChoice):
+            return DevicePositionLogits(model.logits, self._vocab_size, sampling, max_num_seqs)
+        return HostPositionLogits(model.logits, self._vocab_size, sampling)
 
     def compile_only(self) -> AbstractContextManager[None] | None:
         """See `KernelSet.compile_only`; of all ranks."""

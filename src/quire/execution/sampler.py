@@ -19,7 +19,6 @@ from quire.execution.rng import uniforms
 from quire.execution.sampling_table import SamplingTable
 from quire.execution.selection import draw
 from quire.execution.token_masks import TokenMasks
-from quire.kernels.dispatch import kernel_set
 from quire.kernels.sampling import SamplingKernels
 from quire.step import NO_TOKEN, IntArray, PositionLogprobs
 
@@ -39,17 +38,16 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Samples with the parameters in its `table`.
+    """Samples on the host.
 
     Args:
-        max_num_seqs: number of slots.
-        vocab_size: V.
-        kernels: scan the rows of logits; None: the best for this machine.
+        table: the parameters by slot.
+        kernels: scan the rows of logits.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, kernels: SamplingKernels | None = None) -> None:
-        self._kernels = kernel_set().sampling if kernels is None else kernels
-        self.table = SamplingTable(max_num_seqs, vocab_size)
+    def __init__(self, table: SamplingTable, kernels: SamplingKernels) -> None:
+        self.table = table
+        self._kernels = kernels
 
     def sample(
         self,

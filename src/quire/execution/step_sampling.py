@@ -13,6 +13,7 @@ from quire.execution.sampling_table import SamplingTable
 from quire.execution.step_graphs import Record, StepLogits
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.interface import KernelSet
+from quire.kernels.sampling import SamplingKernels
 
 
 class StepSampler:
@@ -35,11 +36,15 @@ class StepSampler:
         *,
         record: Record | None = None,
     ) -> None:
-        self._host = Sampler(max_num_seqs, vocab_size, kernels.sampling)
+        self.table = SamplingTable(max_num_seqs, vocab_size)
         self.device: DeviceSampler | None = None
-        if kernels.token_choice is not None:
+        self._host: Sampler | None = None
+        if isinstance(kernels.sampling, SamplingKernels):
+            self._host = Sampler(self.table, kernels.sampling)
+        else:
             penalties = DevicePenalties(self.table, max_num_seqs, vocab_size, max_model_len, kernels.device)
             self.device = DeviceSampler(
+                kernels.sampling,
                 kernels,
                 self.table,
                 penalties,
@@ -47,11 +52,6 @@ class StepSampler:
                 vocab_size=vocab_size,
                 record=record,
             )
-
-    @property
-    def table(self) -> SamplingTable:
-        """The parameters by slot."""
-        return self._host.table
 
     def input_ids(self, encoded: torch.Tensor) -> torch.Tensor:
         """See `DeviceSampler.input_ids`."""
@@ -71,4 +71,5 @@ class StepSampler:
         """
         if self.device is not None:
             return self.device.sample(logits, slots, positions, masks=masks, known=known)
+        assert self._host is not None
         return self._host.sample(logits.rows, slots, positions, known.token_ids, masks)

@@ -29,9 +29,8 @@ class KernelSet(ABC):
     """The compute primitives of one device."""
 
     name: ClassVar[str]
-    sampling: ClassVar[SamplingKernels]
-    token_choice: ClassVar[TokenChoice | None] = None
-    """Chooses tokens where the logits are; None: the sampler on the host does."""
+    sampling: ClassVar[SamplingKernels | TokenChoice]
+    """Chooses tokens where the logits are, or scans logits for the sampler on the host."""
     device: torch.device = HOST
     """Where all tensors are that these kernels take or return, but for those of an `AttentionBatch`."""
 

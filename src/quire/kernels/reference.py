@@ -26,6 +26,7 @@ from quire.kernels.memory import WeightMemory
 from quire.kernels.sampling import ReferenceSampling, SamplingKernels
 from quire.kernels.sparse_prefill import selected_keys
 from quire.kernels.tiles import HeadLayout
+from quire.kernels.token_choice import TokenChoice
 from quire.kernels.torch_internals import has_onednn_bfloat16
 from quire.kernels.weights import Weight
 
@@ -34,7 +35,7 @@ class ReferenceKernels(KernelSet):
     """What the other kernels are tested against. torch allocates by itself."""
 
     name = "reference"
-    sampling: ClassVar[SamplingKernels] = ReferenceSampling()
+    sampling: ClassVar[SamplingKernels | TokenChoice] = ReferenceSampling()
     weight_layout = None
 
     @override

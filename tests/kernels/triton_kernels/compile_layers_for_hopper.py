@@ -29,6 +29,7 @@ from quire.kernels.token_choice import (
     RowPenalties,
 )
 from quire.kernels.triton import device
+from quire.kernels.triton.token_choice import TritonChoice
 from quire.kernels.weights import Float8Weight
 
 device.kernel_device = functools.partial(torch.device, "cpu")  # before the kernels' modules take it
@@ -51,7 +52,7 @@ def main() -> None:
     assert all_programs() == programs  # none was compiled again
     check_float8()
     for num_rows in (1, 3, 16):
-        choose(kernels, num_rows)
+        choose(num_rows)
     assert all_programs() == programs
     hopper.check_order(programs.values())
     print(*compiled, sep="\n")
@@ -72,12 +73,7 @@ def compute(kernels: TritonKernels) -> None:
         for num_rows in (3, 40, 200):
             gated(torch.zeros(num_rows, 1024, dtype=BFLOAT16))
     multiply_in_float8(kernels)
-    logits = np.zeros((2, 40_000), dtype=np.float32)
-    kernels.sampling.largest(logits)
-    kernels.sampling.likeliest(logits, np.arange(2))
-    kernels.sampling.sum_exp(logits, logits[:, 0], np.ones(2))
-    kernels.sampling.ranks(logits, np.arange(2))
-    choose(kernels, 2)
+    choose(2)
 
 
 def multiply_in_float8(kernels: TritonKernels) -> None:
@@ -119,7 +115,7 @@ def rotate(kernels: TritonKernels) -> None:
         )  # fmt: skip
 
 
-def choose(kernels: TritonKernels, num_rows: int) -> None:
+def choose(num_rows: int) -> None:
     """Draw a token of each row, after changes and penalties, and look for what is likely beside it.
 
     What the host tells lies in places that depend on the number of rows.
@@ -132,15 +128,15 @@ def choose(kernels: TritonKernels, num_rows: int) -> None:
         LogitMasks(torch.ones(1, 1250, dtype=torch.int32), mask_of_row),
         LogitEdits(torch.zeros(NUM_EDIT_NUMBERS, num_rows, dtype=torch.float64), rows),
     )
-    assert kernels.token_choice is not None
+    choice = TritonChoice()
     for dtype in (torch.int16, torch.int32):
         of_rows = RowPenalties(torch.zeros(1, 40_000, dtype=dtype), rows, *torch.ones(3, num_rows))
         drafts = torch.zeros(num_rows, num_rows, dtype=torch.int64)
-        kernels.token_choice.choose(logits, penalties=dataclasses.replace(of_rows, drafts=drafts))
-        kernels.token_choice.choose(logits, RowDraws(draws[0], numbers[1], *draws[2:]), changes, of_rows)
-    kernels.token_choice.logprobs(logits, numbers[2], 5 * num_rows - 4, rows)
-    kernels.token_choice.input_ids(rows, numbers[2])
-    kernels.token_choice.keep_last(rows, rows, numbers[2])
+        choice.choose(logits, penalties=dataclasses.replace(of_rows, drafts=drafts))
+        choice.choose(logits, RowDraws(draws[0], numbers[1], *draws[2:]), changes, of_rows)
+    choice.logprobs(logits, numbers[2], 5 * num_rows - 4, rows)
+    choice.input_ids(rows, numbers[2])
+    choice.keep_last(rows, rows, numbers[2])
 
 
 def all_programs() -> dict[str, Any]:

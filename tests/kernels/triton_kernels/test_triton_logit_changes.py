@@ -12,6 +12,7 @@ from triton_inputs import DEVICE, strided
 
 from quire.execution.rng import uniforms
 from quire.execution.sampler import Sampler
+from quire.execution.sampling_table import SamplingTable
 from quire.execution.token_masks import TokenMasks
 from quire.kernels.sampling import ReferenceSampling
 from quire.kernels.token_choice import NUM_EDIT_NUMBERS, LogitChanges, LogitEdits, LogitMasks, RowDraws
@@ -58,7 +59,7 @@ class Row:
 
 
 def host_choice(logits: Any, rows: list[Row]) -> tuple[Any, dict[int, str]]:
-    sampler = Sampler(len(rows), VOCAB_SIZE, ReferenceSampling())
+    sampler = Sampler(SamplingTable(len(rows), VOCAB_SIZE), ReferenceSampling())
     for slot, row in enumerate(rows):
         prompt = np.array([1], dtype=np.int32)
         sampler.table.write(slot, row.params, prompt_token_ids=prompt, eos_token_ids=(2, 3))

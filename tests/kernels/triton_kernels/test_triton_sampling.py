@@ -7,7 +7,7 @@ import pytest
 
 from quire.kernels.sampling import ReferenceSampling
 from quire.kernels.triton import row_scans
-from quire.kernels.triton.sampling import TritonSampling
+from triton_scans import TritonSampling
 
 kernels, reference = TritonSampling(), ReferenceSampling()
 

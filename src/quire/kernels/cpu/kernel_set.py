@@ -34,6 +34,7 @@ from quire.kernels.linear import Linear
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling import SamplingKernels
 from quire.kernels.tiles import HeadLayout
+from quire.kernels.token_choice import TokenChoice
 from quire.kernels.weights import Weight
 
 _ACTIVATIONS = {kind.name: kind.value for kind in _native.Activation}
@@ -57,7 +58,7 @@ class NativeKernels(KernelSet):
     """
 
     name = "native"
-    sampling: ClassVar[SamplingKernels] = NativeSampling()
+    sampling: ClassVar[SamplingKernels | TokenChoice] = NativeSampling()
 
     @property
     @override

@@ -29,7 +29,6 @@ from quire.kernels.triton.gated_linear import gated_linear
 from quire.kernels.triton.kernel import compile_only, compiles_only
 from quire.kernels.triton.linear import linear
 from quire.kernels.triton.rotary import rotary_and_write_kv
-from quire.kernels.triton.sampling import TritonSampling
 from quire.kernels.triton.token_choice import TritonChoice
 from quire.kernels.weights import Weight
 
@@ -43,8 +42,7 @@ class TritonKernels(KernelSet):
     """
 
     name = "triton"
-    sampling: ClassVar[SamplingKernels] = TritonSampling()
-    token_choice: ClassVar[TokenChoice | None] = TritonChoice()
+    sampling: ClassVar[SamplingKernels | TokenChoice] = TritonChoice()
     weight_layout = None
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Sampling's work over rows of logits in Triton, for a sampler that is on the host: arrays in numpy."""
+"""The scans of logits in Triton behind the interface of those on the host: the same tests fit both."""
 
 from __future__ import annotations
 
