@@ -14,7 +14,7 @@ import torch
 from recorder import Recorder, driver_of
 
 from checkpoints import make_checkpoint
-from quire.execution import recorded_choice, step_graphs
+from quire.execution import recorded_choice, recording_pauses, step_graphs
 from quire.execution.logit_changes import RowMasks
 from quire.execution.recorded_choice import (
     NUM_DRAW_NUMBERS,
@@ -202,13 +202,16 @@ def test_nothing_is_recorded_before_kernels_have_been_launched(monkeypatch: pyte
     assert recorder.num_recordings == 1
 
 
-def test_what_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor is it tried again; what can be recorded still is."""
+def test_what_cannot_be_recorded_is_computed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again after a while; what can be recorded still is."""
+    monkeypatch.setattr(recording_pauses, "FEWEST_STEPS", 3)
     recorder, choices, attempts = Recorder(), Choices(), []
 
     def record(compute: Callable[[], None]) -> Callable[[], None]:
         attempts.append(compute)
-        if len(attempts) == 1:
+        if len(attempts) in (1, 3):
             raise RuntimeError("operation not permitted when stream is capturing")
         return recorder.record(compute)
 
@@ -220,7 +223,13 @@ def test_what_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -
     assert caplog.text.count("cannot be recorded") == 1
     for _ in range(3):
         assert choose(recorded, logits, [0, 1], draws) == [9, 13]
-    assert recorder.num_replays == 2
+    assert (len(attempts), recorder.num_replays) == (2, 2)
+    num_attempts = []
+    for _ in range(9):
+        assert choose(recorded, logits, [0, 1]) == [4, 8]
+        num_attempts.append(len(attempts))
+    assert num_attempts == [3, 3, 3, 3, 3, 3, 4, 4, 4], "the second pause is twice as long"
+    assert recorder.num_replays == 5
 
 
 def test_slots_are_copied_only_where_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:

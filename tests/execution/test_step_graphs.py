@@ -18,7 +18,7 @@ from step_driver import BLOCK_SIZE, StepDriver, model_cache
 
 from checkpoints import make_checkpoint
 from quire.config import SparseAttentionConfig
-from quire.execution import step_graphs
+from quire.execution import recording_pauses, step_graphs
 from quire.execution.adaptive_proposer import AdaptiveProposer
 from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
 from quire.execution.ngram_proposer import NgramProposer
@@ -245,17 +245,28 @@ def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.Monk
     assert any(step.is_replayed and step.num_tokens > 2 for step in watched)
 
 
-def test_a_step_that_cannot_be_recorded_is_computed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    attempts = []
+def test_a_step_that_cannot_be_recorded_is_computed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And recorded later on."""
+    recorder, attempts = Recorder(), []
 
     def refuse(compute: Callable[[], None]) -> Callable[[], None]:
         attempts.append(compute)
+        if len(attempts) > 1:
+            return recorder.record(compute)
         raise RuntimeError("operation not permitted when stream is capturing")
 
     model = load("qwen3", tmp_path)
-    assert outputs(driver_of(model, refuse), [3, 5], 5) == outputs(driver_of(model), [3, 5], 5)
+    expected = outputs(driver_of(model), [3, 5], 8)
+    assert outputs(driver_of(model, refuse), [3, 5], 8) == expected
     assert len(attempts) == 1
     assert "cannot be recorded" in caplog.text
+    attempts.clear()
+    monkeypatch.setattr(recording_pauses, "FEWEST_STEPS", 2)
+    assert outputs(driver_of(model, refuse), [3, 5], 8) == expected
+    assert len(attempts) == 3, "the choice of tokens is recorded, too"
+    assert recorder.num_replays > 2
 
 
 @pytest.mark.parametrize("works_by_layer", [False, True])

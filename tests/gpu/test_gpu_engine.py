@@ -175,7 +175,7 @@ def test_choices_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             ]
         found.append(outputs)
     assert found[0] == found[1]
-    assert not recorded[-1]._refused
+    assert all(pause.allows_attempt() for pause in recorded[-1]._pauses.values())
     kinds = {tuple(kind) for _, _, kind in recorded[-1]._replays}
     most_edits = NUM_RECORDED_EDITS[0]
     wanted = {(False, False, False, 0), (True, False, False, 0), (True, True, True, 0)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.device_penalties import NO_PENALTIES
 from quire.execution.logit_changes import NO_EDIT, NO_MASK, RowMasks
+from quire.execution.recording_pauses import RecordingPause
 from quire.execution.step_graphs import MAX_GRAPHS, Record
 from quire.kernels.devices import array_to_device, copy_to_device
 from quire.kernels.size_classes import wide_size_class
@@ -128,7 +129,7 @@ class RecordedChoice:
         self._maxima = torch.zeros(most_rows, dtype=torch.float32, device=device)
         self._computed: set[tuple[int, ChoiceKind]] = set()  # for which there is nothing left to compile
         self._replays: OrderedDict[tuple[int, int, ChoiceKind], Callable[[], None]] = OrderedDict()
-        self._refused: set[ChoiceKind] = set()  # that cannot be recorded
+        self._pauses: defaultdict[ChoiceKind, RecordingPause] = defaultdict(RecordingPause)
 
     def has_room(self, logits: torch.Tensor, numbers: ChoiceNumbers) -> bool:
         """Return whether rows of logits, masks and edits are not too many."""
@@ -186,13 +187,13 @@ class RecordedChoice:
         if replay is not None:
             self._replays.move_to_end(key)
             return replay
-        if kind in self._refused or key[1:] not in self._computed:
+        if not self._pauses[kind].allows_attempt() or key[1:] not in self._computed:
             return None
         try:
             replay = self._record(lambda: self._compute(logits, tensors))
         except Exception:
             logger.exception("choosing tokens cannot be recorded as a graph; steps are slower without")
-            self._refused.add(kind)
+            self._pauses[kind].begin()
             return None
         self._replays[key] = replay
         if len(self._replays) > MAX_CHOICES:

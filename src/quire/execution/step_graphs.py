@@ -30,6 +30,7 @@ import torch
 from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
+from quire.execution.recording_pauses import RecordingPause
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import copy_to_device
 from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES
@@ -90,7 +91,7 @@ class StepGraphs:
         self._makers: dict[Hashable, MakeArrays] = {}
         self._graphs: OrderedDict[Hashable, _StepGraph] = OrderedDict()
         self._kernels = kernels
-        self._can_record = True
+        self._pause = RecordingPause()
 
     @property
     def most_array_bytes(self) -> int:
@@ -120,9 +121,10 @@ class StepGraphs:
         self._computed(token_ids, batch, _NO_ROWS)
 
     def _computed(self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None) -> _StepGraph:
+        may_record = self._pause.allows_attempt()
         with self._step_of(batch, rows) as model:
             graph, padded = self._filled(token_ids, batch, rows)
-            if graph.replay is None and graph.was_computed and self._can_record:
+            if graph.replay is None and graph.was_computed and may_record:
                 graph.replay = self._recorded(model, graph, padded)
             if graph.replay is not None:
                 graph.replay()
@@ -162,16 +164,18 @@ class StepGraphs:
     def _recorded(
         self, model: StepModel, graph: _StepGraph, batch: AttentionBatch
     ) -> Callable[[], None] | None:
-        """Return what replays a step; None, and nothing is recorded any more, if one rank has nothing."""
+        """Return what replays a step; None, and nothing is recorded for a while, if one rank has nothing."""
         replay = None
         try:
             replay = self._record(lambda: self._compute(model, graph, batch))
         except Exception:
             logger.exception("a step cannot be recorded as a graph; steps are slower without")
-        self._can_record = model.agree(is_recorded=replay is not None)
-        if replay is not None and not self._can_record:
+        if model.agree(is_recorded=replay is not None):
+            return replay
+        if replay is not None:
             logger.warning("another rank cannot record a step as a graph; steps are slower without")
-        return replay if self._can_record else None
+        self._pause.begin()
+        return None
 
     def _compute(self, model: StepModel, graph: _StepGraph, batch: AttentionBatch) -> None:
         token_ids = self._token_ids(graph.arrays.token_ids)

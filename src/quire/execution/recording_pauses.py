@@ -1,0 +1,27 @@
+"""How long what could not be recorded is not tried again: memory may have been short for a moment only."""
+
+from __future__ import annotations
+
+FEWEST_STEPS = 256
+"""Of the first pause; each further one has twice as many."""
+
+
+class RecordingPause:
+    """Counts the steps between one attempt that fails and the next.
+
+    It counts steps and not seconds, so that ranks that compute the same steps do the same.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = FEWEST_STEPS
+        self._num_left = 0
+
+    def allows_attempt(self) -> bool:
+        """Return whether there is no pause; called once for each step."""
+        self._num_left = max(0, self._num_left - 1)
+        return not self._num_left
+
+    def begin(self) -> None:
+        """Begin a pause."""
+        self._num_left = self._num_steps
+        self._num_steps *= 2
