@@ -212,6 +212,23 @@ def test_a_step_that_does_not_fit_is_refused_with_the_knobs(
         started(config_of(checkpoint))
 
 
+@pytest.mark.parametrize("part", ["load_models", "build_runner"])
+def test_memory_that_others_take_meanwhile_is_told_with_the_knobs(
+    gpu: CountedMemory, checkpoint: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: Any, **__: Any) -> None:
+        gpu.taken_by_others = 2 * 10**9
+        raise torch.OutOfMemoryError("CUDA out of memory. Process 7 has 2.00 GB in use.")
+
+    monkeypatch.setattr(core, part, run_out)
+    monkeypatch.setattr(profile_run, "profile_run", lambda *_: 0)
+    with pytest.raises(
+        ConfigError,
+        match=r"; 1 GB can be taken .* lower EngineConfig\.hbm_utilization\. .* Process 7 has 2\.00 GB in use",
+    ):
+        started(config_of(checkpoint))
+
+
 @pytest.mark.parametrize(
     ("num_kv_blocks", "message"),
     [

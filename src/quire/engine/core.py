@@ -21,7 +21,7 @@ from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.kv_identity import kv_identity
 from quire.engine.kv_peers import lending_address
-from quire.engine.memory_measurement import measure
+from quire.engine.memory_measurement import measure, telling_of_shortage
 from quire.engine.memory_plan import plan_memory_again
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.owned_requests import OwnedRequests
@@ -95,15 +95,16 @@ class EngineCore:
         scheduler_class(config)  # an error in its name is told before the weights are loaded
         self.ranks = start_ranks(config)
         try:
-            models = load_models(
-                config,
-                model_path,
-                model_config,
-                plan,
-                ranks=self.ranks,
-                draft_model=draft_model,
-                on_progress=on_progress,
-            )
+            with telling_of_shortage(memory):
+                models = load_models(
+                    config,
+                    model_path,
+                    model_config,
+                    plan,
+                    ranks=self.ranks,
+                    draft_model=draft_model,
+                    on_progress=on_progress,
+                )
             most_recorded_tokens = 0
             if memory is not None:
                 measured = measure(
@@ -111,13 +112,14 @@ class EngineCore:
                 )
                 plan, most_recorded_tokens = measured.plan, measured.most_recorded_tokens
             self.scheduler = build_scheduler(config, plan, context)
-            self.runner = build_runner(
-                config,
-                models,
-                plan,
-                connector=context.connector,
-                most_recorded_tokens=most_recorded_tokens,
-            )
+            with telling_of_shortage(memory):
+                self.runner = build_runner(
+                    config,
+                    models,
+                    plan,
+                    connector=context.connector,
+                    most_recorded_tokens=most_recorded_tokens,
+                )
         except BaseException:
             self._close_ranks()
             raise

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from quire.engine.byte_sizes import format_bytes
@@ -31,6 +32,28 @@ class Measurement:
 
     plan: MemoryPlan
     most_recorded_tokens: int  # of steps with chunks of prompts, see `profile_run`
+
+
+@contextlib.contextmanager
+def telling_of_shortage(memory: CudaMemory | None) -> Iterator[None]:
+    """Raise `ConfigError` if a GPU runs out of memory that was planned for.
+
+    Args:
+        memory: of the GPU; None: there is none.
+    """
+    if memory is None:
+        yield
+        return
+    from quire.kernels.devices import OutOfMemoryError
+
+    try:
+        yield
+    except OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU ran out of memory while the model was loaded or its KV cache allocated; "
+            f"{format_bytes(memory.num_available)} can be taken for both by now. End what else computes on "
+            f"this GPU, or lower EngineConfig.hbm_utilization. {error}"
+        ) from error
 
 
 def measure(
