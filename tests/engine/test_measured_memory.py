@@ -224,7 +224,7 @@ def test_memory_that_others_take_meanwhile_is_told_with_the_knobs(
     monkeypatch.setattr(profile_run, "profile_run", lambda *_: 0)
     with pytest.raises(
         ConfigError,
-        match=r"; 1 GB can be taken .* lower EngineConfig\.hbm_utilization\. .* Process 7 has 2\.00 GB in use",
+        match=r"; 1 GB can be taken .* lower EngineConfig\.hbm_utilization\. .* Process 7 has 2\.00 GB",
     ):
         started(config_of(checkpoint))
 
