@@ -15,7 +15,11 @@ import torch
 from caches import make_cache
 from counted_memory import CountedMemory
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
-from quire.engine.activation_memory import key_selection_bytes, native_attention_bytes
+from quire.engine.activation_memory import (
+    gpu_key_selection_bytes,
+    key_selection_bytes,
+    native_attention_bytes,
+)
 from quire.engine.byte_sizes import GB
 from quire.engine.eviction_memory import eviction_bytes, score_bytes_per_token
 from quire.engine.memory_plan import plan_memory
@@ -23,10 +27,17 @@ from quire.execution import evicted_keys
 from quire.execution.cache_evictor import CacheEvictor
 from quire.execution.evicted_keys import KeyRotation, cached_keys, copy_blocks
 from quire.kernels import bounds
+from quire.kernels.attention import Scores
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cpu.layers import native_layer, native_plan
 from quire.kernels.key_scores import KeyScores
+from quire.kernels.sparse_prefill import KeySelection
+from quire.kernels.tiles import HeadLayout
+from quire.kernels.triton import key_selection
 from quire.kernels.triton.attention import paged_attention
+from quire.kernels.triton.attention_call import AttentionCall
+from quire.kernels.triton.attention_layer import triton_layer
+from quire.kernels.triton.attention_plan import attention_plan
 from quire.kv.eviction.diversity import diversity
 from quire.models.config import ModelConfig, RopeConfig
 from subprocesses import python_output
@@ -107,6 +118,45 @@ def test_the_estimate_of_a_key_selection_stays_within_its_bound(model: ModelConf
     measured = int(python_output(KERNEL_CALL, "selection", preload=True))
     assert 0.8 * bound < measured < bound
     assert not key_selection_bytes(SchedulerConfig(), shape, 131_200, num_threads=2)
+
+
+class NoKernel:
+    """Is launched in place of a kernel, and computes nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize(("stride", "length"), [(4, 131_072), (32, 131_072), (8, 20_000)])
+def test_a_key_selection_on_a_gpu_stays_within_its_bound(
+    model: ModelConfig, stride: int, length: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(key_selection, "weigh_key_blocks", NoKernel())
+    monkeypatch.setattr(key_selection, "write_visits", NoKernel())
+    shape = dataclasses.replace(model, num_heads=16, num_kv_heads=2, head_dim=16)
+    sparse = SparseAttentionConfig(mode="xattention", xattention_stride=stride)
+    config = SchedulerConfig(
+        use_sparse_attention=True, sparse_attention_config=sparse, max_num_batched_tokens=4096, max_num_seqs=1
+    )
+    bound = gpu_key_selection_bytes(config, shape, length)
+    batch = AttentionBatch.build(
+        np.array([length - 4096]),
+        np.array([4096]),
+        np.zeros((1, length // 16), dtype=np.int32),
+        16,
+        key_selection=KeySelection(np.array([length]), 0.5, 64, stride),
+    )
+    layer = triton_layer(make_cache(1, 1, 2, 16, 16, torch.bfloat16).views[0])
+    query = torch.zeros(4096, 16, 16, dtype=torch.bfloat16)
+    heads = HeadLayout(16, 2, 16)
+    call = AttentionCall(query, layer, query, heads, Scores(1.0, 0.0, None), window=0)
+    plan = attention_plan(batch, heads, 0, is_float32=False, is_converted=False, device=query.device)
+    with CountedMemory(1 << 40) as memory:
+        call = dataclasses.replace(call, selected=key_selection.select_keys(call, batch))
+        visits = [key_selection.list_visits(call, tiles) for tiles in plan.classes]
+    assert len(visits) == 1
+    assert 0.4 * bound < memory.peak < bound
+    assert not gpu_key_selection_bytes(SchedulerConfig(), shape, length)
 
 
 def test_the_rows_of_attention_stay_within_their_bound(model: ModelConfig):

@@ -18,6 +18,7 @@ from quire.kernels.dispatch import kernel_set
 from quire.kernels.experts import ExpertWeights, Mixture
 from quire.kernels.gated_linear import GatedLinear
 from quire.kernels.sampling import ReferenceSampling
+from quire.kernels.sparse_prefill import KeySelection
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.token_choice import RowDraws
 from quire.kernels.triton.kernel_set import TritonKernels
@@ -167,6 +168,28 @@ def test_attention_has_the_same_bits_however_a_prompt_is_cut(
         assert torch.equal(cut, together[index])
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_prompts_that_select_keys(kernels: TritonKernels, shape: Shape, kv_dtype: str) -> None:
+    """All are selected: the bits of dense attention; few are: others, but of the first two blocks' tokens."""
+    heads = HeadLayout(shape.heads, shape.kv_heads, shape.head_dim)
+    lengths = np.array([2000, 17, 3000]) if max(LENGTHS) > 1000 else np.array([200, 17])
+    states = [
+        random(length, shape.heads + 2 * shape.kv_heads, shape.head_dim, seed=int(length))
+        for length in lengths
+    ]
+    dense = _attended(kernels, states, lengths, heads, kv_dtype)
+    for attended, expected in zip(
+        _attended(kernels, states, lengths, heads, kv_dtype, threshold=1.1), dense, strict=True
+    ):
+        assert torch.equal(attended, expected)
+    for attended, expected in zip(
+        _attended(kernels, states, lengths, heads, kv_dtype, threshold=0.1), dense, strict=True
+    ):
+        assert torch.equal(attended[:128], expected[:128])
+        assert torch.equal(attended, expected) == (len(attended) < 128)
+        assert attended.isfinite().all()
+
+
 def _attended(
     kernels: TritonKernels,
     states: list[torch.Tensor],
@@ -174,10 +197,12 @@ def _attended(
     heads: HeadLayout,
     kv_dtype: str,
     ends: Sequence[np.ndarray] | None = None,
+    threshold: float = 0.0,
 ) -> list[torch.Tensor]:
     """Return what each sequence's tokens attend to, [length, heads, head_dim] on the host.
 
-    Steps compute up to `ends`; without, all but the last token, and then that.
+    Steps compute up to `ends`; without, all but the last token, and then that. With a threshold, keys are
+    selected by it.
     """
     needed = -(-lengths // BLOCK_SIZE)
     layer = KVLayerSpec(heads.num_kv_heads, heads.head_dim, heads.head_dim)
@@ -195,7 +220,10 @@ def _attended(
         if not len(running):
             continue
         counts = (end - first)[running]
-        batch = AttentionBatch.build(first[running], counts, tables[running], BLOCK_SIZE)
+        selection = KeySelection(end[running], threshold, 64, 8) if threshold else None
+        batch = AttentionBatch.build(
+            first[running], counts, tables[running], BLOCK_SIZE, key_selection=selection
+        )
         rows = torch.cat([states[s][first[s] : end[s]] for s in running]).flatten(1).to(kernels.device)
         query = kernels.rotary_and_write_kv(
             rows, cache.views[0], batch, heads=heads, cos=None, sin=None, q_norm=None, k_norm=None, eps=1e-6

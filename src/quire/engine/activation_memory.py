@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.models.config import ModelConfig
 
 FLOAT32_BYTES = 4
+INT32_BYTES = 4
 INT64_BYTES = 8
 FLOAT64_BYTES = 8
 
@@ -58,7 +59,10 @@ def activation_bytes(
     attention = _attention_bytes(
         scheduler, model, max_model_len, is_native=is_native, on_gpu=on_gpu, num_threads=num_threads
     )
-    attention += key_selection_bytes(scheduler, model, max_model_len, num_threads)
+    if on_gpu:
+        attention += gpu_key_selection_bytes(scheduler, model, max_model_len)
+    else:
+        attention += key_selection_bytes(scheduler, model, max_model_len, num_threads)
     kept += eviction_bytes(scheduler, model, max_model_len, on_gpu=on_gpu)
     if on_gpu:
         count_bytes = 2 if max_model_len < bounds.SHORT_COUNTS_END else 4
@@ -152,19 +156,36 @@ def key_selection_bytes(
     Each thread has the queries of a block as rows, and their scores; then there are the mass of each key
     block for each query block and head, and what each of them sees of the chosen tiles.
     """
-    config = scheduler.sparse_attention_config
-    if not scheduler.use_sparse_attention or config.mode != SparseAttentionMode.XATTENTION:
+    if not _selects_keys(scheduler):
         return 0
-    size, stride, tokens = (
-        config.xattention_block_size,
-        config.xattention_stride,
-        scheduler.max_num_batched_tokens,
-    )
+    config = scheduler.sparse_attention_config
+    size, stride = config.xattention_block_size, config.xattention_stride
     group = model.num_heads // model.num_kv_heads
     num_rows = bounds.MASS_ROWS * -(-size // stride * group // bounds.MASS_ROWS)
     num_columns = bounds.LANES * -(-max_model_len // (stride * bounds.LANES))
     of_thread = num_rows * (stride * model.head_dim + num_columns) * FLOAT32_BYTES
-    query_blocks = min(tokens, tokens // size + 2 * scheduler.max_num_seqs) * model.num_heads
-    key_blocks = -(-max_model_len // size)
     of_pair = FLOAT64_BYTES + 1 + size // bounds.TILE * bounds.VISIT_BYTES
-    return num_threads * of_thread + query_blocks * key_blocks * of_pair
+    return num_threads * of_thread + _block_pairs(scheduler, model, max_model_len) * of_pair
+
+
+def gpu_key_selection_bytes(scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int) -> int:
+    """Return the same of a GPU: some estimates at a time, what is selected, and which tiles are visited."""
+    if not _selects_keys(scheduler):
+        return 0
+    visits = (
+        scheduler.max_num_batched_tokens * model.num_heads // bounds.TILE * -(-max_model_len // bounds.TILE)
+    )
+    estimates = bounds.GPU_WEIGHT_COPIES * bounds.GPU_WEIGHT_BYTES
+    return estimates + _block_pairs(scheduler, model, max_model_len) + visits * INT32_BYTES
+
+
+def _selects_keys(scheduler: SchedulerConfig) -> bool:
+    mode = scheduler.sparse_attention_config.mode
+    return scheduler.use_sparse_attention and mode == SparseAttentionMode.XATTENTION
+
+
+def _block_pairs(scheduler: SchedulerConfig, model: ModelConfig, max_model_len: int) -> int:
+    """Return the most pairs of a head's query blocks and key blocks that a step has."""
+    size, tokens = scheduler.sparse_attention_config.xattention_block_size, scheduler.max_num_batched_tokens
+    query_blocks = min(tokens, tokens // size + 2 * scheduler.max_num_seqs)
+    return query_blocks * model.num_heads * -(-max_model_len // size)

@@ -32,6 +32,8 @@ GPU_PAIR_BYTES = 24  # of a row and one of its experts: their numbers, a weight,
 
 # The estimate of a selection of keys, see native/src/kernels/key_masses.cpp.
 MASS_ROWS = 4  # that are computed together
+GPU_WEIGHT_BYTES = 1 << 24  # of the estimates of key blocks that are held at a time
+GPU_WEIGHT_COPIES = 8  # of as many bytes, while they are made and summed up
 VISIT_BYTES = 48  # of a tile that a query block sees, in a list that doubles as it grows
 
 # Sampling orders the most likely tokens of a row.

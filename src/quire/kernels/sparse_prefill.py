@@ -47,7 +47,7 @@ class KeySelection:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class _QueryBlock:
+class QueryBlock:
     """Tokens of one sequence in one query block."""
 
     sequence: int
@@ -80,10 +80,8 @@ def selected_keys(
     longest = int((num_cached_tokens + num_tokens).max())
     size = selection.block_size
     seen = torch.ones(len(query), query.shape[1], -(-longest // size), dtype=torch.bool, device=query.device)
-    for block in _query_blocks(selection, num_cached_tokens, num_tokens):
+    for block in query_blocks(selection, num_cached_tokens, num_tokens):
         diagonal = block.first_place // size
-        if diagonal < 2:  # of two key blocks none is left out
-            continue
         rows = slice(block.first_row, block.first_row + block.num_tokens)
         keys = _keys(kv, block_tables[block.sequence], min(block.num_keys, (diagonal + 1) * size))
         scores = _mean_scores(query[rows], keys, block.first_place, selection) * scale
@@ -94,9 +92,15 @@ def selected_keys(
     return seen
 
 
-def _query_blocks(
+def query_blocks(
     selection: KeySelection, num_cached_tokens: Int64Array, num_tokens: Int64Array
-) -> list[_QueryBlock]:
+) -> list[QueryBlock]:
+    """Return those that may leave out a key block: of two, they see both.
+
+    Args:
+        selection: which tokens select.
+        num_cached_tokens, num_tokens: [S] as in `AttentionBatch`.
+    """
     blocks = []
     first_row = 0
     counts = zip(num_cached_tokens.tolist(), num_tokens.tolist(), strict=True)
@@ -104,8 +108,9 @@ def _query_blocks(
         place, end = cached, min(cached + count, int(selection.end[sequence]))
         while place < end:
             stop = min((place // selection.block_size + 1) * selection.block_size, end)
-            row = first_row + place - cached
-            blocks.append(_QueryBlock(sequence, row, place, stop - place, cached + count))
+            if place >= 2 * selection.block_size:
+                row = first_row + place - cached
+                blocks.append(QueryBlock(sequence, row, place, stop - place, cached + count))
             place = stop
         first_row += count
     return blocks
@@ -144,7 +149,7 @@ def _mean_scores(
     return products.transpose(1, 2).flatten(2) / stride
 
 
-def _masses(scores: torch.Tensor, block: _QueryBlock, selection: KeySelection) -> torch.Tensor:
+def _masses(scores: torch.Tensor, block: QueryBlock, selection: KeySelection) -> torch.Tensor:
     """Return the mass of each key block, [heads, key blocks] float64, of scores [heads, rows, columns]."""
     stride, size = selection.stride, selection.block_size
     first = block.first_place % size // stride

@@ -16,12 +16,20 @@ import torch
 
 from caches import make_cache
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.triton import attention_kernels, key_score_kernel
+from quire.kernels.sparse_prefill import KeySelection
+from quire.kernels.triton import attention_kernels, key_score_kernel, key_selection
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.kernel import compile_only
 
-KERNELS = attention_kernels.attend, attention_kernels.merge_parts, key_score_kernel.score_keys
+KERNELS = (
+    attention_kernels.attend,
+    attention_kernels.merge_parts,
+    key_score_kernel.score_keys,
+    key_selection.weigh_key_blocks,
+    key_selection.write_visits,
+)
 STEPS = ([700, 400], [1, 120], 64), ([15, 90, 0], [1, 1, 57], 23), ([1023, 33], [1, 301], 129)
+SELECTING = [800, 400], [200, 120], 64
 BFLOAT16, FLOAT16, FLOAT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 OTHERS: list[tuple[int, int, torch.dtype, torch.dtype, dict[str, Any]]] = [
     # heads of a group, features, types of queries and pages, options
@@ -66,9 +74,12 @@ for step in STEPS:
 with compile_only(2):
     for layer in OTHERS:
         attend(STEPS[0], *layer)
+    for size, stride in ((64, 8), (128, 4), (256, 32)):  # with 64 rows of a head, and with 8
+        selection = KeySelection(np.array([900, 520]), 0.8, size, stride)
+        attend(SELECTING, *OTHERS[1], key_selection=selection)
 compiled = all_programs()
 hopper.check_order(compiled)
 report["shared"] = max(program.metadata.shared for program in compiled)
 names = [program.metadata.name for program in compiled if "mma" not in program.asm["ptx"]]
-report["no_tensor_cores"] = [name for name in names if name != "merge_parts"]
+report["no_tensor_cores"] = [name for name in names if name not in ("merge_parts", "write_visits")]
 print(json.dumps(report))

@@ -5,12 +5,13 @@ The bits of a row do not depend on the rest of the batch, see `attention_kernels
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from quire.kernels.attention import Scores
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.kv_layer import KVLayer
-from quire.kernels.reference import seen_blocks
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.attention_call import AttentionCall
 from quire.kernels.triton.attention_items import padded_features
@@ -20,6 +21,7 @@ from quire.kernels.triton.attention_plan import AttentionPlan, TileClass, attent
 from quire.kernels.triton.device import MULTIPROCESSORS, has_large_tiles, has_little_shared_memory
 from quire.kernels.triton.device_arrays import block_tables
 from quire.kernels.triton.key_score_kernel import write_key_scores
+from quire.kernels.triton.key_selection import list_visits, select_keys
 from quire.kernels.triton.tensors import FLOAT_TYPES
 
 _MERGED_FEATURES = 64  # of a program
@@ -55,9 +57,9 @@ def paged_attention(
         _check_out(out, query)
     heads = HeadLayout(query.shape[1], layer.num_kv_heads, query.shape[2])
     how = Scores(scale, softcap, sinks)
-    seen = None if window else seen_blocks(query, kv, batch, how)
     tables = block_tables(batch, layer.num_pages, query.device)
-    call = AttentionCall(query, layer, tables, heads, how, window, seen)
+    call = AttentionCall(query, layer, tables, heads, how, window)
+    call = dataclasses.replace(call, selected=select_keys(call, batch))
     plan = attention_plan(
         batch, heads, window, is_float32=call.is_float32, is_converted=call.is_converted, device=query.device
     )
@@ -82,6 +84,7 @@ def _attend(
 ) -> None:
     features = padded_features(call.heads.head_dim)
     num_warps, num_stages = _warps_and_stages(call, tiles.rows, features, len(tiles.items))
+    visits, num_visits = list_visits(call, tiles)
     attend[len(tiles.items), call.heads.num_kv_heads](
         call.query,
         *call.query.stride()[:2],
@@ -93,6 +96,9 @@ def _attend(
         call.tables,
         call.tables.stride(0),
         *call.seen_blocks,
+        visits,
+        0 if visits is None else visits.stride(0),
+        num_visits,
         call.how.sinks,
         out,
         tiles.part_sums,

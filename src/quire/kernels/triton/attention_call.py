@@ -8,10 +8,19 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from quire.kernels.attention import Scores, SeenBlocks
+from quire.kernels.attention import Scores
 from quire.kernels.bounds import TILE
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.attention_layer import TritonLayer
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class SelectedKeys:
+    """The key blocks that the query blocks of a step see."""
+
+    seen: torch.Tensor  # [Q, heads, key blocks] bool
+    block_of_token: torch.Tensor  # [T] int32, which of the Q a token is in; -1: it sees all keys
+    block_size: int  # tokens
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -24,7 +33,7 @@ class AttentionCall:
     heads: HeadLayout
     how: Scores
     window: int
-    seen: SeenBlocks | None
+    selected: SelectedKeys | None = None  # None: all keys are seen
 
     @property
     def is_float32(self) -> bool:
@@ -37,20 +46,22 @@ class AttentionCall:
         return self.layer.dtype is not self.query.dtype
 
     @property
-    def seen_blocks(self) -> tuple[torch.Tensor | None, int]:
-        """The key blocks that each token sees, and how many there are."""
-        return (None, 0) if self.seen is None else (self.seen.seen, self.seen.seen.shape[2])
+    def seen_blocks(self) -> tuple[torch.Tensor | None, int, torch.Tensor | None]:
+        """The key blocks that query blocks see, how many there are, and the query block of each token."""
+        if self.selected is None:
+            return None, 0, None
+        return self.selected.seen, self.selected.seen.shape[2], self.selected.block_of_token
 
     @property
     def options(self) -> dict[str, Any]:
         """What kernels that read keys are compiled for."""
         return {
             "BLOCK_SIZE": self.layer.page_size,
-            "SEEN_TILES": 1 if self.seen is None else self.seen.block_size // TILE,
+            "SEEN_TILES": 1 if self.selected is None else self.selected.block_size // TILE,
             "PRODUCT_TYPE": self.layer.product_type(self.query.dtype),
             "HAS_SCALES": self.layer.has_scales,
             "HAS_SOFTCAP": self.how.softcap != 0.0,
             "HAS_WINDOW": self.window != 0,
-            "HAS_SELECTION": self.seen is not None,
+            "HAS_SELECTION": self.selected is not None,
             "enable_fp_fusion": False,
         }

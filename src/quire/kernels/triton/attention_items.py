@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import GPU_PART_BYTES, TILE
+from quire.kernels.sparse_prefill import KeySelection
 from quire.kernels.step_arrays import HostArrays, lengthened
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.attention_kernels import ITEM_FIELDS, MERGE_FIELDS, SPAN_TILES
@@ -28,8 +29,8 @@ FIRST_PLACE, _FIRST_TILE, END_TILE, _GAP_TILE, _GAP_END_TILE, _GAP, _GAP_END = r
 """Fields of `_QueryTiles`, and of items."""
 
 _NUM_FIELDS = 10
-_PART = _NUM_FIELDS  # the field of an item behind those of its tile
-_NO_PART = -1
+_PART, _FIRST_VISIT = 10, 11  # fields of an item behind those of its tile
+_NOTHING = -1  # in these
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -65,10 +66,12 @@ class _QueryTiles:
 def plan_arrays(
     heads: HeadLayout, window: int, classes: tuple[int, ...], batch: AttentionBatch
 ) -> HostArrays:
-    """Return items and merges of each class, and as numbers the parts of each, and whether there are gaps.
+    """Return items and merges of each class, and numbers.
 
-    An item [ITEM_FIELDS] int32 is as in `_QueryTiles`, then its part or `_NO_PART`; a merge [MERGE_FIELDS]
-    int32 has the first token, tokens, the first part and parts. Items, merges and parts are rounded up to
+    The numbers are the parts of each class, the tiles that its selecting items may visit, and whether there
+    are gaps. An item [ITEM_FIELDS] int32 is as in `_QueryTiles`, then its part, and where in a list the tiles
+    are that it visits, or `_NOTHING`; a merge [MERGE_FIELDS] int32 has the first token, tokens, the first
+    part and parts. Items, merges and parts are rounded up to
     sizes that steps have again and again; those that are added do nothing, but for the items of rows that are
     nobody's.
     """
@@ -79,19 +82,23 @@ def plan_arrays(
     ]
     num_spans = sum(int(_span_end(tiles.num_tiles).sum()) for tiles in cut if len(tiles))
     most_spans = max(1, 2 * num_spans * heads.num_kv_heads // PROGRAMS)  # of one program
+    selection = None if window else batch.key_selection
     arrays: list[Int32Array] = []
     numbers: list[int] = []
+    num_visits: list[int] = []
     for rows, tiles in zip(classes, cut, strict=True):
         items, merges, num_parts, most_parts = _NO_ITEMS, _NO_MERGES, 0, 0
         if len(tiles):
             most_parts = MAX_PART_BYTES // _part_bytes(rows, heads)
             items, merges, num_parts = _divided(tiles, most_spans, most_parts)
+        num_visits.append(0 if selection is None else _note_visits(items, selection))
         if rows == classes[0]:
             items = _with_rows_of_nobody(items, batch)
         arrays.append(lengthened(items, batch.sizes.plans(len(items)), _NO_ITEM))
         arrays.append(lengthened(merges, batch.sizes.plans(len(merges))))
         numbers.append(min(batch.sizes.plans(num_parts), most_parts))
-    return HostArrays(tuple(arrays), (*numbers, int(any(tiles.has_gaps for tiles in cut))))
+    has_gaps = any(tiles.has_gaps for tiles in cut)
+    return HostArrays(tuple(arrays), (*numbers, *num_visits, int(has_gaps)))
 
 
 def _by_class(num_rows: Int64Array, classes: tuple[int, ...]) -> list[Int64Array]:
@@ -165,7 +172,7 @@ def _divided(tiles: _QueryTiles, most_spans: int, most_parts: int) -> tuple[Int3
     is_divided &= np.cumsum(np.where(is_divided, num_spans, 0)) <= most_parts
     pieces, which = _spans(tiles, np.where(is_divided, num_spans, 1), is_divided)
     is_part = is_divided[which]
-    part = np.where(is_part, np.cumsum(is_part) - 1, _NO_PART)
+    part = np.where(is_part, np.cumsum(is_part) - 1, _NOTHING)
     num_parts = np.bincount(which[is_part], minlength=len(tiles))[is_divided]
     merges = np.empty((len(num_parts), MERGE_FIELDS.value), dtype=np.int32)
     merges[:, :2] = tiles.fields[1:3, is_divided].T
@@ -208,10 +215,26 @@ def _items(tiles: _QueryTiles, num_tiles: Int64Array, part: Int64Array | None = 
     """Return items, the longest first, so that all end at about one time."""
     items = np.empty((len(tiles), ITEM_FIELDS.value), dtype=np.int32)
     items[:, :_NUM_FIELDS] = tiles.fields.T
-    items[:, _PART:] = _NO_PART
+    items[:, _PART:] = _NOTHING
     if part is not None:
         items[:, _PART] = part
     return items[np.argsort(-num_tiles, kind="stable")]
+
+
+def _note_visits(items: Int32Array, selection: KeySelection) -> int:
+    """Give items with tokens that may leave out keys places in a list, one for each tile that they could see.
+
+    Returns:
+        The number of all places.
+    """
+    sequence, count, place = (items[:, field].astype(np.int64) for field in (0, 2, FIRST_PLACE))
+    first, end = (
+        np.maximum(place, 2 * selection.block_size),
+        np.minimum(place + count, selection.end[sequence]),
+    )
+    num_tiles = np.where(first < end, items[:, END_TILE] - items[:, _FIRST_TILE], 0)
+    items[:, _FIRST_VISIT] = np.where(first < end, np.cumsum(num_tiles) - num_tiles, _NOTHING)
+    return int(num_tiles.sum())
 
 
 def padded_features(head_dim: int) -> int:
@@ -227,6 +250,6 @@ def power_of_two(number: int) -> int:
 _NO_SEQUENCES: Int64Array = np.zeros(0, dtype=np.int64)
 _NO_TILES = _QueryTiles(np.zeros((_NUM_FIELDS, 0), dtype=np.int64), has_gaps=False)
 _NO_ITEM = np.zeros(ITEM_FIELDS.value, dtype=np.int32)  # without tokens
-_NO_ITEM[_PART] = _NO_PART
+_NO_ITEM[_PART:] = _NOTHING
 _NO_ITEMS = np.zeros((0, ITEM_FIELDS.value), dtype=np.int32)
 _NO_MERGES = np.zeros((0, MERGE_FIELDS.value), dtype=np.int32)

@@ -140,7 +140,35 @@ def store_statistics(statistics, top, total, token, query_head, is_row, num_head
     tl.store(places + 1, total, mask=is_row)
 
 
-@kernel(do_not_specialize=["table_stride", "seen_stride"])
+@triton.jit
+def listed_visits(item, visits, num_visits, kv_head):
+    """Return how many tiles are listed for an item and KV head, and where; -1: none are."""
+    first = tl.load(item + 11)
+    of_item = num_visits + kv_head * tl.num_programs(0) + tl.program_id(0)
+    return tl.load(of_item, mask=first >= 0, other=-1), visits + first
+
+
+@triton.jit
+def tile_at(
+    number,
+    first_tile,
+    gap_tile,
+    num_skipped,
+    listed,
+    num_listed,
+    HAS_GAPS: tl.constexpr,
+    HAS_SELECTION: tl.constexpr,
+):
+    """Return the tile that an item visits after `number` others, anything if there is none."""
+    tile = first_tile + number
+    if HAS_GAPS:
+        tile += tl.where(tile >= gap_tile, num_skipped, 0)
+    if HAS_SELECTION:
+        tile = tl.where(num_listed >= 0, tl.load(listed + number, mask=number < num_listed, other=0), tile)
+    return tile
+
+
+@kernel(do_not_specialize=["table_stride", "seen_stride", "visit_stride"])
 def attend(
     query,
     query_token_stride,
@@ -158,8 +186,12 @@ def attend(
     items,
     tables,
     table_stride,
-    seen,  # [T, heads, key blocks] bool
+    seen,  # [query blocks, heads, key blocks] bool
     seen_stride,
+    block_of_token,
+    visits,  # [kv_heads, of all items]
+    visit_stride,
+    num_visits,  # [kv_heads, items]
     sinks,
     out,
     part_sums,  # [parts, kv_heads, ROWS, FEATURES]
@@ -218,11 +250,15 @@ def attend(
     no_products = tl.zeros([ROWS, TILE], tl.float32)
     top, total, sums = no_top, no_total, no_sums
     span_top, span_total, span_sums = no_top, no_total, no_sums
-    num_tiles = end_tile - first_tile - (gap_end_tile - gap_tile)
+    num_skipped = gap_end_tile - gap_tile
+    num_tiles, num_listed, listed = end_tile - first_tile - num_skipped, -1, visits
+    if HAS_SELECTION:
+        num_listed, listed = listed_visits(item, visits + kv_head * visit_stride, num_visits, kv_head)
+        num_tiles = tl.where(num_listed >= 0, num_listed, num_tiles)
+        query_block = tl.load(block_of_token + token, mask=is_row, other=-1)
+        of_row = seen + (query_block.to(tl.int64) * (num_kv_heads * GROUP) + query_head) * seen_stride
     for number in range(loop_end(num_tiles)):
-        tile = first_tile + number
-        if HAS_GAPS:
-            tile += tl.where(tile >= gap_tile, gap_end_tile - gap_tile, 0)
+        tile = tile_at(number, first_tile, gap_tile, num_skipped, listed, num_listed, HAS_GAPS, HAS_SELECTION)
         key = tile * TILE + tl.arange(0, TILE)
         is_held = key < first_place + num_tokens
         is_seen = key[None, :] <= row_place[:, None]
@@ -233,8 +269,8 @@ def attend(
             is_held &= (key < tl.load(item + 8)) | (key >= tl.load(item + 9))
             is_seen &= is_held[None, :]
         if HAS_SELECTION:
-            of_row = seen + (token.to(tl.int64) * (num_kv_heads * GROUP) + query_head) * seen_stride
-            is_selected = tl.load(of_row + tile // SEEN_TILES, mask=is_row, other=0) != 0
+            selects = (query_block >= 0) & (tile // SEEN_TILES < seen_stride)
+            is_selected = tl.load(of_row + tile // SEEN_TILES, mask=selects, other=1) != 0
             is_seen &= is_selected[:, None]
 
         page, place = key_places(tables, sequence, table_stride, key, is_held, BLOCK_SIZE)
@@ -262,10 +298,10 @@ def attend(
         span_sums = product(weights, tile_values, span_sums * factor[:, None])
         span_top = new_top
 
-        next_tile = tile + 1
-        if HAS_GAPS:
-            next_tile += tl.where(next_tile == gap_tile, gap_end_tile - gap_tile, 0)
-        if (next_tile >= end_tile) | (next_tile // SPAN_TILES != tile // SPAN_TILES):
+        next_tile = tile_at(
+            number + 1, first_tile, gap_tile, num_skipped, listed, num_listed, HAS_GAPS, HAS_SELECTION
+        )
+        if (number + 1 >= num_tiles) | (next_tile // SPAN_TILES != tile // SPAN_TILES):
             top, total, sums = merge(top, total, sums, span_top, span_total, span_sums)
             span_top, span_total, span_sums = no_top, no_total, no_sums
 

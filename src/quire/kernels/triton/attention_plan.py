@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -26,6 +27,7 @@ class TileClass:
     merges: torch.Tensor  # [M, MERGE_FIELDS] int32, likewise
     part_sums: torch.Tensor  # [parts, kv_heads, rows, padded head_dim] float32
     part_statistics: torch.Tensor  # [parts, kv_heads, 2, rows] float32
+    num_visits: int  # tiles that items with a list of them may visit
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -54,9 +56,12 @@ def attention_plan(
     if plan is None:
         classes = _row_classes(heads, is_float32, is_converted)
         arrays, numbers = batch.on_device(key, AttentionPlanner(heads, window, classes), device)
-        *num_parts, has_gaps = numbers
+        *of_classes, has_gaps = numbers
+        num_parts, num_visits = of_classes[: len(classes)], of_classes[len(classes) :]
         planned = [
-            _tile_class(rows, arrays[2 * number], arrays[2 * number + 1], num_parts[number], heads)
+            _tile_class(
+                rows, arrays[2 * number : 2 * number + 2], num_parts[number], num_visits[number], heads
+            )
             for number, rows in enumerate(classes)
         ]
         plan = AttentionPlan(tuple(tiles for tiles in planned if len(tiles.items)), bool(has_gaps))
@@ -75,8 +80,9 @@ def _row_classes(heads: HeadLayout, is_float32: bool, is_converted: bool) -> tup
 
 
 def _tile_class(
-    rows: int, items: torch.Tensor, merges: torch.Tensor, num_parts: int, heads: HeadLayout
+    rows: int, arrays: Sequence[torch.Tensor], num_parts: int, num_visits: int, heads: HeadLayout
 ) -> TileClass:
+    items, merges = arrays
     features = padded_features(heads.head_dim)
     return TileClass(
         rows=rows,
@@ -84,4 +90,5 @@ def _tile_class(
         merges=merges,
         part_sums=torch.empty(num_parts, heads.num_kv_heads, rows, features, device=items.device),
         part_statistics=torch.empty(num_parts, heads.num_kv_heads, 2, rows, device=items.device),
+        num_visits=num_visits,
     )

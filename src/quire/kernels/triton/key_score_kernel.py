@@ -125,8 +125,9 @@ def score_keys(
     blocks,
     tables,
     table_stride,
-    seen,  # [T, heads, key blocks] bool
+    seen,  # [query blocks, heads, key blocks] bool
     seen_stride,
+    block_of_token,
     statistics,
     rows,
     sums,
@@ -195,7 +196,10 @@ def score_keys(
             of_head = token * (KV_HEADS * GROUP) + query_head
             is_visible = is_seen
             if HAS_SELECTION:
-                is_selected = tl.load(seen + of_head * seen_stride + tile // SEEN_TILES, mask=is_row, other=0)
+                query_block = tl.load(block_of_token + token, mask=is_row, other=-1)
+                of_row = seen + (query_block * (KV_HEADS * GROUP) + query_head) * seen_stride
+                selects = (query_block >= 0) & (tile // SEEN_TILES < seen_stride)
+                is_selected = tl.load(of_row + tile // SEEN_TILES, mask=selects, other=1)
                 is_visible = is_seen & (is_selected != 0)[:, None]
             top = tl.load(statistics + of_head * 2, mask=is_row, other=0.0)
             total = tl.load(statistics + of_head * 2 + 1, mask=is_row, other=0.0)
