@@ -76,6 +76,23 @@ def preloaded_engines():
 
 
 @pytest.fixture(scope="session")
+def slow_steps_file(tmp_path_factory):
+    """Let engines with a `SlowScheduler` know the file of `slow_steps`; for fixtures that start them."""
+    from engine_schedulers import SLOW_STEPS  # imports Quire
+
+    path = tmp_path_factory.mktemp("engines") / "slow_steps"
+    os.environ[SLOW_STEPS] = str(path)
+    return path
+
+
+@pytest.fixture
+def slow_steps(slow_steps_file):
+    """Path of a file that is not there yet; while it is, engines with a `SlowScheduler` are slow."""
+    yield slow_steps_file
+    slow_steps_file.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> str:
     """Directory of a random Qwen3 of 512 tokens' length, in float32."""
     from checkpoints import make_checkpoint  # imports transformers, which not every test needs

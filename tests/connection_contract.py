@@ -63,13 +63,29 @@ class ConnectionContract:
 
             yield start
 
+    @pytest.fixture
+    def accepting(self, monkeypatch):
+        """An event: as long as it is cleared, no time of connections passes, and what clients send waits."""
+        is_accepting, accept = threading.Event(), acceptor.Acceptor._accept
+
+        def accept_when_it_is_set(self):
+            is_accepting.wait(60)
+            accept(self)
+
+        monkeypatch.setattr(acceptor.Acceptor, "_accept", accept_when_it_is_set)
+        is_accepting.set()
+        yield is_accepting
+        is_accepting.set()
+
     @pytest.mark.parametrize(
         "sent", [b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: a\r\n\r", request() + b"\r\nGET"]
     )
-    def test_a_header_that_is_not_completed(self, serving, sent):
+    def test_a_header_that_is_not_completed(self, serving, accepting, sent):
         _, new = serving(header_timeout=SHORT)
+        accepting.clear()
         connection = new().connect()
         connection.send(sent)
+        accepting.set()
         if sent.startswith(request()):
             assert connection.answer().status == 200
         answer = connection.answer()
@@ -96,12 +112,14 @@ class ConnectionContract:
         assert connection.is_closed()
         assert not server.served_calls()
 
-    def test_an_idle_connection_is_closed_and_one_whose_request_runs_is_not(self, serving):
+    def test_an_idle_connection_is_closed_and_one_whose_request_runs_is_not(self, serving, accepting):
         server, new = serving(keep_alive_timeout=SHORT, header_timeout=SHORT, body_timeout=SHORT)
+        accepting.clear()
         held, idle = new().connect(), new().connect()
         held.send(server.held)
-        server.wait_for_held()
         idle.send(request())
+        accepting.set()
+        server.wait_for_held()
         assert idle.answer().status == 200
         assert idle.is_closed()
         held.socket.settimeout(2 * SHORT)

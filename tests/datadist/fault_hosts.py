@@ -18,7 +18,7 @@ from quire.datadist import BlocksCacheKey, CacheDesc, CacheKey, LLMException, LL
 PORT = 26000
 DEADLINE = 1.5  # seconds, of each pull
 LINK_LIMIT = 2.0  # seconds, of each call that links
-SLACK = 1.0  # seconds that a busy machine may need beyond a time limit
+SLACK = 10.0  # seconds that a busy machine may need beyond a time limit
 PROCESS_LIMIT = 24 * 3600.0
 
 SUCCESS = "LLM_SUCCESS"

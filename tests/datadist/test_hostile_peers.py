@@ -8,6 +8,8 @@ import os
 import socket
 import struct
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -190,15 +192,20 @@ def test_a_half_open_link_expires(monkeypatch):
                 peer.channel.receive(soon())
 
 
-def test_more_link_operations_than_are_handled_at_once_queue(monkeypatch):
-    monkeypatch.setattr(door, "HALF_OPEN_LIMIT", 1.0)
-    with started(LLMRole.PROMPT, PROMPT_ID, token=TOKEN) as prompt, contextlib.ExitStack() as stack:
+def test_more_link_operations_than_are_handled_at_once_queue(prompt):
+    service = prompt._session.service
+    with ThreadPoolExecutor(1) as executor, contextlib.ExitStack() as stack:
         for number in range(prompt_service.MAX_LINK_OPERATIONS):
             stack.enter_context(RawDecoder(prompt, TOKEN.encode(), cluster_id=100 + number))
-        cache = prompt.kv_cache_manager.allocate_cache(DESC, [CacheKey(PROMPT_ID, 5)])
-        prompt.kv_cache_manager.get_cache_tensors(cache)[0].torch()[0] = 7
-        monkeypatch.setattr(door, "HALF_OPEN_LIMIT", 20.0)
-        assert_it_serves(prompt)
+        while service._operations.acquire(blocking=False):
+            service._operations.release()
+            time.sleep(0.001)
+        linking = executor.submit(assert_it_serves, prompt)
+        while len(service._links) <= prompt_service.MAX_LINK_OPERATIONS:
+            assert not linking.done()
+            time.sleep(0.001)
+        stack.close()
+        linking.result()
 
 
 @pytest.mark.parametrize(

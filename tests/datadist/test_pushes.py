@@ -23,6 +23,7 @@ from quire.datadist import (
     LLMException,
     LLMStatusCode,
     prompt_link,
+    push_receiver,
 )
 from quire.datadist import pulls as pulls_module
 from quire.datadist.prompt_link import PromptLink
@@ -228,12 +229,14 @@ def test_pushes_and_pulls_over_one_link_wait_for_each_other(make_pair):
 
 
 @row("push_blocks")
-def test_a_push_over_a_link_that_is_in_use_is_refused_in_time(make_pair):
+def test_a_push_over_a_link_that_is_in_use_is_refused_in_time(make_pair, monkeypatch):
+    assert push_receiver.WAITING_SHARE < 1
+    monkeypatch.setattr(push_receiver, "WAITING_SHARE", 0.01)  # however late, the refusal is heard in time
     pair = make_pair()
     register_new(pair.dm, byte_desc(), TO, seed=2)
     target = register_new(pair.dm, byte_desc(), BlocksCacheKey(2, 1), seed=2)
     source = bound_blocks(pair, byte_desc(), BlocksCacheKey(1), seed=1)
-    pair.call(sides.set_timeout, pair.pm, 300)
+    pair.call(sides.set_timeout, pair.pm, 20_000)
     with pair.decoder._session.links.link_of(1)._busy, fails_with(TIMEOUT):
         pair.pm.push_blocks(BlocksCacheKey(2, 1), source, [0], [1])
     pair.call(sides.set_timeout, pair.pm, sides.PATIENT)

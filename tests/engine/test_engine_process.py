@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from quire.engine import process
 from quire.engine.messages import GetStats, encode, input_address, output_address
 from quire.engine.process import Connection
 from quire.errors import EngineDeadError
-from quire.front import spare
+from quire.front import spare, supervision
+from quire.front.process_client import EngineProcess
 from quire.structured_outputs import StructuredOutputsParams
 from subprocesses import python_output, started
 
@@ -199,8 +201,17 @@ def test_a_model_that_is_truncated_under_its_engine_is_named_as_the_cause(
             llm.generate(["the"], LONG)
 
 
-async def test_without_recovery_requests_of_a_killed_engine_fail(checkpoint, sockets, preloaded_engines):
-    config = tiny_config(checkpoint)
+def slow_config(checkpoint, **scheduler):
+    """Return a configuration with which requests last for as long as `slow_steps` is there."""
+    config = tiny_config(checkpoint, **scheduler)
+    return dataclasses.replace(config, scheduler_cls="engine_schedulers.SlowScheduler")
+
+
+async def test_without_recovery_requests_of_a_killed_engine_fail(
+    checkpoint, sockets, preloaded_engines, slow_steps
+):
+    slow_steps.touch()
+    config = slow_config(checkpoint)
     llm = AsyncLLM(dataclasses.replace(config, supervision=SupervisionConfig(recovery="off")))
     streams = [
         llm.generate("the", LONG),
@@ -236,10 +247,11 @@ MIXED = [
 ]
 
 
-async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engines, capfd):
+async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engines, slow_steps, capfd):
     """Same texts, tokens and log-probabilities as without; a hang leaves stacks in the log."""
     prompts = [f"the cache holds {name} " * 5 for name in "abcde"]
-    config = tiny_config(checkpoint, max_num_batched_tokens=48)
+    slow_steps.touch()
+    config = slow_config(checkpoint, max_num_batched_tokens=48)
     with LLM(checkpoint, **TINY) as undisturbed:
         expected = undisturbed.generate(prompts, MIXED)
     llm = AsyncLLM(
@@ -264,13 +276,16 @@ async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engi
             asyncio.create_task(last_of(llm.generate(prompt, params)))
             for prompt, params in zip(prompts, MIXED, strict=True)
         ]
-        for number in (signal.SIGKILL, signal.SIGSTOP):
+        for num_restarts, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+            while llm.recovery_stats.num_restarts < num_restarts or not llm._requests.is_ready:
+                await asyncio.sleep(0.01)  # until then, what comes may be of the engine before
             some_output.clear()
             await some_output.wait()
             pid = engine_pid()
             os.kill(pid, number)
             assert not all(task.done() for task in tasks)
             await asyncio.to_thread(wait_for_end, pid)
+        slow_steps.unlink()
         outputs = await asyncio.gather(*tasks)
         await llm.stats()
     for output, wanted in zip(outputs, expected, strict=True):
@@ -286,11 +301,11 @@ async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engi
     await llm.shutdown()
 
 
-async def test_the_spare_becomes_the_engine(checkpoint, sockets, preloaded_engines, monkeypatch):
+async def test_the_spare_becomes_the_engine(checkpoint, sockets, preloaded_engines, slow_steps, monkeypatch):
     monkeypatch.setattr(spare, "START_DELAY", 0.0)
     with LLM(checkpoint, **TINY) as undisturbed:
         [expected] = undisturbed.generate(["the"], LONG)
-    config = tiny_config(checkpoint)
+    config = slow_config(checkpoint)
     llm = AsyncLLM(dataclasses.replace(config, supervision=SupervisionConfig(spare_engine=True)))
     await llm.wait_until_ready()
     pid = llm._engine._process.pid
@@ -300,9 +315,11 @@ async def test_the_spare_becomes_the_engine(checkpoint, sockets, preloaded_engin
             await until_spare_is_ready(llm)
             num_descriptors.append(len(os.listdir("/proc/self/fd")))
             [next_pid] = {child.pid for child in preloaded.other_children()} - {pid}
+            slow_steps.touch()
             stream = llm.generate("the", LONG)
             await anext(stream)
             os.kill(pid, signal.SIGKILL)
+            slow_steps.unlink()
             *_, output = [output async for output in stream]
             assert output.outputs == expected.outputs
             assert not is_zombie(pid)
@@ -404,7 +421,20 @@ def test_the_socket_directory_is_private_and_gone_once_connected(checkpoint, soc
     llm.shutdown()
 
 
-def test_an_engine_that_hangs_leaves_its_stacks_in_the_log(checkpoint, sockets, preloaded_engines, capfd):
+def test_an_engine_that_hangs_leaves_its_stacks_in_the_log(
+    checkpoint, sockets, preloaded_engines, monkeypatch, capfd
+):
+    log_stacks, log = EngineProcess.log_stacks, []
+
+    def log_stacks_and_wait(process):
+        log_stacks(process)
+        end = time.monotonic() + 60
+        while "engine_schedulers.py" not in "".join(log) and time.monotonic() < end:
+            time.sleep(0.01)
+            log.append(capfd.readouterr().err)
+
+    monkeypatch.setattr(EngineProcess, "log_stacks", log_stacks_and_wait)
+    monkeypatch.setattr(supervision, "START_PATIENCE", 300)  # so short a watchdog_timeout is none for a start
     options = {"scheduler_cls": "engine_schedulers.HangingScheduler", "recovery": "off", **TINY}
     with LLM(checkpoint, engine_process=True, watchdog_timeout=0.2, **options) as llm:
         llm.wait_until_ready()
@@ -412,7 +442,7 @@ def test_an_engine_that_hangs_leaves_its_stacks_in_the_log(checkpoint, sockets, 
         with pytest.raises(EngineDeadError, match=r"not finished a step for 0\.2 s"):
             llm.generate("the", LONG)
     assert not is_zombie(pid)
-    assert "engine_schedulers.py" in capfd.readouterr().err
+    assert "engine_schedulers.py" in "".join(log)
 
 
 def test_a_flood_of_messages_is_handled_in_turns(tmp_path, monkeypatch):

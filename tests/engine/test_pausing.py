@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 
@@ -30,8 +31,9 @@ def expected(checkpoint):
 
 
 @pytest.fixture
-async def llm(checkpoint):
-    llm = AsyncLLM(tiny_config(checkpoint))
+async def llm(checkpoint, slow_steps):
+    config = tiny_config(checkpoint)
+    llm = AsyncLLM(dataclasses.replace(config, scheduler_cls="engine_schedulers.SlowScheduler"))
     await llm.wait_until_ready()
     async with asyncio.timeout(90):
         yield llm
@@ -69,7 +71,8 @@ async def results(calls):
     return [await call.task for call in calls]
 
 
-async def test_a_pause_keeps_everything_also_if_the_engine_dies_in_it(llm, expected):
+async def test_a_pause_keeps_everything_also_if_the_engine_dies_in_it(llm, slow_steps, expected):
+    slow_steps.touch()
     calls = await begun(llm)
     assert not await llm.pause_generation("keep")
     assert await llm.is_paused()
@@ -84,12 +87,13 @@ async def test_a_pause_keeps_everything_also_if_the_engine_dies_in_it(llm, expec
         await asyncio.sleep(0.01)
     await llm.stats()
     assert [call.num_tokens for call in calls] == [*before, 0]
+    slow_steps.unlink()
     await llm.resume_generation()
     assert not await llm.is_paused()
     assert await results(calls) == [*expected, expected[0]]
 
 
-async def test_a_pause_waits_for_what_runs_or_aborts_it(llm, expected):
+async def test_a_pause_waits_for_what_runs_or_aborts_it(llm, slow_steps, expected):
     calls = await begun(llm)
     assert await llm.pause_generation("wait")
     assert await results(calls) == expected
@@ -98,6 +102,7 @@ async def test_a_pause_waits_for_what_runs_or_aborts_it(llm, expected):
     assert "paused" in (await llm.explain_all(live_ids(llm)))[0][0]
     await llm.resume_generation()
     assert await late.task == expected[0]
+    slow_steps.touch()
     calls = await begun(llm)
     assert not await llm.pause_generation(clear_cache=False)
     for outputs in await results(calls):
@@ -105,7 +110,8 @@ async def test_a_pause_waits_for_what_runs_or_aborts_it(llm, expected):
     await llm.resume_generation()
 
 
-async def test_sleep_ends_the_engine_and_keeps_requests(llm, expected):
+async def test_sleep_ends_the_engine_and_keeps_requests(llm, slow_steps, expected):
+    slow_steps.touch()
     calls = await begun(llm)
     pid = engine_pid()
     await llm.sleep("keep")
@@ -117,13 +123,14 @@ async def test_sleep_ends_the_engine_and_keeps_requests(llm, expected):
             await (refused() if callable(refused) else refused)
     with pytest.raises(EngineAsleepError):
         llm.check_health()
+    slow_steps.unlink()
     await llm.wake_up()
     await llm.wake_up()
     assert await results(calls) == expected
     assert llm.recovery_stats.num_restarts == llm.recovery_stats.num_quarantined_requests == 0
 
 
-async def test_sleep_waits_for_requests_or_aborts_them(llm, expected):
+async def test_sleep_waits_for_requests_or_aborts_them(llm, slow_steps, expected):
     calls = await begun(llm)
     falling_asleep = asyncio.create_task(llm.sleep("wait"))
     await asyncio.sleep(0)
@@ -138,6 +145,7 @@ async def test_sleep_waits_for_requests_or_aborts_them(llm, expected):
         await llm.sleep("wait")
     llm.check_health()
     await llm.resume_generation()
+    slow_steps.touch()
     calls = await begun(llm)
     await llm.sleep()
     for outputs in await results(calls):

@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import openai
 
+import engine_schedulers
 import subprocesses
 
 PROGRAM = """
@@ -17,7 +20,7 @@ from quire.config import BatchConfig, EngineConfig, SchedulerConfig, ServerConfi
 from quire.server.serve import serve
 
 serve(
-    EngineConfig(num_threads=1, scheduler=SchedulerConfig(num_kv_blocks=256)),
+    EngineConfig(num_threads=1, scheduler=SchedulerConfig(num_kv_blocks=256), scheduler_cls=sys.argv[2]),
     ServerConfig(port=0, batches=BatchConfig(batch_dir=sys.argv[1], max_batch_requests=3)),
 )
 """
@@ -25,10 +28,11 @@ NUM_LINES = 60
 
 
 @contextlib.contextmanager
-def server(directory):
-    command = [sys.executable, "-c", PROGRAM, str(directory)]
+def server(directory, scheduler_cls="quire.scheduling.Scheduler"):
+    command = [sys.executable, "-c", PROGRAM, str(directory), scheduler_cls]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocesses.started(command, preload=True, **pipes) as process:
+    environment = {**os.environ, "PYTHONPATH": str(Path(engine_schedulers.__file__).parent)}
+    with subprocesses.started(command, preload=True, env=environment, **pipes) as process:
         url = process.stdout.readline().split()[1]
         yield process, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
@@ -48,7 +52,7 @@ def test_a_server_that_is_killed_leaves_a_batch_that_the_next_one_completes(tmp_
         for one in range(NUM_LINES)
     ]
     content = "\n".join(map(json.dumps, lines)).encode()
-    with server(tmp_path) as (process, client):
+    with server(tmp_path, "engine_schedulers.HaltingScheduler") as (process, client):
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"

@@ -45,11 +45,11 @@ def engine():
 
 
 @pytest.fixture(scope="module")
-def engine_of_one():
+def engine_of_one(slow_steps_file):
     """Runs one sequence at a time, a token per second on its clock."""
     scheduler = SchedulerConfig(num_kv_blocks=256, max_num_seqs=1)
-    config = EngineConfig(num_threads=1, scheduler=scheduler, scheduler_cls="stepped_clock.SecondPerStep")
-    yield from started(config)
+    scheduler_cls = "engine_schedulers.SlowSecondPerStep"
+    yield from started(EngineConfig(num_threads=1, scheduler=scheduler, scheduler_cls=scheduler_cls))
 
 
 def client_of(llm: AsyncLLM, **config) -> httpx.AsyncClient:
@@ -208,10 +208,11 @@ async def test_time_that_is_up_in_the_middle(http_of_one):
 # -- what requests wait for --------------------------------------------------------------------------------
 
 
-async def test_requests_are_explained_while_they_are_served(engine_of_one):
+async def test_requests_are_explained_while_they_are_served(engine_of_one, slow_steps):
     async with client_of(engine_of_one, api_key="key") as stranger:
         assert (await stranger.get("/v1/requests")).status_code == 401
         assert (await stranger.get("/v1/requests/cmpl-first")).status_code == 401
+    slow_steps.touch()
     async with client_of(engine_of_one) as http:
         runs = asyncio.create_task(complete(http, request_id="a/b", max_tokens=2000, ignore_eos=True))
         await until(http, lambda listed: listed == {"cmpl-a/b": ["running"]})

@@ -3,19 +3,24 @@
 import contextlib
 import http.client
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import httpx
 import openai
 import psutil
 import pytest
 
+import engine_schedulers
 import subprocesses
 from quire.config import EdgeConfig, EngineConfig, ServerConfig
 from quire.errors import ConfigError, ModelNotFoundError
+from quire.server import http_server, stopping
+from quire.server import serve as serve_module
 from quire.server.listening import bound_socket
 from quire.server.serve import serve
 
@@ -23,13 +28,16 @@ PROGRAM = """
 import json
 import sys
 from quire.config import EdgeConfig, EngineConfig, SchedulerConfig, ServerConfig, SupervisionConfig
+from quire.server import stopping
 from quire.server.serve import serve
 
+stopping.STOP_GRACE = stopping.IMMEDIATE_GRACE = 60.0  # on a busy machine, an end that is right may be slow
 serve(
     EngineConfig(
         num_threads=1,
         scheduler=SchedulerConfig(num_kv_blocks=256),
         supervision=SupervisionConfig(**json.loads(sys.argv[3])),
+        **json.loads(sys.argv[5]),
     ),
     ServerConfig(
         port=int(sys.argv[1]), drain_timeout=float(sys.argv[2]), edge=EdgeConfig(**json.loads(sys.argv[4]))
@@ -65,12 +73,14 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server_process(
-    *, port=0, drain_timeout=20, wait=True, preload=True, supervision=None, edge=None, **limit
+    *, port=0, drain_timeout=20, wait=True, preload=True, supervision=None, edge=None, scheduler=None, **limit
 ):
-    parts = [json.dumps(supervision or {}), json.dumps(edge or {})]
+    engine = {"scheduler_cls": f"engine_schedulers.{scheduler}"} if scheduler else {}
+    parts = [json.dumps(part) for part in (supervision or {}, edge or {}, engine)]
     command = [sys.executable, "-c", PROGRAM, str(port), str(drain_timeout), *parts]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocesses.started(command, preload=preload, **pipes, **limit) as process:
+    environment = {**os.environ, "PYTHONPATH": str(Path(engine_schedulers.__file__).parent)}
+    with subprocesses.started(command, preload=preload, env=environment, **pipes, **limit) as process:
         yield ServerProcess(process, wait=wait)
 
 
@@ -196,11 +206,10 @@ def test_bad_requests_leave_it_serving(shared):
     assert "quire_kv_cache_usage_ratio 0.0" in metrics
 
 
-def test_sigterm_lets_running_requests_finish(started):
-    server = started()
-    engine = engine_of(server)
+def test_sigterm_lets_running_requests_finish(started, slow_steps):
+    server = started(scheduler="SlowScheduler")
+    slow_steps.touch()
     stream = slow_stream(server.client(), max_tokens=400)
-    engine.suspend()  # so that the request is still running when the server is asked
     server.process.send_signal(signal.SIGTERM)
     assert server.process.stderr.readline().startswith("Loading")
     assert server.process.stderr.readline().startswith("Stopping: 1")
@@ -208,15 +217,16 @@ def test_sigterm_lets_running_requests_finish(started):
     assert (health.status_code, health.json()["status"]) == (503, "draining")
     refused = httpx.post(f"{server.url}/v1/completions", json={"model": "mini", "prompt": "a"})
     assert refused.status_code == 503
-    engine.resume()
+    slow_steps.unlink()
     *_, last = stream
     assert last.choices[0].finish_reason == "length"
     assert server.ended()[0] == 0
 
 
 @pytest.mark.parametrize("patience", [0, 600])
-def test_what_does_not_finish_in_time_is_told_so(started, patience):
-    server = started(drain_timeout=patience)
+def test_what_does_not_finish_in_time_is_told_so(started, slow_steps, patience):
+    server = started(drain_timeout=patience, scheduler="SlowScheduler")
+    slow_steps.touch()
     stream = slow_stream(server.client())
     server.process.send_signal(signal.SIGINT)
     if patience:
@@ -248,8 +258,8 @@ def text_of(stream):
     return "".join(chunk.choices[0].text for chunk in stream)
 
 
-def test_an_engine_that_dies_is_a_pause_and_one_that_always_dies_is_the_end(started):
-    server = started(supervision={"max_engine_crashes": 2})
+def test_an_engine_that_dies_is_a_pause_and_one_that_always_dies_is_the_end(started, slow_steps):
+    server = started(supervision={"max_engine_crashes": 2}, scheduler="SlowScheduler")
     client = server.client()
     whole = {
         "model": "mini",
@@ -259,11 +269,13 @@ def test_an_engine_that_dies_is_a_pause_and_one_that_always_dies_is_the_end(star
         "extra_body": {"ignore_eos": True},
     }
     expected = client.completions.create(**whole).choices[0].text
+    slow_steps.touch()
     stream = client.completions.create(**whole, stream=True)
     start = next(stream).choices[0].text
     engine = engine_of(server)
     engine.kill()
     engine.wait()
+    slow_steps.unlink()
     assert start + text_of(stream) == expected
     assert httpx.get(f"{server.url}/health").status_code == 200
     metrics = httpx.get(f"{server.url}/metrics").text
@@ -279,8 +291,9 @@ def test_an_engine_that_dies_is_a_pause_and_one_that_always_dies_is_the_end(star
     assert "max_engine_crashes 2" in err
 
 
-def test_without_recovery_an_engine_that_dies_is_reported_and_leaves_no_orphan(started):
-    server = started(supervision={"recovery": "off"})
+def test_without_recovery_an_engine_that_dies_is_reported_and_leaves_no_orphan(started, slow_steps):
+    server = started(supervision={"recovery": "off"}, scheduler="SlowScheduler")
+    slow_steps.touch()
     stream = slow_stream(server.client())
     engine = engine_of(server)
     engine.kill()
@@ -306,6 +319,10 @@ def test_a_server_ends_although_its_engine_does_not(started, number):
     status, _, err = server.ended()
     assert status == 0
     assert "Stopping: 1" in err
+
+
+def test_what_the_end_waits_for_is_over_before_the_process_ends_itself():
+    assert http_server.LAST_BYTES_TIMEOUT + serve_module._END_TIMEOUT < stopping.STOP_GRACE
 
 
 def test_a_unix_socket_is_there_while_the_server_is(started, tmp_path):
@@ -341,7 +358,7 @@ def test_a_host_that_is_not_ours():
 
 
 def test_sigterm_while_loading(started):
-    server = started(wait=False)
+    server = started(wait=False, scheduler="UnfinishedScheduler")
     assert server.process.stderr.readline().startswith("Loading")
     status, out, _ = server.stop()
     assert status in (0, -signal.SIGTERM)  # before or after the handlers are in place
