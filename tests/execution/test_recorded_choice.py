@@ -65,12 +65,8 @@ GROUPS = [
     ["masked", "greedy"],
     ["masked", "drawn"],
     ["penalized and masked", "masked", "drawn", "penalized"],
-    ["biased", "penalized"],
-    ["biased", "masked", "greedy"],
-    ["biased", "greedy"],
-    ["banned", "drawn"],
-    ["banned", "nucleus"],
-    ["penalized", "banned", "masked"],
+    ["biased", "masked"],
+    ["banned", "drawn", "biased"],
     ["banned", "penalized"],
 ]
 MAX_NUM_SEQS = 4
@@ -108,7 +104,7 @@ def test_requests_that_come_and_go_have_the_tokens_of_others(
         for group in GROUPS:
             for number, name in enumerate(group):
                 driver.add(f"{number}: {name} of {group}", range(5 + number, 7 + 2 * number), REQUESTS[name])
-            driver.run(5)
+            driver.run(4)
             outputs.update(driver.requests)
             driver.requests.clear()
         found.append({name: (request.output, request.logprobs) for name, request in outputs.items()})
