@@ -54,22 +54,6 @@ def await_previous():
 
 
 @triton.jit
-def fetch_ahead(rows, LENGTH: tl.constexpr, NUM_BYTES: tl.constexpr):
-    """Have the first `NUM_BYTES` of `rows` [N], of `LENGTH` numbers each, brought to the L2 cache.
-
-    It is for what no kernel writes, before `await_previous`: memory has little to do while small kernels
-    compute, of which most are between products. Nothing waits for it.
-    """
-    if not INTERPRETED and NUM_BYTES > 0 and cuda_capability_geq(9, 0):
-        BYTES: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
-        place = tl.minimum(tl.arange(0, NUM_BYTES // 128) * (128 // BYTES), LENGTH - 1)
-        addresses = (rows[:, None] + place[None, :]).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def loop_end(number):
     """Return a number as one that a loop can end at."""
     if INTERPRETED:  # a number is an array there, of which numpy makes no integer

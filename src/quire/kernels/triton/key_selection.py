@@ -259,9 +259,7 @@ def list_visits(call: AttentionCall, tiles: TileClass) -> tuple[torch.Tensor | N
     if selected is None:
         return None, None
     counts = torch.empty(num_kv_heads, len(tiles.items), dtype=torch.int32, device=call.query.device)
-    visits = torch.empty(num_kv_heads, tiles.num_visits, dtype=torch.int32, device=call.query.device)
-    if not tiles.num_visits:  # no item has a list
-        return visits, counts
+    visits = torch.empty(num_kv_heads, max(1, tiles.num_visits), dtype=torch.int32, device=call.query.device)
     write_visits[len(tiles.items), num_kv_heads](
         tiles.items,
         selected.block_of_token,

@@ -18,13 +18,7 @@ from quire.kernels.triton.device import is_interpreted, kernel_device
 from quire.kernels.triton.float8_linear import Float8Linear
 from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, quantize_rows_kernel
 from quire.kernels.triton.tensors import FLOAT_TYPES
-from quire.kernels.triton.tiled_linear import (
-    QUANTIZED_ROWS,
-    ProductFormat,
-    TiledLinear,
-    fetched_ahead,
-    tile_of,
-)
+from quire.kernels.triton.tiled_linear import QUANTIZED_ROWS, ProductFormat, TiledLinear, tile_of
 from quire.kernels.triton.tma_products import can_fetch, multiply_fetched
 from quire.kernels.weights import (
     GroupedWeight,
@@ -257,7 +251,6 @@ def _multiply(
         FEATURES=tile.features,
         ROWS=tile.rows,
         INPUTS=tile.inputs,
-        FETCHED_AHEAD=fetched_ahead(len(rows)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.device import await_previous, fetch_ahead, largest_magnitude, nearest_int, rounded
+from quire.kernels.triton.device import await_previous, largest_magnitude, nearest_int, rounded
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.rows import gated_products
 
@@ -198,19 +198,17 @@ def linear_kernel(
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
-    FETCHED_AHEAD: tl.constexpr,
 ):
     """Multiply rows [T, in] with a matrix [out, in], in floating point or in int8 with a scale for each row.
 
-    OPERANDS is the type that is multiplied, SUMS that of sums; FETCHED_AHEAD are bytes of a row of weights.
+    OPERANDS is the type that is multiplied, SUMS that of sums.
     """
+    await_previous()
     first_feature = tl.program_id(0) * FEATURES
     feature = first_feature + tl.arange(0, FEATURES)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     # What is beyond the last feature is computed from the last one, and not stored.
     read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
-    fetch_ahead(weight + read_feature * IN_FEATURES, IN_FEATURES, FETCHED_AHEAD)
-    await_previous()
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     read_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     begins_with_bias: tl.constexpr = HAS_BIAS and not HAS_SCALES
     result = tile_sums(

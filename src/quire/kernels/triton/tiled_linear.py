@@ -19,8 +19,6 @@ from quire.kernels.weights import Weight
 _MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _MANY_FEATURES = 1 << 14  # that fill the GPU with programs
 _MANY_INPUTS = 1 << 11
-_FETCHED_AHEAD = 2048
-_FEW_ROWS = 64
 QUANTIZED_ROWS = 16 if is_interpreted else 1  # of a program that quantizes rows
 
 
@@ -54,15 +52,6 @@ def tile_of(num_rows: int, in_features: int, out_features: int, dtype: torch.dty
     if num_rows <= 64:
         return Tile(64, max(triton.next_power_of_2(num_rows), 16), inputs, 4, 5)
     return Tile(128, 128, inputs, 8, 3)
-
-
-def fetched_ahead(num_rows: int) -> int:
-    """Return how many bytes of each row of weights are fetched ahead, see `device.fetch_ahead`.
-
-    As many as the programs that compute at a time find in a third of Hopper's L2 cache. Products of many rows
-    leave memory the time.
-    """
-    return _FETCHED_AHEAD if num_rows <= _FEW_ROWS else 0
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

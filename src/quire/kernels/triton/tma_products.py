@@ -13,14 +13,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.kernels.triton.device import (
     MULTIPROCESSORS,
     await_previous,
-    fetch_ahead,
     has_large_tiles,
     is_interpreted,
 )
 from quire.kernels.triton.float8_products import block_scales
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.products import first_sums, store_products
-from quire.kernels.triton.tiled_linear import Tile, TiledLinear, fetched_ahead
+from quire.kernels.triton.tiled_linear import Tile, TiledLinear
 
 FEWEST_ROWS = 17  # of which fewer, weights are fetched as fast without it
 _ALIGNMENT = 16  # bytes, of what is fetched and of its rows
@@ -35,7 +34,6 @@ def tma_linear_kernel(
     rows,
     row_scales,
     weight,
-    weight_rows,
     weight_scales,
     bias,
     out,
@@ -53,14 +51,13 @@ def tma_linear_kernel(
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
-    FETCHED_AHEAD: tl.constexpr,
 ):
     """Multiply rows [T, in] with a matrix [out, in]; both are descriptors of tensors.
 
     Scales are as for `float8_linear_kernel` in float8, else as for `linear_kernel`. Tiles are computed in an
-    order in which those at one time share rows and features, which are then in the cache. `weight_rows` is
-    where the matrix is, and FETCHED_AHEAD are bytes of a row of it.
+    order in which those at one time share rows and features, which are then in the cache.
     """
+    await_previous()
     num_feature_tiles = tl.cdiv(out_features, FEATURES)
     num_beside = _TILES_BESIDE * num_feature_tiles
     first_tile = tl.program_id(0) // num_beside * _TILES_BESIDE
@@ -72,8 +69,6 @@ def tma_linear_kernel(
     row = first_row + tl.arange(0, ROWS)
     read_feature = tl.minimum(feature, out_features - 1)
     read_row = tl.minimum(row, num_rows - 1)
-    fetch_ahead(weight_rows + read_feature.to(tl.int64) * IN_FEATURES, IN_FEATURES, FETCHED_AHEAD)
-    await_previous()
     if IN_GROUPS:
         weight_scales_at = block_scales(
             weight_scales, first_feature, out_features, IN_FEATURES, BLOCK_FEATURES, FEATURES, INPUTS
@@ -136,7 +131,6 @@ def multiply_fetched(
         TensorDescriptor.from_tensor(rows, [tile.rows, inputs]),
         row_scales,
         layer.descriptors[fetched],
-        weight,
         scales[0] if scales else None,
         layer.bias,
         out,
@@ -154,7 +148,6 @@ def multiply_fetched(
         FEATURES=tile.features,
         ROWS=tile.rows,
         INPUTS=inputs,
-        FETCHED_AHEAD=fetched_ahead(len(rows)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
