@@ -176,7 +176,8 @@ def gpu_key_selection_bytes(scheduler: SchedulerConfig, model: ModelConfig, max_
         scheduler.max_num_batched_tokens * model.num_heads // bounds.TILE * -(-max_model_len // bounds.TILE)
     )
     estimates = bounds.GPU_WEIGHT_COPIES * bounds.GPU_WEIGHT_BYTES
-    return estimates + _block_pairs(scheduler, model, max_model_len) + visits * INT32_BYTES
+    selected = 2 * _block_pairs(scheduler, model, max_model_len)  # of all parts, and put together
+    return estimates + (selected + visits) * INT32_BYTES
 
 
 def _selects_keys(scheduler: SchedulerConfig) -> bool:

@@ -8,6 +8,7 @@ largest takes in bytes, and the names of those without the tensor cores' instruc
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import hopper
@@ -29,7 +30,7 @@ KERNELS = (
     key_selection.write_visits,
 )
 STEPS = ([700, 400], [1, 120], 64), ([15, 90, 0], [1, 1, 57], 23), ([1023, 33], [1, 301], 129)
-SELECTING = [800, 400], [200, 120], 64
+SELECTING = [800, 519], [200, 1], 64
 BFLOAT16, FLOAT16, FLOAT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 OTHERS: list[tuple[int, int, torch.dtype, torch.dtype, dict[str, Any]]] = [
     # heads of a group, features, types of queries and pages, options
@@ -63,6 +64,14 @@ def all_programs() -> list[Any]:
     return [program for kernel in KERNELS for program in kernel.device_caches[0][0].values()]
 
 
+def operand_orders(programs: list[Any]) -> list[str]:
+    """Return in which orders tensor cores take the numbers of products with keys and values of two bytes."""
+    attending = [program.asm["ttgir"] for program in programs if program.metadata.name == "attend"]
+    return sorted(
+        {width for code in attending if "f8E4M3FN" not in code for width in re.findall(r"kWidth = \d", code)}
+    )
+
+
 hopper.compile_only()
 report: dict[str, Any] = {"programs": []}
 for step in STEPS:
@@ -74,11 +83,19 @@ for step in STEPS:
 with compile_only(2):
     for layer in OTHERS:
         attend(STEPS[0], *layer)
-    for size, stride in ((64, 8), (256, 4)):  # with 8 rows of a head, and with 64
+dense = all_programs()
+with compile_only(2):
+    for layer, size, stride in (
+        (OTHERS[0], 64, 8),
+        (OTHERS[1], 256, 4),
+    ):  # with 8 rows of a head, and with 64
         selection = KeySelection(np.array([900, 520]), 0.8, size, stride)
-        attend(SELECTING, *OTHERS[1], key_selection=selection)
+        attend(SELECTING, *layer, key_selection=selection)
 compiled = all_programs()
 hopper.check_order(compiled)
+report["orders"] = [
+    operand_orders(programs) for programs in (dense, [one for one in compiled if one not in dense])
+]
 report["shared"] = max(program.metadata.shared for program in compiled)
 names = [program.metadata.name for program in compiled if "mma" not in program.asm["ptx"]]
 report["no_tensor_cores"] = [name for name in names if name not in ("merge_parts", "write_visits")]

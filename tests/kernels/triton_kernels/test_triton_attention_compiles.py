@@ -27,3 +27,6 @@ def test_attention_compiles_for_hopper_once(tmp_path: Path) -> None:
     assert later == [first, first]
     assert report["shared"] <= SHARED_BYTES["90"]
     assert report["no_tensor_cores"] == ["attend"]  # that of float32
+    dense, selecting = report["orders"]
+    assert dense == selecting  # or bits would differ
+    assert len(dense) == 1

@@ -18,7 +18,7 @@ from quire.kernels.triton.attention_layer import TritonLayer
 class SelectedKeys:
     """The key blocks that the query blocks of a step see."""
 
-    seen: torch.Tensor  # [Q, heads, key blocks] bool
+    seen: torch.Tensor  # [Q, heads, key blocks] int32, 1: it does
     block_of_token: torch.Tensor  # [T] int32, which of the Q a token is in; -1: it sees all keys
     block_size: int  # tokens
 

@@ -186,7 +186,7 @@ def attend(
     items,
     tables,
     table_stride,
-    seen,  # [query blocks, heads, key blocks] bool
+    seen,  # [query blocks, heads, key blocks] int32
     seen_stride,
     block_of_token,
     visits,  # [kv_heads, of all items]

@@ -145,7 +145,11 @@ def _masses(
 
 
 def _select(masses: torch.Tensor, blocks: torch.Tensor, selection: KeySelection) -> torch.Tensor:
-    """Return which blocks are selected of [Q, heads, key blocks]; see `KeySelection`."""
+    """Return which blocks are selected of [Q, heads, key blocks]; see `KeySelection`.
+
+    As int32: with a load of fewer bits than keys have, the compiler lets tensor cores take the numbers of a
+    product in another order, and so attention to all keys would have other bits than without a selection.
+    """
     own = (blocks[:, 2].long() // selection.block_size)[:, None, None]
     number = torch.arange(masses.shape[2], device=masses.device)
     is_choice = (number > 0) & (number < own)
@@ -155,7 +159,7 @@ def _select(masses: torch.Tensor, blocks: torch.Tensor, selection: KeySelection)
     total = masses.sum(dim=2, keepdim=True)
     is_selected = (falling.cumsum(dim=2) < selection.threshold * total) | ~total.isfinite()
     seen = torch.empty_like(masses, dtype=torch.bool).scatter_(2, order, is_selected)
-    return (seen & is_choice) | (number == 0) | (number == own)
+    return ((seen & is_choice) | (number == 0) | (number == own)).to(torch.int32)
 
 
 @kernel(do_not_specialize=["table_stride", "num_key_blocks"])
@@ -259,7 +263,9 @@ def list_visits(call: AttentionCall, tiles: TileClass) -> tuple[torch.Tensor | N
     if selected is None:
         return None, None
     counts = torch.empty(num_kv_heads, len(tiles.items), dtype=torch.int32, device=call.query.device)
-    visits = torch.empty(num_kv_heads, max(1, tiles.num_visits), dtype=torch.int32, device=call.query.device)
+    visits = torch.empty(num_kv_heads, tiles.num_visits, dtype=torch.int32, device=call.query.device)
+    if not tiles.num_visits:  # no item has a list
+        return visits, counts
     write_visits[len(tiles.items), num_kv_heads](
         tiles.items,
         selected.block_of_token,
