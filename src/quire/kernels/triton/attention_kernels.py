@@ -87,6 +87,14 @@ def load_scales(scales, offset, is_held):
 
 
 @triton.jit
+def weights_of(top, scores, PRODUCT_TYPE: tl.constexpr):
+    """Return the largest of `top` and scores, the factor of sums so far, and the weights of scores."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = finite_or_zero(new_top)
+    return new_top, tl.exp2(top - base), rounded(tl.exp2(scores - base[:, None]), PRODUCT_TYPE)
+
+
+@triton.jit
 def finite_or_zero(top):
     """Return what to subtract from scores of which `top` is the largest."""
     return tl.where(top == float("-inf"), 0.0, top)
@@ -284,10 +292,7 @@ def attend(
         scores = log2_scores(products, scale, softcap, HAS_SOFTCAP)
         scores = tl.where(is_seen, scores, float("-inf"))
 
-        new_top = tl.maximum(span_top, tl.max(scores, 1))
-        base = finite_or_zero(new_top)
-        factor = tl.exp2(span_top - base)
-        weights = rounded(tl.exp2(scores - base[:, None]), PRODUCT_TYPE)
+        span_top, factor, weights = weights_of(span_top, scores, PRODUCT_TYPE)
         tile_values = load_vectors(value_pages, offset, is_held, HEAD_DIM, FEATURES)
         if HAS_SCALES:
             tile_values = tile_values.to(tl.float32)
@@ -296,7 +301,6 @@ def attend(
         tile_values = tile_values.to(PRODUCT_TYPE)
         span_total = span_total * factor + row_sums(weights)
         span_sums = product(weights, tile_values, span_sums * factor[:, None])
-        span_top = new_top
 
         next_tile = tile_at(
             number + 1, first_tile, gap_tile, num_skipped, listed, num_listed, HAS_GAPS, HAS_SELECTION
