@@ -18,7 +18,10 @@ from quire.execution.model_runner import ModelRunner
 from quire.kernels.triton.device import is_interpreted
 from taped_ranks import MAX_GRAPHS, RESERVED, TapedRanks
 
-pytestmark = pytest.mark.skipif(not is_interpreted, reason="on a GPU, tests/gpu has this")
+pytestmark = [
+    pytest.mark.skipif(not is_interpreted, reason="on a GPU, tests/gpu has this"),
+    pytest.mark.usefixtures("preloaded_engines"),
+]
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12]]
 LENGTHS = (10, 4, 7)  # of what follows: three rows, then two, then one
 SETTINGS: dict[str, Any] = {

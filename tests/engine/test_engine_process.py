@@ -194,7 +194,7 @@ def test_a_model_that_is_truncated_under_its_engine_is_named_as_the_cause(
     checkpoint, sockets, preloaded_engines, tmp_path, recovery, reason
 ):
     model = shutil.copytree(checkpoint, tmp_path / "model")
-    with LLM(str(model), engine_process=True, recovery=recovery, **TINY) as llm:
+    with LLM(str(model), engine_process=True, recovery=recovery, max_engine_crashes=3, **TINY) as llm:
         llm.generate(["the"], SamplingParams(max_tokens=1))
         os.truncate(model / "model.safetensors", 0)
         with pytest.raises(EngineDeadError, match=reason):

@@ -17,7 +17,7 @@ from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
 from quire.kv.events import KVEventCollector
-from quire.kv.peers import known_peers, peer_prefixes, pulls
+from quire.kv.peers import known_peers, links, peer, peer_prefixes, pulls
 from quire.request_options import RequestOptions
 from quire.status import RequestStatus
 
@@ -510,6 +510,8 @@ def test_what_is_given_up_is_not_read_even_if_it_cannot_be_published(monkeypatch
 
 def test_equals_that_are_gone_or_silent_cost_a_moment(alone, monkeypatch):
     monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", 0.01)
+    for module in (known_peers, links, peer):
+        monkeypatch.setattr(module, "LINK_TIMEOUT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
         peers = f"127.0.0.1:{free_port()},127.0.0.1:{silent.getsockname()[1]}"
         with engine(kv_peers=peers) as llm:
