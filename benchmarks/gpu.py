@@ -6,7 +6,8 @@ Weights are random. Copies and products are measured first, and steps are compar
 with the time to copy its weights and KV, prompts with the time of their products. Then come requests of all
 lengths beside the continuous batching of `transformers`, 64 streams over HTTP beside the same requests
 offline, the time until a server is ready, attention by itself (beside FlashInfer's where that is installed),
-and the kernels of decode steps beside what they read, write and compute. There is one way to compute a batch,
+and the kernels of decode steps beside what they read, write and compute. Of a decode step, what its recording
+takes the GPU is said, too. There is one way to compute a batch,
 and it is batch-invariant: what that costs is in all rows, and has none of its own.
 
 `--tiny` goes through the same code on a CPU, but for `transformers`, with models of no use; its figures say
@@ -29,7 +30,7 @@ from unittest import mock
 
 import torch
 from gpu_attention import attention_lines
-from gpu_engine import decode_seconds, prefill_seconds, read_share
+from gpu_engine import decode_seconds, prefill_seconds, read_share, recorded_steps, replay_seconds
 from gpu_machine import copy_bandwidth, product_rate
 from gpu_models import CONFIGS, model_without_files
 from gpu_profile import busy_share, kernel_times, profile_table
@@ -125,12 +126,15 @@ def of_models(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -> 
 def _decode_rows(llm: LLM, name: str, config: Any, sizes: Sizes, bandwidth: float) -> Iterator[Row]:
     for count in sizes.num_requests:
         read = read_share(llm, count, sizes.context, config.num_experts)
-        seconds = decode_seconds(llm, count, sizes.context, sizes.num_steps)
+        with recorded_steps() as replays:
+            seconds = decode_seconds(llm, count, sizes.context, sizes.num_steps)
+        of_gpu = replay_seconds(replays, count)
+        recorded = "" if of_gpu is None else f", recorded {of_gpu * 1e3:.3f}"
         context = sizes.context + sizes.num_steps // 2
         share = decode_bytes(config, count, context, read) / bandwidth / seconds
         of_experts = "" if read is None else f", {read:.0%} of experts"
         title = f"{name}, decode, {count} requests"
-        yield Row(title, f"{seconds * 1e3:.3f} ms{of_experts}", share, DECODE_AIMS[name])
+        yield Row(title, f"{seconds * 1e3:.3f} ms{recorded}{of_experts}", share, DECODE_AIMS[name])
 
 
 def _engine(directory: str, sizes: Sizes, **options: Any) -> LLM:

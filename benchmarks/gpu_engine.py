@@ -6,14 +6,16 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+from gpu_machine import seconds
 
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
+from quire.execution.step_graphs import StepGraphs
 from quire.kernels.triton import experts
 
 FIRST_TOKEN_ID = 300  # smaller ids are the tokenizer's special and byte tokens
@@ -71,6 +73,28 @@ def read_share(llm: LLM, num_requests: int, context: int, num_experts: int) -> f
         llm.generate(prompts(num_requests, context, llm.info.vocab_size), params)
     shares = [len(expert[end > 0].unique()) / num_experts for expert, _, end in chosen]
     return statistics.mean(shares) if shares else None
+
+
+@contextlib.contextmanager
+def recorded_steps() -> Iterator[dict[int, Callable[[], None]]]:
+    """Note what replays the step of each number of rows that engines in this process computed last."""
+    computed = StepGraphs._computed
+    replays: dict[int, Callable[[], None]] = {}
+
+    def noted(graphs: StepGraphs, *step: Any) -> Any:
+        graph = computed(graphs, *step)
+        if graph.replay is not None:
+            replays[len(graph.arrays.token_ids)] = graph.replay
+        return graph
+
+    with mock.patch.object(StepGraphs, "_computed", noted):
+        yield replays
+
+
+def replay_seconds(replays: dict[int, Callable[[], None]], num_requests: int) -> float | None:
+    """Return the seconds of the GPU for the recorded step of so many requests; None: none was recorded."""
+    sizes = [size for size in replays if size >= num_requests]
+    return seconds(replays[min(sizes)], torch.device("cuda")) if sizes else None
 
 
 def decode_seconds(llm: LLM, num_requests: int, context: int, num_steps: int) -> float:

@@ -7,15 +7,18 @@ import importlib
 import math
 import pkgutil
 import re
+import shutil
 import sys
 from pathlib import Path
 
+import gpu_versions
 import pytest
 from gpu_models import model_without_files
 from gpu_profile import KernelTime, profile_table
 from gpu_roofline import Work, decode_bytes, decode_work, prefill_operations
 
 import gpu
+import quire
 import quire.kernels.triton
 import subprocesses
 from quire.models.checkpoints.config_reading import read_model_config
@@ -127,6 +130,41 @@ def test_the_host_s_part_of_a_step_needs_no_gpu() -> None:
     done = subprocesses.run([sys.executable, str(script), "--num-requests", "1", "--num-steps", "4"])
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"decode, 1 requests: \d+\.\d{3} ms of the host\n", done.stdout)
+
+
+def test_versions_are_measured_side_by_side(tmp_path: Path) -> None:
+    """The second one has other logits."""
+    source = Path(quire.__file__).parents[1]
+    other = tmp_path / "src"
+    shutil.copytree(source / "quire", other / "quire", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "quire" / "models" / "decoder.py").open("a") as file:
+        file.write("\n_logits = Decoder.logits\nDecoder.logits = lambda *args: _logits(*args) * 1.5\n")
+    script = Path(gpu.__file__).with_name("gpu_versions.py")
+    sources = [str(source), str(other), str(source)]
+    options = ["--tiny", "--num-requests", "1", "2", "--rounds", "2"]
+    done = subprocesses.run([sys.executable, str(script), *sources, *options])
+    assert done.returncode == 0, done.stderr
+    line = r"Qwen3-0\.6B, (\d) requests: +\d+\.\d{3} ms +(\d\.\d\d)   (same|other) bits   (\S+)"
+    found = [re.fullmatch(line, text) for text in done.stdout.splitlines()]
+    told = [(match[1], match[3], match[4]) for match in found if match]
+    assert told == [
+        (count, bits, path)
+        for count in ("1", "2")
+        for bits, path in zip(("same", "other", "same"), sources, strict=True)
+    ]
+    assert [match[2] for match in found[::3] if match] == ["1.00", "1.00"]
+
+
+def test_recordings_stand_beside_the_first_version_s() -> None:
+    task = gpu_versions.Task("Qwen3-0.6B", 0, 1, 8, 4, is_tiny=True)
+    found = [
+        [{"step": 2e-3, "recorded": 1e-3, "bits": 1}, {"step": 4e-3, "recorded": 3e-3, "bits": 1}],
+        [{"step": 6e-3, "recorded": 1e-3, "bits": 1}, {"step": 6e-3, "recorded": 2e-3, "bits": 2}],
+    ]
+    assert list(gpu_versions.compare(["old", "new"], task, 1, found)) == [
+        "Qwen3-0.6B, 1 requests:    3.000 ms  1.00   recorded    2.000 ms  1.000   same bits   old",
+        "Qwen3-0.6B, 1 requests:    6.000 ms  2.00   recorded    1.500 ms  0.750   other bits   new",
+    ]
 
 
 def test_what_recording_saves_the_host_needs_no_gpu() -> None:
