@@ -137,8 +137,9 @@ mutants: $(READY)  ## Count the small changes to the code that the tests notice 
 	@$(BIN)/python tools/mutation $(MUTANTS)
 
 # tests/kernels/triton_kernels are those that `make test` runs in Triton's interpreter.
+# Most of the time is the compiler's. Each process takes some GB of the GPU.
 test-gpu: $(READY)  ## Test the kernels and the engine on a GPU (skips all where there is none)
-	TRITON_INTERPRET=0 $(BIN)/pytest -rs tests/gpu tests/kernels/triton_kernels
+	TRITON_INTERPRET=0 $(BIN)/pytest -rs -n auto --maxprocesses 8 --dist worksteal tests/gpu tests/kernels/triton_kernels
 
 test-nixl: $(READY)  ## Test KV transfer over NIXL, which is installed on first use
 	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,cluster]"
