@@ -93,6 +93,7 @@ with compile_only(2):
         attend(SELECTING, *layer, key_selection=selection)
 compiled = all_programs()
 hopper.check_order(compiled)
+hopper.check_reductions(compiled)
 report["orders"] = [
     operand_orders(programs) for programs in (dense, [one for one in compiled if one not in dense])
 ]

@@ -54,6 +54,7 @@ report = {
 }
 programs = [program for kernel in KERNELS for program in kernel.device_caches[0][0].values()]
 hopper.check_order(programs)
+hopper.check_reductions(programs)
 report["shared"] = max(program.metadata.shared for program in programs)
 report["tensor_cores"] = [
     "wgmma.mma_async" in program.asm["ptx"]

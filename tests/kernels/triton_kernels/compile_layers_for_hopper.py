@@ -55,6 +55,7 @@ def main() -> None:
         choose(num_rows)
     assert all_programs() == programs
     hopper.check_order(programs.values())
+    hopper.check_reductions(programs.values())
     print(*compiled, sep="\n")
 
 

@@ -41,6 +41,20 @@ def compile_only(capability: int = 90) -> set[str]:
     return names
 
 
+def check_reductions(programs: Iterable[Any]) -> None:
+    """See that no reduction is of a layout in which lanes hold the same number.
+
+    Triton (3.6.0 and 3.7.1) takes the lanes of such a layout for consecutive ones: it adds up some numbers
+    twice, and leaves others out. Layouts of this kind come from `reshape` of fewer numbers than there are threads.
+    """
+    for program in programs:
+        code = program.asm["ttgir"]
+        lanes = dict(re.findall(r"^#(\w+) = #ttg\.linear<\{.*lane = \[(.*?)\], warp", code, re.MULTILINE))
+        repeated = {name for name, bases in lanes.items() if re.search(r"\[0(, 0)*\]", bases)}
+        for reduced in re.findall(r"\}\) : \((tensor<[^)]*)\) ->", code):
+            assert not repeated.intersection(re.findall(r"#(\w+)", reduced)), program.metadata.name
+
+
 def check_order(programs: Iterable[Any]) -> None:
     """See that programs, which are launched early, touch no memory before the kernel before has ended."""
     for program in programs:
