@@ -171,7 +171,7 @@ def test_steps_are_counted_and_leave_nothing(
     engine = started(config)
     assert 10**8 < peaks[0] - taken[0] < 1.2 * 10**8
     _, after_weights, after_run, _ = around
-    assert 0 < after_run - after_weights < 500_000  # the buffers that the model keeps from step to step
+    assert 0 < after_run - after_weights < 1_000_000  # the buffers that the model keeps from step to step
     assert engine.runner.num_requests == 0
     shown = SIZE * 9 // 10 - (peaks[0] - 16 * plan.kv_bytes_per_block)
     usable = 4 * 256 // 16

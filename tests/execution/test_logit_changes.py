@@ -111,7 +111,9 @@ TOKENS = st.lists(st.integers(0, 3), max_size=7)
 
 @given(sequences=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=8), output=TOKENS)
 def test_banned_tokens_are_the_same_before_and_after_the_last_token_is_known(sequences, output):
-    params = SamplingParams(bad_words_token_ids=[*map(tuple, sequences), (9,)])
+    # Tokenizers make words of tokens that the vocabulary does not have.
+    impossible = (10**6,), (2, 10**6), (10**6, 2)
+    params = SamplingParams(bad_words_token_ids=[*map(tuple, sequences), (9,), *impossible])
     constraints = Constraints.of(params, eos_token_ids=(), vocab_size=VOCAB_SIZE)
     expected = {
         tuple(sequence)[-1]
@@ -119,6 +121,7 @@ def test_banned_tokens_are_the_same_before_and_after_the_last_token_is_known(seq
         if len(sequence) > 1 and output[max(0, len(output) - len(sequence) + 1) :] == sequence[:-1]
     }
     assert set(constraints.banned_completions(ids(output)).tolist()) == expected
+    assert set(constraints.banned_ids(0).tolist()) == {9, *(token for token, *more in sequences if not more)}
     if output:
         before, last = constraints.possible_completions(ids(output[:-1]))
         assert set(last[before == output[-1]].tolist()) == expected

@@ -139,12 +139,12 @@ def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPat
     assert sizes[:6] == [(length, 1, length) for length in (1, 2, 4, 8, 16, 32)]
     assert sizes[6:] == [(64, 2, 61), (1, 1, 1), (2, 2, 1)]
     assert largest == (96, 4, 61)
-    assert watched.num_logits[7:10] == [1, 2, 4]
+    assert watched.num_logits[7:11] == [1, 2, 60, 32]  # 60 and 32 behind the tokens of prompts
     chunks, decodes = rest[:3], rest[3:]
     assert chunks == [(24, 1, 61), (6, 1, 61), (9, 4, 61)]
     assert decodes == [(4, 4, 61)] * 3 * TIMES
     assert watched.steps[timed[0] :] == [(64, 4, 61)] * TIMES
-    assert set(watched.num_logits[13:]) == {4}  # behind the chunks of one request
+    assert set(watched.num_logits[14:]) == {4}  # behind the chunks of one request
     assert runner.num_requests == 4
     assert len(watched.recorded) == 3  # a decode step, the choice of its tokens, and a step with chunks
 
@@ -223,7 +223,8 @@ def test_limits_that_bind(
     profile_run(runner_of(model, limits), VOCAB_SIZE, limits)
     assert largest in watched.steps
     assert max(tokens for tokens, *_ in watched.steps) == max(largest[0], limits.max_num_seqs > 1)
-    assert max(watched.num_logits) <= limits.max_num_seqs * (1 + limits.draft_length)
+    of_prompt = limits.max_model_len - 1
+    assert max(watched.num_logits) <= max(limits.max_num_seqs * (1 + limits.draft_length), of_prompt)
 
 
 def test_drafts_are_verified_and_proposed(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,13 +45,14 @@ def activation_bytes(
     if on_gpu:
         tokens = wide_size_class(tokens)  # recorded steps are rounded up
     places = min(scheduler.max_num_seqs + num_drafts, tokens)
+    logit_rows = min(max(places, bounds.PROMPT_LOGITS // model.vocab_size), tokens)
     item = DTYPE_BYTES[dtype]
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attended = model.num_heads * model.head_dim
     inner = model.intermediate_size
     # Residual stream, normalized rows, output of a layer; gate and up, and their product.
     kept = tokens * (3 * model.hidden_size + qkv + attended + 3 * inner) * item
-    kept += places * model.vocab_size * FLOAT32_BYTES
+    kept += logit_rows * model.vocab_size * FLOAT32_BYTES
     if num_ranks > 1:
         kept += _exchange_bytes(model, tokens, places, num_ranks) + on_gpu * bounds.NCCL_BYTES
     widest = max(model.hidden_size, attended, inner, model.moe_intermediate_size)
@@ -175,7 +176,11 @@ def gpu_key_selection_bytes(scheduler: SchedulerConfig, model: ModelConfig, max_
     visits = (
         scheduler.max_num_batched_tokens * model.num_heads // bounds.TILE * -(-max_model_len // bounds.TILE)
     )
-    estimates = bounds.GPU_WEIGHT_COPIES * bounds.GPU_WEIGHT_BYTES
+    config = scheduler.sparse_attention_config
+    num_key_blocks = -(-max_model_len // config.xattention_block_size)
+    rows = config.xattention_block_size // config.xattention_stride
+    of_block = model.num_heads * num_key_blocks * rows * FLOAT32_BYTES  # of which one is held at least
+    estimates = bounds.GPU_WEIGHT_COPIES * max(bounds.GPU_WEIGHT_BYTES, of_block)
     selected = 2 * _block_pairs(scheduler, model, max_model_len)  # of all parts, and put together
     return estimates + (selected + visits) * INT32_BYTES
 

@@ -18,7 +18,8 @@ UNTIL_THE_END = sys.maxsize
 class Constraints:
     """The constraints of one request; see `of`.
 
-    A banned sequence forbids its last token whenever the output ends in the tokens before it. Until
+    A banned sequence forbids its last token whenever the output ends in the tokens before it. Tokenizers make
+    tokens of some words that the vocabulary does not have; a sequence with one never comes up. Until
     `min_tokens` tokens have been generated, all token ids that would end the request are forbidden.
 
     Attributes:
@@ -26,7 +27,11 @@ class Constraints:
     """
 
     def __init__(self, params: SamplingParams, *, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
-        sequences = [sequence for sequence in params.bad_words_token_ids if sequence]
+        sequences = [
+            sequence
+            for sequence in params.bad_words_token_ids
+            if sequence and all(0 <= token_id < vocab_size for token_id in sequence)
+        ]
         banned = [sequence[0] for sequence in sequences if len(sequence) == 1]
         self._banned_ids: Int64Array = np.array(banned, dtype=np.int64)
         self._completions = _Completions([sequence for sequence in sequences if len(sequence) > 1])

@@ -44,7 +44,12 @@ SHARE_OF_HOST = 0.9
 _PLAIN = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 _GREEDY = SamplingParams(temperature=0.0)  # drawing takes long from logits as alike as made-up ones are
 _ALL_THERE_IS = dataclasses.replace(
-    _PLAIN, logprobs=MAX_LOGPROBS, logit_bias={0: 1.0}, min_tokens=1, frequency_penalty=0.1
+    _PLAIN,
+    logprobs=MAX_LOGPROBS,
+    prompt_logprobs=1,
+    logit_bias={0: 1.0},
+    min_tokens=1,
+    frequency_penalty=0.1,
 )
 
 

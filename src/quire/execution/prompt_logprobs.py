@@ -13,12 +13,11 @@ from quire.execution.arrays import Float32Array, Int64Array
 from quire.execution.logprobs import of_device, position_logprobs
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch
 from quire.execution.sampler import nonfinite_error
+from quire.kernels.bounds import PROMPT_LOGITS
 from quire.kernels.devices import HostCopy, array_to_device
 from quire.kernels.sampling import SamplingKernels
 from quire.kernels.token_choice import RowLogprobs, TokenChoice
 from quire.step import ModelRunnerOutput, PositionLogprobs, SchedulerOutput
-
-_LOGITS_ELEMENTS = 1 << 23  # 32 MiB of float32 at a time
 
 
 class PositionsInFlight(Protocol):
@@ -142,7 +141,7 @@ class HostPositionLogits:
         kernels: SamplingKernels,
     ) -> None:
         self._logits = logits
-        self._num_rows = max(1, _LOGITS_ELEMENTS // vocab_size)
+        self._num_rows = max(1, PROMPT_LOGITS // vocab_size)
         self._kernels = kernels
 
     def find(self, hidden: torch.Tensor, next_ids: Int64Array, count: int) -> PositionsInFlight:
@@ -190,7 +189,7 @@ class DevicePositionLogits:
         max_num_seqs: int,
     ) -> None:
         self._logits = logits
-        self._num_rows = max(1, _LOGITS_ELEMENTS // vocab_size, max_num_seqs)
+        self._num_rows = max(1, PROMPT_LOGITS // vocab_size, max_num_seqs)
         self._vocab_size = vocab_size
         self._choice = choice
 

@@ -182,12 +182,13 @@ class RecordedChoice:
     def _replay_of(self, logits: torch.Tensor, tensors: ChoiceTensors) -> Callable[[], None] | None:
         """Return what replays the choice for logits at this address, recorded if need be; None: nothing."""
         kind = tensors.kind
+        may_record = self._pauses[kind].allows_attempt()
         key = (logits.data_ptr(), len(logits), kind)
         replay = self._replays.get(key)
         if replay is not None:
             self._replays.move_to_end(key)
             return replay
-        if not self._pauses[kind].allows_attempt() or key[1:] not in self._computed:
+        if not may_record or key[1:] not in self._computed:
             return None
         try:
             replay = self._record(lambda: self._compute(logits, tensors))

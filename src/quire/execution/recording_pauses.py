@@ -7,7 +7,7 @@ FEWEST_STEPS = 256
 
 
 class RecordingPause:
-    """Counts the steps between one attempt that fails and the next.
+    """Counts the steps between one attempt that fails and the next, those that are replayed included.
 
     It counts steps and not seconds, so that ranks that compute the same steps do the same.
     """

@@ -63,10 +63,6 @@ class TokenMasks:
         masked: BoolArray = self._mask_of_position != _NO_MASK
         return masked
 
-    def of_rows(self, rows: Int64Array) -> TokenMasks:
-        """Return the masks of some positions, [R], which are then counted from 0."""
-        return TokenMasks(self._bitmask, self._mask_of_position[rows])
-
     def apply(self, logits: Float32Array, position: int) -> None:
         """Forbid what the mask of `position` does not allow, in one row of logits [V], in place."""
         words = np.ascontiguousarray(self._bitmask[self._mask_of_position[position]], dtype="<i4")

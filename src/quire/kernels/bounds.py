@@ -36,6 +36,9 @@ GPU_WEIGHT_BYTES = 1 << 24  # of the estimates of key blocks that are held at a 
 GPU_WEIGHT_COPIES = 8  # of as many bytes, while they are made and summed up
 VISIT_BYTES = 48  # of a tile that a query block sees, in a list that doubles as it grows
 
+# The logits of prompts whose log-probabilities are found, of which as many are held at a time.
+PROMPT_LOGITS = 1 << 23
+
 # Sampling orders the most likely tokens of a row.
 MIN_HEAD_TOKENS = 128  # least tokens in a head that is not complete
 MAX_HEAD_TOKENS = 1024

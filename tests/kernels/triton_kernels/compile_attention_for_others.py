@@ -15,7 +15,8 @@ import torch
 
 from caches import make_cache
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.triton import attention_kernels
+from quire.kernels.sparse_prefill import KeySelection
+from quire.kernels.triton import attention_kernels, key_selection
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.kernel import compile_only
 
@@ -28,5 +29,12 @@ with compile_only(2):
         kv = make_cache(1, 1, 2, 16, head_dim, torch.bfloat16).views[0]
         query = torch.empty(121, 4, head_dim, dtype=torch.bfloat16)
         paged_attention(query, kv, batch, scale=0.125)
-compiled = attention_kernels.attend.device_caches[0][0].values()
+    for dtype, size, stride in ((torch.bfloat16, 256, 4), (torch.float16, 64, 8)):  # the other in float32
+        selection = KeySelection(np.array([900, 520]), 0.8, size, stride)
+        batch = AttentionBatch.build(
+            np.array([800, 519]), np.array([64, 1]), np.zeros((2, 64), np.int32), 16, key_selection=selection
+        )
+        paged_attention(torch.empty(65, 16, 256, dtype=dtype), kv, batch, scale=0.125)
+kernels = attention_kernels.attend, key_selection.weigh_key_blocks
+compiled = [program for kernel in kernels for program in kernel.device_caches[0][0].values()]
 print(json.dumps({"shared": max(program.metadata.shared for program in compiled)}))

@@ -45,7 +45,7 @@ def check_reductions(programs: Iterable[Any]) -> None:
     """See that no reduction is of a layout in which lanes hold the same number.
 
     Triton (3.6.0 and 3.7.1) takes the lanes of such a layout for consecutive ones: it adds up some numbers
-    twice, and leaves others out. Layouts of this kind come from `reshape` of fewer numbers than there are threads.
+    twice, and leaves others out. Layouts of this kind come from a `reshape` of fewer numbers than threads.
     """
     for program in programs:
         code = program.asm["ttgir"]

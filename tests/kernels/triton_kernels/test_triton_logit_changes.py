@@ -151,6 +151,13 @@ def test_changed_logits_are_those_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> 
     assert np.array_equal(changed.cpu().numpy(), expected)
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2 * VOCAB_SIZE + 3])
+def test_edits_of_tokens_that_there_are_not_change_nobody_s_logits(token: int) -> None:
+    logits = torch.zeros(5, VOCAB_SIZE, device=DEVICE)
+    change_logits(logits[1:3], changes_of(bits([]), [-1, -1], [(0, token, 2.0)], [(1, token)]))
+    assert (logits == 0).all()
+
+
 def test_nothing_to_change_changes_nothing() -> None:
     logits = torch.ones(2, VOCAB_SIZE, device=DEVICE)
     change_logits(logits, changes_of(bits([]), [-1, -1]))

@@ -125,7 +125,7 @@ def score_keys(
     blocks,
     tables,
     table_stride,
-    seen,  # [query blocks, heads, key blocks] bool
+    seen,  # [query blocks, heads, key blocks] int32
     seen_stride,
     block_of_token,
     statistics,

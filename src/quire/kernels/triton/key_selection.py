@@ -28,13 +28,18 @@ from quire.kernels.triton.attention_kernels import (
     product,
 )
 from quire.kernels.triton.attention_plan import TileClass
-from quire.kernels.triton.device import await_previous, loop_end
+from quire.kernels.triton.device import (
+    await_previous,
+    has_large_tiles,
+    has_little_shared_memory,
+    loop_end,
+)
 from quire.kernels.triton.kernel import kernel
 
 BLOCK_FIELDS = tl.constexpr(5)
 """Of a query block: its sequence, the first token, that one's place, tokens, and keys up to their end."""
 
-_ROWS = 64  # of a program, unless one head has more
+_ROWS = 64  # of a program, unless one head has more; half of it where shared memory is little
 _KEY_BLOCKS = tl.constexpr(16)  # of a program
 _TILES = tl.constexpr(64)  # looked at together
 
@@ -100,7 +105,10 @@ def _masses(
 ) -> torch.Tensor:
     """Return the mass of key blocks for query blocks, [Q, heads, key blocks] float64; 0 behind their own."""
     num_rows, group = selection.block_size // selection.stride, power_of_two(call.heads.group)
-    heads_of_program = min(group, max(1, _ROWS // num_rows))
+    features = padded_features(call.heads.head_dim)
+    is_large = features > 128 and not has_large_tiles()
+    rows_of_program = _ROWS // 2 if is_large and has_little_shared_memory() else _ROWS
+    heads_of_program = min(group, max(1, rows_of_program // num_rows))
     shape = len(blocks), call.query.shape[1], num_key_blocks, num_rows
     log_sums = torch.full(shape, -torch.inf, dtype=torch.float32, device=call.query.device)
     grid = (
@@ -124,7 +132,7 @@ def _masses(
         GROUP=call.heads.group,
         HEADS=heads_of_program,
         HEAD_DIM=call.heads.head_dim,
-        FEATURES=padded_features(call.heads.head_dim),
+        FEATURES=features,
         BLOCK_SIZE=call.layer.page_size,
         SIZE=selection.block_size,
         STRIDE=selection.stride,
@@ -134,7 +142,7 @@ def _masses(
         HAS_SCALES=call.layer.has_scales,
         HAS_SOFTCAP=call.how.softcap != 0.0,
         num_warps=4,
-        num_stages=2,
+        num_stages=1 if is_large else 2,
         enable_fp_fusion=False,
     )
     weights = torch.exp2(log_sums - log_sums.amax(dim=2, keepdim=True))

@@ -30,7 +30,7 @@ def _forbid_kernel(logits, bitmask, mask_of_row, vocab_size, row_stride, mask_st
 
 
 @kernel(do_not_specialize=["num_edits"], do_not_specialize_on_alignment=["numbers", "tokens_before"])
-def _edit_kernel(logits, numbers, tokens_before, num_edits, row_stride, PART: tl.constexpr):
+def _edit_kernel(logits, numbers, tokens_before, num_edits, vocab_size, row_stride, PART: tl.constexpr):
     await_previous()
     place = tl.program_id(0) * PART + tl.arange(0, PART)
     row = tl.load(numbers + place, mask=place < num_edits, other=-1.0).to(tl.int64)
@@ -40,6 +40,7 @@ def _edit_kernel(logits, numbers, tokens_before, num_edits, row_stride, PART: tl
     added = tl.load(at + num_edits, mask=is_edit, other=0.0).to(tl.float32)
     wanted = tl.load(at + 2 * num_edits, mask=is_edit, other=-1.0).to(tl.int64)
     is_edit &= (wanted < 0) | (wanted == tl.load(tokens_before + row, mask=is_edit, other=-1))
+    is_edit &= (token >= 0) & (token < vocab_size)  # another is in the next row, which is somebody else's
     # A ban may meet another, or a bias: -inf, in any order.
     tl.atomic_add(logits + row * row_stride + token, added, mask=is_edit, sem="relaxed")
 
@@ -88,5 +89,11 @@ def _edit(logits: torch.Tensor, edits: LogitEdits) -> None:
     num_edits = numbers.shape[1]
     if len(logits) and num_edits:
         _edit_kernel[(triton.cdiv(num_edits, _EDITS),)](
-            logits, numbers, edits.tokens_before, num_edits, logits.stride(0), PART=_EDITS
+            logits,
+            numbers,
+            edits.tokens_before,
+            num_edits,
+            logits.shape[1],
+            logits.stride(0),
+            PART=_EDITS,
         )
