@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import mmap
 import os
+import re
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ from quire.errors import ConfigError
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.connector_stats import KVConnectorStats
 from quire.kv.device_copier import DeviceCopier
-from quire.kv.tiers import block_copier
+from quire.kv.tiers import block_copier, block_memory
 from quire.kv.tiers import connector as tier_connector
 from quire.models.decoder import Decoder
 
@@ -206,8 +210,24 @@ def test_a_tier_that_holds_no_block_is_refused(tmp_path):
         open_llm(tmp_path, kv_tier_size=1e-6)
     with pytest.raises(ConfigError, match=r"kv_tier_memory_size is 1e-06 GB, too little .* at least 0\.0"):
         open_llm(tmp_path, kv_tier_memory_size=1e-6)
+    with pytest.raises(ConfigError, match=r"too little .* at least 0\.0") as refusal:
+        open_llm(tmp_path, kv_tier_memory_size=1e-6)
+    least = float(re.search(r"at least ([0-9.]+),", str(refusal.value))[1])
+    open_llm(tmp_path, kv_tier_memory_size=least).shutdown()
     with pytest.raises(ConfigError, match="kv_tier is 'memory'; set kv_tier to 'disk'"):
         open_llm(kv_tier="memory", kv_tier_memory_size=1.0)
+
+
+def test_memory_that_there_is_not_is_refused(tmp_path, monkeypatch):
+    def refuse(*_args, **_options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    flags = {"MAP_PRIVATE": mmap.MAP_PRIVATE, "MAP_ANONYMOUS": mmap.MAP_ANONYMOUS}
+    monkeypatch.setattr(block_memory, "mmap", types.SimpleNamespace(mmap=refuse, **flags))
+    with pytest.raises(
+        ConfigError, match=r"kv_tier_memory_size is 1\.0 GB, which this machine does not have"
+    ):
+        open_llm(tmp_path, kv_tier_memory_size=1.0)
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from hypothesis.stateful import invariant
 from test_disk_tier import CAPACITY, KEYS, LAYOUT, PAYLOAD, DiskMachine, content_of, keys_of, read, write
 from test_disk_tier import open_tier as open_disk_tier
 
+from quire.kv.tiers import cached_tier
 from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.disk_tier import DiskTier
 from unmutated import UNMUTATED
@@ -33,7 +34,10 @@ class CachedMachine(DiskMachine):
 
     @invariant()
     def memory_is_bounded(self) -> None:
-        assert all(len(tier._contents) <= NUM_KEPT for tier in self.tiers)
+        for tier in self.tiers:
+            places = sorted([*tier._places.values(), *tier._memory._free])
+            assert places == list(range(tier._memory._num_opened))
+            assert len(places) <= NUM_KEPT
 
 
 CachedMachine.TestCase.settings = settings(backend=UNMUTATED, max_examples=24, stateful_step_count=40)
@@ -98,7 +102,73 @@ def test_nothing_is_kept_that_was_read_before_a_reset(tmp_path):
     disk.forget = tier.clear
     assert tier.read(keys[0], np.empty(PAYLOAD, dtype=np.uint8))
     assert not any(read(tier, key) for key in KEYS)
-    assert not tier._contents
+    assert not tier._places
+
+
+def test_a_block_that_is_read_keeps_its_place_until_then(tmp_path, monkeypatch):
+    """Others evict it meanwhile, and write their own."""
+    tier = open_tier(tmp_path)
+    keys = keys_of(0)
+    write(tier, keys[0])
+    copy = np.copyto
+
+    def evict_first(into, content):
+        monkeypatch.undo()
+        for key in keys[1:]:
+            write(tier, key)
+        assert keys[0] not in tier._places
+        copy(into, content)
+
+    monkeypatch.setattr(np, "copyto", evict_first)
+    assert read(tier, keys[0])
+    assert len(tier._memory._free) + len(tier._places) == NUM_KEPT
+
+
+def test_nothing_is_read_that_was_there_before_a_reset_is_over(tmp_path, monkeypatch):
+    """Another thread reads as soon as the disk has forgotten everything."""
+    tier = open_tier(tmp_path)
+    write(tier, KEYS[0])
+    clear = DiskTier.clear
+    found = []
+
+    def clear_and_read(disk):
+        clear(disk)
+        found.append(read(tier, KEYS[0]))
+
+    monkeypatch.setattr(DiskTier, "clear", clear_and_read)
+    tier.clear()
+    assert found == [False]
+
+
+def test_what_is_damaged_on_the_disk_is_noticed_although_it_is_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(cached_tier, "CHECKED_BLOCKS", 2)
+    tier = open_tier(tmp_path)
+    keys = keys_of(0)[:3]
+    for key in keys:
+        write(tier, key)
+    [file] = tmp_path.iterdir()
+    with file.open("r+b") as opened:
+        opened.write(bytes(CAPACITY))
+    assert tier.residents.count_leading(keys) == 3
+    for _ in range(2):
+        tier.refresh()
+    assert tier.residents.count_leading(keys) == 0
+    assert all(tier.write(key, content_of(key), tier.residents.generation) for key in keys)
+    assert all(read(open_disk_tier(tmp_path), key) for key in keys)
+
+
+def test_there_is_no_more_memory_than_the_disk_has_blocks(tmp_path):
+    tier = CachedTier(open_disk_tier(tmp_path), 1 << 60)
+    assert tier._memory.blocks.shape == (tier.residents.num_places, PAYLOAD)
+
+
+def test_what_is_in_memory_is_counted(tmp_path):
+    tier = open_tier(tmp_path)
+    first, second, third, fourth = keys_of(0)
+    for key in (first, second, third, fourth):
+        write(tier, key)
+    assert tier.count_in_memory([first, second, fourth]) == 2
+    assert open_disk_tier(tmp_path).count_in_memory([first]) == 0
 
 
 def test_nothing_is_left_in_memory_at_the_end():

@@ -114,7 +114,9 @@ class TestDiskBehindMemory(TestDisk):
 
     def fail_next_load(self, connector):
         super().fail_next_load(connector)
-        connector._tier._forget()
+        tier = connector._tier
+        while tier._places:
+            tier._memory.give_back(tier._places.popitem()[1])
 
 
 # -- what is stored ----------------------------------------------------------------------------------------
@@ -327,6 +329,21 @@ def test_the_cheaper_way_is_taken_and_counted(per_block, is_loaded):
     answers = {bench.connector.get_num_new_matched_tokens(request, 0) for _ in range(100)}
     assert answers == ({(20, True)} if is_loaded else {(0, False)})
     assert bench.stats().num_computations_chosen == (not is_loaded)
+
+
+@pytest.mark.parametrize(("num_in_memory", "is_loaded"), [(1, False), (2, True), (5, True)])
+def test_blocks_in_memory_are_no_reason_to_compute_them_and_no_measure_of_the_disk(num_in_memory, is_loaded):
+    """Reading a block takes as long as computing 6 tokens; there are 5 blocks of 4."""
+    prompt = list(range(1, 24))
+    bench = Paced(per_token=0.1, per_block=0.6)
+    bench.store(prompt)
+    bench.engine.load(request_of("measured", prompt), [*BLOCKS, 24, 25])
+    bench.tier.count_in_memory = lambda keys: min(num_in_memory, len(list(keys)))
+    assert bench.find(prompt, "again") == (20 if is_loaded else 0)
+    bench.per_block = 0.0  # all of them come from memory
+    bench.tier.count_in_memory = lambda keys: len(list(keys))
+    bench.engine.load(request_of("hot", prompt), [*BLOCKS, 24, 25])
+    assert bench.stats().load_seconds_per_block == pytest.approx(0.6)
 
 
 def test_a_load_behind_another_is_not_worth_its_wait():

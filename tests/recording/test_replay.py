@@ -232,7 +232,7 @@ def test_what_is_no_recording_is_refused(tmp_path):
 
 def test_another_version_is_refused(recorded, tmp_path):
     path = rewritten(recorded, tmp_path / "newer", lambda header: header.update(version=99))
-    with pytest.raises(RecordingError, match="is of version 99; this version of Quire reads 3"):
+    with pytest.raises(RecordingError, match="is of version 99; this version of Quire reads 4"):
         replay(path)
 
 

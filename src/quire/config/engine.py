@@ -143,13 +143,13 @@ class EngineConfig:
         help="Directory of the disk tier; several engines may share it. auto: quire/kv in the user's cache "
         "directory.",
     )
-    kv_tier_size: Annotated[float, Gt(0)] = knob(
+    kv_tier_size: Annotated[float, Gt(0), Le(10**6)] = knob(
         default=4.0,
         unit="GB",
         help="Maximum size of the tier in GB (10^9 bytes), on disk for all models together; the least "
         "recently used blocks are removed first.",
     )
-    kv_tier_memory_size: Annotated[float, Ge(0)] = knob(
+    kv_tier_memory_size: Annotated[float, Ge(0), Le(10**6)] = knob(
         default=0.0,
         unit="GB",
         help="Host memory in GB (10^9 bytes) in front of a disk tier, for the blocks that were read or "

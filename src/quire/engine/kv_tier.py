@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ def _open(
     Raises:
         ConfigError: it does not hold a single block, or its directory cannot be used.
     """
-    capacity = int(config.kv_tier_size * 1e9)
+    capacity = round(config.kv_tier_size * 1e9)
     if config.kv_tier == "memory":
         tier: BlockTier = MemoryTier(capacity, bytes_per_block, min_uses=config.kv_tier_min_uses)
     else:
@@ -65,20 +66,32 @@ def _open(
     if not tier.residents.num_places:
         raise ConfigError(
             f"EngineConfig.kv_tier_size is {config.kv_tier_size} GB, too little for one block of "
-            f"{tier.bytes_per_place} bytes; raise it to at least {tier.bytes_per_place / 1e9:.6f}"
+            f"{tier.bytes_per_place} bytes; raise it to at least {_gigabytes(tier.bytes_per_place)}"
         )
     return _with_memory(tier, config.kv_tier_memory_size) if config.kv_tier_memory_size else tier
 
 
 def _with_memory(tier: BlockTier, gigabytes: float) -> BlockTier:
-    capacity = int(gigabytes * 1e9)
+    capacity = round(gigabytes * 1e9)
     if capacity < tier.bytes_per_block:
         raise ConfigError(
             f"EngineConfig.kv_tier_memory_size is {gigabytes} GB, too little for one block of "
-            f"{tier.bytes_per_block} bytes; raise it to at least {tier.bytes_per_block / 1e9:.6f}, or "
+            f"{tier.bytes_per_block} bytes; raise it to at least {_gigabytes(tier.bytes_per_block)}, or "
             "set it to 0"
         )
-    return CachedTier(tier, capacity)
+    try:
+        return CachedTier(tier, capacity)
+    except OSError as error:
+        tier.close()
+        raise ConfigError(
+            f"EngineConfig.kv_tier_memory_size is {gigabytes} GB, which this machine does not have: {error}; "
+            "lower it"
+        ) from error
+
+
+def _gigabytes(num_bytes: int) -> str:
+    """Return so many bytes, or a few more, in GB."""
+    return f"{math.ceil(num_bytes / 1e3) / 1e6:.6f}"
 
 
 def _directory(setting: str) -> Path:

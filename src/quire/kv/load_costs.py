@@ -46,10 +46,13 @@ class LoadCosts:
         """Return how long `num_blocks` take to compute; 0: unknown."""
         return num_blocks * self._block_size * self.seconds_per_token
 
-    def prefers_loading(self, num_blocks: int, num_queued: int) -> bool:
-        """Return whether to load `num_blocks`, which `num_queued` blocks of other loads precede."""
+    def prefers_loading(self, num_blocks: int, num_queued: int, num_in_memory: int = 0) -> bool:
+        """Return whether to load `num_blocks`, which `num_queued` blocks of other loads precede.
+
+        Those of `num_blocks` that are in this machine's memory, `num_in_memory`, take next to no time.
+        """
         with self._lock:
-            load = (num_blocks + num_queued) * self.seconds_per_block
+            load = (num_blocks - num_in_memory + num_queued) * self.seconds_per_block
             compute = self.seconds_to_compute(num_blocks)
             if not load or not compute or load <= compute:
                 return True

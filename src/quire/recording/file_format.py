@@ -22,7 +22,7 @@ from quire.recording.recorded_context import Answer
 T = TypeVar("T")
 
 MAGIC = b"quire recording\n"
-VERSION = 3
+VERSION = 4
 LENGTH_BYTES = 4
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from typing_extensions import override
 
-from quire.kv.block_hash import SequenceKeys, root_digest
+from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVConnectorStats
 from quire.kv.load_costs import LoadCosts
@@ -148,15 +148,17 @@ class TierConnector(KVConnector):
         # The last token is always computed, for its logits.
         end = min(len(keys), (request.num_tokens - 1) // self._block_size)
         num_blocks = self._tier.residents.count_leading(map(keys.__getitem__, range(first, end)))
-        if not num_blocks or not self._prefers_loading(lookup, num_blocks):
+        found = [keys[index] for index in range(first, first + num_blocks)]
+        if not found or not self._prefers_loading(lookup, found):
             return 0, False
         return num_blocks * self._block_size, True
 
-    def _prefers_loading(self, lookup: _Lookup, num_blocks: int) -> bool:
+    def _prefers_loading(self, lookup: _Lookup, keys: Sequence[BlockKey]) -> bool:
         """Return the cheaper choice: made once for a request, because it may be asked about in each step."""
         if lookup.prefers_loading is None:
             num_queued = sum(load.num_left for load in list(self._loads.values()))
-            lookup.prefers_loading = self._costs.prefers_loading(num_blocks, num_queued)
+            num_in_memory = self._tier.count_in_memory(keys)
+            lookup.prefers_loading = self._costs.prefers_loading(len(keys), num_queued, num_in_memory)
             self._counters.add(num_computations_chosen=not lookup.prefers_loading)
         return lookup.prefers_loading
 
@@ -170,7 +172,9 @@ class TierConnector(KVConnector):
         first = self._lookups[request.request_id].num_local // self._block_size
         indices = range(first, first + num_external_tokens // self._block_size)
         blocks = [(keys[index], int(block_ids[index])) for index in indices]
-        self._new_loads.append(BlockLoad(request.request_id, blocks, self._tier.residents.generation))
+        generation = self._tier.residents.generation
+        num_in_memory = self._tier.count_in_memory(key for key, _ in blocks)
+        self._new_loads.append(BlockLoad(request.request_id, blocks, generation, num_in_memory))
         self._counters.add(num_loads_chosen=1)
 
     @override
@@ -335,8 +339,9 @@ class TierConnector(KVConnector):
             self._failed_block_ids.update(block_id for _, block_id in load.load.blocks)
             return
         self._failed_block_ids |= load.failed_block_ids
-        if not load.failed_block_ids:
-            self._costs.note_load(load.seconds, len(load.load.blocks))
+        num_slow = len(load.load.blocks) - load.load.num_in_memory
+        if not load.failed_block_ids and num_slow > load.load.num_in_memory:
+            self._costs.note_load(load.seconds, num_slow)
 
     # -- files ---------------------------------------------------------------------------------------------
 

@@ -80,6 +80,19 @@ class DiskTier(BlockTier):
             file.prefetch(self._layout, place)
 
     @override
+    def check(self, key: BlockKey) -> None:
+        file, layout, place = self._file, self._layout, self.residents.place_of(key)
+        if file is None or place is None:
+            return
+        try:
+            header = layout.parse(file.read_header(layout, place))
+        except OSError as error:
+            logger.warning("KV could not be read from %s: %s", self._path, error)
+            header = None
+        if header is None or header.key != key:
+            self.residents.drop(key, place)
+
+    @override
     def write(self, key: BlockKey, content: ByteArray, generation: int) -> bool:
         file = self._file
         with self._lock:

@@ -18,6 +18,7 @@ class BlockLoad:
     request_id: str
     blocks: list[tuple[BlockKey, int]]
     generation: int
+    num_in_memory: int = 0  # of the blocks, see `BlockTier.count_in_memory`
 
 
 class LoadInProgress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from quire.kv.block_hash import BlockKey
 from quire.kv.host_blocks import ByteArray
@@ -33,7 +34,11 @@ class BlockTier(ABC):
 
     @property
     def num_memory_hits(self) -> int:
-        """Blocks that were read from the memory in front of a slower tier."""
+        """Blocks that were read from the memory in front of a slower tier, also if nobody needed them."""
+        return 0
+
+    def count_in_memory(self, keys: Iterable[BlockKey]) -> int:
+        """Return how many of `keys` are in the memory in front of a slower tier."""
         return 0
 
     @abstractmethod
@@ -46,6 +51,9 @@ class BlockTier(ABC):
 
     def prefetch(self, key: BlockKey) -> None:  # noqa: B027 - memory is fast enough
         """Begin to fetch a block that will be read soon, without waiting for it."""
+
+    def check(self, key: BlockKey) -> None:  # noqa: B027 - memory is not damaged
+        """See whether a block is still there, by the little that says so; forget it if it is not."""
 
     @abstractmethod
     def write(self, key: BlockKey, content: ByteArray, generation: int) -> bool:
