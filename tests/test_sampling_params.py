@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from quire.errors import InvalidRequestError
@@ -70,3 +71,15 @@ def test_beam_search_takes_the_defaults_of_everything_else():
     defaults = SamplingParams()
     given = {name: getattr(defaults, name) for name in others}
     assert SamplingParams(beam_width=2, **given) == SamplingParams(beam_width=2)
+
+
+def test_whole_numbers_are_written_as_floats_are():
+    floats = {field.name for field in dataclasses.fields(SamplingParams) if isinstance(field.default, float)}
+    of_beams = {"diversity_penalty", "length_penalty"}
+
+    def written(one: float) -> list[bytes]:
+        sampled = SamplingParams(**dict.fromkeys(floats - of_beams, one), logit_bias={3: one})
+        beams = SamplingParams(**dict.fromkeys(of_beams, one), beam_width=2, num_beam_groups=2)
+        return [msgspec.json.encode(params) for params in (sampled, beams)]
+
+    assert written(1) == written(1.0)

@@ -161,6 +161,7 @@ class SamplingParams:
         if (found := violation(self)) is not None:
             name, refusal = found
             raise InvalidRequestError(f"{name} {refusal}", param=name)
+        self._make_floats()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", param="min_tokens"
@@ -169,6 +170,15 @@ class SamplingParams:
         self._check_beam_search()
         if self.structured_outputs is not None and self.structured_outputs.structure is not None:
             self._check_structured_outputs()
+
+    def _make_floats(self) -> None:
+        """Make floats of whole numbers, so that equal parameters are written alike, to recordings for one."""
+        for name in _FLOATS:
+            if type(number := getattr(self, name)) is int:
+                object.__setattr__(self, name, float(number))
+        if any(type(bias) is int for bias in self.logit_bias.values()):
+            biases = {token_id: float(bias) for token_id, bias in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", biases)
 
     @property
     def is_greedy(self) -> bool:
@@ -258,6 +268,16 @@ def _immutable(entry: Any) -> Any:
     return tuple(entry) if isinstance(entry, Iterable) and not isinstance(entry, str) else entry
 
 
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "diversity_penalty",
+    "length_penalty",
+)
 _LISTS = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "stop", "stop_token_ids")
 
 _ONLY_WITH_BEAM_SEARCH: dict[str, Any] = {  # with the values that have no effect
