@@ -99,7 +99,8 @@ def test_the_reference_selects_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bounds, "GPU_WEIGHT_BYTES", 3000)  # a few query blocks at a time
-    monkeypatch.setattr(attention, "_attend", lambda *_: None)
+    for computing in ("_attend", "_merge"):
+        monkeypatch.setattr(attention, computing, lambda *_: None)
     seen_by_reference: list[torch.Tensor] = []
 
     def both(query: torch.Tensor, kv: Any, batch: AttentionBatch, **options: Any) -> torch.Tensor:
