@@ -21,7 +21,11 @@ from quire.kernels.triton.device import MULTIPROCESSORS
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-PROGRAMS = 4 * MULTIPROCESSORS  # that keep a GPU busy
+PROGRAMS = 3 * MULTIPROCESSORS // 4
+"""That keep a GPU busy, however many keys each has: tiles are divided that have more spans than so many
+programs would have on average. With as many tiles, all alike, none is: in parts, these are more than a GPU
+computes at a time, and what is left over takes as long as all others."""
+
 MAX_PART_BYTES = GPU_PART_BYTES
 
 _SPAN_TILES = SPAN_TILES.value
@@ -81,7 +85,7 @@ def plan_arrays(
         for rows, sequences in zip(classes, _by_class(batch.num_tokens * heads.group, classes), strict=True)
     ]
     num_spans = sum(int(_span_end(tiles.num_tiles).sum()) for tiles in cut if len(tiles))
-    most_spans = max(1, 2 * num_spans * heads.num_kv_heads // PROGRAMS)  # of one program
+    most_spans = max(1, num_spans * heads.num_kv_heads // PROGRAMS)  # of one program
     selection = None if window else batch.key_selection
     arrays: list[Int32Array] = []
     numbers: list[int] = []
