@@ -350,6 +350,22 @@ def test_a_disk_that_fails_is_a_miss(tmp_path, monkeypatch):
     assert write(tier, key)
 
 
+def test_what_is_written_to_a_file_that_was_cut_off_is_found_after_a_restart(tmp_path):
+    """The region at its end is shorter than others."""
+    tier = open_tier(tmp_path)
+    keys = keys_of(0)[:2]
+    for key in keys:
+        write(tier, key)
+    [file] = tmp_path.iterdir()
+    os.truncate(file, 0)
+    assert not any(read(tier, key) for key in keys)
+    for key in keys:
+        write(tier, key)
+    assert file.stat().st_size % LAYOUT.region_bytes
+    reopened = open_tier(tmp_path)
+    assert all(read(reopened, key) for key in keys)
+
+
 def test_a_vanished_file_is_made_anew(tmp_path):
     tier = open_tier(tmp_path / "kv")
     [key] = keys_of(0, 1)

@@ -153,7 +153,8 @@ class DiskTier(BlockTier):
         self._last_change = file.last_change
         if file.is_writer:
             file.truncate(self.residents.num_places * layout.region_bytes)
-        num_regions = min(file.num_bytes // layout.region_bytes, self.residents.num_places)
+        # The last one may end before its padding, if the file was cut off and then written to.
+        num_regions = min(-(-file.num_bytes // layout.region_bytes), self.residents.num_places)
         stored: list[tuple[int, BlockKey, int]] = []
         for place in range(num_regions):
             header = layout.parse(file.read_header(layout, place))
