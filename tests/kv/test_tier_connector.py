@@ -116,7 +116,7 @@ class TestDiskBehindMemory(TestDisk):
         super().fail_next_load(connector)
         tier = connector._tier
         while tier._places:
-            tier._memory.give_back(tier._places.popitem()[1])
+            tier._memory.release(tier._places.popitem()[1])
 
 
 # -- what is stored ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.engine.byte_sizes import GB
 from quire.engine.kv_identity import kv_fingerprint
 from quire.errors import ConfigError
 from quire.kv.tiers.block_copier import BlockCopier
@@ -49,7 +50,7 @@ def _open(
     Raises:
         ConfigError: it does not hold a single block, or its directory cannot be used.
     """
-    capacity = round(config.kv_tier_size * 1e9)
+    capacity = round(config.kv_tier_size * GB)
     if config.kv_tier == "memory":
         tier: BlockTier = MemoryTier(capacity, bytes_per_block, min_uses=config.kv_tier_min_uses)
     else:
@@ -72,7 +73,7 @@ def _open(
 
 
 def _with_memory(tier: BlockTier, gigabytes: float) -> BlockTier:
-    capacity = round(gigabytes * 1e9)
+    capacity = round(gigabytes * GB)
     if capacity < tier.bytes_per_block:
         raise ConfigError(
             f"EngineConfig.kv_tier_memory_size is {gigabytes} GB, too little for one block of "

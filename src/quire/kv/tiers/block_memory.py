@@ -13,8 +13,8 @@ class BlockMemory:
 
     An allocator would keep what threads free for these threads, and take memory for others beside it.
 
-    Whoever reads a place holds it: if it is given back meanwhile, it is free when nobody holds it. Not
-    thread-safe, but for reading and writing `blocks`.
+    Whoever takes a place holds it, and so does whoever reads it meanwhile: it is free when all have released
+    it. Not thread-safe, but for reading and writing `blocks`.
 
     Args:
         num_places: at least one.
@@ -33,37 +33,30 @@ class BlockMemory:
         self.blocks: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8).reshape(num_places, -1)
         self._num_opened = 0  # places that have been taken at least once
         self._free: list[int] = []  # of those
-        self._num_holders: dict[int, int] = {}  # of places that are held
-        self._given_back: set[int] = set()  # while they are held
+        self._num_holders: dict[int, int] = {}  # of the others
 
     def take(self) -> int | None:
-        """Return a free place, or None."""
+        """Return a free place, which is held until `release`; None if there is none."""
         if self._free:
-            return self._free.pop()
-        if self._num_opened == len(self.blocks):
-            return None
-        self._num_opened += 1
-        return self._num_opened - 1
-
-    def give_back(self, place: int) -> None:
-        """Let a place be free."""
-        if place in self._num_holders:
-            self._given_back.add(place)
+            place = self._free.pop()
+        elif self._num_opened < len(self.blocks):
+            place = self._num_opened
+            self._num_opened += 1
         else:
-            self._free.append(place)
+            return None
+        self._num_holders[place] = 1
+        return place
 
     def hold(self, place: int) -> None:
-        """Keep the content of a place that is taken until `release`."""
-        self._num_holders[place] = self._num_holders.get(place, 0) + 1
+        """Hold a place that is held, until one more `release`."""
+        self._num_holders[place] += 1
 
     def release(self, place: int) -> None:
-        """End one `hold`."""
+        """End one `take` or `hold`."""
         self._num_holders[place] -= 1
         if not self._num_holders[place]:
             del self._num_holders[place]
-            if place in self._given_back:
-                self._given_back.remove(place)
-                self._free.append(place)
+            self._free.append(place)
 
     def close(self) -> None:
         """Take no memory any more, but for what somebody still reads or writes."""

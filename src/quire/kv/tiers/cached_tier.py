@@ -62,9 +62,9 @@ class CachedTier(BlockTier):
 
     @override
     def read(self, key: BlockKey, into: ByteArray) -> bool:
-        generation = self.residents.generation
         with self._lock:
             self._forget_former()
+            generation = self._generation
             place = self._places.get(key)
             if place is not None:
                 self._places.move_to_end(key)
@@ -106,7 +106,7 @@ class CachedTier(BlockTier):
             place = self._memory.take()
             while place is None and self._places:
                 _, oldest = self._places.popitem(last=False)
-                self._memory.give_back(oldest)
+                self._memory.release(oldest)
                 place = self._memory.take()  # none while somebody reads what was there
             if place is None:
                 return
@@ -117,14 +117,14 @@ class CachedTier(BlockTier):
             if generation == self._generation and key not in self._places:
                 self._places[key] = place
             else:
-                self._memory.give_back(place)
+                self._memory.release(place)
 
     def _forget_former(self) -> None:
         """Forget blocks of an earlier generation; the lock is held."""
         if self._generation != self.residents.generation:
             self._generation = self.residents.generation
             for place in self._places.values():
-                self._memory.give_back(place)
+                self._memory.release(place)
             self._places.clear()
 
     @override

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from typing_extensions import override
 
-from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
+from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.connector import KVConnector
 from quire.kv.connector_stats import KVConnectorStats
 from quire.kv.load_costs import LoadCosts
@@ -148,17 +148,17 @@ class TierConnector(KVConnector):
         # The last token is always computed, for its logits.
         end = min(len(keys), (request.num_tokens - 1) // self._block_size)
         num_blocks = self._tier.residents.count_leading(map(keys.__getitem__, range(first, end)))
-        found = [keys[index] for index in range(first, first + num_blocks)]
-        if not found or not self._prefers_loading(lookup, found):
+        found = range(first, first + num_blocks)
+        if not found or not self._prefers_loading(lookup, keys, found):
             return 0, False
         return num_blocks * self._block_size, True
 
-    def _prefers_loading(self, lookup: _Lookup, keys: Sequence[BlockKey]) -> bool:
+    def _prefers_loading(self, lookup: _Lookup, keys: SequenceKeys, found: range) -> bool:
         """Return the cheaper choice: made once for a request, because it may be asked about in each step."""
         if lookup.prefers_loading is None:
             num_queued = sum(load.num_left for load in list(self._loads.values()))
-            num_in_memory = self._tier.count_in_memory(keys)
-            lookup.prefers_loading = self._costs.prefers_loading(len(keys), num_queued, num_in_memory)
+            num_in_memory = self._tier.count_in_memory(map(keys.__getitem__, found))
+            lookup.prefers_loading = self._costs.prefers_loading(len(found), num_queued, num_in_memory)
             self._counters.add(num_computations_chosen=not lookup.prefers_loading)
         return lookup.prefers_loading
 

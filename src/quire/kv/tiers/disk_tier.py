@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -60,18 +61,7 @@ class DiskTier(BlockTier):
 
     @override
     def read(self, key: BlockKey, into: ByteArray) -> bool:
-        file, layout, place = self._file, self._layout, self.residents.place_of(key)
-        if file is None or place is None:
-            return False
-        try:
-            header = layout.parse(file.read(layout, place, into))
-        except OSError as error:
-            logger.warning("KV could not be read from %s: %s", self._path, error)
-            header = None
-        if header is not None and header.key == key and header.vouches_for(into):
-            return True
-        self.residents.drop(key, place)
-        return False
+        return self._is_there(key, lambda file, layout, place: file.read(layout, place, into), into)
 
     @override
     def prefetch(self, key: BlockKey) -> None:
@@ -81,16 +71,30 @@ class DiskTier(BlockTier):
 
     @override
     def check(self, key: BlockKey) -> None:
+        self._is_there(key, TierFile.read_header)
+
+    def _is_there(
+        self,
+        key: BlockKey,
+        read: Callable[[TierFile, RegionLayout, int], bytes],
+        payload: ByteArray | None = None,
+    ) -> bool:
+        """Return whether a block is in its place, by the header that `read` returns; forget it if it is not.
+
+        With a `payload`, which `read` fills, the header must vouch for that, too.
+        """
         file, layout, place = self._file, self._layout, self.residents.place_of(key)
         if file is None or place is None:
-            return
+            return False
         try:
-            header = layout.parse(file.read_header(layout, place))
+            header = layout.parse(read(file, layout, place))
         except OSError as error:
             logger.warning("KV could not be read from %s: %s", self._path, error)
             header = None
-        if header is None or header.key != key:
-            self.residents.drop(key, place)
+        if header is not None and header.key == key and (payload is None or header.vouches_for(payload)):
+            return True
+        self.residents.drop(key, place)
+        return False
 
     @override
     def write(self, key: BlockKey, content: ByteArray, generation: int) -> bool:
