@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -268,16 +269,7 @@ def _immutable(entry: Any) -> Any:
     return tuple(entry) if isinstance(entry, Iterable) and not isinstance(entry, str) else entry
 
 
-_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "diversity_penalty",
-    "length_penalty",
-)
+_FLOATS = [field.name for field in dataclasses.fields(SamplingParams) if isinstance(field.default, float)]
 _LISTS = ("allowed_token_ids", "bad_words", "bad_words_token_ids", "stop", "stop_token_ids")
 
 _ONLY_WITH_BEAM_SEARCH: dict[str, Any] = {  # with the values that have no effect

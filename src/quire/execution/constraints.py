@@ -27,10 +27,11 @@ class Constraints:
     """
 
     def __init__(self, params: SamplingParams, *, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
+        vocabulary = range(vocab_size)
         sequences = [
             sequence
             for sequence in params.bad_words_token_ids
-            if sequence and all(0 <= token_id < vocab_size for token_id in sequence)
+            if sequence and all(token_id in vocabulary for token_id in sequence)
         ]
         banned = [sequence[0] for sequence in sequences if len(sequence) == 1]
         self._banned_ids: Int64Array = np.array(banned, dtype=np.int64)
@@ -41,7 +42,7 @@ class Constraints:
         self._min_tokens = params.min_tokens
         # Models list end-of-sequence ids that their vocabulary does not have; those need no ban.
         ending = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
-        in_vocabulary = [token_id for token_id in ending if 0 <= token_id < vocab_size]
+        in_vocabulary = [token_id for token_id in ending if token_id in vocabulary]
         self._ending_ids: Int64Array = np.array(in_vocabulary, dtype=np.int64)
         lasts = sequences or params.logit_bias or params.allowed_token_ids
         self.until = UNTIL_THE_END if lasts else self._min_tokens
