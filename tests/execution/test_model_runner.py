@@ -123,7 +123,7 @@ def test_prompt_logprobs_are_computed_in_pieces(models, prompts, monkeypatch):
         return driver.requests["r"].prompt_logprobs
 
     whole = run()
-    monkeypatch.setattr("quire.execution.prompt_logprobs.PROMPT_LOGITS", 7 * 384)
+    monkeypatch.setattr("quire.kernels.bounds.PROMPT_LOGITS", 7 * 384)
     pieces = run()
     assert [p.token_ids for p in pieces] == [p.token_ids for p in whole]
     for piece, position in zip(pieces, whole, strict=True):

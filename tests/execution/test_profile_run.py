@@ -135,16 +135,18 @@ def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(profiling, "_most_tokens_that_the_host_slows_down", say_64)
     assert profile_run(runner, VOCAB_SIZE, limits) == runner.most_recorded_tokens == 64
-    sizes, largest, rest = watched.steps[:9], watched.steps[9], watched.steps[10 : timed[0]]
+    sizes, reported, largest = watched.steps[:9], watched.steps[9], watched.steps[10]
+    rest = watched.steps[11 : timed[0]]
     assert sizes[:6] == [(length, 1, length) for length in (1, 2, 4, 8, 16, 32)]
     assert sizes[6:] == [(64, 2, 61), (1, 1, 1), (2, 2, 1)]
+    assert reported == (61, 1, 61)
     assert largest == (96, 4, 61)
-    assert watched.num_logits[7:11] == [1, 2, 60, 32]  # 60 and 32 behind the tokens of prompts
+    assert watched.num_logits[7:12] == [1, 2, 60, 1, 4]  # 60 behind the tokens of a prompt
     chunks, decodes = rest[:3], rest[3:]
     assert chunks == [(24, 1, 61), (6, 1, 61), (9, 4, 61)]
     assert decodes == [(4, 4, 61)] * 3 * TIMES
     assert watched.steps[timed[0] :] == [(64, 4, 61)] * TIMES
-    assert set(watched.num_logits[14:]) == {4}  # behind the chunks of one request
+    assert set(watched.num_logits[15:]) == {4}  # behind the chunks of one request
     assert runner.num_requests == 4
     assert len(watched.recorded) == 3  # a decode step, the choice of its tokens, and a step with chunks
 

@@ -78,7 +78,7 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(
     """Several pieces make up a chunk."""
     checkpoint = make_checkpoint("qwen3", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    monkeypatch.setattr("quire.execution.prompt_logprobs.PROMPT_LOGITS", 0)
+    monkeypatch.setattr("quire.kernels.bounds.PROMPT_LOGITS", 0)
     wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=3)
     with LLM(str(checkpoint), dtype="float32", max_num_seqs=7, **SETTINGS) as llm:
         outputs = llm.generate(PROMPTS, wanted)

@@ -45,7 +45,7 @@ def activation_bytes(
     if on_gpu:
         tokens = wide_size_class(tokens)  # recorded steps are rounded up
     places = min(scheduler.max_num_seqs + num_drafts, tokens)
-    logit_rows = min(max(places, bounds.PROMPT_LOGITS // model.vocab_size), tokens)
+    logit_rows = min(bounds.prompt_logit_rows(model.vocab_size, places), tokens)
     item = DTYPE_BYTES[dtype]
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     attended = model.num_heads * model.head_dim

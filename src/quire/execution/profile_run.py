@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from quire.execution.model_runner import ModelRunner
+from quire.kernels.bounds import prompt_logit_rows
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
 from quire.step import (
     NO_TOKEN,
@@ -43,10 +44,10 @@ SHARE_OF_HOST = 0.9
 
 _PLAIN = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 _GREEDY = SamplingParams(temperature=0.0)  # drawing takes long from logits as alike as made-up ones are
+_PROMPT_LOGPROBS = dataclasses.replace(_PLAIN, prompt_logprobs=1)
 _ALL_THERE_IS = dataclasses.replace(
     _PLAIN,
     logprobs=MAX_LOGPROBS,
-    prompt_logprobs=1,
     logit_bias={0: 1.0},
     min_tokens=1,
     frequency_penalty=0.1,
@@ -76,11 +77,11 @@ class _Row:
 def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int:
     """Compute steps of all kinds that take much memory, and wait for each.
 
-    They are: all sizes that have kernels of their own; the most tokens, with a token sampled for the most
-    requests in all ways that the device knows; chunks of prompts behind the longest context, one of them
-    beside decodes; and decode steps of the most requests, some of which have the longest context, and of
-    requests with drafts, recorded if the runner records any. Then the largest step with prompts is recorded
-    that is worth it.
+    They are: all sizes that have kernels of their own; a prompt whose log-probabilities are reported; the
+    most tokens, with a token sampled for the most requests in all ways that the device knows; chunks of
+    prompts behind the longest context, one of them beside decodes; and decode steps of the most requests,
+    some of which have the longest context, and of requests with drafts, recorded if the runner records any.
+    Then the largest step with prompts is recorded that is worth it.
 
     Args:
         runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request.
@@ -119,6 +120,9 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
         steps.compute(rows, _PLAIN, scores=num_tokens <= MOST_SCORED_TOKENS)
     for num_rows in _powers_of_two_below(min(most, limits.max_num_seqs)):
         steps.compute([_Row(0, 1)] * num_rows, _PLAIN)
+    # As many positions as have logits at a time, and one more: a whole prompt would be reported for nothing.
+    of_prompt = 1 + prompt_logit_rows(steps.vocab_size, limits.max_num_seqs)
+    steps.compute([_Row(0, min(longest, most, of_prompt))], _PROMPT_LOGPROBS)
     num_drafts = min(limits.draft_length, longest - 1, most - 1)
     steps.compute(_most_tokens(limits, num_drafts), _ALL_THERE_IS, num_drafts=num_drafts)
     for rows in _chunks(limits):
@@ -221,7 +225,7 @@ class _MadeUpSteps:
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         self._runner = runner
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._numbers = itertools.count()
         self._running: list[str] = []
 
@@ -285,7 +289,7 @@ class _MadeUpSteps:
 
     def _grammar(self, request_ids: list[str], num_places: int) -> GrammarOutput:
         counts = np.full(len(request_ids), num_places, dtype=np.int32)
-        words = -(-self._vocab_size // 32)
+        words = -(-self.vocab_size // 32)
         bitmask = np.full((len(request_ids) * num_places, words), NO_TOKEN, dtype=np.int32)
         return GrammarOutput(request_ids, counts, bitmask)
 

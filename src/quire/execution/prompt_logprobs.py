@@ -13,7 +13,7 @@ from quire.execution.arrays import Float32Array, Int64Array
 from quire.execution.logprobs import of_device, position_logprobs
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch
 from quire.execution.sampler import nonfinite_error
-from quire.kernels.bounds import PROMPT_LOGITS
+from quire.kernels.bounds import prompt_logit_rows
 from quire.kernels.devices import HostCopy, array_to_device
 from quire.kernels.sampling import SamplingKernels
 from quire.kernels.token_choice import RowLogprobs, TokenChoice
@@ -141,7 +141,7 @@ class HostPositionLogits:
         kernels: SamplingKernels,
     ) -> None:
         self._logits = logits
-        self._num_rows = max(1, PROMPT_LOGITS // vocab_size)
+        self._num_rows = prompt_logit_rows(vocab_size)
         self._kernels = kernels
 
     def find(self, hidden: torch.Tensor, next_ids: Int64Array, count: int) -> PositionsInFlight:
@@ -178,7 +178,7 @@ class DevicePositionLogits:
         logits: returns those of hidden states [R, hidden], [R, V].
         vocab_size: V.
         choice: of the device.
-        max_num_seqs: rows whose logits there is memory for.
+        max_num_seqs: rows that are sampled in a step at the most.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class DevicePositionLogits:
         max_num_seqs: int,
     ) -> None:
         self._logits = logits
-        self._num_rows = max(1, PROMPT_LOGITS // vocab_size, max_num_seqs)
+        self._num_rows = prompt_logit_rows(vocab_size, max_num_seqs)
         self._vocab_size = vocab_size
         self._choice = choice
 

@@ -36,8 +36,13 @@ GPU_WEIGHT_BYTES = 1 << 24  # of the estimates of key blocks that are held at a 
 GPU_WEIGHT_COPIES = 8  # of as many bytes, while they are made and summed up
 VISIT_BYTES = 48  # of a tile that a query block sees, in a list that doubles as it grows
 
-# The logits of prompts whose log-probabilities are found, of which as many are held at a time.
-PROMPT_LOGITS = 1 << 23
+PROMPT_LOGITS = 1 << 23  # that are held at a time where log-probabilities of prompts are found
+
+
+def prompt_logit_rows(vocab_size: int, sampled_rows: int = 1) -> int:
+    """Return the positions of a prompt whose logits are held at a time, no fewer than rows are sampled."""
+    return max(sampled_rows, PROMPT_LOGITS // vocab_size)
+
 
 # Sampling orders the most likely tokens of a row.
 MIN_HEAD_TOKENS = 128  # least tokens in a head that is not complete
