@@ -7,8 +7,8 @@ with the time to copy its weights and KV, prompts with the time of their product
 lengths beside the continuous batching of `transformers`, 64 streams over HTTP beside the same requests
 offline, the time until a server is ready, attention by itself (beside FlashInfer's where that is installed),
 and the kernels of decode steps beside what they read, write and compute. Of a decode step, what its recording
-takes the GPU is said, too. There is one way to compute a batch,
-and it is batch-invariant: what that costs is in all rows, and has none of its own.
+takes the GPU is said, too. There is one way to compute a batch, and it is batch-invariant: what that costs is
+in all rows, and has none of its own.
 
 `--tiny` goes through the same code on a CPU, but for `transformers`, with models of no use; its figures say
 nothing.

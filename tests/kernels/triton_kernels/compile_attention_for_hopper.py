@@ -30,7 +30,6 @@ KERNELS = (
     key_selection.write_visits,
 )
 STEPS = ([700, 400], [1, 120], 64), ([15, 90, 0], [1, 1, 57], 23), ([1023, 33], [1, 301], 129)
-SELECTING = [800, 519], [200, 1], 64  # with a tile of many rows, and one of few
 BFLOAT16, FLOAT16, FLOAT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 OTHERS: list[tuple[int, int, torch.dtype, torch.dtype, dict[str, Any]]] = [
     # heads of a group, features, types of queries and pages, options
@@ -84,14 +83,10 @@ with compile_only(2):
     for layer in OTHERS:
         attend(STEPS[0], *layer)
 dense = all_programs()
-with compile_only(2):
-    for layer, size, stride in (
-        (OTHERS[0], 64, 8),
-        (OTHERS[1], 256, 4),
-    ):  # with 8 rows of a head, and with 64
-        step = SELECTING if layer is OTHERS[0] else ([519], [1], 64)
-        selection = KeySelection(np.array([900, 520])[-len(step[0]) :], 0.8, size, stride)
-        attend(step, *layer, key_selection=selection)
+with compile_only(2):  # tiles of many rows and of few, with 8 rows of a head in the estimate; of few, with 64
+    selection = KeySelection(np.array([900, 520]), 0.8, 64, 8)
+    attend(([800, 519], [200, 1], 64), *OTHERS[0], key_selection=selection)
+    attend(([519], [1], 64), *OTHERS[1], key_selection=KeySelection(np.array([520]), 0.8, 256, 4))
 compiled = all_programs()
 hopper.check_order(compiled)
 hopper.check_reductions(compiled)
