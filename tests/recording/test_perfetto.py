@@ -17,21 +17,25 @@ from quire.recording import file_format as recording
 from quire.recording.file_format import Recording
 from quire.recording.perfetto import REQUESTS, SLOTS, STEPS, write_trace
 from quire.recording.recorder import RecordingScheduler
+from quire.scheduling.scheduler import Scheduler
 
 TOLERANCE = 1e-6  # microseconds
 
 
-@pytest.fixture(scope="module", params=range(4))
+@pytest.fixture(
+    scope="module", params=[*((SmallScheduler, 0.0, seed) for seed in range(4)), (Scheduler, 0.2, 1)], ids=str
+)
 def traced(request, tmp_path_factory):
+    scheduler_cls, share_of_failures, seed = request.param
     folder = tmp_path_factory.mktemp("trace")
-    rng = random.Random(request.param)
+    rng = random.Random(seed)
     config = SchedulerConfig(block_size=4, max_num_seqs=4)
     scheduler = RecordingScheduler(
         config,
         num_blocks=60,
         max_model_len=64,
-        context=random_context(rng, config.block_size, grammars=False),
-        scheduler_cls=SmallScheduler,
+        context=random_context(rng, config.block_size, grammars=False, share_of_failures=share_of_failures),
+        scheduler_cls=scheduler_cls,
         path=folder / "run",
     )
     run(scheduler, rng, 80, grammars=False)
@@ -45,7 +49,7 @@ def plans_of(frames):
     return [
         recording.decode(frame.result, calls.StepResult)
         for frame in frames
-        if isinstance(frame.call, calls.ScheduleCall)
+        if isinstance(frame.call, calls.ScheduleCall) and not frame.error
     ]
 
 
@@ -139,15 +143,20 @@ def test_the_counters_are_the_schedulers(traced):
 
 def test_transfers_are_there(traced):
     frames, events = traced
-    answers = [answer for frame in frames for answer in frame.answers]
+    answers = [answer for frame in frames for answer in frame.answers if answer.failure is None]
     sends = Counter(
         answer.subject for answer in answers if answer.question == "connector.finished" and answer.value[0]
     )
     begun = Counter(event["id"] for event in events if event["ph"] == "b" and event["name"] == "sending KV")
     assert begun == sends
-    loads = sum(
+    found = sum(
         answer.question == "connector.find" and bool(answer.value[0]) and bool(answer.value[1])
         for answer in answers
     )
+    failed = sum(
+        answer.question == "connector.load" and answer.failure is not None
+        for frame in frames
+        for answer in frame.answers
+    )
     begun_loads = sum(event["ph"] == "b" and event["name"] == "loading KV" for event in events)
-    assert begun_loads == loads
+    assert begun_loads == found - failed

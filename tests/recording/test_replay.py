@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import inspect
@@ -25,6 +26,7 @@ from quire.errors import ConfigError
 from quire.recording import calls
 from quire.recording import file_format as recording
 from quire.recording.file_format import Recording, RecordingError
+from quire.recording.perfetto import write_trace
 from quire.recording.recorder import RecordingScheduler
 from quire.recording.replay import replay
 from quire.request import Request
@@ -228,6 +230,19 @@ def test_what_is_no_recording_is_refused(tmp_path):
     path.write_bytes(recording.MAGIC + b"\x01\0\0\0\xc1")
     with pytest.raises(RecordingError, match="header"):
         replay(path)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damage_is_told_or_makes_a_difference(recorded, tmp_path, seed):
+    rng = random.Random(seed)
+    data = bytearray(recorded.read_bytes())
+    for _ in range(rng.randint(1, 4)):
+        data[rng.randrange(len(recording.MAGIC), len(data))] = rng.choice([0x91, 0xC0, 0xC1, 0xFF])
+    (tmp_path / "damaged").write_bytes(data)
+    with contextlib.suppress(RecordingError):
+        replay(tmp_path / "damaged")
+    with contextlib.suppress(RecordingError):
+        write_trace(Recording(tmp_path / "damaged"), tmp_path / "trace.json")
 
 
 def test_another_version_is_refused(recorded, tmp_path):

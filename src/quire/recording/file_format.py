@@ -44,6 +44,12 @@ class Header(msgspec.Struct):
     answers: list[Answer]
 
 
+class _Version(msgspec.Struct):
+    """What the headers of all versions have."""
+
+    version: int
+
+
 class Frame(msgspec.Struct, array_like=True):
     """One call: when it began and ended (seconds on the scheduler's clock), and what came of it.
 
@@ -91,8 +97,15 @@ NOTHING = raw(None)
 
 
 def decode(data: bytes | memoryview | msgspec.Raw, kind: type[T]) -> T:
-    """Return what `encode` has encoded; arrays are read-only."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
+    """Return what `encode` has encoded, a value of type `kind`; arrays are read-only.
+
+    Raises:
+        RecordingError: `data` is no such value.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordingError(f"a recorded {kind.__name__} is invalid: {error}") from error
 
 
 def _framed(item: Header | WrittenFrame) -> bytes:
@@ -146,21 +159,20 @@ class Recording:
         if first is None:
             raise RecordingError(f"{path} ends before its header")
         try:
-            version = msgspec.msgpack.decode(first).get("version")
+            version = decode(first, _Version).version
             if version != VERSION:
-                raise RecordingError(f"{path} is of version {version}; this version of Quire reads {VERSION}")
+                raise RecordingError(f"it is of version {version}; this version of Quire reads {VERSION}")
             self.header = decode(first, Header)
-        except (msgspec.DecodeError, AttributeError, ValueError) as error:
+        except RecordingError as error:
             raise RecordingError(f"the header of {path} cannot be read: {error}") from error
 
     def __iter__(self) -> Iterator[Frame]:
         frames = self._frames()
         next(frames)
-        decoder = msgspec.msgpack.Decoder(Frame, dec_hook=_decode_array)
         for number, data in enumerate(frames):
             try:
-                yield decoder.decode(data)
-            except msgspec.DecodeError as error:
+                yield decode(data, Frame)
+            except RecordingError as error:
                 raise RecordingError(f"call {number} in {self.path} cannot be read: {error}") from error
 
     def _frames(self) -> Iterator[bytes]:

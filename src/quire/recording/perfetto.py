@@ -163,6 +163,8 @@ class _Tracer:
         """Trace what the connector was asked to load and to send."""
         is_async: dict[str, bool] = {}
         for answer in frame.answers:
+            if answer.failure is not None:
+                continue
             match answer.question:
                 case "connector.find":
                     is_async[answer.subject] = bool(answer.value[1])

@@ -168,7 +168,7 @@ def _plain(value: object) -> object:
 def _result(frame: Frame, result: msgspec.Raw) -> Any:
     """Return a call's result with its types, as far as it has any."""
     is_step = isinstance(frame.call, (calls.ScheduleCall, calls.UpdateDraftsInOutputCall))
-    return file_format.decode(result, calls.StepResult) if is_step else msgspec.msgpack.decode(result)
+    return file_format.decode(result, calls.StepResult if is_step else object)
 
 
 def _shortened(value: Any, limit: int = 200) -> str:
