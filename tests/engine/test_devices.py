@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ OWN_TIER = "test_devices.OwnTier"
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two GPUs of 80 GB, half of which is taken."""
-    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "")
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "")
     monkeypatch.setattr(devices, "free_cuda_memory", lambda: 40 * GB)
     monkeypatch.setattr(devices, "cuda_memory", lambda: 80 * GB)
     monkeypatch.setattr(devices, "cuda_name", lambda: "A GPU")
@@ -113,7 +112,7 @@ def test_the_device_and_its_kernels_where_there_is_a_gpu(
 def test_the_device_and_its_kernels_where_there_is_none(
     fields: dict[str, Any], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "torch sees no GPU")
     assert chosen(**fields) == expected
 
 
@@ -138,7 +137,7 @@ def test_what_a_gpu_would_need_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"device is 'cuda', but EngineConfig.kernels is 'native', and .*'auto'"
     ):
         chosen(device="cuda", kernels="native")
-    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "torch sees no GPU")
     with pytest.raises(ConfigError, match=r"^EngineConfig\.device is 'cuda', but torch sees no GPU$"):
         chosen(device="cuda")
     with pytest.raises(ConfigError, match=r"EngineConfig\.kernels is 'triton', .* but torch sees no GPU"):
@@ -147,15 +146,10 @@ def test_what_a_gpu_would_need_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"EngineConfig\.kernels is 'triton', .*device is 'cpu'; set kernels"
     ):
         chosen(device="cpu", kernels="triton")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"device is 'cuda', but Triton is not installed; install quire\[gpu\]"
-    ):
-        chosen(device="cuda")
 
 
 def test_float8_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "torch sees no GPU")
     for fields in ({}, {"kernels": "native"}, {"kernels": "reference"}, {"device": "cpu"}):
         with pytest.raises(
             ConfigError, match=r"quantization is 'fp8', .*kernels for GPUs .*, but .*; set .* to 'int8'"
@@ -201,7 +195,7 @@ def test_weights_in_float8_are_planned_where_they_are_held(mini: ModelConfig) ->
 
 
 def test_a_gpu_is_planned_for_where_there_is_none(mini: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "torch sees no GPU")
     config = on_cuda(EngineConfig(device="cuda"), gpu_bytes=80 * GB)
     assert (config.device, config.kernels) == ("cuda", "triton")
     in_float8 = dataclasses.replace(mini, stored_quantization="fp8")
@@ -217,24 +211,6 @@ def test_what_torch_keeps_of_tensors_that_are_gone_is_free(monkeypatch: pytest.M
     assert devices.free_cuda_memory() == 40
 
 
-def test_triton_s_interpreter_does_not_use_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "")
-    assert chosen() == ("cpu", "auto")
-    with pytest.raises(ConfigError, match="TRITON_INTERPRET is set"):
-        chosen(device="cuda")
-
-
-def test_kernels_that_cannot_be_had_are_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str = "auto") -> None:
-        raise ConfigError("these kernels are broken")
-
-    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "")
-    monkeypatch.setattr(dispatch, "kernel_set", refuse)
-    assert chosen() == ("cpu", "auto")
-    with pytest.raises(ConfigError, match="device is 'cuda', but these kernels are broken"):
-        chosen(device="cuda")
-
-
 @pytest.mark.parametrize("has_driver", [True, False])
 def test_a_gpu_that_is_passed_over_is_named(
     has_driver: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -243,7 +219,7 @@ def test_a_gpu_that_is_passed_over_is_named(
     if has_driver:
         driver.write_text("NVRM version")
     monkeypatch.setattr(engine_devices, "NVIDIA_DRIVER", driver)
-    monkeypatch.setattr(devices, "cuda_obstacle", lambda: "torch sees no GPU")
+    monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "torch sees no GPU")
     assert chosen() == ("cpu", "auto")
     assert chosen(device="cpu") == ("cpu", "auto")
     assert caplog.text.count("runs on the CPU: torch sees no GPU") == has_driver

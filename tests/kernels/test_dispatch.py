@@ -9,6 +9,7 @@ import sys
 import native_settings
 import pytest
 import torch
+import triton
 
 import subprocesses
 from quire.errors import ConfigError
@@ -27,6 +28,14 @@ with LLM("mini", num_kv_blocks=64, max_num_seqs=4, weight_cache="") as llm:
     (output,) = llm.generate(["What is"], SamplingParams(max_tokens=4, temperature=0.7, seed=1))
 print(len(output.outputs[0].token_ids))
 """
+
+
+class NoCompiler:
+    """Triton's driver on a machine without a C compiler."""
+
+    @property
+    def active(self) -> None:
+        raise RuntimeError("Failed to find C compiler.")
 
 
 def test_without_native_kernels_the_reference_runs_and_that_is_said_once() -> None:
@@ -53,10 +62,26 @@ def test_kernels_in_triton_are_an_error_where_they_cannot_run(monkeypatch: pytes
     ):
         choose("triton")
     monkeypatch.setattr(dispatch, "cuda_obstacle", lambda: "")
+    monkeypatch.setattr(device, "launch_obstacle", lambda: "")
     assert choose("triton").device == torch.device("cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"Triton is not installed; install quire\[gpu\]"):
         choose("triton")
+
+
+def test_what_keeps_kernels_from_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "cuda_obstacle", lambda: "torch sees no GPU")
+    assert dispatch.gpu_obstacle() == "torch sees no GPU"
+    monkeypatch.setattr(dispatch, "cuda_obstacle", lambda: "")
+    assert "TRITON_INTERPRET is set" in dispatch.gpu_obstacle()
+    monkeypatch.setattr(device, "is_interpreted", False)
+    monkeypatch.setattr(triton.runtime, "driver", NoCompiler())
+    assert dispatch.gpu_obstacle() == (
+        "Triton cannot launch kernels (RuntimeError: Failed to find C compiler.); install a C compiler and "
+        "Python's headers, or name a compiler in CC"
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert dispatch.gpu_obstacle() == "Triton is not installed; install quire[gpu]"
 
 
 def test_nothing_but_its_kernels_loads_triton() -> None:

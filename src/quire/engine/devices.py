@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,25 +105,10 @@ def _kernels_obstacle(config: EngineConfig) -> str:
 
 
 def _cuda_obstacle(config: EngineConfig) -> str:
-    """Return why an engine cannot compute on a GPU; empty: it can. Only what is cheap is asked first."""
-    obstacle = _kernels_obstacle(config)
-    if obstacle:
-        return obstacle
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; install quire[gpu]"
-    from quire.kernels.devices import HOST, cuda_obstacle
-    from quire.kernels.dispatch import kernel_set
+    """Return why an engine cannot compute on a GPU; empty: it can."""
+    from quire.kernels.dispatch import gpu_obstacle
 
-    obstacle = cuda_obstacle()
-    if obstacle:
-        return obstacle
-    try:
-        device = kernel_set("triton").device
-    except ConfigError as error:
-        return str(error)
-    if device == HOST:
-        return "TRITON_INTERPRET is set, so that Triton computes on the CPU; unset it"
-    return ""
+    return _kernels_obstacle(config) or gpu_obstacle()
 
 
 def _check_gpus(config: EngineConfig) -> None:

@@ -43,6 +43,20 @@ def kernel_set(name: str = "auto") -> KernelSet:
     return ReferenceKernels()
 
 
+def gpu_obstacle() -> str:
+    """Return why no kernels compute on a GPU here, what is cheap to ask first; empty: those in Triton do."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install quire[gpu]"
+    obstacle = cuda_obstacle()
+    if obstacle:
+        return obstacle
+    from quire.kernels.triton.device import is_interpreted, launch_obstacle
+
+    if is_interpreted:
+        return "TRITON_INTERPRET is set, so that Triton computes on the CPU; unset it"
+    return launch_obstacle()
+
+
 def _triton_kernels() -> KernelSet:
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(
@@ -52,7 +66,7 @@ def _triton_kernels() -> KernelSet:
     from quire.kernels.triton.device import is_interpreted
     from quire.kernels.triton.kernel_set import TritonKernels
 
-    obstacle = "" if is_interpreted else cuda_obstacle()
+    obstacle = "" if is_interpreted else gpu_obstacle()
     if obstacle:
         raise ConfigError(
             f"EngineConfig.kernels is 'triton', but {obstacle}; set it to 'auto', or set TRITON_INTERPRET=1 "

@@ -31,6 +31,21 @@ def compute_capability() -> int:
     return 90 if is_interpreted else triton.runtime.driver.active.get_current_target().arch
 
 
+def launch_obstacle() -> str:
+    """Return why Triton cannot launch kernels on the GPU; empty: it can.
+
+    What it launches kernels with is compiled from C at its first start on a machine.
+    """
+    try:
+        _ = triton.runtime.driver.active
+    except Exception as error:  # whatever a compiler, a linker or a loader comes to
+        return (
+            f"Triton cannot launch kernels ({type(error).__name__}: {error}); install a C compiler and "
+            "Python's headers, or name a compiler in CC"
+        )
+    return ""
+
+
 def has_large_tiles() -> bool:
     """Return whether programs may have the shared memory of Hopper, and tiles are fetched: 9.x and 10.x."""
     return 90 <= compute_capability() < 120
