@@ -88,7 +88,6 @@ def test_nothing_is_lent_before_it_is_known_that_it_is_right(monkeypatch: pytest
     monkeypatch.setattr(Loans, "end_step", noted)
     with late_engine("prefill", max_num_batched_tokens=48) as llm:
         assert prefill(llm) is not None
-        core_of(llm)._connector._parts.loans.release(["t"])
     assert told
     assert all(told)
 
@@ -111,6 +110,24 @@ def test_a_prompt_whose_logits_are_nan_is_not_lent(monkeypatch: pytest.MonkeyPat
         assert answer(second, transfer=prefill(first)) == expected
         assert second.stats().num_loaded_tokens == 322
         check_nothing_is_held(first, second)
+
+
+def test_who_gives_a_prompt_back_before_its_request_has_ended_was_lent_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end_step = Loans.end_step
+
+    def read_at_once(self: Loans, number: int) -> None:
+        end_step(self, number)
+        given_back.append(self._by_number[number].name)
+        self.release(given_back[-1:])
+
+    given_back: list[str] = []
+    monkeypatch.setattr(Loans, "end_step", read_at_once)
+    with LLM("mini", num_threads=1, num_kv_blocks=64, role="prefill", kv_transfer_token="secret") as llm:
+        transfer = prefill(llm, PROMPT[:40])
+        assert [transfer["transfer_id"]] == given_back
+        check_nothing_is_held(llm)
 
 
 def test_the_host_still_lends_layer_by_layer() -> None:

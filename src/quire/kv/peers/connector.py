@@ -179,11 +179,11 @@ class PeerConnector(KVConnector):
         parts = self._parts
         parts.borrowed.finish(request)
         parts.prefixes.finish(request)
-        transfer_id = parts.lent.finish(request, block_ids)
+        is_held, transfer_id = parts.lent.finish(request, block_ids)
         if transfer_id is None or parts.address is None:
             return False, None
         self._stats.num_lent_prompts += 1
-        return True, answer(transfer_id, parts.address, engine_id_of(self._epoch))
+        return is_held, answer(transfer_id, parts.address, engine_id_of(self._epoch))
 
     @override
     def leases_renewed(self) -> frozenset[str]:

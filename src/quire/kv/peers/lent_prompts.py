@@ -77,26 +77,33 @@ class LentPrompts:
                 self._loans.end(self._lent[request_id].loan, "its request was preempted")
         return [self._loan_step(save) for save in self._prompts.completed_by(output, self._keys)]
 
-    def finish(self, request: Request, block_ids: Sequence[int]) -> str | None:
-        """Note that a request has ended; return its transfer id if its blocks are to be held."""
+    def finish(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, str | None]:
+        """Note that a request has ended.
+
+        Returns:
+            Whether its blocks are to be held, and its transfer id if its prompt was computed: who reads it
+            while it is computed may have given it back already.
+        """
         lent = self._lent.get(request.request_id)
         if lent is None:
-            return None
+            return False, None
         self._keys.pop(request.request_id, None)
         self._prompts.forget(request.request_id)
         is_complete = request.status in (
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
+        was_read = False
         if is_complete and len(block_ids):
             self._steps.settle(request.request_id)
             if lent.keeps_last:
                 self._loans.begin_step(lent.loan, lent.num_blocks - 1, [block_ids[lent.num_blocks - 1]])
                 self._loans.end_step(lent.loan)
             if self._loans.is_ready(lent.loan):
-                return lent.transfer_id
+                return True, lent.transfer_id
+            was_read = self._loans.was_read(lent.loan)
         self.end(request.request_id, "its prompt was not computed to the end")
-        return None
+        return False, lent.transfer_id if was_read else None
 
     def end(self, request_id: str, reason: str) -> None:
         """Lend a request's prompt no more."""
