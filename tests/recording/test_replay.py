@@ -32,6 +32,7 @@ from quire.recording.replay import replay
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling.context import SchedulerContext
+from quire.scheduling.interface import SchedulerInterface
 from quire.scheduling.scheduler import Scheduler
 from quire.step import NO_TOKEN, ModelRunnerOutput
 
@@ -330,6 +331,12 @@ def test_a_call_is_recorded_as_it_was_made(tmp_path):
     scheduler.update_from_output(plan, ModelRunnerOutput(["one"], np.array([[5]], dtype=np.int32)))
     *_, frame = Recording(tmp_path / "run")
     assert frame.call.output.sampled_token_ids.tolist() == [[5]]
+
+
+def test_everything_that_a_scheduler_has_is_asked_of_the_recorded_one():
+    derived = {"has_unfinished_requests"}  # from methods that are handed on
+    names = {name for name in vars(SchedulerInterface) if not name.startswith("_")}
+    assert names - vars(RecordingScheduler).keys() == derived
 
 
 def test_every_field_of_a_request_is_recorded():

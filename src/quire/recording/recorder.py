@@ -214,6 +214,7 @@ class RecordingScheduler(SchedulerInterface):
     # -- calls that only look ------------------------------------------------------------------------------
 
     pause_state = property(lambda self: self.scheduler.pause_state)
+    reads_priority = property(lambda self: self.scheduler.reads_priority)
     has_request = forwarded("scheduler", SchedulerInterface.has_request)
     get_num_unfinished_requests = forwarded("scheduler", SchedulerInterface.get_num_unfinished_requests)
     has_finished_requests = forwarded("scheduler", SchedulerInterface.has_finished_requests)
