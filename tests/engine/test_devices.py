@@ -57,6 +57,10 @@ class CopyingTier(OwnTier):
 OWN_TIER = "test_devices.OwnTier"
 
 
+def capabilities(monkeypatch: pytest.MonkeyPatch, *of_gpus: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", of_gpus.__getitem__)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with two GPUs of 80 GB, half of which is taken."""
@@ -65,6 +69,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "cuda_memory", lambda: 80 * GB)
     monkeypatch.setattr(devices, "cuda_name", lambda: "A GPU")
     monkeypatch.setattr(devices, "num_gpus", lambda: 2)
+    capabilities(monkeypatch, (9, 0), (9, 0))
     monkeypatch.setattr(devices, "has_nccl", lambda: True)
     monkeypatch.setattr(
         dispatch, "kernel_set", lambda name="auto": GpuKernels() if name == "triton" else ReferenceKernels()
@@ -162,14 +167,17 @@ def test_float8_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_cache_in_float8_is_for_gpus_that_have_it(
-    mini: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "cuda_capability", lambda: (8, 6))
+def test_float8_is_for_gpus_that_have_it(mini: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities(monkeypatch, (8, 6))
+    for name in ("kv_cache_dtype", "quantization"):
+        with pytest.raises(
+            ConfigError, match=rf"{name} is 'fp8', .* capability 8\.9 on, .* is 8\.6; .*'int8'"
+        ):
+            chosen(**{name: "fp8"})
+    capabilities(monkeypatch, (9, 0), (8, 6))
     with pytest.raises(ConfigError, match=r"from compute capability 8\.9 on, and this one's is 8\.6"):
-        chosen(kv_cache_dtype="fp8")
+        chosen(quantization="fp8", tensor_parallel_size=2)
     assert chosen(quantization="fp8") == ("cuda", "triton")
-    monkeypatch.setattr(devices, "cuda_capability", lambda: (9, 0))
     config = on_one_device(EngineConfig(kv_cache_dtype="fp8", dtype="bfloat16"))
     plans = [plan_memory(each, mini) for each in (config, dataclasses.replace(config, kv_cache_dtype="auto"))]
     assert [plan.kv_dtype for plan in plans] == ["float8_e4m3fn", "bfloat16"]
@@ -218,7 +226,7 @@ def test_a_gpu_that_is_passed_over_is_named(
     driver = tmp_path / "version"
     if has_driver:
         driver.write_text("NVRM version")
-    monkeypatch.setattr(engine_devices, "NVIDIA_DRIVER", driver)
+    monkeypatch.setattr(engine_devices, "NVIDIA_DRIVERS", (tmp_path / "other", driver))
     monkeypatch.setattr(dispatch, "gpu_obstacle", lambda: "torch sees no GPU")
     assert chosen() == ("cpu", "auto")
     assert chosen(device="cpu") == ("cpu", "auto")
@@ -232,10 +240,27 @@ def test_what_torch_lacks_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees no GPU" in devices.cuda_obstacle()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    capabilities(monkeypatch, (7, 5))
     assert "need a GPU of compute capability 8.0 or more, and this one's is 7.5" in devices.cuda_obstacle()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    capabilities(monkeypatch, (8, 0))
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
     assert not devices.cuda_obstacle()
+
+
+@pytest.mark.parametrize(
+    "reason", ["out of memory", "no kernel image is available for execution on the device"]
+)
+def test_a_gpu_that_does_not_compute_is_told_as_torch_tells_it(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"CUDA error: {reason}\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    capabilities(monkeypatch, (8, 0))
+    monkeypatch.setattr(torch, "ones", fail)
+    assert f"cannot compute on the GPU (CUDA error: {reason}); end what else" in devices.cuda_obstacle()
 
 
 @pytest.mark.usefixtures("gpu")
@@ -266,6 +291,12 @@ def test_each_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match=r"tensor_parallel_size is 4, .* CUDA shows 2; lower .*VISIBLE"):
             chosen(device=device, tensor_parallel_size=4)
     assert chosen(device="cpu", tensor_parallel_size=4) == ("cpu", "auto")
+    capabilities(monkeypatch, (9, 0), (7, 5))
+    with pytest.raises(
+        ConfigError, match=r"one of the first 2 GPUs has compute capability 7\.5, .* need 8\.0"
+    ):
+        chosen(tensor_parallel_size=2)
+    capabilities(monkeypatch, (9, 0), (9, 0))
     monkeypatch.setattr(devices, "has_nccl", lambda: False)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2, but .* no NCCL, .*; set it to 1"):
         chosen(tensor_parallel_size=2)

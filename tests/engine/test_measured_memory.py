@@ -213,12 +213,15 @@ def test_a_step_that_does_not_fit_is_refused_with_the_knobs(
 
 
 @pytest.mark.parametrize("part", ["load_models", "build_runner"])
+@pytest.mark.parametrize(
+    "kind", [torch.OutOfMemoryError, RuntimeError]
+)  # torch's, and Triton's or CUDA's own
 def test_memory_that_others_take_meanwhile_is_told_with_the_knobs(
-    gpu: CountedMemory, checkpoint: Path, part: str, monkeypatch: pytest.MonkeyPatch
+    gpu: CountedMemory, checkpoint: Path, part: str, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_out(*_: Any, **__: Any) -> None:
         gpu.taken_by_others = 2 * 10**9
-        raise torch.OutOfMemoryError("CUDA out of memory. Process 7 has 2.00 GB in use.")
+        raise kind("CUDA out of memory. Process 7 has 2.00 GB in use.")
 
     monkeypatch.setattr(core, part, run_out)
     monkeypatch.setattr(profile_run, "profile_run", lambda *_: 0)

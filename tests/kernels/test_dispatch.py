@@ -80,6 +80,9 @@ def test_what_keeps_kernels_from_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) 
         "Triton cannot launch kernels (RuntimeError: Failed to find C compiler.); install a C compiler and "
         "Python's headers, or name a compiler in CC"
     )
+    monkeypatch.setattr(triton.runtime, "driver", None)
+    assert dispatch.gpu_obstacle().startswith("Triton cannot launch kernels (AttributeError: ")
+    assert "compiler" not in dispatch.gpu_obstacle()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert dispatch.gpu_obstacle() == "Triton is not installed; install quire[gpu]"
 

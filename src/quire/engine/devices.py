@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Is there if the system has the driver of NVIDIA's GPUs."""
+NVIDIA_DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1")
+"""One of these is there if the system, or Windows below it, has the driver of NVIDIA's GPUs."""
 
 _FLOAT8_CAPABILITY = 8, 9  # from which on GPUs convert float8_e4m3fn
 
@@ -37,11 +37,11 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
         from quire.kernels.devices import cuda_memory
 
         _check_gpus(config)
-        _refuse_float8_pages(config)
+        _refuse_float8_on_older_gpus(config)
         return on_cuda(config, gpu_bytes=cuda_memory())
     if wanted == "cuda":
         raise ConfigError(f"EngineConfig.device is 'cuda', but {obstacle}")
-    if wanted == "auto" and NVIDIA_DRIVER.exists():
+    if wanted == "auto" and any(map(Path.exists, NVIDIA_DRIVERS)):
         logger.warning("there is an NVIDIA GPU, but the model runs on the CPU: %s", obstacle)
     if config.kernels == "triton":
         _refuse_kernels_elsewhere(obstacle)
@@ -113,7 +113,7 @@ def _cuda_obstacle(config: EngineConfig) -> str:
 
 def _check_gpus(config: EngineConfig) -> None:
     """Raise `ConfigError` if there is not a GPU for each rank, or GPUs cannot exchange tensors."""
-    from quire.kernels.devices import has_nccl, num_gpus
+    from quire.kernels.devices import LEAST_CAPABILITY, cuda_capability, has_nccl, num_gpus
 
     size = config.tensor_parallel_size
     if size == 1:
@@ -123,6 +123,12 @@ def _check_gpus(config: EngineConfig) -> None:
             f"EngineConfig.tensor_parallel_size is {size}, and each rank needs a GPU of its own, but CUDA "
             f"shows {num_gpus()}; lower it to that, show more of them (CUDA_VISIBLE_DEVICES), or set "
             "EngineConfig.device to 'cpu'"
+        )
+    if cuda_capability(size) < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"EngineConfig.tensor_parallel_size is {size}, but one of the first {size} GPUs has compute "
+            f"capability {_dotted(cuda_capability(size))}, and the kernels need {_dotted(LEAST_CAPABILITY)}; "
+            "show others (CUDA_VISIBLE_DEVICES), or lower it"
         )
     if not has_nccl():
         raise ConfigError(
@@ -153,19 +159,23 @@ def _refuse_float8(config: EngineConfig, obstacle: str) -> None:
             )
 
 
-def _refuse_float8_pages(config: EngineConfig) -> None:
-    """Raise `ConfigError` if the KV cache is to be float8 on a GPU that has no such numbers."""
-    if config.kv_cache_dtype != "fp8":
-        return
+def _refuse_float8_on_older_gpus(config: EngineConfig) -> None:
+    """Raise `ConfigError` if weights or the KV cache are to be float8 on GPUs that have no such numbers."""
     from quire.kernels.devices import cuda_capability
 
-    capability = cuda_capability()
-    if capability < _FLOAT8_CAPABILITY:
-        raise ConfigError(
-            "EngineConfig.kv_cache_dtype is 'fp8', which GPUs have from compute capability "
-            f"{'.'.join(map(str, _FLOAT8_CAPABILITY))} on, and this one's is "
-            f"{'.'.join(map(str, capability))}; set it to 'int8'"
-        )
+    for name in ("quantization", "kv_cache_dtype"):
+        if getattr(config, name) != "fp8":
+            continue
+        capability = cuda_capability(config.tensor_parallel_size)
+        if capability < _FLOAT8_CAPABILITY:
+            raise ConfigError(
+                f"EngineConfig.{name} is 'fp8', which GPUs have from compute capability "
+                f"{_dotted(_FLOAT8_CAPABILITY)} on, and this one's is {_dotted(capability)}; set it to 'int8'"
+            )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _refuse_beside_cuda(config: EngineConfig) -> None:

@@ -44,11 +44,13 @@ def telling_of_shortage(memory: CudaMemory | None) -> Iterator[None]:
     if memory is None:
         yield
         return
-    from quire.kernels.devices import OutOfMemoryError
+    from quire.kernels.devices import is_out_of_memory
 
     try:
         yield
-    except OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"the GPU ran out of memory while the model was loaded or its KV cache allocated; "
             f"{format_bytes(memory.num_available)} can be taken for both by now. End what else computes on "
@@ -104,7 +106,7 @@ def _computed_steps(
         The bytes of weights and activations meanwhile, and what `profile_run` returns.
     """
     from quire.execution.profile_run import StepLimits, profile_run
-    from quire.kernels.devices import OutOfMemoryError
+    from quire.kernels.devices import is_out_of_memory
 
     scheduler, speculation = config.scheduler, config.speculation
     limits = StepLimits(
@@ -122,7 +124,9 @@ def _computed_steps(
     try:
         runner = build_runner(config, models, small, connector=None)
         most_recorded_tokens = profile_run(runner, models.target.config.vocab_size, limits)
-    except OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"a step of SchedulerConfig.max_num_batched_tokens {scheduler.max_num_batched_tokens} and "
             f"SchedulerConfig.max_num_seqs {scheduler.max_num_seqs} ran out of memory: of "

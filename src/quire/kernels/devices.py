@@ -12,9 +12,6 @@ HOST = torch.device("cpu")
 LEAST_CAPABILITY = 8, 0
 """Of GPUs that the kernels compute on: older ones lack shared memory, and products in bfloat16."""
 
-OutOfMemoryError = torch.OutOfMemoryError
-"""Raised where a device has no memory left for a tensor."""
-
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device: itself if that is the host, else a copy nobody waits for."""
@@ -87,7 +84,19 @@ def cuda_obstacle() -> str:
     if capability < LEAST_CAPABILITY:
         needed, found = (".".join(map(str, numbers)) for numbers in (LEAST_CAPABILITY, capability))
         return f"the kernels need a GPU of compute capability {needed} or more, and this one's is {found}"
+    try:
+        torch.ones(
+            1, device="cuda"
+        ).item()  # needs a context, memory, and a torch that was built for this GPU
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        return f"torch cannot compute on the GPU ({reason}); end what else computes there, or update torch"
     return ""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether a device has no memory left, whether torch, Triton or CUDA itself has asked for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def num_gpus() -> int:
@@ -140,9 +149,9 @@ class CudaMemory:
         return max(0, torch.cuda.max_memory_reserved() - self._before)
 
 
-def cuda_capability() -> tuple[int, int]:
-    """Return the compute capability of the GPU that torch computes on."""
-    return torch.cuda.get_device_capability()
+def cuda_capability(num_gpus: int = 1) -> tuple[int, int]:
+    """Return the compute capability of the GPU that torch computes on; of the first few GPUs, the least."""
+    return min(map(torch.cuda.get_device_capability, range(num_gpus)))
 
 
 def cuda_name() -> str:

@@ -28,7 +28,7 @@ from quire.errors import ConfigError
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cuda_graphs import CudaGraphs
-from quire.kernels.devices import HOST, OutOfMemoryError
+from quire.kernels.devices import HOST, is_out_of_memory
 from quire.kernels.dispatch import kernel_set
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.kv.shard_memory import ShardMemory
@@ -125,7 +125,9 @@ class ShardRunner:
             self._kv_cache = PagedAttentionCache.on_device(metadata, self._device)
             if self._device != HOST:
                 self._kv_cache.tensor.zero_()  # steps that are measured read what nobody has written
-        except OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             num_bytes = metadata.num_pages_per_layer * metadata.bytes_per_block
             raise ConfigError(
                 f"its GPU has no room for the KV cache of {format_bytes(num_bytes)}, which was planned by "

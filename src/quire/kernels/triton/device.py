@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 
 import torch
 import triton
@@ -39,10 +40,11 @@ def launch_obstacle() -> str:
     try:
         _ = triton.runtime.driver.active
     except Exception as error:  # whatever a compiler, a linker or a loader comes to
-        return (
-            f"Triton cannot launch kernels ({type(error).__name__}: {error}); install a C compiler and "
-            "Python's headers, or name a compiler in CC"
+        is_compiler_s = isinstance(error, subprocess.CalledProcessError) or "C compiler" in str(error)
+        advice = (
+            "; install a C compiler and Python's headers, or name a compiler in CC" if is_compiler_s else ""
         )
+        return f"Triton cannot launch kernels ({type(error).__name__}: {error}){advice}"
     return ""
 
 
