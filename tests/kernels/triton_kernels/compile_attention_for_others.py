@@ -6,6 +6,7 @@ program takes, in bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
@@ -22,12 +23,16 @@ from quire.kernels.triton.kernel import compile_only
 
 hopper.compile_only(int(sys.argv[1]))
 with compile_only(2):
-    for head_dim in (128, 256):
+    for head_dim, dtype, group in (
+        (128, torch.float32, 64),
+        (128, torch.bfloat16, 2),
+        (256, torch.bfloat16, 2),
+    ):
         batch = AttentionBatch.build(
             np.array([700, 400]), np.array([1, 120]), np.zeros((2, 64), np.int32), 16
         )
-        kv = make_cache(1, 1, 2, 16, head_dim, torch.bfloat16).views[0]
-        query = torch.empty(121, 4, head_dim, dtype=torch.bfloat16)
+        kv = make_cache(1, 1, 2, 16, head_dim, dtype).views[0]
+        query = torch.empty(121, 2 * group, head_dim, dtype=dtype)
         paged_attention(query, kv, batch, scale=0.125)
     for dtype, size, stride in ((torch.bfloat16, 256, 4), (torch.float16, 64, 8)):  # the other in float32
         selection = KeySelection(np.array([520]), 0.8, size, stride)
@@ -35,6 +40,7 @@ with compile_only(2):
             np.array([519]), np.array([1]), np.zeros((1, 64), np.int32), 16, key_selection=selection
         )
         paged_attention(torch.empty(1, 16, 256, dtype=dtype), kv, batch, scale=0.125)
-kernels = attention_kernels.attend, key_selection.weigh_key_blocks
-compiled = [program for kernel in kernels for program in kernel.device_caches[0][0].values()]
-print(json.dumps({"shared": max(program.metadata.shared for program in compiled)}))
+kernels = attention_kernels.attend, attention_kernels.merge_parts, key_selection.weigh_key_blocks
+compiled = [list(kernel.device_caches[0][0].values()) for kernel in kernels]
+assert all(compiled)
+print(json.dumps({"shared": max(program.metadata.shared for program in itertools.chain(*compiled))}))

@@ -135,6 +135,7 @@ def _merge(call: AttentionCall, tiles: TileClass, out: torch.Tensor, statistics:
         FEATURES=features,
         SHARE=share,
         ROWS=tiles.rows,
+        STAGES=3 if has_little_shared_memory() else 4,
         HAS_SINKS=call.how.sinks is not None,
         HAS_STATISTICS=statistics is not None,
         num_warps=_warps_and_stages(call, tiles.rows, share, len(tiles.merges))[0],
@@ -146,9 +147,11 @@ def _warps_and_stages(call: AttentionCall, rows: int, features: int, num_tiles: 
     """Return how many warps hold two tiles of sums, and of float32 the operands, too; and how many stages.
 
     For few rows, two are enough where several programs share a multiprocessor; one that has it alone computes
-    and fetches as much at a time as it can. Measured on an H200. One stage of more than 128 features
-    fills the shared memory of GPUs that have little.
+    and fetches as much at a time as it can. Measured on an H200. One stage of more than 128 features, or of
+    many rows in float32, fills the shared memory of smaller GPUs.
     """
+    if call.is_float32 and rows > _FEW_ROWS:
+        return 8, 3 if has_large_tiles() else 1
     if call.is_float32 or rows * features > 64 * 128:
         return 8, 1 if features > 128 and has_little_shared_memory() else 3
     if rows > _FEW_ROWS:

@@ -335,6 +335,7 @@ def merge_parts(
     FEATURES: tl.constexpr,
     SHARE: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
 ):
@@ -353,7 +354,7 @@ def merge_parts(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, SHARE], tl.float32)
-    for number in tl.range(0, loop_end(num_parts), num_stages=4):
+    for number in tl.range(0, loop_end(num_parts), num_stages=STAGES):
         of_part = (first_part + number).to(tl.int64) * num_kv_heads + kv_head
         part_top = tl.load(part_statistics + of_part * 2 * ROWS + row)
         part_total = tl.load(part_statistics + (of_part * 2 + 1) * ROWS + row)

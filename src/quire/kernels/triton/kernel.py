@@ -12,6 +12,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from quire.errors import ConfigError
 from quire.kernels.triton.device import compute_capability, is_interpreted
 
 _LEAST_CAPABILITY = 90  # of GPUs that can launch kernels early: that of Hopper
@@ -28,7 +29,14 @@ class _Launched:
 
 class _CompiledKernel(_Launched, JITFunction):  # type: ignore[misc]
     def run(self, *args: Any, **options: Any) -> Any:
-        return super().run(*args, launch_pdl=launches_early(), **options)
+        try:
+            return super().run(*args, launch_pdl=launches_early(), **options)
+        except triton.OutOfResources as error:
+            raise ConfigError(
+                f"{self.__name__} needs more {error.name} ({error.required:,}) than this GPU has "
+                f"({error.limit:,}); set EngineConfig.dtype to 'bfloat16' if it is 'float32', or "
+                "EngineConfig.device to 'cpu'"
+            ) from error
 
 
 class _InterpretedKernel(_Launched, InterpretedFunction):  # type: ignore[misc]
