@@ -170,7 +170,10 @@ def test_attention_has_the_same_bits_however_a_prompt_is_cut(
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_prompts_that_select_keys(kernels: TritonKernels, shape: Shape, kv_dtype: str) -> None:
-    """All are selected: the bits of dense attention; few are: others, but of the first two blocks' tokens."""
+    """All are selected: the bits of dense attention; few are: others, but of the first two blocks' tokens.
+
+    A shorter prompt selects the same beside a longer one.
+    """
     heads = HeadLayout(shape.heads, shape.kv_heads, shape.head_dim)
     lengths = np.array([2000, 17, 3000]) if max(LENGTHS) > 1000 else np.array([200, 17])
     states = [
@@ -182,9 +185,10 @@ def test_prompts_that_select_keys(kernels: TritonKernels, shape: Shape, kv_dtype
         _attended(kernels, states, lengths, heads, kv_dtype, threshold=1.1), dense, strict=True
     ):
         assert torch.equal(attended, expected)
-    for attended, expected in zip(
-        _attended(kernels, states, lengths, heads, kv_dtype, threshold=0.1), dense, strict=True
-    ):
+    selecting = _attended(kernels, states, lengths, heads, kv_dtype, threshold=0.1)
+    [alone] = _attended(kernels, states[:1], lengths[:1], heads, kv_dtype, threshold=0.1)
+    assert torch.equal(alone, selecting[0])
+    for attended, expected in zip(selecting, dense, strict=True):
         assert torch.equal(attended[:128], expected[:128])
         assert torch.equal(attended, expected) == (len(attended) < 128)
         assert attended.isfinite().all()

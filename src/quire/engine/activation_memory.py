@@ -179,8 +179,8 @@ def gpu_key_selection_bytes(scheduler: SchedulerConfig, model: ModelConfig, max_
     config = scheduler.sparse_attention_config
     num_key_blocks = -(-max_model_len // config.xattention_block_size)
     rows = config.xattention_block_size // config.xattention_stride
-    of_block = model.num_heads * num_key_blocks * rows * FLOAT32_BYTES  # of which one is held at least
-    estimates = bounds.GPU_WEIGHT_COPIES * max(bounds.GPU_WEIGHT_BYTES, of_block)
+    of_block = bounds.gpu_estimate_bytes(model.num_heads, num_key_blocks, rows)  # one is estimated at least
+    estimates = max(bounds.GPU_ESTIMATE_BYTES, of_block)
     selected = 2 * _block_pairs(scheduler, model, max_model_len)  # of all parts, and put together
     return estimates + (selected + visits) * INT32_BYTES
 

@@ -32,11 +32,16 @@ GPU_PAIR_BYTES = 24  # of a row and one of its experts: their numbers, a weight,
 
 # The estimate of a selection of keys, see native/src/kernels/key_masses.cpp.
 MASS_ROWS = 4  # that are computed together
-GPU_WEIGHT_BYTES = 1 << 24  # of the estimates of key blocks that are held at a time
-GPU_WEIGHT_COPIES = 8  # of as many bytes, while they are made and summed up
+GPU_ESTIMATE_BYTES = 1 << 25  # of query blocks that are estimated at a time
+GPU_CHOICE_BYTES = 64  # of a key block for a query block and head, while they are sorted by their masses
 VISIT_BYTES = 48  # of a tile that a query block sees, in a list that doubles as it grows
 
 PROMPT_LOGITS = 1 << 23  # that are held at a time where log-probabilities of prompts are found
+
+
+def gpu_estimate_bytes(num_heads: int, num_key_blocks: int, num_rows: int) -> int:
+    """Return the bytes that the estimate and choice of key blocks take for a query block of so many rows."""
+    return num_heads * num_key_blocks * max(num_rows * 4 + 8, GPU_CHOICE_BYTES)  # sums and masses; choice
 
 
 def prompt_logit_rows(vocab_size: int, sampled_rows: int = 1) -> int:

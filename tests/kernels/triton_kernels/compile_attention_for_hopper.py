@@ -27,6 +27,7 @@ KERNELS = (
     attention_kernels.merge_parts,
     key_score_kernel.score_keys,
     key_selection.weigh_key_blocks,
+    key_selection.add_masses,
     key_selection.write_visits,
 )
 STEPS = ([700, 400], [1, 120], 64), ([15, 90, 0], [1, 1, 57], 23), ([1023, 33], [1, 301], 129)
@@ -95,5 +96,6 @@ report["orders"] = [
 ]
 report["shared"] = max(program.metadata.shared for program in compiled)
 names = [program.metadata.name for program in compiled if "mma" not in program.asm["ptx"]]
-report["no_tensor_cores"] = [name for name in names if name not in ("merge_parts", "write_visits")]
+without = "merge_parts", "add_masses", "write_visits"
+report["no_tensor_cores"] = [name for name in names if name not in without]
 print(json.dumps(report))

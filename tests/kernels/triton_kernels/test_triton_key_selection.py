@@ -98,7 +98,7 @@ def test_the_reference_selects_the_same(
     selected: Selected,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bounds, "GPU_WEIGHT_BYTES", 3000)  # a few query blocks at a time
+    monkeypatch.setattr(bounds, "GPU_ESTIMATE_BYTES", 5000)  # a few query blocks at a time
     for computing in ("_attend", "_merge"):
         monkeypatch.setattr(attention, computing, lambda *_: None)
     seen_by_reference: list[torch.Tensor] = []

@@ -40,7 +40,8 @@ BLOCK_FIELDS = tl.constexpr(5)
 """Of a query block: its sequence, the first token, that one's place, tokens, and keys up to their end."""
 
 _ROWS = 64  # of a program, unless one head has more; half of it where shared memory is little
-_KEY_BLOCKS = tl.constexpr(16)  # of a program
+_KEY_BLOCKS = tl.constexpr(16)  # of a program, and of a part of its sums
+_UNITS = tl.constexpr(float(1 << 40))  # of mass in a row
 _TILES = tl.constexpr(64)  # looked at together
 
 
@@ -54,8 +55,10 @@ def select_keys(call: AttentionCall, batch: AttentionBatch) -> SelectedKeys | No
     if not len(blocks):
         return None
     num_key_blocks = _num_key_blocks(batch, selection)
-    bytes_per_block = call.query.shape[1] * num_key_blocks * (selection.block_size // selection.stride) * 4
-    per_slice = max(1, bounds.GPU_WEIGHT_BYTES // bytes_per_block)
+    bytes_per_block = bounds.gpu_estimate_bytes(
+        call.query.shape[1], num_key_blocks, selection.block_size // selection.stride
+    )
+    per_slice = max(1, bounds.GPU_ESTIMATE_BYTES // bytes_per_block)
     seen = [
         _select(_masses(call, part, of_part, selection, num_key_blocks), part, selection)
         for part, of_part in zip(blocks.split(per_slice), rows.split(per_slice), strict=True)
@@ -103,14 +106,14 @@ def _masses(
     selection: KeySelection,
     num_key_blocks: int,
 ) -> torch.Tensor:
-    """Return the mass of key blocks for query blocks, [Q, heads, key blocks] float64; 0 behind their own."""
+    """Return the masses of key blocks for query blocks, [Q, heads, key blocks] int64, see `add_masses`."""
     num_rows, group = selection.block_size // selection.stride, power_of_two(call.heads.group)
     features = padded_features(call.heads.head_dim)
     is_large = features > 128 and not has_large_tiles()
     rows_of_program = _ROWS // 2 if is_large and has_little_shared_memory() else _ROWS
     heads_of_program = min(group, max(1, rows_of_program // num_rows))
     shape = len(blocks), call.query.shape[1], num_key_blocks, num_rows
-    log_sums = torch.full(shape, -torch.inf, dtype=torch.float32, device=call.query.device)
+    log_sums = torch.empty(shape, dtype=torch.float32, device=call.query.device)
     grid = (
         len(blocks),
         call.heads.num_kv_heads * (group // heads_of_program),
@@ -145,15 +148,24 @@ def _masses(
         num_stages=1 if is_large else 2,
         enable_fp_fusion=False,
     )
-    weights = torch.exp2(log_sums - log_sums.amax(dim=2, keepdim=True))
-    weights /= weights.sum(dim=2, keepdim=True)
-    row = torch.arange(num_rows, device=blocks.device)
-    has_token = (row >= rows[:, :1]) & (row <= rows[:, 1:])
-    return torch.where(has_token[:, None, None], weights.double(), 0.0).sum(dim=3)
+    masses = torch.zeros(shape[:3], dtype=torch.int64, device=call.query.device)
+    add_masses[shape[:2]](
+        log_sums,
+        blocks,
+        rows,
+        masses,
+        num_key_blocks,
+        SIZE=selection.block_size,
+        HEAD_ROWS=num_rows,
+        ROWS=power_of_two(num_rows),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return masses
 
 
 def _select(masses: torch.Tensor, blocks: torch.Tensor, selection: KeySelection) -> torch.Tensor:
-    """Return which blocks are selected of [Q, heads, key blocks]; see `KeySelection`.
+    """Return which blocks are selected by masses as of `_masses`; see `KeySelection`.
 
     As int32: with a load of fewer bits than keys have, the compiler lets tensor cores take the numbers of a
     product in another order, and so attention to all keys would have other bits than without a selection.
@@ -161,11 +173,11 @@ def _select(masses: torch.Tensor, blocks: torch.Tensor, selection: KeySelection)
     own = (blocks[:, 2].long() // selection.block_size)[:, None, None]
     number = torch.arange(masses.shape[2], device=masses.device)
     is_choice = (number > 0) & (number < own)
-    falling, order = masses.masked_fill(~is_choice, -1.0).sort(dim=2, descending=True, stable=True)
+    falling, order = masses.masked_fill(~is_choice, -1).sort(dim=2, descending=True, stable=True)
     of_others = masses[:, :, :1] + masses.gather(2, own.expand(-1, masses.shape[1], -1))
-    falling = torch.cat([of_others, falling[:, :, :-1].clamp(min=0.0)], dim=2)
-    total = masses.sum(dim=2, keepdim=True)
-    is_selected = (falling.cumsum(dim=2) < selection.threshold * total) | ~total.isfinite()
+    falling = torch.cat([of_others, falling[:, :, :-1].clamp(min=0)], dim=2)
+    enough = selection.threshold * masses.sum(dim=2, keepdim=True).double()
+    is_selected = (falling.cumsum(dim=2).double() < enough) | (masses < 0).any(dim=2, keepdim=True)
     seen = torch.empty_like(masses, dtype=torch.bool).scatter_(2, order, is_selected)
     return ((seen & is_choice) | (number == 0) | (number == own)).to(torch.int32)
 
@@ -259,6 +271,55 @@ def weigh_key_blocks(
         total = tl.sum(tl.exp2(scores - finite_or_zero(top)[:, None]), 1)
         at = log_sums + (log_sums_of_row + key_block) * HEAD_ROWS + row % HEAD_ROWS
         tl.store(at, top + tl.log2(total), mask=is_row)
+
+
+@kernel(do_not_specialize=["num_key_blocks"])
+def add_masses(
+    log_sums,
+    blocks,
+    rows,
+    masses,
+    num_key_blocks,
+    SIZE: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write the masses of the key blocks that a query block's head sees; grid (query blocks, heads).
+
+    They are in whole units of 2^-40 of a row, -1 for no number: torch adds up floats in an order that depends
+    on how many there are, and so on the longest sequence of the step.
+    """
+    await_previous()
+    own = tl.load(blocks + tl.program_id(0) * BLOCK_FIELDS + 2) // SIZE
+    first_row, last_row = tl.load(rows + tl.program_id(0) * 2), tl.load(rows + tl.program_id(0) * 2 + 1)
+    of_head = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * num_key_blocks
+    row = tl.arange(0, ROWS)
+    has_token = (row >= first_row) & (row <= last_row)
+    num_parts = tl.cdiv(own + 1, _KEY_BLOCKS)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    for part in range(loop_end(num_parts)):
+        top = tl.maximum(top, tl.max(_part_of_log_sums(log_sums, of_head, part, own, row, HEAD_ROWS), 0))
+    total = tl.zeros([ROWS], tl.float32)
+    for part in range(loop_end(num_parts)):
+        of_part = _part_of_log_sums(log_sums, of_head, part, own, row, HEAD_ROWS)
+        total += tl.sum(tl.exp2(of_part - finite_or_zero(top)[None, :]), 0)
+    for part in range(loop_end(num_parts)):
+        of_part = _part_of_log_sums(log_sums, of_head, part, own, row, HEAD_ROWS)
+        weights = tl.exp2(of_part - finite_or_zero(top)[None, :]) / total[None, :]
+        mass = tl.sum(tl.where(has_token[None, :], weights, 0.0).to(tl.float64), 1)
+        units = tl.where(mass == mass, tl.floor(mass * _UNITS + 0.5), -1.0).to(tl.int64)
+        key_block = part * _KEY_BLOCKS + tl.arange(0, _KEY_BLOCKS)
+        tl.store(masses + of_head + key_block, units, mask=key_block <= own)
+
+
+@triton.jit
+def _part_of_log_sums(log_sums, of_head, part, own, row, HEAD_ROWS: tl.constexpr):
+    """Load [_KEY_BLOCKS, ROWS] of a head's sums, -inf for key blocks behind `own`."""
+    key_block = part * _KEY_BLOCKS + tl.arange(0, _KEY_BLOCKS)
+    at = (of_head + key_block)[:, None] * HEAD_ROWS + row[None, :]
+    is_seen = (key_block <= own)[:, None] & (row < HEAD_ROWS)[None, :]
+    return tl.load(log_sums + at, mask=is_seen, other=float("-inf"))
 
 
 def list_visits(call: AttentionCall, tiles: TileClass) -> tuple[torch.Tensor | None, torch.Tensor | None]:
