@@ -17,6 +17,7 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.checkpoints.weight_cache import WeightCache
 from quire.models.config import ModelConfig
+from quire.models.parallel import row_sums
 from quire.models.shard import Shard, check_divisible
 from quire.models.weights import count_parameters, weight_bytes, weight_specs
 
@@ -56,6 +57,12 @@ def test_every_rank_count_gives_the_same_greedy_tokens(
         assert one.token_ids == whole.token_ids
         torch.testing.assert_close(one.logits, whole.logits, atol=1e-4, rtol=0)
     assert all(_equal(other, by_rank[0]) for other in by_rank[1:])
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 3, 7, 64, 100, 4096])
+def test_every_number_of_a_row_is_added_once(width: int) -> None:
+    values = torch.randint(-1000, 1000, (5, width)).float()  # whose sums are exact
+    assert row_sums(values).equal(values.sum(1))
 
 
 def _equal(some: list[Generated], others: list[Generated]) -> bool:

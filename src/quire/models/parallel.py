@@ -146,6 +146,23 @@ class VocabularyParallelLinear(Linear):
         return out
 
 
+def row_sums(values: torch.Tensor) -> torch.Tensor:
+    """Return the sums of rows of floats [rows, N], [rows]; halves are added until one column is left.
+
+    torch's own sum on a GPU has another order for other numbers of rows.
+    """
+    width = values.shape[1]
+    if not width:
+        return values.new_zeros(len(values))
+    while width > 1:
+        half = width // 2
+        rest = values[:, 2 * half : width]
+        values = values[:, :half] + values[:, half : 2 * half]
+        values[:, : rest.shape[1]] += rest
+        width = half
+    return values[:, 0]
+
+
 class FullWidthNormLinear(Linear):
     """Queries, keys and values of a rank's heads, with norms over the queries and the keys of all ranks.
 
@@ -183,14 +200,8 @@ class FullWidthNormLinear(Linear):
         qkv = self._local(rows, out=out)
         q_size, k_size = map(len, self._norms)
         query, key = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
-        by_kv_head = key.float().square().view(len(key), -1, self._head_dim).sum(-1)
-        squares = torch.stack(
-            (
-                query.float().square().sum(-1),
-                by_kv_head.index_select(1, self._counted_kv_heads).sum(-1),
-            ),
-            dim=1,
-        )
+        counted = key.view(len(key), -1, self._head_dim).index_select(1, self._counted_kv_heads).flatten(1)
+        squares = torch.stack([row_sums(part.float().square()) for part in (query, counted)], dim=1)
         inverse = (self._parallel.sum(squares) / self._sizes + self._eps).rsqrt()
         for index, (states, norm) in enumerate(zip((query, key), self._norms, strict=True)):
             states.copy_(states.float() * inverse[:, index, None] * norm)
