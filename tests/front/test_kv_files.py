@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -224,6 +225,16 @@ def test_the_command_line_saves_and_restores(tmp_path):
     with open_llm(kv_tier="disk", kv_tier_path=str(tmp_path / "tier")) as llm:
         llm.generate([prompt], GREEDY)
         assert llm.stats().num_loaded_tokens == saved_tokens
+
+
+@pytest.mark.parametrize("command", [["kv"], ["kv", "save"]], ids=" ".join)
+def test_the_prompt_of_the_example_fills_a_block(command: list[str], tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = CliRunner().invoke(app, [*command, "--help"]).stdout
+    example = next(line for line in page.splitlines() if line.startswith("  quire kv save"))
+    _, *arguments = shlex.split(example)
+    result = CliRunner().invoke(app, [*arguments, "--num-kv-blocks", "64"])
+    assert result.exit_code == 0, result.output
 
 
 def test_the_command_line_takes_one_prompt(tmp_path):

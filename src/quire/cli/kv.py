@@ -19,9 +19,9 @@ MANUAL = """
 Save the KV of a prompt to a file, and restore it on another machine or another day.
 
 Examples:
-  quire kv save manual.kv "What is a KV block?"         compute a prompt once
-  quire kv restore manual.kv --kv-tier-path ./kv        and serve what begins with it:
-  quire serve --kv-tier disk --kv-tier-path ./kv
+  quire kv save answer.kv "What is a KV block, and how does the prefix cache find one?"
+  quire kv restore answer.kv --kv-tier-path ./kv
+  quire serve --kv-tier disk --kv-tier-path ./kv        serves what begins with the prompt
 """
 
 app = typer.Typer(
@@ -54,10 +54,11 @@ def save(
     """Compute PROMPT and save its KV to FILE.
 
     The prompt is an argument, or one line of --input or of a pipe; a line that begins with a brace is a JSON
-    object with a "prompt" or with "messages".
+    object with a "prompt" or with "messages". Whole blocks are saved, so a prompt needs at least the tokens
+    of one (--block-size).
 
     Examples:
-      quire kv save answer.kv "What is a KV block?"
+      quire kv save answer.kv "What is a KV block, and how does the prefix cache find one?"
       quire kv save talk.kv --input talk.jsonl --model Qwen/Qwen3-0.6B
     """
     with usage_errors():

@@ -154,7 +154,7 @@ class LLM:
         """Save the KV of a prompt's full blocks to a file; what is not in the KV tier is computed first.
 
         Args:
-            prompt: text, token ids, or a conversation (a list of messages).
+            prompt: text, token ids, or a conversation (a list of messages), of at least one block of tokens.
             path: of the file; replaced if it exists.
             cache_salt: of the requests that computed the KV.
 
@@ -162,7 +162,8 @@ class LLM:
             The number of tokens whose KV was saved.
 
         Raises:
-            KVFileError: there is no KV tier, it is too small, or the file cannot be written.
+            KVFileError: there is no KV tier, it is too small, the prompt fills no block, or the file cannot
+                be written.
             InvalidRequestError: the prompt is invalid.
         """
         self.wait_until_ready()
