@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,6 +155,18 @@ def test_a_file_that_is_none(tmp_path: Path):
     (tmp_path / "latin").write_bytes(b"host: \xe4")
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
         read_config_file(tmp_path / "latin", KINDS)
+
+
+@pytest.mark.parametrize("command", ["serve", "route", "generate", "chat", "plan", "eval"])
+def test_each_command_takes_the_key_that_its_help_names(command: str, file: Path):
+    page = " ".join(CliRunner().invoke(app, [command, "--help"]).stdout.split())
+    example = re.search(
+        r"YAML file with values of flags, such as ([a-z-]+: \d+)\. The command line wins\.", page
+    )
+    assert example
+    file.write_text(f"{example[1]}\nno-such: 1\n")
+    result = CliRunner().invoke(app, [command, "--config", str(file)])
+    assert "line 2: no flag has the name 'no-such'" in result.stderr
 
 
 def test_the_commands_take_it(file: Path):

@@ -45,12 +45,13 @@ def config_file_option(flags: Sequence[inspect.Parameter]) -> inspect.Parameter:
             context.default_map = {names[key]: value for key, value in values.items()}
         return file
 
+    example = "max-num-seqs: 8" if "max-num-seqs" in kinds else "port: 9000"
     info = typer.Option(
         "--config",
         metavar="FILE",
         is_eager=True,
         callback=read,
-        help="YAML file with values of flags, such as max-num-seqs: 8. The command line wins.",
+        help=f"YAML file with values of flags, such as {example}. The command line wins.",
         rich_help_panel=MOST_USED_PANEL,
     )
     kind = inspect.Parameter.KEYWORD_ONLY
