@@ -89,7 +89,7 @@ class SamplingParams:
     allowed_token_ids: Annotated[tuple[TokenId, ...], MaxLen(1024)] = knob(
         default=(),
         unit="token ids",
-        help="The only token ids that may occur in the output, end-of-sequence included. None: all.",
+        help="The only token ids that may occur in the output, end-of-sequence included. Empty: all.",
     )
     bad_words: Annotated[tuple[BadWord, ...], MaxLen(256)] = knob(
         default=(),

@@ -45,14 +45,14 @@ class EdgeConfig:
         default=(),
         unit="names",
         help="Names and addresses that clients may call the server by, in the Host header, besides those of "
-        "this machine itself: api.example.com, or *.example.com for all below it. *: any. None: any, but on "
+        "this machine itself: api.example.com, or *.example.com for all below it. *: any. Empty: any, but on "
         "a loopback address only names of this machine, so that no web page can pass for the server.",
     )
     cors_origins: tuple[str, ...] = knob(
         default=(),
         unit="origins",
         help="Web pages that may call the server from a browser, by origin: https://chat.example.com, or * "
-        "for all. None: no pages but the server's own.",
+        "for all. Empty: no pages but the server's own.",
     )
     monitoring_port: Annotated[int, Ge(0), Le(65535)] = knob(
         default=0,

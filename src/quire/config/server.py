@@ -65,8 +65,8 @@ class ServerConfig:
     served_model_name: Annotated[tuple[ModelName, ...], MaxLen(64)] = knob(
         default=(),
         unit="names",
-        help="Names of the model in requests: any of them is taken and comes back in the response. None: the "
-        "model's own name.",
+        help="Names of the model in requests: any of them is taken and comes back in the response. Empty: "
+        "the model's own name.",
     )
     generation_config: str = knob(
         default="auto",
