@@ -54,7 +54,7 @@ def page() -> str:
 def section(cls: type) -> str:
     """Return the heading, the description and the table of one class."""
     rows = [row(field, limits) for owner, field, limits in config_fields(cls) if owner is cls]
-    description = inspect.cleandoc(cls.__doc__ or "")
+    description, _, _ = inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:")
     heading = f"## {cls.__name__}"
     table = ["| field | type | default | limits | unit | meaning |", "|---|---|---|---|---|---|", *rows]
     return "\n".join([heading, "", description, "", *table, ""])

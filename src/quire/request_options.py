@@ -23,7 +23,12 @@ KVTransferParams = Annotated[Mapping[ShortText, KVTransferValue], MaxLen(16)]
 
 @config
 class RequestOptions:
-    """What a caller may say to the scheduler about one request."""
+    """What a caller may say to the scheduler about one request.
+
+    Raises:
+        InvalidRequestError: a value is outside its limits, or no Unicode text.
+        ConfigError: there is no field of that name.
+    """
 
     priority: Annotated[int, Ge(-(2**31)), Le(LOWEST_PRIORITY)] = knob(
         default=0, help="Lower values are served first with the priority policy."

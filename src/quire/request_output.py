@@ -27,11 +27,12 @@ class CompletionOutput:
     """One of a request's `n` completions.
 
     `token_ids` and `logprobs` are lists once it has ended; before that, sequences to read and compare.
-    `logprobs` has one entry for each of `token_ids`, or is None if not asked for. `cumulative_logprob` is
-    their sum in nats, known with `logprobs`, `best_of` and beam search. `stop_reason` is the stop string or
-    stop token id that ended it, None for end-of-sequence or any other end. With finish reason "error",
-    `error` says what was wrong, and `error_type` names the class in `quire.errors` that it belongs to, if it
-    does.
+    `logprobs` has one entry for each of `token_ids`, or is None if not asked for: the chosen token, and as
+    many of the likeliest as `SamplingParams.logprobs` says, of which the chosen one may be one.
+    `cumulative_logprob` is the sum of the chosen tokens' log-probabilities in nats, known with `logprobs`,
+    `best_of` and beam search. `stop_reason` is the stop string or stop token id that ended it, None for
+    end-of-sequence or any other end. With finish reason "error", `error` says what was wrong, and
+    `error_type` names the class in `quire.errors` that it belongs to, if it does.
     """
 
     index: int
@@ -78,7 +79,10 @@ class RequestOutput:
 
 @dataclasses.dataclass(slots=True)
 class RequestMetrics:
-    """A finished request's times in seconds: to the first token, and from arrival to the end."""
+    """A finished request's times in seconds: to the first token, and from arrival to the end.
+
+    `num_output_tokens` counts the tokens of all completions, with `best_of` also of those that are discarded.
+    """
 
     time_to_first_token: float
     total_time: float

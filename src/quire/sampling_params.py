@@ -36,6 +36,10 @@ class SamplingParams:
     Penalties follow the usual definitions: the repetition penalty divides or multiplies the logits of tokens
     that occur in prompt or output (Keskar et al. 2019); presence and frequency penalties are subtracted as in
     OpenAI's formula, over the output only.
+
+    Raises:
+        InvalidRequestError: a value is outside its limits, or values contradict each other.
+        ConfigError: there is no field of that name.
     """
 
     n: NumSequences = knob(default=1, unit="completions", help="Number of completions per prompt.")

@@ -22,7 +22,12 @@ EngineRole = Literal["both", "prefill", "decode"]
 
 @config
 class EngineConfig:
-    """One engine: its model, data types, memory and scheduler."""
+    """One engine: its model, data types, memory and scheduler.
+
+    Raises:
+        ConfigError: there is no field of that name, a value is outside its limits, or values contradict each
+            other.
+    """
 
     model: str = knob(
         default=BUILT_IN_MODEL,

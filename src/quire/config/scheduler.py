@@ -25,6 +25,10 @@ class SchedulerConfig:
     Fields can be set as attributes after construction without arguments, as in OpenVINO GenAI, or given as
     keyword arguments. The engine validates and copies the configuration when it is built; later changes to
     the original have no effect.
+
+    Raises:
+        ConfigError: there is no field of that name. Values outside their limits are refused by `validate` and
+            by `EngineConfig`.
     """
 
     max_num_batched_tokens: NonNegativeInt = knob(

@@ -56,7 +56,12 @@ _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 @config
 class ServerConfig:
-    """The HTTP server."""
+    """The HTTP server.
+
+    Raises:
+        ConfigError: there is no field of that name, a value is outside its limits, or values contradict each
+            other.
+    """
 
     host: str = knob(default="127.0.0.1", help="Address to listen on.")
     port: Annotated[int, Ge(0), Le(65535)] = knob(

@@ -91,7 +91,11 @@ class AsyncLLM:
 
     @property
     def info(self) -> EngineInfo:
-        """Information about the engine; available once it is ready."""
+        """Information about the engine; to be asked for once `wait_until_ready` has returned.
+
+        Raises:
+            QuireError: the engine could not be built, or has ended.
+        """
         return self._requests.info
 
     @property
@@ -145,15 +149,18 @@ class AsyncLLM:
             prompt: text, or token ids.
             sampling_params: how to sample and when to stop; None: the defaults.
             request_id: unique among live requests; None: generated.
-            options: fields of `RequestOptions`: priority, cache_salt, tenant, timeout, …; and
-                `before_submit`, which is awaited with the prepared request, and refuses it if it raises.
+            options: those of `LLM.generate`; and `before_submit`, which is awaited with the prepared request,
+                and refuses it if it raises.
 
         Raises:
             InvalidRequestError: the request or its grammar is invalid.
+            DuplicateRequestError: `request_id` is in use.
+            ConfigError: there is no option of that name.
             QueueFullError: too many requests are waiting.
             RequestTimeoutError: the request timed out before anything was generated. If it times out later,
                 it ends with finish reason "error" instead, and its output is kept.
             EngineDeadError: the engine has ended.
+            EngineAsleepError: the engine is asleep.
         """
         return self._stream(
             self._requests.prepare,
@@ -171,7 +178,23 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Like `generate`, for a conversation, which the chat template turns into a prompt."""
+        """Like `generate`, for a conversation, which the chat template turns into a prompt.
+
+        Args:
+            messages: of the conversation.
+            sampling_params: as for `generate`.
+            request_id: likewise.
+            options: `tools` and the options of `LLM.chat`; and `before_submit`, as for `generate`.
+
+        Raises:
+            InvalidRequestError: the request or its grammar is invalid, or the template refuses it.
+            DuplicateRequestError: as `generate`.
+            ConfigError: likewise.
+            QueueFullError: likewise.
+            RequestTimeoutError: likewise.
+            EngineDeadError: likewise.
+            EngineAsleepError: likewise.
+        """
         return self._stream(
             self._requests.prepare_chat,
             messages,
@@ -226,7 +249,12 @@ class AsyncLLM:
         self._requests.abort(request_id)
 
     async def stats(self) -> SchedulerStats:
-        """Return the current state of the scheduler."""
+        """Return the current state of the scheduler.
+
+        Raises:
+            EngineDeadError: the engine has ended, or another is being started.
+            EngineAsleepError: the engine is asleep.
+        """
         reply = await self._call(GetStats)
         assert reply.stats is not None
         return reply.stats
@@ -235,11 +263,18 @@ class AsyncLLM:
         """Return what a request is doing or waiting for: a sentence for each unfinished completion.
 
         A beam search gets one sentence. The list is empty if the request has ended or is unknown.
+
+        Raises:
+            EngineDeadError: the engine has ended, or another is being started.
         """
         return (await self.explain_all([request_id]))[0]
 
     async def explain_all(self, request_ids: Sequence[str]) -> list[list[str]]:
-        """Return the result of `explain` for each of these requests."""
+        """Return the result of `explain` for each of these requests.
+
+        Raises:
+            EngineDeadError: the engine has ended, or another is being started.
+        """
         await self.wait_until_ready()
         groups = [self._requests.queued_sequence_ids(request_id) for request_id in request_ids]
         asked = [sequence_id for group in groups for sequence_id in group]
@@ -254,7 +289,12 @@ class AsyncLLM:
         ]
 
     async def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; while any block is in use, do nothing and return False."""
+        """Clear the prefix cache; while any block is in use, do nothing and return False.
+
+        Raises:
+            EngineDeadError: the engine has ended, or another is being started.
+            EngineAsleepError: the engine is asleep.
+        """
         return (await self._call(ResetPrefixCache)).done
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> bool:
@@ -308,7 +348,14 @@ class AsyncLLM:
         return self._pausing.is_asleep
 
     async def save_kv(self, prompt: Prompt, path: str | Path, *, cache_salt: str = "") -> int:
-        """Save the KV of a prompt to a file, see `LLM.save_kv`."""
+        """Save the KV of a prompt to a file, see `LLM.save_kv`.
+
+        Raises:
+            KVFileError: as `LLM.save_kv`.
+            InvalidRequestError: likewise.
+            EngineDeadError: the engine has ended, or another is being started.
+            EngineAsleepError: the engine is asleep.
+        """
         await self.wait_until_ready()
         saving = KVSaving(self._requests, prompt, path, cache_salt)
         while not saving.note(await self._call(saving.message)):
@@ -317,15 +364,22 @@ class AsyncLLM:
         return saving.num_tokens
 
     async def restore_kv(self, path: str | Path, *, cache_salt: str = "") -> list[int]:
-        """Restore the KV of a prompt from a file, see `LLM.restore_kv`."""
+        """Restore the KV of a prompt from a file, see `LLM.restore_kv`.
+
+        Raises:
+            KVFileError: as `LLM.restore_kv`.
+            EngineDeadError: the engine has ended, or another is being started.
+            EngineAsleepError: the engine is asleep.
+        """
         return (await self._call(restore_message(path, cache_salt))).token_ids
 
     def check_health(self) -> None:
         """Return if the engine is healthy or starts for the first time. Any thread may ask.
 
         Raises:
-            EngineDeadError: the engine has ended, or is asleep, or another is being started, or it has
-                unfinished requests but has not finished a step for `STEP_TIMEOUT` seconds.
+            EngineDeadError: the engine has ended, or another is being started, or it has unfinished requests
+                but has not finished a step for `STEP_TIMEOUT` seconds.
+            EngineAsleepError: the engine is asleep.
         """
         requests = self._requests
         if requests.failure is not None:

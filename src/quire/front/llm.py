@@ -36,7 +36,7 @@ class LLM:
     """A model and its engine, for offline batches.
 
     Args:
-        model: the built-in "mini", a local directory, or a name on the Hugging Face hub.
+        model: the built-in "mini", a local directory, a GGUF file, or a name on the Hugging Face hub.
         engine_process: run the engine in its own process. The constructor starts it and returns;
             `wait_until_ready`, or the first use, waits for it.
         on_load_progress: called with (bytes read, total bytes) while the weights load.
@@ -104,11 +104,15 @@ class LLM:
             sampling_params: for all prompts, or one for each; None: the defaults.
             progress: show a progress bar on standard error.
             use_tqdm: vLLM's name of `progress`; it wins if it is given.
-            options: fields of `RequestOptions`, for all prompts: priority, cache_salt, tenant, timeout, …
+            options: for all prompts: fields of `RequestOptions` (priority, cache_salt, tenant, timeout, …);
+                add_special_tokens, whether a text gets the tokens that the model wants around it (True); and
+                truncate_prompt_tokens, the number of a prompt's tokens that are kept (-1: as many as fit
+                beside max_tokens), with truncation_side, the side that is cut off ("left" or "right").
 
         Raises:
             InvalidRequestError: a prompt or its parameters are invalid; nothing was run.
-            EngineDeadError: the engine process has ended.
+            ConfigError: there is no option of that name.
+            EngineDeadError: the engine has ended.
         """
         self.wait_until_ready()
         batch = prompts_of(prompts)
@@ -129,8 +133,24 @@ class LLM:
     ) -> list[RequestOutput]:
         """Like `generate`, for one or several conversations, which the chat template turns into prompts.
 
-        `tools` are those that the model is told of, as OpenAI's API describes them: for all conversations, or
-        a list (or None) for each.
+        Args:
+            messages: one conversation, a list of messages, or several.
+            sampling_params: as for `generate`.
+            tools: those that the model is told of, as OpenAI's API describes them: for all conversations, or
+                a list (or None) for each.
+            progress: as for `generate`.
+            use_tqdm: likewise.
+            options: as for `generate`, but add_special_tokens is False by default, as most templates have
+                written those tokens; and chat_template_kwargs, variables for the template;
+                continue_final_message, whether the answer continues the last message (False); and
+                add_generation_prompt, whether the prompt ends with what begins the model's message (unless
+                the last message is continued).
+
+        Raises:
+            InvalidRequestError: a conversation or its parameters are invalid, or the template refuses it;
+                nothing was run.
+            ConfigError: there is no option of that name.
+            EngineDeadError: the engine has ended.
         """
         self.wait_until_ready()
         batch = conversations_of(messages)
@@ -143,11 +163,19 @@ class LLM:
         return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
 
     def stats(self) -> SchedulerStats:
-        """Return the current state of the scheduler."""
+        """Return the current state of the scheduler.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
         return self._session.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; while any block is in use, do nothing and return False."""
+        """Clear the prefix cache; while any block is in use, do nothing and return False.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
         return self._session.reset_prefix_cache()
 
     def save_kv(self, prompt: Prompt, path: str | Path, *, cache_salt: str = "") -> int:
@@ -165,6 +193,7 @@ class LLM:
             KVFileError: there is no KV tier, it is too small, the prompt fills no block, or the file cannot
                 be written.
             InvalidRequestError: the prompt is invalid.
+            EngineDeadError: the engine has ended.
         """
         self.wait_until_ready()
         saving = KVSaving(self._session.requests, prompt, path, cache_salt)
@@ -185,6 +214,7 @@ class LLM:
         Raises:
             KVFileError: the file cannot be read, is damaged, or its KV was computed with another model,
                 dtype, block size or rope; or there is no KV tier, or it is too small.
+            EngineDeadError: the engine has ended.
         """
         return self._session.call(restore_message(path, cache_salt)).token_ids
 

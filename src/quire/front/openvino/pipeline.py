@@ -48,7 +48,7 @@ class ContinuousBatchingPipeline:
     """A model and its engine in this process; `step` advances all requests.
 
     Args:
-        models_path: "mini", a local directory, or a name on the Hugging Face hub.
+        models_path: "mini", a local directory, a GGUF file, or a name on the Hugging Face hub.
         scheduler_config: scheduling, and the size of the KV cache.
         device: "CPU".
         properties: other fields of `EngineConfig`, by name.
@@ -133,15 +133,20 @@ class ContinuousBatchingPipeline:
     ) -> list[GenerationResult]:
         """Complete prompts and return their results in the same order.
 
-        Between `start_chat` and `finish_chat`, the prompt is the user's next turn.
+        Between `start_chat` and `finish_chat`, the prompt is the user's next turn, and is added to the
+        conversation with its answer. A request that fails by itself has finish reason "error". Ctrl-C or any
+        other exception aborts all requests; the pipeline stays usable.
 
         Args:
             prompts: one or several; each is text, or token ids.
             generation_configs: for all prompts, or one for each; None: the defaults.
-            streamer: called with new text; only for one prompt with one completion.
+            streamer: called with new text; only for one prompt with one completion. It ends the request if it
+                returns a true value.
 
         Raises:
             InvalidRequestError: a prompt or its parameters are invalid; nothing was run.
+            ConfigError: fields of a generation config contradict each other; nothing was run.
+            EngineDeadError: the engine has ended.
         """
         batch = prompts_of(prompts)
         configs = one_for_each(batch, generation_configs, GenerationConfig, "generation_configs")
