@@ -26,11 +26,17 @@ class KVConnector(ABC):
     A load is *synchronous* if the step that the request is first scheduled in waits for it, and
     *asynchronous* if the request waits for it in WAITING_FOR_REMOTE_KVS.
 
-    The calls of one step, in order. Scheduler side: the first four methods, any number of times, then
-    `build_connector_meta` once. Worker side: `start_load_kv`; for each layer `wait_for_layer_load` and
+    The engine constructs the class with `block_size=`, the number of tokens per block, as its only argument.
+    `register_kv_caches` is called before the first step and `close` after the last.
+
+    The calls of one step, in order. Scheduler side: `leases_renewed` once; `get_num_new_matched_tokens`,
+    `update_state_after_alloc` and `cancel_load`, any number of times; `build_connector_meta` once.
+    `request_arrived`, `request_finished`, `lease_ended`, `reset` and `stats` may also come between steps.
+    Worker side: `start_load_kv`; with `works_by_layer`, for each layer `wait_for_layer_load` and
     `save_kv_layer`; `wait_for_save`, `get_finished`, `get_block_ids_with_load_errors`, once each. The worker
-    side takes part in every step, also in one that computes nothing. A plan may be dropped before the worker
-    side sees its metadata: its loads then never end, and the scheduler gives them up when they time out.
+    side takes part in every step, also in one that computes nothing, which has no calls for layers. A plan
+    may be dropped before the worker side sees its metadata: its loads then never end, and the scheduler gives
+    them up when they time out.
 
     On a GPU, where the cache is then, too, steps are asked for before they are computed. What a step's calls
     ask of torch's current stream comes in order with the steps, and nobody has to wait for it. A copy in
@@ -65,6 +71,10 @@ class KVConnector(ABC):
 
         Has no visible side effects, and may be called again. The last token of a request is
         never offered: it has to be computed, for its logits.
+
+        Args:
+            request: that is about to start; with its prompt and `kv_transfer_params`.
+            num_computed_tokens: at the start of its tokens, whose KV the engine's own cache has.
 
         Returns:
             The number of tokens; they may end within a block. None: not known yet, ask in a later step,
@@ -140,11 +150,20 @@ class KVConnector(ABC):
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: PagedAttentionCache) -> None:
-        """Take note of the tensors to read from and write to, of the device that computes; called once."""
+        """Take note of the cache to read from and write to, on the device that computes; called once.
+
+        Args:
+            kv_caches: `tensor` has all blocks, one after the other, and `views[layer]` the `key_pages` and
+                `value_pages` of a layer, (num_kv_heads, num_blocks, block_size, head_dim).
+        """
 
     @abstractmethod
     def start_load_kv(self, metadata: object | None) -> None:
-        """Begin the loads of a step, before its forward pass."""
+        """Begin the loads of a step, before its forward pass.
+
+        Args:
+            metadata: what `build_connector_meta` returned for the step; None if it returned None.
+        """
 
     @abstractmethod
     def wait_for_layer_load(self, layer: int) -> None:
@@ -184,10 +203,14 @@ class KVConnector(ABC):
 
     @abstractmethod
     def get_finished(self, finished_ids: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the requests whose (sending, receiving) has ended since the last call, each once.
+        """Return the requests whose sending or receiving has ended since the last call, each once.
 
-        A receiving that failed has ended too, see `get_block_ids_with_load_errors`. `finished_ids` have ended
-        in the scheduler.
+        Args:
+            finished_ids: requests that have ended in the scheduler since the last step.
+
+        Returns:
+            The requests whose held blocks a peer no longer needs, and those whose asynchronous load has
+            ended. One that failed has ended, too, see `get_block_ids_with_load_errors`.
         """
 
     @abstractmethod
