@@ -21,9 +21,17 @@ class LayerSynchronizer(abc.ABC):
 
     @abc.abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        """Wait until a layer's KV is in the source cache; return False if it is not in time.
+        """Wait until a layer's KV is in the source cache.
 
-        Called from the task's thread, with both arguments by position.
+        Called from the task's thread, with both arguments by position, once for each layer that is pushed, in
+        ascending order.
+
+        Args:
+            layer_index: of the source cache, from 0.
+            timeout_in_millis: how long to wait at most, `sync_kv_timeout`.
+
+        Returns:
+            Whether it is there. If not, or if this raises, neither this layer nor one after it is pushed.
         """
 
 

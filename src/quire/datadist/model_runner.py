@@ -15,7 +15,13 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def run_model(self, kv_cache: KvCache, input_tensors: Any, **kwargs: Any) -> Any:
-        """Compute one call of `LLMModel.predict`, whose inputs and keywords come unchanged.
+        """Compute one call of `LLMModel.predict`.
+
+        Args:
+            kv_cache: to write the KV to and read it from: on a PROMPT a new cache for each call, on a DECODER
+                and with paging always the same.
+            input_tensors: the `inputs` of `predict`, unchanged.
+            kwargs: its keywords, unchanged.
 
         Returns:
             What `predict` is to return.

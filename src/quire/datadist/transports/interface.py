@@ -1,4 +1,7 @@
-"""What a transport is: each link has two ends, which move spans of bytes from one cache to another."""
+"""What a transport is: each link has two ends, which move spans of bytes from one cache to another.
+
+A `deadline` is in seconds on the monotonic clock (`time.monotonic`).
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,12 @@ class SourceEnd(DataEnd):
 
     @abstractmethod
     def attach(self, stream: int, connection: socket.socket) -> bool:
-        """Take a proved connection of the link; return whether it was wanted, else the caller keeps it."""
+        """Take a proved connection of the link; return whether it was wanted, else the caller keeps it.
+
+        Args:
+            stream: number of the connection, from 0, as the DECODER has said in its greeting.
+            connection: that has come to the listening socket; closed by this end.
+        """
 
     @abstractmethod
     def wait_until_complete(self, deadline: float) -> None:
@@ -81,6 +89,12 @@ class SourceEnd(DataEnd):
     @abstractmethod
     def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
         """Let the other end have spans of a cache.
+
+        Args:
+            transfer_id: of the transfer, unique in the link; both ends have the same.
+            memory: of the cache.
+            spans: which bytes of it, in the order in which they are moved.
+            deadline: until when the other end must have taken them.
 
         Raises:
             OSError: it did not take them in time, or the connection has ended.
@@ -93,6 +107,12 @@ class DestinationEnd(DataEnd):
     @abstractmethod
     def receive(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
         """Get as many bytes as `spans` has, and put them there in order; they are in place on return.
+
+        Args:
+            transfer_id: of the transfer, as the other end has it.
+            memory: of the cache that gets them.
+            spans: which bytes of it.
+            deadline: until when they must have come.
 
         Raises:
             ChecksumError: they have changed on their way.
