@@ -161,7 +161,19 @@ class PagedAttentionCacheView(TensorData):
     def write_prefill_to_cache(
         self, key: torch.Tensor, value: torch.Tensor, metadata: PagedAttentionMetadata
     ) -> Self:
-        """Write the prompts' part of a step, as `concatenate_to_cache` does: rows of `prefill_pos` only."""
+        """Write the prompts' part of a step, as `concatenate_to_cache` does.
+
+        Args:
+            key: [tokens, num_kv_heads, head_dim], the rows of `metadata.prefill_pos` only.
+            value: likewise.
+            metadata: the step's tables.
+
+        Returns:
+            The view itself.
+
+        Raises:
+            ValueError: as `concatenate_to_cache` does.
+        """
         prefill = metadata.prefill_rows()
         self._check_states(key, value, metadata.num_prefill_rows)
         self._write(key, value, prefill.rows, self._batch("prefill", prefill))
@@ -170,7 +182,19 @@ class PagedAttentionCacheView(TensorData):
     def write_generate_to_cache(
         self, key: torch.Tensor, value: torch.Tensor, metadata: PagedAttentionMetadata
     ) -> Self:
-        """Write the generated part of a step, as `concatenate_to_cache` does: rows of `generate_pos` only."""
+        """Write the generated part of a step, as `concatenate_to_cache` does.
+
+        Args:
+            key: [tokens, num_kv_heads, head_dim], the rows of `metadata.generate_pos` only.
+            value: likewise.
+            metadata: the step's tables.
+
+        Returns:
+            The view itself.
+
+        Raises:
+            ValueError: as `concatenate_to_cache` does.
+        """
         generate = metadata.generate_rows()
         self._check_states(key, value, metadata.num_generate_rows)
         self._write(key, value, generate.rows, self._batch("generate", generate))

@@ -82,14 +82,27 @@ class PagedAttentionCache(TensorData):
 
     @classmethod
     def on_device(cls, metadata: PagedAttentionCacheMetaData, device: torch.device) -> Self:
-        """Return a cache like `init_cache(None, metadata)`, in the memory of `device`."""
+        """Return a cache like `init_cache(None, metadata)`, in the memory of `device`.
+
+        Args:
+            metadata: what the cache is.
+            device: on which its memory is allocated.
+        """
         metadata = metadata.sharded_over(None, None)
         own = page_quantizer(metadata.dtype, None)
         return cls._over(PageMemory(metadata, own, device=device), metadata, own)
 
     @classmethod
     def over(cls, metadata: PagedAttentionCacheMetaData, memory: torch.Tensor) -> Self:
-        """Return a cache over bytes that there are already, at least those of all blocks, which it keeps."""
+        """Return a cache over memory that there is already, which it keeps.
+
+        Args:
+            metadata: what the cache is.
+            memory: contiguous bytes (uint8 or int8), at least `num_pages_per_layer * bytes_per_block`.
+
+        Raises:
+            RuntimeError: the memory is too short, not contiguous, or not of bytes.
+        """
         own = page_quantizer(metadata.dtype, None)
         return cls._over(PageMemory(metadata, own, memory.view(-1)), metadata, own)
 
@@ -160,6 +173,10 @@ class PagedAttentionCache(TensorData):
 
         Args:
             copies: [N, 2] block ids (from, to); no two go to the same block.
+
+        Raises:
+            AttributeError: the cache has no tensor.
+            IndexError: a block is none of the cache's.
         """
         if len(copies):
             blocks = array_to_device(copies.astype(np.int64), self.tensor.device)

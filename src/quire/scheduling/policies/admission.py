@@ -126,7 +126,13 @@ class AdmissionPolicy(ABC):
 
     @abstractmethod
     def admits(self, candidate: Candidate, memory: MemoryView) -> bool:
-        """Return whether the candidate may start now; if not, it and all behind it wait."""
+        """Return whether the candidate may start now; if not, it and all behind it wait.
+
+        Args:
+            candidate: its fields with `tokens` in their name, and `token_limit`, count tokens; those with
+                `blocks` count KV blocks of `memory.block_size` tokens.
+            memory: likewise; `num_free` and `num_blocks` count blocks.
+        """
 
     def left(self, request: Request) -> None:  # noqa: B027, a policy that learns nothing needs none
         """Take note that a request has left its slot: its status says why, its output is up to date."""

@@ -44,7 +44,11 @@ class QueueOrder(ABC):
 
     @abstractmethod
     def key(self, request: Request) -> OrderKey:
-        """Return what a waiting request is sorted by, as things stand."""
+        """Return what a waiting request is sorted by, as things stand; the lowest is served first.
+
+        `request.arrival` is its number in the order of arrival, with which a key ends, and
+        `request.arrival_time` is in seconds on the scheduler's clock.
+        """
 
     def lane(self, request: Request) -> Hashable:
         """Return the lane that a request is put into when it is queued."""
