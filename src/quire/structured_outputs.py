@@ -58,7 +58,7 @@ class ThoughtParams:
 
 @config
 class StructuredOutputsParams:
-    """A grammar that the output must follow: exactly one of the fields, or none but a thought.
+    """A grammar that the output must follow: exactly one of the fields, or none but reasoning.
 
     A schema given as a dict is kept as text. A malformed or too large specification is refused with an
     `InvalidRequestError`; the engine finds out whether it can be compiled.

@@ -90,12 +90,12 @@ class ServerConfig:
     )
     reasoning_format: ReasoningFormatName = knob(
         default="auto",
-        help="Format of what the model thinks before it answers. auto: known from its chat template; none: "
-        "what it thinks is content.",
+        help="Format of the model's reasoning. auto: detected from its chat template; none: reasoning is "
+        "content.",
     )
     thinking_budget_message: str = knob(
         default="",
-        help="Text that is put before the end of a thought whose thinking_token_budget is spent, such as: "
+        help="Text that is put before the end of reasoning whose thinking_token_budget is used up, such as: "
         "Time is up, so I answer now.",
     )
     api_key: str = knob(

@@ -101,7 +101,7 @@ class ThinkingConfig(StrictModel):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: PositiveInt | None = Field(
-        None, description="Maximum number of tokens of the thought; with the type enabled."
+        None, description="Maximum number of tokens of reasoning; with the type enabled."
     )
     display: Ignored = None
 
