@@ -70,7 +70,7 @@ sanitize:  ## Test the native kernels under AddressSanitizer and ThreadSanitizer
 conformance: $(READY)  ## List each row of the specifications with the tests that show it
 	@$(BIN)/pytest tests/conformance tests/datadist --conformance-list
 
-lint: $(READY)  ## Check style, types and the floors, and that generated files are current
+lint: $(READY)  ## Check style, types and layers, and that generated files are current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror $(wildcard native/src/*.cpp native/src/*.h native/src/*/*.cpp native/src/*/*.h native/tests/*.cpp native/tests/*.h)
