@@ -199,6 +199,15 @@ def test_after_a_body_that_is_too_large_the_next_request_is_read(connect):
     assert connection.answer().status == 200
 
 
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_client_that_writes_before_it_reads_gets_its_refusal_and_goes_on(connect, is_chunked):
+    connection = connect()
+    body = b"a" * 20_000_000
+    head = request("/nope", CHUNKED if is_chunked else f"Content-Length: {len(body)}", method="POST")
+    connection.send(head, chunked(body, 65_536) if is_chunked else body, request())
+    assert [connection.answer().status for _ in range(2)] == [404, 200]
+
+
 @given(
     bodies=st.lists(st.tuples(st.text("\r\n0;a", max_size=40), st.integers(0, 5)), min_size=1, max_size=4),
     cuts=st.lists(st.integers(0, 400)),

@@ -294,6 +294,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._next = _Part.NOTHING
             self._sending.set(self._limits.write_timeout)
             return
+        self.cycle.body.clear()  # nobody takes it any more
         if self._next is _Part.HEAD:
             self._wait_for_request()
         if self._received:
