@@ -124,6 +124,21 @@ def test_a_trickle_does_not_prolong_the_time_for_a_body(serving):
             pytest.fail("everything was read")
 
 
+def test_the_rest_of_an_answered_body_has_the_time_of_an_idle_one(serving):
+    connection = serving(body_idle_timeout=4 * SHORT)().connect()
+    connection.send(request("/nope", "Content-Length: 1000000", method="POST"))
+    assert connection.answer().status == 404
+    connection.socket.settimeout(SHORT / 10)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(2000):
+            with contextlib.suppress(TimeoutError):
+                assert not connection.socket.recv(1)
+                break
+            connection.socket.sendall(b" ")
+        else:
+            pytest.fail("everything was read")
+
+
 def test_pipelined_requests_take_turns_with_others(serving):
     served_paths, first, other_sent = [], asyncio.Event(), threading.Event()
 

@@ -34,7 +34,10 @@ class ConnectionConfig:
         default=300.0, unit="seconds", help="Time that a client has to send the whole body of a request."
     )
     body_idle_timeout: Timeout = knob(
-        default=30.0, unit="seconds", help="Time that may pass without anything of a body arriving."
+        default=30.0,
+        unit="seconds",
+        help="Time that may pass without anything of a body arriving, and that a client has to send the rest "
+        "of one whose request has been answered.",
     )
     keep_alive_timeout: Timeout = knob(
         default=60.0,

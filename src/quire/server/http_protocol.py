@@ -297,6 +297,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.cycle.body.clear()  # nobody takes it any more
         if self._next is _Part.HEAD:
             self._wait_for_request()
+        else:
+            self._body_ends = min(self._body_ends, self.loop.time() + self._limits.body_idle_timeout)
         if self._received:
             self._wait_for_turn()
         self.flow.resume_reading()
@@ -329,15 +331,24 @@ class HttpProtocol(HttpToolsProtocol):
         if self._next is _Part.NOTHING or (self._next is _Part.HEAD and not self._received):
             self.transport.abort()
             return
+        if self._next is not _Part.HEAD and not self._is_answering:
+            limit = self._limits.body_idle_timeout
+            log.info(
+                "%s: closed, its rest of an answered body took %g s (body_idle_timeout)", self.client, limit
+            )
+            self.transport.abort()
+            return
+        self._refuse(ApiError(408, self._slowness(), kind=TIMEOUT, code="request_timeout"))
+
+    def _slowness(self) -> str:
+        """Return which limit a client that is slow has exceeded."""
         limits = self._limits
         if self._next is _Part.HEAD:
-            message = f"the header was not complete within {limits.header_timeout:g} s (header_timeout)"
-        else:
-            message = (
-                f"nothing of the body came for {limits.body_idle_timeout:g} s (body_idle_timeout), "
-                f"or not all of it within {limits.body_timeout:g} s (body_timeout)"
-            )
-        self._refuse(ApiError(408, message, kind=TIMEOUT, code="request_timeout"))
+            return f"the header was not complete within {limits.header_timeout:g} s (header_timeout)"
+        return (
+            f"nothing of the body came for {limits.body_idle_timeout:g} s (body_idle_timeout), "
+            f"or not all of it within {limits.body_timeout:g} s (body_timeout)"
+        )
 
     def _client_does_not_read(self) -> None:
         limit = self._limits.write_timeout
