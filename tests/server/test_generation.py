@@ -5,7 +5,7 @@ import contextlib
 from collections import Counter
 
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.generation import STARTED_PER_TURN, generate
+from quire.server.generation import PREPARED_AT_ONCE, generate
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics import Metrics
 from quire.server.tenant_metrics import TenantFigures
@@ -15,6 +15,21 @@ from quire.status import FinishReason
 def finished_output(index):
     completion = CompletionOutput(0, "x", [1], None, finish_reason=FinishReason.LENGTH)
     return RequestOutput(f"request-{index}", "a", [1], [completion], finished=True)
+
+
+def outputs_of(streams, preparing):
+    return contextlib.aclosing(
+        generate(
+            streams,
+            preparing=preparing,
+            call_id="call",
+            request_ids=[f"request-{index}" for index in range(len(streams))],
+            num_sequences=1,
+            calls=LiveCalls(),
+            metrics=Metrics("fake"),
+            tenant=TenantFigures(),
+        )
+    )
 
 
 async def test_the_prompts_of_a_call_start_a_few_per_turn_of_the_loop():
@@ -29,22 +44,34 @@ async def test_the_prompts_of_a_call_start_a_few_per_turn_of_the_loop():
 
     async def stream(index):
         started[turn] += 1
+        preparing.release()
         yield finished_output(index)
 
+    preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
     counting = asyncio.create_task(count_turns())
-    num_prompts = 10 * STARTED_PER_TURN + 1
-    outputs = generate(
-        [stream(index) for index in range(num_prompts)],
-        call_id="call",
-        request_ids=[f"request-{index}" for index in range(num_prompts)],
-        num_sequences=1,
-        calls=LiveCalls(),
-        metrics=Metrics("fake"),
-        tenant=TenantFigures(),
-    )
-    async with contextlib.aclosing(outputs):
+    num_prompts = 10 * PREPARED_AT_ONCE + 1
+    async with outputs_of([stream(index) for index in range(num_prompts)], preparing) as outputs:
         served = [index async for index, _ in outputs]
     counting.cancel()
     assert sorted(served) == list(range(num_prompts))
-    assert max(started.values()) == STARTED_PER_TURN
+    assert max(started.values()) == PREPARED_AT_ONCE
     assert sum(started.values()) == num_prompts
+
+
+async def test_the_next_prompts_start_as_those_before_are_prepared():
+    most = running = 0
+
+    async def stream(index):
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        for _ in range(5):  # as a text that waits for a thread
+            await asyncio.sleep(0)
+        running -= 1
+        preparing.release()
+        yield finished_output(index)
+
+    preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
+    async with outputs_of([stream(index) for index in range(50)], preparing) as outputs:
+        assert len([index async for index, _ in outputs]) == 50
+    assert most == PREPARED_AT_ONCE

@@ -19,8 +19,9 @@ from quire.server.responses import EndReason, PromptTokensDetails, TokenUsage
 from quire.server.tenant_metrics import TenantFigures
 from quire.status import FinishReason
 
-STARTED_PER_TURN = 4
-"""Streams of a call that start in one turn of the event loop: each tokenizes a prompt and sends it off."""
+PREPARED_AT_ONCE = 4
+"""Prompts of a call that are prepared at once, and so at most in one turn of the event loop: a call of many
+prompts leaves others their turns, and their places among the texts that wait to be tokenized."""
 
 OutputStream = AsyncGenerator[RequestOutput, None]
 
@@ -28,6 +29,7 @@ OutputStream = AsyncGenerator[RequestOutput, None]
 async def generate(
     streams: Sequence[OutputStream],
     *,
+    preparing: asyncio.Semaphore,
     call_id: str,
     request_ids: Sequence[str],
     num_sequences: int,
@@ -43,6 +45,7 @@ async def generate(
 
     Args:
         streams: one for each prompt.
+        preparing: of which a stream takes a place to start, given back by whoever sees that it is prepared.
         call_id: as no other tenant's call has it (`Tenant.engine_id`).
         request_ids: the engine's, one for each prompt.
         num_sequences: completions of each prompt.
@@ -58,7 +61,7 @@ async def generate(
     unfinished = set(range(len(streams)))
     with calls.serving(call_id, request_ids), contextlib.ExitStack() as stack:
         timers = [stack.enter_context(RequestTimer(metrics, tenant, num_sequences)) for _ in streams]
-        async with contextlib.aclosing(_merged(streams)) as outputs:
+        async with contextlib.aclosing(_merged(streams, preparing)) as outputs:
             async for index, output in outputs:
                 timers[index].observe(output)
                 if access_record is not None:
@@ -119,7 +122,9 @@ def _without_failures(output: RequestOutput) -> RequestOutput:
     return dataclasses.replace(output, outputs=completions, finished=False)
 
 
-async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _merged(
+    streams: Sequence[OutputStream], preparing: asyncio.Semaphore
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield the outputs of all streams as they come; a slow reader sees only the latest of each."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
@@ -139,11 +144,10 @@ async def _merged(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, 
 
     async def start() -> None:
         for index, stream in enumerate(streams):
+            await preparing.acquire()
             task = asyncio.create_task(pump(index, stream))
             task.add_done_callback(lambda _: changed.set())
             tasks.append(task)
-            if len(tasks) % STARTED_PER_TURN == 0:
-                await asyncio.sleep(0)
 
     starting = asyncio.create_task(start())
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -18,7 +19,7 @@ from quire.sampling_params import SamplingParams
 from quire.server.access_log import access_record_of
 from quire.server.context import context_of, leniency_of, request_id_of, tenant_of
 from quire.server.errors import ApiError
-from quire.server.generation import OutputStream, generate
+from quire.server.generation import PREPARED_AT_ONCE, OutputStream, generate
 from quire.server.logprob_limit import LogprobLimit
 from quire.server.responses import json_response
 from quire.server.sampling_defaults import SamplingDefaults
@@ -78,6 +79,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._context.require_model(body.model)
         self._id = f"{self.id_prefix}-{request_id_of(request)}"
         self._tenant = tenant_of(request)
+        self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
         self._admit: Callable[[ProcessedRequest], Awaitable[None]] | None = None
         self._logprob_limit = LogprobLimit(self._context.config.max_logprobs_per_request)
         self._options = body.request_options()
@@ -127,6 +129,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
     async def _before_submit(self, processed: ProcessedRequest) -> None:
         """Hold one of the engine's requests to the limits of the call and of its tenant."""
+        self._preparing.release()
         self._logprob_limit.admit(processed)
         if self._admit is not None:
             await self._admit(processed)
@@ -220,6 +223,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     def _generate(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         return generate(
             self._streams(),
+            preparing=self._preparing,
             call_id=self._engine_id,
             request_ids=self._request_ids,
             num_sequences=self._params.n,
