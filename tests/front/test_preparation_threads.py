@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from quire.config import SchedulerConfig
 from quire.errors import QueueFullError, RequestTimeoutError
 from quire.front import preparation_threads
 from quire.front.preparation_threads import INLINE_LENGTH, LONG_LENGTH, PreparationThreads, length_of
@@ -25,20 +26,20 @@ def gate():
 
 
 async def test_a_short_text_is_prepared_at_once():
-    threads = PreparationThreads()
+    threads = PreparationThreads(SchedulerConfig())
     assert await threads.run(INLINE_LENGTH, threading.get_ident) == threading.get_ident()
 
 
 @pytest.mark.parametrize("length", [MEDIUM_LENGTH, LONG_LENGTH])
 async def test_the_event_loop_goes_on_meanwhile(length, gate):
-    work = asyncio.create_task(PreparationThreads().run(length, lambda: gate.wait(LIMIT)))
+    work = asyncio.create_task(PreparationThreads(SchedulerConfig()).run(length, lambda: gate.wait(LIMIT)))
     await asyncio.sleep(0)
     gate.set()
     assert await work
 
 
 async def test_a_shorter_text_does_not_wait_for_a_long_one(gate):
-    threads = PreparationThreads()
+    threads = PreparationThreads(SchedulerConfig())
     long = asyncio.create_task(threads.run(LONG_LENGTH, lambda: gate.wait(LIMIT)))
     await asyncio.sleep(0)
     assert await threads.run(MEDIUM_LENGTH, lambda: "done") == "done"
@@ -48,7 +49,7 @@ async def test_a_shorter_text_does_not_wait_for_a_long_one(gate):
 
 
 async def test_one_long_text_at_a_time():
-    threads = PreparationThreads()
+    threads = PreparationThreads(SchedulerConfig())
     running, most = 0, 0
 
     def work():
@@ -62,7 +63,7 @@ async def test_one_long_text_at_a_time():
 
 
 async def test_a_text_that_nobody_waits_for_is_skipped(gate):
-    threads = PreparationThreads()
+    threads = PreparationThreads(SchedulerConfig())
     first = asyncio.create_task(threads.run(LONG_LENGTH, lambda: gate.wait(LIMIT)))
     started = []
     second = asyncio.create_task(threads.run(LONG_LENGTH, lambda: started.append("second")))
@@ -75,16 +76,32 @@ async def test_a_text_that_nobody_waits_for_is_skipped(gate):
     assert started == ["third"]
 
 
-async def test_too_many_waiting_are_refused(gate, monkeypatch):
-    monkeypatch.setattr(preparation_threads, "MAX_WAITING", 2)
-    threads = PreparationThreads()
+@pytest.mark.parametrize(
+    ("length", "num_waiting", "message"),
+    [
+        (
+            INLINE_LENGTH,
+            4,
+            r"4 requests wait .* \(max_num_seqs 1 and max_num_queued_reqs 3\); try again later$",
+        ),
+        (MEDIUM_LENGTH, 4, "4 requests wait .* max_num_queued_reqs 3"),
+        (LONG_LENGTH, 2, f"2 requests with texts of {LONG_LENGTH} characters .* or send less text"),
+    ],
+)
+async def test_too_many_waiting_are_refused(gate, monkeypatch, length, num_waiting, message):
+    monkeypatch.setattr(preparation_threads, "MAX_LONG_WAITING", 2)
+    threads = PreparationThreads(SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=3))
     started = threading.Event()
-    first = asyncio.create_task(threads.run(LONG_LENGTH, lambda: (started.set(), gate.wait(LIMIT))))
+
+    def run(work):
+        return asyncio.create_task(threads.run(length, work, may_wait=True))
+
+    first = run(lambda: (started.set(), gate.wait(LIMIT)))
     await asyncio.to_thread(started.wait, LIMIT)
-    waiting = [asyncio.create_task(threads.run(LONG_LENGTH, lambda: None)) for _ in range(2)]
+    waiting = [run(lambda: None) for _ in range(num_waiting)]
     await asyncio.sleep(0)
-    with pytest.raises(QueueFullError, match=r"2 requests wait .* the limit; try again"):
-        await threads.run(LONG_LENGTH, lambda: None)
+    with pytest.raises(QueueFullError, match=message):
+        await run(lambda: None)
     gate.set()
     await asyncio.gather(first, *waiting)
 
@@ -92,11 +109,11 @@ async def test_too_many_waiting_are_refused(gate, monkeypatch):
 async def test_it_times_out(gate, monkeypatch):
     monkeypatch.setattr(preparation_threads, "TIMEOUT", 0)
     with pytest.raises(RequestTimeoutError, match=f"text of {LONG_LENGTH} characters"):
-        await PreparationThreads().run(LONG_LENGTH, lambda: gate.wait(LIMIT))
+        await PreparationThreads(SchedulerConfig()).run(LONG_LENGTH, lambda: gate.wait(LIMIT))
 
 
 async def test_errors_are_the_callers():
-    threads = PreparationThreads()
+    threads = PreparationThreads(SchedulerConfig())
     with pytest.raises(ZeroDivisionError):
         await threads.run(LONG_LENGTH, lambda: 1 // 0)
     assert await threads.run(LONG_LENGTH, lambda: "next") == "next"
@@ -126,7 +143,7 @@ def test_bad_words_count():
 
 
 async def test_a_short_conversation_waits_in_a_thread_of_its_own(gate):
-    threads = PreparationThreads()
+    threads = PreparationThreads(SchedulerConfig())
     medium = asyncio.create_task(threads.run(MEDIUM_LENGTH, lambda: gate.wait(LIMIT)))
     await asyncio.sleep(0)
     assert await threads.run(INLINE_LENGTH, threading.get_ident, may_wait=True) != threading.get_ident()

@@ -72,7 +72,7 @@ class AsyncLLM:
         # slow: meanwhile, the engine process imports torch
         from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
 
-        self._threads = PreparationThreads()
+        self._threads = PreparationThreads(self.config.scheduler)
         tokenizer = engine_tokenizer(self.config, self.model_path)
         self._requests = LiveRequests(self._engine, tokenizer, self.config)
         self._engine.watch_for(self._requests)

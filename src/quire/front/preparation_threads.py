@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from quire.config import SchedulerConfig
 from quire.errors import QueueFullError, RequestTimeoutError
 from quire.front.worker_thread import TooManyJobsError, WorkerThread
 from quire.sampling_params import SamplingParams
@@ -21,8 +22,8 @@ INLINE_LENGTH = 2_000
 LONG_LENGTH = 100_000
 """Characters from which a text waits for other long ones only: it takes more than 30 milliseconds."""
 
-MAX_WAITING = 256
-"""Texts that may wait for a thread; each may be as large as a request's body."""
+MAX_LONG_WAITING = 256
+"""Long texts that may wait for their thread; each may be as large as a request's body."""
 
 TIMEOUT = 60.0
 """Seconds after which a request is given up whose text is not tokenized."""
@@ -59,12 +60,16 @@ class PreparationThreads:
     The tokenizer lets other threads run meanwhile. There is one thread for each class of lengths, so that the
     memory of one long text is in use at a time, and a text waits for others of its class only. Threads end
     when there is nothing to do.
+
+    Args:
+        scheduler: as many texts may wait for a thread as requests can run and wait in it.
     """
 
-    def __init__(self) -> None:
-        self._short, self._medium, self._long = (
-            WorkerThread("quire-tokenizing", MAX_WAITING) for _ in range(3)
-        )
+    def __init__(self, scheduler: SchedulerConfig) -> None:
+        self._scheduler = scheduler
+        max_waiting = scheduler.max_num_seqs + scheduler.max_num_queued_reqs
+        self._short, self._medium = (WorkerThread("quire-tokenizing", max_waiting) for _ in range(2))
+        self._long = WorkerThread("quire-tokenizing", MAX_LONG_WAITING)
 
     async def run(self, length: int, call: Callable[[], T], *, may_wait: bool = False) -> T:
         """Return what `call` returns, for a request with a text of this length.
@@ -84,10 +89,7 @@ class PreparationThreads:
         try:
             job = self._worker(length).submit(call)
         except TooManyJobsError:
-            raise QueueFullError(
-                f"{MAX_WAITING} requests wait for their text to be tokenized, which is the limit; "
-                "try again later, or send shorter prompts"
-            ) from None
+            raise self._refusal(length) from None
         try:
             async with asyncio.timeout(TIMEOUT):
                 return await asyncio.wrap_future(job)
@@ -96,6 +98,18 @@ class PreparationThreads:
                 f"the request's text of {length} characters was not tokenized within {TIMEOUT:g} s; "
                 "try again later, or send less text"
             ) from None
+
+    def _refusal(self, length: int) -> QueueFullError:
+        if length >= LONG_LENGTH:
+            return QueueFullError(
+                f"{MAX_LONG_WAITING} requests with texts of {LONG_LENGTH} characters or more wait for them "
+                "to be tokenized, which is the limit; try again later, or send less text"
+            )
+        seqs, queued = self._scheduler.max_num_seqs, self._scheduler.max_num_queued_reqs
+        return QueueFullError(
+            f"{seqs + queued} requests wait for their text to be tokenized, as many as can run and wait "
+            f"(max_num_seqs {seqs} and max_num_queued_reqs {queued}); try again later"
+        )
 
     def _worker(self, length: int) -> WorkerThread:
         if length <= INLINE_LENGTH:
