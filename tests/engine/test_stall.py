@@ -172,6 +172,18 @@ def test_each_sequence_is_explained_in_order(engine):
     assert [text.split()[0] for text in reply.texts] == ["waiting", "not", "running:"]
 
 
+@pytest.mark.parametrize(("seconds", "num_texts"), [(0, 9), (0.4, 3), (7, 1)])
+def test_explanations_have_a_time_between_two_steps(engine, monkeypatch, seconds, num_texts):
+    def explain(name):
+        engine.now += seconds * engine_loop.EXPLAIN_TIME
+        return name
+
+    monkeypatch.setattr(engine.core, "explain", explain)
+    names = list("abcdefghi")
+    engine.loop.handle(Explain(7, names))
+    assert engine.messages[-1].texts == names[:num_texts]
+
+
 class SlowFront:
     """A front that reads for a while, is behind for a while, and then ends the engine."""
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,6 +54,9 @@ STALL_WAIT = 0.1
 
 STALL_NOTICE = 5.0
 """Seconds after which the reason for a legitimate stall is logged; a first grammar takes one or two."""
+
+EXPLAIN_TIME = 0.02
+"""Seconds between two steps for explanations: with a long queue, each takes a millisecond or more."""
 
 
 class MessageSource(Protocol):
@@ -132,9 +135,7 @@ class EngineLoop:
             case SetPauseState(call_id, pause_state):
                 self._answer(call_id, lambda: self._set_pause_state(call_id, pause_state))
             case Explain(call_id, sequence_ids):
-                self._answer(
-                    call_id, lambda: Reply(call_id, texts=[self.core.explain(name) for name in sequence_ids])
-                )
+                self._answer(call_id, lambda: Reply(call_id, texts=self._explanations(sequence_ids)))
             case SaveKV(call_id, path, token_ids, cache_salt):
                 self._answer_later(
                     call_id, lambda: self.core.save_kv(Path(path), token_ids, cache_salt), _saved
@@ -144,6 +145,16 @@ class EngineLoop:
             case Shutdown():
                 self._send_outputs(self.core.shutdown())
                 self.stopped = True
+
+    def _explanations(self, sequence_ids: Sequence[str]) -> list[str]:
+        """Explain the first sequences: as many as there is time for, and at least one."""
+        texts: list[str] = []
+        ends = self._clock() + EXPLAIN_TIME
+        for sequence_id in sequence_ids:
+            texts.append(self.core.explain(sequence_id))
+            if self._clock() >= ends:
+                break
+        return texts
 
     def _set_pause_state(self, call_id: int, pause_state: PauseState) -> Reply:
         self.core.scheduler.set_pause_state(pause_state)

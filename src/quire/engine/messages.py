@@ -169,7 +169,10 @@ class Shutdown(msgspec.Struct, tag=6, array_like=True, gc=False):
 
 
 class Explain(msgspec.Struct, tag=7, array_like=True, gc=False):
-    """Request for what each of these sequences is doing or waiting for, returned in a `Reply`."""
+    """Request for what these sequences are doing or waiting for.
+
+    The `Reply` has a text for each of the first of them, and at least one: those for which there was time.
+    """
 
     call_id: int
     sequence_ids: list[str]

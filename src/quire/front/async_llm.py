@@ -47,9 +47,6 @@ STEP_TIMEOUT = 60.0
 ABORT_TIMEOUT = 1.0
 """Seconds that a shutdown waits for the last outputs of aborted requests."""
 
-EXPLAIN_BATCH_SIZE = 20
-"""Sequences to explain between two steps: with a long queue, each takes a millisecond or more."""
-
 
 class AsyncLLM:
     """An engine in its own process, used from one event loop.
@@ -279,9 +276,8 @@ class AsyncLLM:
         groups = [self._requests.queued_sequence_ids(request_id) for request_id in request_ids]
         asked = [sequence_id for group in groups for sequence_id in group]
         texts: list[str] = []
-        while len(texts) < len(asked):
-            some = asked[len(texts) : len(texts) + EXPLAIN_BATCH_SIZE]
-            texts += (await self._call(functools.partial(Explain, sequence_ids=some))).texts
+        while rest := asked[len(texts) :]:
+            texts += (await self._call(functools.partial(Explain, sequence_ids=rest))).texts
         sentences = iter(texts)
         return [
             list(itertools.islice(sentences, len(group))) or self._requests.reasons_to_wait(request_id)
