@@ -64,7 +64,7 @@ async def begun(llm):
 
 
 def live_ids(llm):
-    return [state.request_id for state in llm._requests.outputs.live_requests()]
+    return [[state.request_id] for state in llm._requests.outputs.live_requests()]
 
 
 async def results(calls):

@@ -276,11 +276,12 @@ class FakeLLM:
             prefix_evicted_blocks=6,
         )  # fmt: skip
 
-    async def explain_all(self, request_ids):
+    async def explain_all(self, groups, limit):
         self.check_health()
         if self.is_silent:
             await asyncio.Event().wait()
-        return [[f"running: {one}"] if one in self.live else [] for one in request_ids]
+        self.explain_limit = limit
+        return [[f"running: {one}" for one in group if one in self.live] for group in groups]
 
     @property
     def latest_stats(self):

@@ -54,6 +54,9 @@ async def test_a_long_list_is_cut_off_and_says_so(http, llm, monkeypatch):
     listed = (await http.get("/v1/requests")).json()
     assert [one["id"] for one in listed["data"]] == ["cmpl-0", "cmpl-1"]
     assert listed["has_more"] is True
+    assert llm.explain_limit == requests.MAX_SENTENCES // 2
+    assert (await http.get("/v1/requests/cmpl-0")).status_code == 200
+    assert llm.explain_limit == requests.MAX_SENTENCES
     await release(llm, *tasks)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from quire.config import EngineConfig
 from quire.engine.messages import (
     EngineInfo,
-    Explain,
     GetStats,
     Reply,
     ResetPrefixCache,
@@ -23,6 +21,7 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.errors import CrashLoopError, EngineAsleepError, EngineDeadError
+from quire.front.explaining import Explaining
 from quire.front.input_processor import ProcessedRequest
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
 from quire.front.live_requests import ASLEEP, LiveRequests
@@ -79,6 +78,7 @@ class AsyncLLM:
         self._next_turn: asyncio.Handle | None = None  # of work that is left
         self._changed = asyncio.Event()
         self._closing = False
+        self._explaining = Explaining(self._requests, self._call)
         self._pausing = Pausing(self._engine, self._requests, self._call, self._wait_for)
 
     @property
@@ -264,25 +264,20 @@ class AsyncLLM:
         Raises:
             EngineDeadError: the engine has ended, or another is being started.
         """
-        return (await self.explain_all([request_id]))[0]
+        return (await self.explain_all([[request_id]]))[0]
 
-    async def explain_all(self, request_ids: Sequence[str]) -> list[list[str]]:
-        """Return the result of `explain` for each of these requests.
+    async def explain_all(self, groups: Sequence[Sequence[str]], limit: int | None = None) -> list[list[str]]:
+        """Return what the requests of each group do or wait for, as `explain` does.
+
+        Args:
+            groups: ids of requests, such as those of one call.
+            limit: sentences for a group, after which one says how many are left out; None: no limit.
 
         Raises:
             EngineDeadError: the engine has ended, or another is being started.
         """
         await self.wait_until_ready()
-        groups = [self._requests.queued_sequence_ids(request_id) for request_id in request_ids]
-        asked = [sequence_id for group in groups for sequence_id in group]
-        texts: list[str] = []
-        while rest := asked[len(texts) :]:
-            texts += (await self._call(functools.partial(Explain, sequence_ids=rest))).texts
-        sentences = iter(texts)
-        return [
-            list(itertools.islice(sentences, len(group))) or self._requests.reasons_to_wait(request_id)
-            for request_id, group in zip(request_ids, groups, strict=True)
-        ]
+        return await self._explaining.explain(groups, limit)
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache; while any block is in use, do nothing and return False.

@@ -17,6 +17,9 @@ from quire.server.tenants import Tenant
 
 MAX_LISTED = 100
 
+MAX_SENTENCES = 200
+"""Sentences of an answer, as many for each call: with a long queue, each takes the engine a millisecond."""
+
 
 async def list_requests(request: Request) -> Response:
     """List the requests that the tenant may know of, the oldest first, with what each does or waits for."""
@@ -69,12 +72,12 @@ def _live_id(request: Request) -> str:
 async def _explained(context: ServerContext, tenant: Tenant, engine_ids: Sequence[str]) -> list[ServedCall]:
     """Return what these calls, which are being served, do or wait for, with ids as `tenant` knows them."""
     groups = [context.calls.by_id[engine_id] for engine_id in engine_ids]
-    request_ids = list(itertools.chain.from_iterable(groups))
+    limit = MAX_SENTENCES // max(1, len(groups))
     try:
-        sentences = iter(await asyncio.wait_for(context.llm.explain_all(request_ids), ENGINE_TIMEOUT))
+        states = await asyncio.wait_for(context.llm.explain_all(groups, limit), ENGINE_TIMEOUT)
     except TimeoutError:
         raise EngineDeadError(f"the engine has not answered for {ENGINE_TIMEOUT:g} s") from None
     return [
-        ServedCall(id=tenant.call_id(engine_id), state=[text for _ in group for text in next(sentences)])
-        for engine_id, group in zip(engine_ids, groups, strict=True)
+        ServedCall(id=tenant.call_id(engine_id), state=state)
+        for engine_id, state in zip(engine_ids, states, strict=True)
     ]
