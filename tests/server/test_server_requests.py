@@ -66,8 +66,8 @@ async def test_an_engine_that_does_not_answer(http, llm, monkeypatch):
     llm.is_silent = True
     for path in ("/v1/requests", "/v1/requests/cmpl-one"):
         response = await http.get(path)
-        assert response.status_code == 503
-        assert response.json()["error"]["code"] == "engine_dead"
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "engine_timeout"
     await release(llm, task)
 
 

@@ -279,6 +279,7 @@ _NO_RESPONSE = {
     503: "The store of responses is not available.",
 }
 _NO_ENGINE = {503: "The engine is not available."}
+_NO_EXPLANATION = {**_NO_ENGINE, 504: "The engine has not answered in time."}
 _FOR_ADMINS = {400: "The query is invalid.", 403: "The tenant may not.", **_NO_ENGINE}
 
 ENDPOINTS = (
@@ -389,14 +390,18 @@ ENDPOINTS = (
         errors={404: "The model is not served here."},
     ),
     Endpoint(
-        method="GET", path="/v1/requests", handler=list_requests, answer=ServedCallList, errors=_NO_ENGINE
+        method="GET",
+        path="/v1/requests",
+        handler=list_requests,
+        answer=ServedCallList,
+        errors=_NO_EXPLANATION,
     ),
     Endpoint(
         method="GET",
         path="/v1/requests/{request_id}",
         handler=get_request,
         answer=ServedCall,
-        errors={404: "No such request is being served.", **_NO_ENGINE},
+        errors={404: "No such request is being served.", **_NO_EXPLANATION},
     ),
     Endpoint(
         method="DELETE",

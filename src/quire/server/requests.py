@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import EngineDeadError
 from quire.server.context import ENGINE_TIMEOUT, ServerContext, context_of, tenant_of
-from quire.server.errors import ApiError
+from quire.server.errors import TIMEOUT, ApiError
 from quire.server.responses import AbortedCall, ServedCall, ServedCallList, json_response
 from quire.server.tenants import Tenant
 
@@ -76,7 +75,13 @@ async def _explained(context: ServerContext, tenant: Tenant, engine_ids: Sequenc
     try:
         states = await asyncio.wait_for(context.llm.explain_all(groups, limit), ENGINE_TIMEOUT)
     except TimeoutError:
-        raise EngineDeadError(f"the engine has not answered for {ENGINE_TIMEOUT:g} s") from None
+        raise ApiError(
+            504,
+            f"the engine has not explained its requests within {ENGINE_TIMEOUT:g} s: its steps take long, or "
+            "it hangs, which /health tells; try again",
+            kind=TIMEOUT,
+            code="engine_timeout",
+        ) from None
     return [
         ServedCall(id=tenant.call_id(engine_id), state=state)
         for engine_id, state in zip(engine_ids, states, strict=True)
