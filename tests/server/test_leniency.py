@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from live_server import MAX_BODY_BYTES
 
 from quire.config import ServerConfig
+from quire.server import leniency
 from quire.server.app import create_app
 from quire.server.leniency import (
     HEADER,
@@ -18,7 +19,8 @@ from quire.server.leniency import (
     MAX_LOGGED_NAMES,
     IgnoredNames,
     Leniency,
-    edit_distance,
+    is_within_edits,
+    typo_hint,
 )
 from quire.server.paths import canonical_path
 from quire.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -257,8 +259,8 @@ async def test_other_spellings_need_the_key(llm):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text("abc", max_size=5), st.text("abc", max_size=5))
-def test_edit_distance_equals_the_definition(first, second):
+@given(st.text("abc", max_size=5), st.text("abc", max_size=5), st.integers(0, 3))
+def test_near_texts_are_those_of_the_definition(first, second, most):
     def naive(a, b):
         if not a or not b:
             return len(a) + len(b)
@@ -267,7 +269,17 @@ def test_edit_distance_equals_the_definition(first, second):
             found = min(found, naive(a[:-2], b[:-2]) + 1)
         return found
 
-    assert edit_distance(first, second) == naive(first, second)
+    assert is_within_edits(first, second, most) == (naive(first, second) <= most)
+
+
+def test_names_that_resemble_none_are_not_compared_letter_by_letter(monkeypatch):
+    compared = []
+    monkeypatch.setattr(leniency, "is_within_edits", lambda *names: compared.append(names))
+    known = supported_names(ChatCompletionRequest)
+    assert typo_hint("qzjvkxwqzjvkxwqzjv", known) is None
+    assert not compared
+    typo_hint("max_completion_tokems", known)
+    assert ("maxcompletiontokems", "maxcompletiontokens", 2) in compared
 
 
 @given(st.lists(st.text(min_size=1), max_size=MAX_IGNORED_NAMES))

@@ -90,8 +90,14 @@ def typo_hint(name: str, known: frozenset[str]) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _hint(name: str, known: frozenset[str]) -> str | None:
-    close = [one for one in known if _looks_like(_letters(name), _letters(one))]
+    letters = _letters(name)
+    close = [one for one, own_letters in _letters_of(known) if _looks_like(letters, own_letters)]
     return nearest_name(name, close) if close else None
+
+
+@functools.cache
+def _letters_of(known: frozenset[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, _letters(name)) for name in known)
 
 
 def _letters(name: str) -> str:
@@ -101,13 +107,19 @@ def _letters(name: str) -> str:
 
 def _looks_like(name: str, known: str) -> bool:
     most = 0 if len(known) <= 2 else 1 if len(known) <= _MAX_SHORT_NAME else 2
-    return abs(len(name) - len(known)) <= most and edit_distance(name, known) <= most
+    if abs(len(name) - len(known)) > most or len(set(name) ^ set(known)) > 2 * most:
+        return False  # an edit changes at most two letters of the set
+    return is_within_edits(name, known, most)
 
 
-def edit_distance(first: str, second: str) -> int:
-    """Return how many characters must be inserted, removed, replaced or swapped with the next.
+def is_within_edits(first: str, second: str, most: int) -> bool:
+    """Return whether few characters must be inserted, removed, replaced or swapped with the next.
 
     Optimal string alignment, the restricted form of the distance of Damerau (1964).
+
+    Args:
+        first, second: texts.
+        most: edits that are few.
     """
     before: list[int] = []
     row = list(range(len(second) + 1))
@@ -119,4 +131,6 @@ def edit_distance(first: str, second: str) -> int:
                 cost = min(cost, before[j - 2] + 1)
             following.append(cost)
         before, row = row, following
-    return row[-1]
+        if min(before) >= most < min(row):
+            return False  # no row can have less
+    return row[-1] <= most
