@@ -226,6 +226,20 @@ async def test_unknown_model_names_the_served_one(http):
         assert "'fake'" in error["message"]
 
 
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"model": LONG}, {LONG: 1}, {"logit_bias": {LONG: 1}}, {"stream_options": {LONG: True}}],
+)
+async def test_what_a_refusal_names_is_shortened(strict_http, fields):
+    response = await strict_http.post("/v1/completions", json={"model": "fake", "prompt": "Hi", **fields})
+    assert response.status_code in (400, 404)
+    assert LONG[:70] in response.text
+    assert LONG[:90] not in response.text
+
+
 async def test_unknown_path_names_the_nearest(http):
     error = refusal(await http.post("/v1/completion", json={}), 404)
     assert "'/v1/completions'" in error["message"]

@@ -129,7 +129,7 @@ class ServerContext:
         if not {name, f"{name}{LATEST}", name.removesuffix(LATEST)}.intersection(self.model_names):
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; this server has "
+                f"the model {name!r:.80} is not served here; this server has "
                 + ", ".join(map(repr, self.model_names)),
                 param="model",
                 code="model_not_found",

@@ -23,7 +23,7 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 
 _SUBJECT = re.compile(r"^\w+(?= should)")  # pydantic begins with "Input should", "List should"
 _NO_BACKSLASH = re.compile(rb"[^\\]")
-_MAX_SHOWN_VALUE = 80  # characters
+_MAX_SHOWN = 80  # characters of a value or a name
 
 COUNTED_PER_TURN = 262_144
 """Bytes of a body that are looked at in one turn of the event loop: it takes less than a millisecond."""
@@ -187,7 +187,7 @@ def _path_text(location: tuple[int | str, ...]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         elif not part.startswith(strict_model.TAG_PREFIX) and part != "[key]":
-            text += f".{part}" if text else part
+            text += f".{_shortened(part)}" if text else _shortened(part)
     return text
 
 
@@ -196,4 +196,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | dict) and len(value) > 10:
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} items"
     text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= _MAX_SHOWN_VALUE else text[:_MAX_SHOWN_VALUE] + "…"
+    return _shortened(text)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
