@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import EngineCoreRequest, Explain, Reply, Shutdown, StepOutputs
 from quire.grammar.llguidance_backend import LLGuidanceBackend
+from quire.request_options import RequestOptions
 from quire.sampling_params import SamplingParams
 from quire.scheduling.admission_phase import AdmissionPhase
 from quire.scheduling.interface import PauseState
@@ -203,6 +206,52 @@ class SlowFront:
         self.has_room = next(self._turns, None)
         if self.has_room is None:
             handle(Shutdown())
+
+
+class IdleFront:
+    """A front that says nothing, and ends an engine that waits for a message only."""
+
+    has_room = True
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.num_leased: list[int] = []
+
+    def deliver(self, handle, *, wait) -> None:
+        self.num_leased.append(self._engine.core.stats().num_leased_blocks)
+        if wait is None and len(self.num_leased) > 1:
+            handle(Shutdown())
+        elif wait is not None:
+            self._engine.now = time.monotonic()
+            threading.Event().wait(wait / 1000)
+            self._engine.now = time.monotonic()
+
+
+def test_an_idle_engine_ends_pins_when_their_time_is_over(engine):
+    engine.now = time.monotonic()
+    options = RequestOptions(pin_prefix=0.2)
+    params = SamplingParams(max_tokens=2)
+    engine.loop.handle(EngineCoreRequest([("a", 0)], list(range(40)), params, options=options))
+    front = IdleFront(engine)
+    engine.loop.run(front)
+    assert max(front.num_leased) == 2
+    assert front.num_leased[-1] == 0
+
+
+def test_an_idle_engine_waits_no_longer_than_sockets_can(engine, monkeypatch):
+    monkeypatch.setattr(engine.core, "next_due", lambda: math.inf)
+    waits = []
+
+    class Front:
+        has_room = True
+
+        def deliver(self, handle, *, wait):
+            waits.append(wait)
+            if wait is not None:
+                handle(Shutdown())
+
+    engine.loop.run(Front())
+    assert waits == [None, engine_loop.LONGEST_IDLE_WAIT * 1000]
 
 
 def test_no_step_begins_while_the_front_is_behind(engine):

@@ -465,3 +465,17 @@ def test_a_prefix_that_is_pinned_again_is_pinned_for_longer_and_held_once():
     scene.clock.advance(5)
     scene.step()
     assert scene.scheduler.make_stats().num_leased_blocks == 0
+
+
+def test_an_idle_scheduler_has_something_to_do_when_a_pin_ends():
+    scene = Scene(num_blocks=8)
+    assert scene.scheduler.next_due() is None
+    for start, pin_prefix in ((0, 20.0), (100, 10.0)):
+        scene.add(f"pinned {start}", range(start, start + 9), max_tokens=1, pin_prefix=pin_prefix)
+        scene.finish_but_pins()
+    assert not scene.scheduler.has_requests()
+    for _ in range(2):
+        assert scene.scheduler.next_due() == scene.clock.now + 10
+        scene.clock.advance(10)
+        scene.step()
+    assert scene.scheduler.next_due() is None

@@ -276,6 +276,10 @@ class EngineCore:
         """Whether a step has anything to do."""
         return self.scheduler.has_requests() or len(self._requests) > 0
 
+    def next_due(self) -> float | None:
+        """Return when a step has something to do without any request (seconds); None: at no time."""
+        return self.scheduler.next_due()
+
     def has_unfinished_requests(self) -> bool:
         """Whether any sequence is waiting or running, or has not been told its end."""
         return self.scheduler.has_unfinished_requests() or len(self._requests) > 0

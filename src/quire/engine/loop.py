@@ -52,6 +52,9 @@ LONGEST_AWAITING_WAIT = 0.02
 STALL_WAIT = 0.1
 """Seconds to pause during any other stall."""
 
+LONGEST_IDLE_WAIT = 3600.0
+"""Seconds to wait at most for a message; pins may last for longer than sockets can wait."""
+
 STALL_NOTICE = 5.0
 """Seconds after which the reason for a legitimate stall is logged; a first grammar takes one or two."""
 
@@ -110,12 +113,21 @@ class EngineLoop:
             messages.deliver(self.handle, wait=wait)
             self.core.raise_rank_failure()
             wait = None
-            if not self.stopped and self.has_work() and messages.has_room:
+            if self.stopped or not messages.has_room:
+                continue
+            if self.has_work():
                 wait = 0 if self.step_and_send() else math.ceil(self.stall_wait * 1000)
+            elif (left := self._time_until_due()) is not None:
+                wait = math.ceil(min(left, LONGEST_IDLE_WAIT) * 1000)
 
     def has_work(self) -> bool:
         """Whether a step has anything to do, or a call is still to be answered."""
-        return self.core.has_requests() or bool(self._unanswered)
+        return self.core.has_requests() or bool(self._unanswered) or self._time_until_due() == 0
+
+    def _time_until_due(self) -> float | None:
+        """Return the seconds until a step has something to do without any request; None: it never has."""
+        due = self.core.next_due()
+        return None if due is None else max(0.0, due - self._clock())
 
     def handle(self, message: ToEngine) -> None:
         """Handle one message from the front; after `Shutdown`, ignore all."""

@@ -113,6 +113,10 @@ class LeaseTable:
             heapq.heappush(heap, (deadline, lease_id))
         return sorted(due, key=due.__getitem__)
 
+    def next_deadline(self) -> float | None:
+        """Return when the first of them ends that is not renewed; None: there are none. O(leases)."""
+        return min((lease.deadline for lease in self._leases.values()), default=None)
+
     def break_pins(self) -> list[Lease]:
         """End all pins, because memory is short, and return them, oldest first; transfers stay."""
         if not self._num_blocks[LeaseKind.PIN]:

@@ -219,6 +219,7 @@ class RecordingScheduler(SchedulerInterface):
     get_num_unfinished_requests = forwarded("scheduler", SchedulerInterface.get_num_unfinished_requests)
     has_finished_requests = forwarded("scheduler", SchedulerInterface.has_finished_requests)
     has_requests = forwarded("scheduler", SchedulerInterface.has_requests)
+    next_due = forwarded("scheduler", SchedulerInterface.next_due)
     get_request_counts = forwarded("scheduler", SchedulerInterface.get_request_counts)
     oldest_waiting_request = forwarded("scheduler", SchedulerInterface.oldest_waiting_request)
     explain = forwarded("scheduler", SchedulerInterface.explain)

@@ -109,6 +109,13 @@ class SchedulerInterface(ABC):
         """Whether `schedule()` has anything to say: unfinished requests, or finished ones to clear."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
+    def next_due(self) -> float | None:
+        """Return when `schedule()` has something to do although there are no requests, such as to end a pin.
+
+        Seconds, by the clock of the context; None: at no time.
+        """
+        return None
+
     @abstractmethod
     def get_request_counts(self) -> tuple[int, int]:
         """Return (running, waiting)."""

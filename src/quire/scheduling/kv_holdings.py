@@ -106,6 +106,10 @@ class KVHoldings:
         for lease_id in self._leases.expired(self._clock.now):
             self.end_lease(lease_id)
 
+    def next_lease_end(self) -> float | None:
+        """Return when the next lease ends that nobody renews (seconds); None: there is none."""
+        return self._leases.next_deadline()
+
     def end_all_leases(self) -> None:
         """Free the blocks of all leases."""
         for lease_id in self._leases.expired(math.inf):

@@ -190,6 +190,10 @@ class Scheduler(SchedulerInterface):
         return super().has_requests() or self._holdings.num_blocks_held_for_peers > 0
 
     @override
+    def next_due(self) -> float | None:
+        return self._holdings.next_lease_end()
+
+    @override
     def get_request_counts(self) -> tuple[int, int]:
         """A beam search counts once."""
         return self._state.request_counts()
