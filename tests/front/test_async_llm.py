@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import shutil
@@ -14,6 +15,7 @@ import pytest
 
 from engine_checks import TINY, tiny_config
 from quire import LLM, AsyncLLM, EngineConfig, SamplingParams
+from quire.config import SupervisionConfig
 from quire.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -261,9 +263,11 @@ async def requests_are_explained(llm):
 
 
 async def health(llm):
-    def check_much_later():
+    def check_much_later(watchdog_timeout=60.0):
+        supervision = SupervisionConfig(watchdog_timeout=watchdog_timeout)
         with pytest.MonkeyPatch.context() as patched:
-            later = time.monotonic() + 2 * async_llm.STEP_TIMEOUT
+            later = time.monotonic() + 120.0
+            patched.setattr(llm, "config", dataclasses.replace(llm.config, supervision=supervision))
             patched.setattr(async_llm, "time", types.SimpleNamespace(monotonic=lambda: later))
             llm.check_health()
 
@@ -272,8 +276,10 @@ async def health(llm):
     stream = llm.generate("the", LONG)
     await anext(stream)
     llm.check_health()
-    with pytest.raises(EngineDeadError, match="1 requests are unfinished"):
+    with pytest.raises(EngineDeadError, match=r"1 requests are unfinished.*60 s \(watchdog_timeout\)"):
         check_much_later()
+    check_much_later(watchdog_timeout=600.0)
+    check_much_later(watchdog_timeout=0.0)
     await stream.aclose()
 
 

@@ -23,7 +23,7 @@ class SupervisionConfig:
         default=60.0,
         unit="seconds",
         help="Maximum time between two finished steps of an engine that has requests. One that takes longer "
-        "logs its stacks, is killed, and is treated as if it had died. 0: no limit.",
+        "logs its stacks, is killed, and is treated as if it had died; /health answers 503. 0: no limit.",
     )
     max_request_crashes: PositiveInt = knob(
         default=2,

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STEP_TIMEOUT = 60.0
-"""Seconds without a finished step after which an engine with unfinished requests is considered hung."""
-
 ABORT_TIMEOUT = 1.0
 """Seconds that a shutdown waits for the last outputs of aborted requests."""
 
@@ -369,7 +366,7 @@ class AsyncLLM:
 
         Raises:
             EngineDeadError: the engine has ended, or another is being started, or it has unfinished requests
-                but has not finished a step for `STEP_TIMEOUT` seconds.
+                but has not finished a step for `watchdog_timeout` seconds.
             EngineAsleepError: the engine is asleep.
         """
         requests = self._requests
@@ -380,10 +377,11 @@ class AsyncLLM:
         if requests.has_started and not requests.is_ready:
             raise EngineDeadError("the engine has died and is being started again; live requests wait for it")
         silence = time.monotonic() - requests.last_step_time
-        if requests.outputs and silence > STEP_TIMEOUT:
+        limit = self.config.supervision.watchdog_timeout
+        if requests.outputs and limit and silence > limit:
             raise EngineDeadError(
                 f"{self.num_unfinished_requests} requests are unfinished, but no step has finished in "
-                f"the last {silence:.0f} s; the limit is {STEP_TIMEOUT:.0f} s"
+                f"the last {silence:.0f} s; the limit is {limit:g} s (watchdog_timeout)"
             )
 
     async def wait_for_crash_loop(self) -> CrashLoopError:
