@@ -1,9 +1,13 @@
 """/v1/completions through the real openai client, in process."""
 
+import asyncio
 import itertools
+from collections import Counter
 
 import pytest
 from fake_llm import BOS, REPLY
+
+from quire.server import completions, completions_call
 
 
 async def create(client, **fields):
@@ -217,3 +221,29 @@ async def test_of_several_prompts_no_kv_transfer_params_are_returned(http, llm, 
     )
     assert response.status_code == 200
     assert "kv_transfer_params" not in response.text
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(1, 1), (10**9, 12)])
+async def test_the_choices_of_an_answer_are_made_in_turns_of_the_event_loop(
+    http, monkeypatch, num_tokens, most
+):
+    turn, made, make = 0, Counter(), completions.CompletionChoice
+
+    async def count_turns():
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def choice(**fields):
+        made[turn] += 1
+        return make(**fields)
+
+    monkeypatch.setattr(completions, "CompletionChoice", choice)
+    monkeypatch.setattr(completions_call, "TOKENS_PER_TURN", num_tokens)
+    counting = asyncio.create_task(count_turns())
+    body = {"model": "fake", "prompt": ["a", "b", "c"], "n": 4, "logprobs": 2}
+    response = await http.post("/v1/completions", json=body)
+    counting.cancel()
+    assert [choice["index"] for choice in response.json()["choices"]] == list(range(12))
+    assert max(made.values()) == most

@@ -28,8 +28,8 @@ from quire.server.responses import (
     sse_event,
 )
 
-PROMPTS_PER_TURN = 32
-"""Prompts whose part of the answer is made in one turn of the event loop."""
+TOKENS_PER_TURN = 4096
+"""Tokens, and log-probabilities of others, whose part of the answer is made in one turn of the event loop."""
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
@@ -69,13 +69,16 @@ class CompletionsCall(GenerationCall[RequestT]):
     async def whole_answer(self) -> Completion | ChatCompletion:
         ordered = await self._final_outputs()
         choices: list[Any] = []
+        num_tokens = 0  # of this turn
         for prompt_index, output in enumerate(ordered):
             if (count := self._body.prompt_logprobs) is not None:
                 self._prompt_logprobs[prompt_index] = await prompt_logprobs(output, count)
-            completions = sorted(output.outputs, key=lambda completion: completion.index)
-            choices += [self._choice(prompt_index, output, completion) for completion in completions]
-            if prompt_index % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
-                await asyncio.sleep(0)
+            for completion in sorted(output.outputs, key=lambda completion: completion.index):
+                choices.append(self._choice(prompt_index, output, completion))
+                num_tokens += self._num_tokens(output, completion)
+                if num_tokens >= TOKENS_PER_TURN:
+                    num_tokens = 0
+                    await asyncio.sleep(0)
         return self.answer_type(
             choices=choices,
             usage=self._usage(ordered),
@@ -83,6 +86,11 @@ class CompletionsCall(GenerationCall[RequestT]):
             **self._answer_fields(ordered[0]),
             **self._head,
         )
+
+    def _num_tokens(self, output: RequestOutput, completion: CompletionOutput) -> int:
+        """Return how many tokens a choice may have, each with its log-probabilities."""
+        num_positions = len(output.prompt_token_ids) + len(completion.token_ids)
+        return num_positions * (1 + (self._params.logprobs or 0))
 
     @override
     def _request_options(self) -> dict[str, Any]:
