@@ -158,6 +158,26 @@ async def test_one_that_is_cancelled(client, llm):
         await client.responses.cancel(other.id)
 
 
+async def test_one_that_is_cancelled_at_once_is_stored_and_its_events_end():
+    responses, logs = background.BackgroundResponses(), event_logs.EventLogs()
+    log = logs.begin("tenant", "resp_1")
+    kept = []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            kept.append("cancelled")
+        finally:
+            logs.end("tenant", "resp_1")
+
+    responses.start("tenant", "resp_1", work())
+    await responses.cancel("tenant", "resp_1")
+    assert kept == ["cancelled"]
+    async with asyncio.timeout(60):
+        assert [event async for event in log.after(-1)] == [b":\n\n"]
+
+
 async def test_one_that_is_deleted_is_cancelled(client, llm):
     begun = await client.responses.create(**MODEL, input="hold", background=True)
     await llm.held.wait()
