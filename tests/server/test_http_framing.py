@@ -208,6 +208,20 @@ def test_a_client_that_writes_before_it_reads_gets_its_refusal_and_goes_on(conne
     assert [connection.answer().status for _ in range(2)] == [404, 200]
 
 
+@pytest.mark.parametrize("size", [0, 1, 20_000_000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_connection_that_is_to_close_is_read_to_the_end_of_the_body(connect, is_chunked, size):
+    connection = connect()
+    body = b"a" * size
+    framing = CHUNKED if is_chunked else f"Content-Length: {size}"
+    head = request("/nope", "Connection: close", framing, method="POST")
+    connection.socket.sendall(head)
+    connection.socket.sendall(chunked(body, 65_536) if is_chunked else body)  # which fails if it is not read
+    connection.send(request())
+    assert connection.answer().status == 404
+    assert connection.is_closed()
+
+
 @given(
     bodies=st.lists(st.tuples(st.text("\r\n0;a", max_size=40), st.integers(0, 5)), min_size=1, max_size=4),
     cuts=st.lists(st.integers(0, 400)),

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import httptools
 from uvicorn.config import Config
@@ -45,6 +46,20 @@ class _Part(enum.Enum):
     SIZED_BODY = enum.auto()
     CHUNKED_BODY = enum.auto()
     NOTHING = enum.auto()  # whatever comes is dropped
+
+
+class _AnswerTransport:
+    """What uvicorn's request cycle knows of a transport, which it closes when an answer is complete.
+
+    Args:
+        transport: of the connection.
+        close: does so when the client may be told.
+    """
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -83,6 +98,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._body_left = 0  # bytes of a body whose size is known
         self._barren = 0  # bytes of a chunked body since the last that were data
         self._body_ends = 0.0  # when a body must be complete, by the loop's clock
+        self._is_last = False  # the connection closes after this request
         self._is_idle = False  # it has been answered, and nothing of another request has come
         self._app_to_start: ASGI3Application | None = None  # when its request's body is there
         self._refusal: ApiError | None = None  # found while the parser calls back
@@ -93,6 +109,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
         super().connection_made(transport)
+        self._answered = cast("asyncio.Transport", _AnswerTransport(transport, self._close_after_body))
         self._open_connections.replace(self._handshake, self)
         self._receiving.set(self._limits.header_timeout)
 
@@ -250,6 +267,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._barren = 0
         self._body_left = int(fields.get(b"content-length", b"0"))
         super().on_headers_complete()
+        self.cycle.transport = self._answered
         is_chunked = b"transfer-encoding" in fields
         self._next = _Part.CHUNKED_BODY if is_chunked else _Part.SIZED_BODY
 
@@ -280,8 +298,21 @@ class HttpProtocol(HttpToolsProtocol):
             self._next = _Part.HEAD
             super().on_message_complete()
 
+    def _close_after_body(self) -> None:
+        """Close the connection, once a client that is answered has sent its body: it may read only then."""
+        if self._is_answering or self._next in (_Part.HEAD, _Part.NOTHING):
+            self.transport.close()
+            return
+        self._is_last = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
     def _request_complete(self) -> None:
-        if self._is_answering:
+        if self._is_last:
+            self._next = _Part.NOTHING
+            self._sending.set(self._limits.write_timeout)
+            self.transport.close()
+        elif self._is_answering:
             self._receiving.clear()
             self._open_connections.serves(self)
         else:
