@@ -45,9 +45,7 @@ class BackgroundResponses:
         """Stop generating a response, if it is being generated; return when it is stored."""
         task = self._tasks.get((tenant, response_id))
         if task is not None:
-            await asyncio.sleep(
-                0
-            )  # it begins: what is cancelled before that does nothing, and stores nothing
+            await asyncio.sleep(0)  # a task that is cancelled before it has begun would store nothing
             task.cancel()
             await asyncio.wait({task})
 
