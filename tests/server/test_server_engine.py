@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import time
@@ -296,6 +297,25 @@ async def test_prompt_logprobs_are_those_of_an_echo(http, engine):
     assert all(len(one) >= 3 for one in choice["prompt_logprobs"][1:])
     text = engine.tokenizer.decode(choice["token_ids"])
     assert choice["text"].endswith(text)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 3, "n": 2, "temperature": 1, "seed": 3}, {"max_tokens": 0}]
+)
+async def test_a_streamed_echo_of_a_prompt_of_several_chunks(http, fields):
+    # Longer than what a step computes.
+    scored = {"prompt": "copy: " + "the cat " * 400, "echo": True, "logprobs": 1, **fields}
+    whole = await complete(http, **scored)
+    streamed = await complete(http, stream=True, **scored)
+    assert streamed.status_code == 200, streamed.text
+    events = [event.removeprefix("data: ") for event in streamed.text.split("\n\n") if event]
+    choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    for one in whole.json()["choices"]:
+        parts = [choice for choice in choices if choice["index"] == one["index"]]
+        assert "".join(part["text"] for part in parts) == one["text"]
+        for name, entries in one["logprobs"].items():
+            streamed_entries = [part["logprobs"][name] for part in parts if part.get("logprobs")]
+            assert list(itertools.chain(*streamed_entries)) == entries
 
 
 async def test_an_output_of_allowed_tokens_only(http, engine):

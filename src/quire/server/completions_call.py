@@ -155,6 +155,8 @@ class CompletionsCall(GenerationCall[RequestT]):
         pieces: list[Any] = []
         sent = progress.get(index)
         if sent is None:
+            if _awaits_prompt_logprobs(output):
+                return []
             sent = progress[index] = SequenceProgress()
             pieces += self._opening(prompt_index, output, completion)
         if not sent.ended:
@@ -178,3 +180,9 @@ class CompletionsCall(GenerationCall[RequestT]):
         self, choices: list[Any], usage: TokenUsage | UnsetType | None
     ) -> Completion | ChatCompletionChunk:
         return self.event_type(choices=choices, usage=usage, **self._head)
+
+
+def _awaits_prompt_logprobs(output: RequestOutput) -> bool:
+    """Whether more of the prompt's log-probabilities are to come: they come chunk by chunk."""
+    known = output.prompt_logprobs
+    return known is not None and len(known) < len(output.prompt_token_ids) and not output.finished
