@@ -7,8 +7,13 @@ import httpx
 from fake_llm import REPLY
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.config import ServerConfig
 from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
+from quire.server.app import create_app
+from quire.server.generation import SequenceProgress
 from quire.server.vllm_metrics import NAMES
+
+MESSAGES = [{"role": "user", "content": "Hey"}]
 
 
 async def samples(http):
@@ -130,6 +135,34 @@ async def test_failures_count_by_reason(http):
     assert values["quire_requests_finished_total", "refused"] == 2 + 2 + 4
     assert values["quire_requests_finished_total", "error"] == 2 + 2
     assert values["quire_requests_finished_total", "abort"] == 0
+
+
+STREAMS = {
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+    "/v1/responses": {"input": "Hi"},
+    "/api/chat": {"messages": MESSAGES},
+}
+
+
+async def test_an_output_that_cannot_be_passed_on_counts_as_an_error(http, tmp_path, llm, monkeypatch):
+    def fail(self, completion):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(SequenceProgress, "advance", fail)
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[tenants.limited]\nkeys = ["key"]\ntokens_per_minute = 100_000\n')
+    limiting = httpx.ASGITransport(app=create_app(llm, ServerConfig(api_keys_file=str(keys))))
+    headers = {"Authorization": "Bearer key"}
+    async with httpx.AsyncClient(transport=limiting, base_url="http://localhost", headers=headers) as limited:
+        for client in (http, limited):
+            for path, fields in STREAMS.items():
+                response = await client.post(path, json={"model": "fake", "stream": True, **fields})
+                assert response.status_code == 500, path
+            values = await samples(client)
+            assert values["quire_requests_finished_total", "error"] == len(STREAMS)
+            assert values["quire_requests_finished_total", "abort"] == 0
 
 
 async def test_a_client_that_leaves_counts_as_an_abort(live, llm):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -14,7 +13,7 @@ from starlette.requests import Request
 from typing_extensions import override
 
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.generation import SequenceProgress, usage_of
+from quire.server.generation import SequenceProgress, reading, usage_of
 from quire.server.generation_call import GenerationCall
 from quire.server.logprobs import prompt_logprobs
 from quire.server.protocol import GenerationRequest
@@ -126,7 +125,7 @@ class CompletionsCall(GenerationCall[RequestT]):
         latest: dict[int, RequestOutput] = {}
         so_far = self._body.includes_usage_so_far
         no_usage = None if self._include_usage else UNSET
-        async with contextlib.aclosing(self._outputs()) as outputs:
+        async with reading(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 latest[prompt_index] = output
                 usage = self._usage([output]) if so_far else no_usage

@@ -24,6 +24,8 @@ PREPARED_AT_ONCE = 4
 prompts leaves others their turns, and their places among the texts that wait to be tokenized."""
 
 OutputStream = AsyncGenerator[RequestOutput, None]
+CallOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
+"""Outputs of a call, each with the index of its prompt."""
 
 
 async def generate(
@@ -37,7 +39,7 @@ async def generate(
     metrics: Metrics,
     tenant: TenantFigures,
     access_record: AccessRecord | None = None,
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+) -> CallOutputs:
     """Yield `(prompt index, cumulative output)` until every prompt's request has finished.
 
     Closing the generator closes every stream, which aborts what still runs in the engine. What a request that
@@ -76,6 +78,21 @@ async def generate(
                 yield index, output
         if unfinished:
             raise ApiError(500, "the engine ended the request without an answer", kind=SERVER_ERROR)
+
+
+@contextlib.asynccontextmanager
+async def reading(outputs: CallOutputs) -> AsyncIterator[CallOutputs]:
+    """Close `outputs` when the block ends, having raised there what it ends with, if that is an exception.
+
+    So requests whose outputs cannot be passed on count as failed, and not as given up by the client.
+    """
+    async with contextlib.aclosing(outputs):
+        try:
+            yield outputs
+        except Exception as error:
+            with contextlib.suppress(StopAsyncIteration):  # it may have ended with this error itself
+                await outputs.athrow(error)
+            raise
 
 
 async def naming_fields(fields: Mapping[str, str], stream: OutputStream) -> OutputStream:
@@ -122,9 +139,7 @@ def _without_failures(output: RequestOutput) -> RequestOutput:
     return dataclasses.replace(output, outputs=completions, finished=False)
 
 
-async def _merged(
-    streams: Sequence[OutputStream], preparing: asyncio.Semaphore
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _merged(streams: Sequence[OutputStream], preparing: asyncio.Semaphore) -> CallOutputs:
     """Yield the outputs of all streams as they come; a slow reader sees only the latest of each."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:

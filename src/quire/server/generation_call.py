@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
@@ -19,7 +18,7 @@ from quire.sampling_params import SamplingParams
 from quire.server.access_log import access_record_of
 from quire.server.context import context_of, leniency_of, request_id_of, tenant_of
 from quire.server.errors import ApiError
-from quire.server.generation import PREPARED_AT_ONCE, OutputStream, generate
+from quire.server.generation import PREPARED_AT_ONCE, CallOutputs, OutputStream, generate, reading
 from quire.server.logprob_limit import LogprobLimit
 from quire.server.responses import json_response
 from quire.server.sampling_defaults import SamplingDefaults
@@ -166,18 +165,16 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         """Return the last event of a stream that fails."""
         return b"data: " + error.body() + b"\n\n"
 
-    def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    def _outputs(self) -> CallOutputs:
         outputs = self._limited_outputs() if self._tenant.usage.has_limits else self._generate()
         return outputs if self._context.tracing is None else self._traced(self._context.tracing, outputs)
 
-    async def _traced(
-        self, tracing: Tracing, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
-    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def _traced(self, tracing: Tracing, outputs: CallOutputs) -> CallOutputs:
         """Pass on `outputs`, and make a span of them."""
         span = tracing.begin(self.operation, self._request.headers, self._span_attributes())
         error: BaseException | None = None
         try:
-            async with contextlib.aclosing(outputs):
+            async with reading(outputs):
                 async for prompt_index, output in outputs:
                     span.observe(prompt_index, output)
                     yield prompt_index, output
@@ -204,7 +201,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             "quire.tenant": self._tenant.name or None,
         }
 
-    async def _limited_outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def _limited_outputs(self) -> CallOutputs:
         """Like `_generate`, within the limits of the tenant."""
         params, request_ids = self._params, self._request_ids
         num_sequences = max(params.num_sequences, params.beam_width)
@@ -215,12 +212,12 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             has_grammar=params.structured_outputs is not None,
         ) as call:
             self._admit = call.admit
-            async with contextlib.aclosing(self._generate()) as outputs:
+            async with reading(self._generate()) as outputs:
                 async for prompt_index, output in outputs:
                     call.note(request_ids[prompt_index], output)
                     yield prompt_index, output
 
-    def _generate(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    def _generate(self) -> CallOutputs:
         return generate(
             self._streams(),
             preparing=self._preparing,
@@ -236,7 +233,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     async def _final_outputs(self) -> list[RequestOutput]:
         """Return the last output of each prompt."""
         final: dict[int, RequestOutput] = {}
-        async with contextlib.aclosing(self._outputs()) as outputs:
+        async with reading(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 final[prompt_index] = output
         return [final[index] for index in sorted(final)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from starlette.requests import Request
@@ -46,7 +45,7 @@ from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
 from quire.server.context import context_of, leniency_of
 from quire.server.conversation import AnswerReader, Conversation
 from quire.server.errors import ApiError
-from quire.server.generation import OutputStream, SequenceProgress, is_cut_off, naming_fields
+from quire.server.generation import OutputStream, SequenceProgress, is_cut_off, naming_fields, reading
 from quire.server.generation_call import GenerationCall
 from quire.server.responses import json_response
 from quire.server.tool_answers import object_of
@@ -109,7 +108,7 @@ class _MessagesCall(GenerationCall[MessagesRequest]):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         progress = SequenceProgress()
         blocks: _StreamedBlocks | None = None
-        async with contextlib.aclosing(self._outputs()) as outputs:
+        async with reading(self._outputs()) as outputs:
             async for _, output in outputs:
                 [completion] = output.outputs
                 events: list[StreamEvent] = []

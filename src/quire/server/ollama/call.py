@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar
@@ -18,7 +17,14 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.context import leniency_of
 from quire.server.conversation import AnswerReader, Conversation
 from quire.server.errors import ApiError
-from quire.server.generation import OutputStream, SequenceProgress, end_reason, naming_fields
+from quire.server.generation import (
+    CallOutputs,
+    OutputStream,
+    SequenceProgress,
+    end_reason,
+    naming_fields,
+    reading,
+)
 from quire.server.generation_call import GenerationCall
 from quire.server.logprobs import chat_logprobs
 from quire.server.ollama.answers import (
@@ -116,8 +122,8 @@ class _OllamaCall(GenerationCall[BodyT]):
         """The field that the prompt comes from."""
 
     @override
-    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        async with contextlib.aclosing(super()._outputs()) as outputs:
+    async def _outputs(self) -> CallOutputs:
+        async with reading(super()._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 self._durations.observe(output)
                 yield prompt_index, output
@@ -133,7 +139,7 @@ class _OllamaCall(GenerationCall[BodyT]):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         progress = SequenceProgress()
         reader: MessageReader | None = None
-        async with contextlib.aclosing(self._outputs()) as outputs:
+        async with reading(self._outputs()) as outputs:
             async for _, output in outputs:
                 [completion] = output.outputs
                 reader = reader or MessageReader(self._reader(completion))

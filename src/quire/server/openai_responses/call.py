@@ -19,7 +19,7 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.context import leniency_of
 from quire.server.conversation import Conversation
 from quire.server.errors import ApiError
-from quire.server.generation import OutputStream, SequenceProgress, naming_fields
+from quire.server.generation import OutputStream, SequenceProgress, naming_fields, reading
 from quire.server.generation_call import GenerationCall
 from quire.server.logprobs import chat_logprobs
 from quire.server.openai_responses.answers import (
@@ -154,7 +154,7 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
         """Yield the events of the response as it is generated."""
         progress = SequenceProgress()
         items: ResponseOutput | None = None
-        async with contextlib.aclosing(self._outputs()) as outputs:
+        async with reading(self._outputs()) as outputs:
             async for _, output in outputs:
                 [completion] = output.outputs
                 events: list[ResponseEvent] = []
