@@ -260,6 +260,18 @@ def test_a_finished_grammar_allows_only_the_end():
     assert allowed(grammar) >= {token}
 
 
+def test_a_token_that_ends_the_output_is_no_part_of_it():
+    end = TOKENIZER.token_text(EOS[0])
+    for fields in ({"choice": [end]}, {"grammar": f"start: {end}"}):
+        with pytest.raises(InvalidRequestError, match="only a token that ends the output can follow"):
+            compiled(**fields)
+    grammar = compiled(grammar=f'start: "a" {end} | "ab"')
+    a, b = (TOKENIZER.encode(text, add_special_tokens=False) for text in "ab")
+    assert grammar.accept(a)
+    assert allowed(grammar) == set(b)
+    assert not grammar.accept([EOS[0]])
+
+
 def test_after_an_early_end_nothing_else_comes():
     grammar = compiled(regex="a*")
     assert len(allowed(grammar)) > len(EOS)

@@ -209,6 +209,9 @@ class LLGuidanceGrammar:
             raise InvalidRequestError(
                 "no token of the model's vocabulary can follow", param="structured_outputs"
             )
+        ends = [token for token in self._eos_token_ids if row.item(token // 32) >> token % 32 & 1]
+        if ends and not self._matcher.is_accepting():
+            self._leave_out(ends, row)
 
     def copy(self) -> LLGuidanceGrammar:
         """Return another one at the same place, which goes its own way."""
@@ -226,6 +229,17 @@ class LLGuidanceGrammar:
                 self._require_no_error()
                 return count
         return len(token_ids)
+
+    def _leave_out(self, ends: list[int], row: IntArray) -> None:
+        """Disallow tokens that end the output: llguidance allows them wherever the grammar has their text."""
+        for token in ends:
+            row.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+        if not row.any():
+            raise InvalidRequestError(
+                "only a token that ends the output can follow, where the output is not complete; leave such "
+                "tokens out of the grammar",
+                param="structured_outputs",
+            )
 
     def _require_no_error(self) -> None:
         if self._matcher.is_error():
