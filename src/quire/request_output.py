@@ -31,8 +31,9 @@ class CompletionOutput:
     many of the likeliest as `SamplingParams.logprobs` says, of which the chosen one may be one.
     `cumulative_logprob` is the sum of the chosen tokens' log-probabilities in nats, known with `logprobs`,
     `best_of` and beam search. `stop_reason` is the stop string or stop token id that ended it, None for
-    end-of-sequence or any other end. With finish reason "error", `error` says what was wrong, and
-    `error_type` names the class in `quire.errors` that it belongs to, if it does.
+    end-of-sequence or any other end. With finish reason "error", `error` says what was wrong, `error_type`
+    names the class in `quire.errors` that it belongs to, if it does, and `error_param` the parameter at
+    fault, if one is.
     """
 
     index: int
@@ -44,6 +45,7 @@ class CompletionOutput:
     error: str | None = None
     error_type: str | None = None
     cumulative_logprob: float | None = None
+    error_param: str | None = None
 
     @property
     def finished(self) -> bool:

@@ -203,6 +203,7 @@ def test_an_error_keeps_the_field_that_is_at_fault():
     error = table.state.error_before_output
     assert isinstance(error, InvalidRequestError)
     assert (str(error), error.param) == ("no grammar", "structured_outputs")
+    assert table.first.error_param == "structured_outputs"
 
 
 def test_what_was_generated_before_an_error_is_kept():

@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future
 import numpy as np
 import pytest
 
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, QuireError
 from quire.grammar.compilation import COMPILE_TIMEOUT, NUM_COMPILERS
 from quire.grammar.fair_queue import FairQueue
 from quire.grammar.interface import SlowGrammarError
@@ -477,7 +477,7 @@ def test_tokens_are_followed_to_the_end_and_behind_it(grammars):
 def test_a_token_that_is_not_allowed_ends_the_following(grammars):
     live(grammars, a="ab", b="ab")
     assert not grammars.accept("a", [ord("x")])
-    assert "[120]" in grammars.error("a")
+    assert "[120]" in str(grammars.error("a"))
     assert not grammars.accept("a", [ord("a")])
     assert grammars.valid_drafts("a", [ord("a")]) == []
     assert masks(grammars, plan({"a": "a", "b": "a"})) == {"a": ["*", "*"], "b": ["a", "b"]}
@@ -487,10 +487,12 @@ def test_a_grammar_that_fails_in_the_middle_fails_its_request_alone(grammars):
     live(grammars, a="a?", b="ab", c="ab")
     assert grammars.accept("a", [ord("a")])
     assert masks(grammars, plan({"a": "", "b": "a"})) == {"a": ["*"], "b": ["a", "b"]}
-    assert "a fault of the backend" in grammars.error("a")
+    assert "a fault of the backend" in str(grammars.error("a"))
     assert not grammars.accept("a", [ord("?")])
     assert not grammars.accept("c", [ord("!")])
-    assert grammars.error("c") == "too complex"
+    assert str(grammars.error("c")) == "too complex"
+    kinds = [type(grammars.error(name)) for name in "ac"]
+    assert kinds == [QuireError, InvalidRequestError], "only what the backend refuses is the client's fault"
     assert grammars.error("b") is None
 
 

@@ -323,6 +323,7 @@ def test_a_bad_specification_is_an_error_that_says_what_is_wrong(fields, words):
     except InvalidRequestError as error:
         assert error.param == "structured_outputs"
         assert all(word in str(error) for word in words), str(error)
+        assert "followed" not in str(error), "it is refused before it is followed"
     else:
         assert not words
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from fake_grammar import FakeGrammarBackend
 from fake_runner import naive_generation
 from scene import Scene
 
@@ -12,6 +13,7 @@ from faulty_connector import FaultyConnector
 from quire.scheduling.interface import StepWithdrawnError
 from quire.status import FinishReason, RequestStatus
 from quire.step import NO_TOKEN
+from quire.structured_outputs import StructuredOutputsParams
 
 
 class Failing(FaultyConnector):
@@ -255,6 +257,18 @@ def without_sample(computed, *request_ids):
     sampled = computed.sampled_token_ids.copy()
     sampled[[computed.request_ids.index(name) for name in request_ids]] = NO_TOKEN
     return dataclasses.replace(computed, sampled_token_ids=sampled)
+
+
+def test_a_grammar_that_cannot_be_followed_is_the_requests_own_fault():
+    scene = Scene(grammars=FakeGrammarBackend())
+    for name, pattern in (("bad", "bad-0-6"), ("dies", "dies-0-6"), ("good", "good-0-6")):
+        spec = StructuredOutputsParams(regex=pattern)
+        scene.add(name, range(5), max_tokens=9, structured_outputs=spec)
+    scene.finish(max_steps=100_000)
+    ends = {name: (end.error_type, end.error_param) for name, end in scene.ends.items()}
+    fault = ("InvalidRequestError", "structured_outputs")
+    assert ends == {"bad": fault, "dies": fault, "good": ("", None)}
+    assert scene.outputs["dies"], "it fails on the way"
 
 
 @pytest.mark.parametrize("step", [0, 1])

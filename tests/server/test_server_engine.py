@@ -136,6 +136,17 @@ async def test_a_bad_grammar_is_the_clients_fault_and_nobody_elses(http, stream)
     assert texts(good) == texts(await complete(http, max_tokens=8))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_outgrows_its_limits_is_the_clients_fault(http, stream):
+    properties = {f"p{number}": {"type": "string"} for number in range(600)}  # of which any may be left out
+    schema = {"type": "object", "properties": properties}
+    response = await complete(http, structured_outputs={"json": schema}, stream=stream)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
+    assert "make it smaller" in error["message"]
+
+
 async def test_a_bad_schema_is_named_as_the_client_named_it(http):
     schema = {"name": "odd", "schema": {"type": "nothing"}}
     response_format = {"type": "json_schema", "json_schema": schema}

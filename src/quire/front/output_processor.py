@@ -115,6 +115,7 @@ class CompletionState:
             error=self.error,
             error_type=self._error.kind or None if self._error is not None else None,
             cumulative_logprob=self.cumulative_logprob,
+            error_param=None if self._error is None else self._error.param,
         )
 
     def _so_far(self, entries: list[T]) -> Sequence[T]:

@@ -73,6 +73,11 @@ def failure_of(error: BaseException) -> QuireError:
     return InvalidRequestError(failure_message(error), param="structured_outputs")
 
 
+def failure_when_followed(error: BaseException) -> QuireError:
+    """Return the error for the request whose grammar failed later; by default, the backend is at fault."""
+    return error if isinstance(error, QuireError) else QuireError(failure_message(error))
+
+
 def failure_message(error: BaseException) -> str:
     """Return the error for the request whose grammar failed, be it invalid or the backend at fault."""
     if isinstance(error, InvalidRequestError):

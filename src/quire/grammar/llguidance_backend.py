@@ -71,6 +71,8 @@ class LLGuidanceBackend:
         num_words = -(-tokenizer.vocab_size // 32)
         try:
             matcher = LLMatcher(tokenizer, self._definition(spec), log_level=0, limits=_limits())
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
             grammar = LLGuidanceGrammar(matcher, eos_token_ids, num_words, num_bytes=num_bytes)
             grammar.fill_bitmask(np.empty(-(-self.vocab_size // 32), dtype=np.int32))
         except ValueError as error:
@@ -243,7 +245,11 @@ class LLGuidanceGrammar:
 
     def _require_no_error(self) -> None:
         if self._matcher.is_error():
-            raise InvalidRequestError(_shortened(self._matcher.get_error()), param="structured_outputs")
+            raise InvalidRequestError(
+                f"the grammar cannot be followed any further: {_shortened(self._matcher.get_error())}; "
+                "make it smaller",
+                param="structured_outputs",
+            )
 
 
 def _require_true_spelling(tokenizer: LLTokenizer) -> None:

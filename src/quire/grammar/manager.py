@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.errors import InvalidRequestError, QuireError
 from quire.grammar.compilation import GrammarCompiler
-from quire.grammar.interface import Grammar, GrammarBackend, failure_message, failure_of
+from quire.grammar.interface import Grammar, GrammarBackend, failure_of, failure_when_followed
 from quire.request import Request
 from quire.step import NO_TOKEN, GrammarOutput, IntArray, SchedulerOutput
 
@@ -23,7 +23,7 @@ class _Followed:
     """A request's grammar; with an error it is no longer followed."""
 
     grammar: Grammar
-    error: str | None = None
+    error: QuireError | None = None
 
 
 class GrammarManager:
@@ -110,7 +110,7 @@ class GrammarManager:
         except Exception as error:
             return failure_of(error)
         if output_token_ids and not self.accept(request_id, output_token_ids):
-            return InvalidRequestError(self._followed.pop(request_id).error or "", param="structured_outputs")
+            return self._followed.pop(request_id).error
         return None
 
     def forget(self, request_id: str) -> None:
@@ -141,14 +141,14 @@ class GrammarManager:
             try:
                 if followed.grammar.accept(token_ids):
                     return True
-                followed.error = (
+                followed.error = QuireError(
                     f"the tokens {list(token_ids)} do not follow the grammar of structured_outputs"
                 )
             except Exception as error:
-                followed.error = failure_message(error)
+                followed.error = failure_when_followed(error)
         return False
 
-    def error(self, request_id: str) -> str | None:
+    def error(self, request_id: str) -> QuireError | None:
         """Return why a request's grammar can no longer be followed; None if it can."""
         followed = self._followed.get(request_id)
         return None if followed is None else followed.error
@@ -163,7 +163,7 @@ class GrammarManager:
         try:
             return list(token_ids[: followed.grammar.num_valid(token_ids)])
         except Exception as error:
-            followed.error = failure_message(error)
+            followed.error = failure_when_followed(error)
             return []
 
     def bitmask(self, plan: SchedulerOutput) -> GrammarOutput | None:
@@ -206,5 +206,5 @@ def _fill(rows: IntArray, followed: _Followed, drafts: list[int]) -> None:
                 followed.grammar.fill_bitmask(rows[num_accepted])
             followed.grammar.rollback(num_accepted)
     except Exception as error:
-        followed.error = failure_message(error)
+        followed.error = failure_when_followed(error)
         rows[:] = ANY_TOKEN

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.errors import InvalidRequestError, QuireError
 from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.status import FinishReason
 from quire.step import PositionLogprobs
@@ -35,6 +36,13 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     cumulative_logprob: float | None = None  # of a beam search's hypothesis, nats
     kv_transfer_params: Mapping[str, Any] | None = None  # where the request's KV can be had, from a connector
     error_param: str | None = None
+
+
+def grammar_error_fields(error: QuireError) -> tuple[str, str | None]:
+    """Return `error_type` and `error_param` of a request that has ended because of its grammar."""
+    if isinstance(error, InvalidRequestError):
+        return InvalidRequestError.__name__, "structured_outputs"
+    return "", None
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

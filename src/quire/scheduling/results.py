@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from quire.errors import QuireError
 from quire.grammar.manager import GrammarManager
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
@@ -19,7 +20,12 @@ from quire.scheduling.drafting import Drafting
 from quire.scheduling.fences import Fences
 from quire.scheduling.lost_steps import LostSteps
 from quire.scheduling.outbox import Outbox
-from quire.scheduling.outputs import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from quire.scheduling.outputs import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    SchedulerStats,
+    grammar_error_fields,
+)
 from quire.scheduling.request_finisher import RequestFinisher
 from quire.scheduling.runner_faults import checked, valid_news, without_past_errors
 from quire.scheduling.running_slots import RunningSlots
@@ -46,6 +52,13 @@ class End:
 
     status: RequestStatus
     error: str | None = None
+    error_type: str = ""
+    error_param: str | None = None
+
+    @classmethod
+    def by_grammar(cls, error: QuireError) -> End:
+        """Return the end of a request whose grammar cannot be followed any further."""
+        return cls(RequestStatus.FINISHED_ERROR, str(error), *grammar_error_fields(error))
 
 
 @dataclasses.dataclass(slots=True)
@@ -242,7 +255,9 @@ class ResultsPhase:
             token_ids = results.sampled[row, : results.num_new[row]].tolist()
             if request_id in grammars and not grammars.accept(request_id, token_ids):
                 results.num_new[row] = 0  # the client gets no token that breaks the grammar
-                results.ended[slot] = End(RequestStatus.FINISHED_ERROR, grammars.error(request_id))
+                error = grammars.error(request_id)
+                assert error is not None
+                results.ended[slot] = End.by_grammar(error)
 
     def _cache_full_blocks(self, results: _StepResults) -> None:
         running, kv = self.running, self.kv
@@ -348,6 +363,8 @@ class ResultsPhase:
             logprobs=None if logprobs is None else logprobs[:num_new],
             prompt_logprobs=prompt_logprobs,
             error=None if end is None else end.error,
+            error_type="" if end is None else end.error_type,
+            error_param=None if end is None else end.error_param,
             kv_transfer_params=None if end is None else request.kv_transfer_params,
         )
 

@@ -17,12 +17,11 @@ from collections.abc import Iterable
 from typing_extensions import override
 
 from quire.config import SchedulerConfig
-from quire.errors import InvalidRequestError
 from quire.kv.connector import KVConnector
 from quire.request import Request
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import PauseState, SchedulerInterface
-from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats
+from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats, grammar_error_fields
 from quire.scheduling.parts import SchedulerParts
 from quire.scheduling.plan import Plan
 from quire.status import RequestStatus
@@ -94,11 +93,8 @@ class Scheduler(SchedulerInterface):
     def _queue_compiled(self) -> None:
         """Queue the requests whose grammar has been compiled; the others end, with a bad one as invalid."""
         for request, error in self._state.waiting.take_compiled():
-            if isinstance(error, InvalidRequestError):
-                kind, param = InvalidRequestError.__name__, "structured_outputs"
-                self._finisher.fail(request, str(error), kind, error_param=param)
-            else:
-                self._finisher.fail(request, str(error))
+            kind, param = grammar_error_fields(error)
+            self._finisher.fail(request, str(error), kind, error_param=param)
 
     def _commit_memory_ahead(self) -> None:
         """Let a growing cache commit as many blocks as this step can use at most."""

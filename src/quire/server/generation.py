@@ -118,7 +118,7 @@ def _failure_of(completion: CompletionOutput) -> Exception | None:
     if completion.finish_reason is FinishReason.ERROR:
         message = completion.error or "the request failed in the engine"
         if completion.error_type is not None:
-            return ErrorInfo(completion.error_type, message).to_exception()
+            return ErrorInfo(completion.error_type, message, completion.error_param).to_exception()
         return ApiError(500, message, kind=SERVER_ERROR, code="generation_failed")
     if completion.finish_reason is FinishReason.ABORT:
         message = "the request was aborted before its answer was complete"
