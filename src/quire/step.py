@@ -256,7 +256,8 @@ class ModelRunnerOutput:
     `draft_token_ids` proposes what may follow them, padded likewise; None proposes nothing. In the next
     `num_steps_without_drafts` steps that a request samples in, nothing would be proposed for it; None changes
     nothing in what was said before. `errors` names requests whose own data made their computation fail; they
-    end, others continue. If the whole step failed, `failure` says why: the scheduler tries its requests
+    end, others continue. `error_params` has the parameter at fault for those of the errors that a request's
+    parameters cause. If the whole step failed, `failure` says why: the scheduler tries its requests
     again, to find the one at fault. Then `is_applied` is False: the runner may not have taken note of what
     the plan said of any request.
     """
@@ -266,6 +267,7 @@ class ModelRunnerOutput:
     logprobs: dict[str, list[PositionLogprobs]] = dataclasses.field(default_factory=dict)
     prompt_logprobs: dict[str, list[PositionLogprobs]] = dataclasses.field(default_factory=dict)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
+    error_params: dict[str, str] = dataclasses.field(default_factory=dict)
     draft_token_ids: IntArray | None = None  # [R, K]
     num_steps_without_drafts: IntArray | None = None  # [R]
     kv_connector_output: KVConnectorOutput | None = None

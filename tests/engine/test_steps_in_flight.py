@@ -112,7 +112,12 @@ def tokens(params: list[SamplingParams], **options: Any) -> list[Any]:
         )
         return [
             [
-                (list(completion.token_ids), rounded(str(completion.logprobs)), completion.finish_reason)
+                (
+                    list(completion.token_ids),
+                    rounded(str(completion.logprobs)),
+                    completion.finish_reason,
+                    completion.error_param,
+                )
                 for completion in output.outputs
             ]
             for output in outputs
@@ -179,7 +184,8 @@ def test_constraints_grammars_and_logprobs_of_the_device(
 ) -> None:
     assert tokens(CONSTRAINED, overlap_steps=True) == serial[id(CONSTRAINED)]
     assert sum(unknown_tokens) > 10
-    assert serial[id(CONSTRAINED)][8][0][2] == "error"  # the grammar and the allowed token leave none
+    # The grammar and the allowed token leave none.
+    assert serial[id(CONSTRAINED)][8][0][2:] == ("error", "structured_outputs")
 
 
 def test_penalties_of_the_device(serial: dict[int, Any], unknown_tokens: list[int]) -> None:

@@ -116,7 +116,15 @@ def test_a_grammar_that_leaves_nothing_is_an_error_of_its_request(temperature, a
     )
     assert result.token_ids.tolist() == [NO_TOKEN]
     assert "leave no token to choose" in result.errors[0]
+    assert result.error_params == {0: "structured_outputs"}
     assert not result.logprobs
+
+
+def test_allowed_tokens_that_are_banned_are_an_error_that_names_them():
+    params = SamplingParams(seed=1, allowed_token_ids=(6,), bad_words_token_ids=((6,),))
+    result = sample(np.arange(40, dtype=np.float32), params, None)
+    assert result.token_ids.tolist() == [NO_TOKEN]
+    assert result.error_params == {0: "allowed_token_ids"}
 
 
 def run_masked(driver, prompts, allowed, drafts_of=None, num_output=12):

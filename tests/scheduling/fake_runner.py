@@ -99,6 +99,7 @@ class FakeRunner:
         self.slot_of: dict[str, int] = {}
         self.tables: dict[int, list[int]] = {}
         self.fail: set[str] = set()
+        self.param_at_fault: str | None = None  # for those that fail
         self.bad_blocks: set[int] = set()  # whose load has failed, and that were not written since
         self.draft_accuracy = 0.7
         self.share_of_pauses = 0.2
@@ -140,12 +141,14 @@ class FakeRunner:
                 history = self.tokens[request_id][:-1]
                 logprobs[request_id] = [self._logprobs(history, self.num_logprobs[request_id])]
         width = max([1, *map(len, sampled)])
+        broken = [name for name in plan.request_ids if name in self.fail]
         padded = [row + [NO_TOKEN] * (width - len(row)) for row in sampled]
         return ModelRunnerOutput(
             plan.request_ids,
             np.array(padded, np.int32).reshape(-1, width),
             logprobs=logprobs,
-            errors={name: "broken" for name in plan.request_ids if name in self.fail},
+            errors=dict.fromkeys(broken, "broken"),
+            error_params={} if self.param_at_fault is None else dict.fromkeys(broken, self.param_at_fault),
             **self._drafts(plan, sampled),
             kv_connector_output=self._connector_output(plan, failed),
         )

@@ -271,6 +271,20 @@ def test_a_grammar_that_cannot_be_followed_is_the_requests_own_fault():
     assert scene.outputs["dies"], "it fails on the way"
 
 
+@pytest.mark.parametrize("param", [None, "allowed_token_ids"])
+def test_a_parameter_that_is_at_fault_is_named(param):
+    scene = Scene()
+    scene.runner.param_at_fault = param
+    scene.add("plain", range(5))
+    scene.add("search", range(5), beam_width=2, logprobs=2, n=2, beam_sequence_ids=("beam.0", "beam.1"))
+    scene.step()
+    scene.runner.fail |= set(scene.runner.slot_of)
+    scene.finish()
+    fault = ("", None) if param is None else ("InvalidRequestError", param)
+    ends = {name: (end.error_type, end.error_param) for name, end in scene.ends.items()}
+    assert ends == dict.fromkeys(("plain", "beam.0", "beam.1"), fault)
+
+
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_request_that_gets_no_token_ends_with_the_reason(step):
     scene = Scene()

@@ -147,6 +147,25 @@ async def test_a_grammar_that_outgrows_its_limits_is_the_clients_fault(http, str
     assert "make it smaller" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("structured_outputs", {"structured_outputs": {"regex": "[0-9]+"}, "allowed_token_ids": [500]}),
+        ("structured_outputs", {"structured_outputs": {"choice": ["yes"]}, "bad_words": ["yes"]}),
+        ("allowed_token_ids", {"allowed_token_ids": [50], "bad_words": ["N"]}),
+    ],
+)
+async def test_constraints_that_leave_no_token_are_the_clients_fault(http, param, fields):
+    whole = await complete(http, **fields)
+    assert whole.status_code == 400, whole.text
+    streamed = await complete(http, stream=True, **fields)  # it may have begun
+    last = streamed.text.removesuffix("\n\n").rpartition("data: ")[-1]
+    for answer in (whole.text, last):
+        error = json.loads(answer)["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert "leave no token to choose" in error["message"]
+
+
 async def test_a_bad_schema_is_named_as_the_client_named_it(http):
     schema = {"name": "odd", "schema": {"type": "nothing"}}
     response_format = {"type": "json_schema", "json_schema": schema}

@@ -16,7 +16,7 @@ from quire.execution.logit_changes import ChangesOfStep, changes_of_step, num_ma
 from quire.execution.logprobs import of_device
 from quire.execution.recorded_choice import ChoiceNumbers, ChoiceTensors, RecordedChoice
 from quire.execution.rng import uniforms
-from quire.execution.sampler import NO_CHOICE, SamplerOutput, nonfinite_error
+from quire.execution.sampler import NO_CHOICE, SamplerOutput, nonfinite_error, param_without_choice
 from quire.execution.sampling_table import SamplingTable
 from quire.execution.step_graphs import Record, StepLogits
 from quire.execution.token_masks import TokenMasks
@@ -36,6 +36,7 @@ class TokensInFlight:
     Args:
         token_ids, maxima: see `TokenChoice.choose`.
         is_masked: [R] rows that choose among some tokens only.
+        has_grammar: [R] those of them that a grammar has masked.
         logprobs: of the rows `logprob_rows` [S].
         num_logprobs: [S] how many of the likeliest tokens each of them reports.
     """
@@ -46,11 +47,13 @@ class TokensInFlight:
         maxima: torch.Tensor,
         *,
         is_masked: BoolArray,
+        has_grammar: BoolArray,
         logprobs: RowLogprobs | None,
         logprob_rows: Int64Array,
         num_logprobs: Int64Array,
     ) -> None:
         self._is_masked = is_masked
+        self._has_grammar = has_grammar
         self._logprob_rows = logprob_rows
         self._num_logprobs = num_logprobs
         of_logprobs = () if logprobs is None else (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)
@@ -78,17 +81,20 @@ class TokensInFlight:
         """Return all that was asked for as soon as the host has it; raises as `token_ids`."""
         chosen, largest, *of_logprobs = self._wait()
         token_ids, maxima = chosen.numpy().copy(), largest.numpy()
-        errors = {}
+        errors, error_params = {}, {}
         for row in np.flatnonzero(token_ids == NO_TOKEN).tolist():
-            has_no_choice = self._is_masked[row] and maxima[row] == -np.inf
-            errors[row] = NO_CHOICE if has_no_choice else nonfinite_error(maxima[row])
+            if self._is_masked[row] and maxima[row] == -np.inf:
+                errors[row] = NO_CHOICE
+                error_params[row] = param_without_choice(has_grammar=self._has_grammar[row])
+            else:
+                errors[row] = nonfinite_error(maxima[row])
         logprobs = {}
         if of_logprobs:
             ids, values, ranks = of_logprobs
             positions = of_device(ids, values, ranks, self._num_logprobs)
             found = zip(self._logprob_rows.tolist(), positions, strict=True)
             logprobs = {row: position for row, position in found if row not in errors}
-        return SamplerOutput(token_ids, logprobs, errors)
+        return SamplerOutput(token_ids, logprobs, errors, error_params)
 
     def _wait(self) -> list[torch.Tensor]:
         with self._lock:
@@ -175,11 +181,12 @@ class DeviceSampler:
         if of_rows is not None and raw_rows is not None:
             most = min(int(num_logprobs[rows].max()), vocab_size)
             logprobs = self._choice.logprobs(raw, token_ids[of_rows], most, raw_rows)
-        is_masked = np.zeros(len(slots), dtype=np.bool_) if changes is None else changes.is_masked
+        nowhere = np.zeros(len(slots), dtype=np.bool_)
         return TokensInFlight(
             token_ids,
             maxima,
-            is_masked=is_masked,
+            is_masked=nowhere if changes is None else changes.is_masked,
+            has_grammar=nowhere if masks is None else masks.is_masked,
             logprobs=logprobs,
             logprob_rows=rows,
             num_logprobs=num_logprobs[rows],

@@ -79,5 +79,8 @@ def report_tokens(result: ModelRunnerOutput, sampling: SamplingPositions, sample
             result.logprobs.setdefault(result.request_ids[sampling.rows[request]], []).append(logprobs)
     for index, error in sampled.errors.items():
         if sampling.offset[index] == 0:
-            result.errors[result.request_ids[sampling.rows[sampling.request[index]]]] = error
+            request_id = result.request_ids[sampling.rows[sampling.request[index]]]
+            result.errors[request_id] = error
+            if index in sampled.error_params:
+                result.error_params[request_id] = sampled.error_params[index]
     return emitted

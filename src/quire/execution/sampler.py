@@ -30,11 +30,15 @@ NO_CHOICE = (
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class SamplerOutput:
-    """The tokens of one step; `logprobs` and `errors` by row, for the rows that have them."""
+    """The tokens of one step; `logprobs` and `errors` by row, for the rows that have them.
+
+    `error_params` is as in `ModelRunnerOutput`.
+    """
 
     token_ids: Int64Array  # [R], NO_TOKEN for a row with an error
     logprobs: dict[int, PositionLogprobs]
     errors: dict[int, str]
+    error_params: dict[int, str]
 
 
 class Sampler:
@@ -69,7 +73,7 @@ class Sampler:
         rows = _Rows(logits.numpy(), slots, positions, self._kernels)
         kept_raw = self._adjust(rows, token_ids, masks)
         self._draw(rows)
-        return SamplerOutput(rows.chosen, self._logprobs(rows, kept_raw), rows.errors)
+        return SamplerOutput(rows.chosen, self._logprobs(rows, kept_raw), rows.errors, rows.error_params)
 
     def _adjust(self, rows: _Rows, token_ids: IntArray, masks: TokenMasks | None) -> dict[int, Float32Array]:
         """Apply masks, constraints and penalties; return the raw logits of rows that still need theirs."""
@@ -90,7 +94,7 @@ class Sampler:
             if penalties is not None:
                 penalties.apply(rows.logits[row], known)
         rows.choose_again(adjusted)
-        rows.refuse_without_choice(is_masked | self.table.allows_few(rows.slots))
+        rows.refuse_without_choice(is_masked, self.table.allows_few(rows.slots))
         return kept_raw
 
     def _draw(self, rows: _Rows) -> None:
@@ -133,6 +137,7 @@ class _Rows:
         self.chosen, self.maxima = kernels.largest(logits)
         self.sound = np.isfinite(self.maxima)
         self.errors = {row: nonfinite_error(self.maxima[row]) for row in np.flatnonzero(~self.sound).tolist()}
+        self.error_params: dict[int, str] = {}
         self.chosen[~self.sound] = NO_TOKEN
 
     def choose_again(self, rows: Int64Array) -> None:
@@ -142,12 +147,19 @@ class _Rows:
         likeliest, self.maxima[rows] = self._kernels.largest(self.logits, rows)
         self.chosen[rows] = np.where(np.isfinite(self.maxima[rows]), likeliest, self.chosen[rows])
 
-    def refuse_without_choice(self, is_masked: BoolArray) -> None:
-        """Turn masked rows in which the mask and the other constraints leave no token into errors."""
-        for row in np.flatnonzero(is_masked & self.sound & ~np.isfinite(self.maxima)).tolist():
+    def refuse_without_choice(self, has_grammar: BoolArray, allows_few: BoolArray) -> None:
+        """Turn rows into errors in which these and the other constraints leave no token."""
+        is_empty = (has_grammar | allows_few) & self.sound & ~np.isfinite(self.maxima)
+        for row in np.flatnonzero(is_empty).tolist():
             self.errors[row] = NO_CHOICE
+            self.error_params[row] = param_without_choice(has_grammar=has_grammar[row])
             self.chosen[row] = NO_TOKEN
             self.sound[row] = False
+
+
+def param_without_choice(*, has_grammar: bool | np.bool_) -> str:
+    """Return the parameter at fault where no token is left to choose."""
+    return "structured_outputs" if has_grammar else "allowed_token_ids"
 
 
 def nonfinite_error(largest_logit: float | np.float32) -> str:

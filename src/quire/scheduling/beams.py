@@ -6,7 +6,7 @@ The search itself, which beams continue with which tokens, is in `beam_search`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from quire.kv.manager import KVCacheManager
 from quire.scheduling.beam_groups import BeamGroup, BeamGroups
 from quire.scheduling.beam_search import BeamCandidates, BeamStep
 from quire.scheduling.outbox import Outbox
-from quire.scheduling.outputs import EngineCoreOutput
+from quire.scheduling.outputs import EngineCoreOutput, error_fields
 from quire.scheduling.plan import Plan
 from quire.scheduling.request_finisher import RequestFinisher
 from quire.scheduling.running_slots import RunningSlots
@@ -97,13 +97,14 @@ class BeamPhase:
                 group.step = group.search.advance(group.candidates)
                 group.candidates = {}
 
-    def fail(self, errors: Mapping[str, str]) -> None:
+    def fail(self, computed: ModelRunnerOutput) -> None:
         """End the searches of which a beam could not be computed."""
-        for request_id, error in errors.items():
+        for request_id, error in computed.errors.items():
             slot = self.running.slot_of(request_id)
             group = None if slot is None else self.beams.at(slot)
             if group is not None:
-                self.finisher.fail(group.request, error)
+                kind, param = error_fields(computed.error_params.get(request_id))
+                self.finisher.fail(group.request, error, kind, error_param=param)
 
     def finish_done(self) -> None:
         """End the requests whose search has ended, with their best hypotheses."""

@@ -38,11 +38,14 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     error_param: str | None = None
 
 
+def error_fields(param: str | None) -> tuple[str, str | None]:
+    """Return `error_type` and `error_param` of an error that the request's parameter `param` causes."""
+    return "" if param is None else InvalidRequestError.__name__, param
+
+
 def grammar_error_fields(error: QuireError) -> tuple[str, str | None]:
     """Return `error_type` and `error_param` of a request that has ended because of its grammar."""
-    if isinstance(error, InvalidRequestError):
-        return InvalidRequestError.__name__, "structured_outputs"
-    return "", None
+    return error_fields("structured_outputs" if isinstance(error, InvalidRequestError) else None)
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

@@ -24,6 +24,7 @@ from quire.scheduling.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
     SchedulerStats,
+    error_fields,
     grammar_error_fields,
 )
 from quire.scheduling.request_finisher import RequestFinisher
@@ -105,7 +106,7 @@ class ResultsPhase:
             self.transfer_phase.take(news, scheduler_output)
         self._send_back_leaners(scheduler_output, computed)
         computed = without_past_errors(scheduler_output, computed, self.running)
-        self.beam_phase.fail(computed.errors)
+        self.beam_phase.fail(computed)
         results = self._settle(scheduler_output, computed)
         self._append(results)
         self._advance_grammars(results)
@@ -215,7 +216,9 @@ class ResultsPhase:
             self.stats.num_draft_tokens += int(num_drafts.sum())
             self.stats.num_accepted_tokens += int((num_drafts - num_rejected).sum())
         ended = {
-            slot: End(RequestStatus.FINISHED_ERROR, error)
+            slot: End(
+                RequestStatus.FINISHED_ERROR, error, *error_fields(computed.error_params.get(request_id))
+            )
             for request_id, error in computed.errors.items()
             if (slot := running.slot_of(request_id)) is not None
         }

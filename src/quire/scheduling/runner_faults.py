@@ -54,7 +54,7 @@ def _what_is_malformed(planned: SchedulerOutput, computed: object) -> str:
         return (
             f"num_steps_without_drafts that are no numbers of steps for {shape[0]} requests: {pauses!r:.100}"
         )
-    for name in ("logprobs", "prompt_logprobs", "errors"):
+    for name in ("logprobs", "prompt_logprobs", "errors", "error_params"):
         if not isinstance(getattr(computed, name), dict):
             return f"{name} that are {type(getattr(computed, name)).__name__}, not dict"
     return ""
