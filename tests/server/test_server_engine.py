@@ -175,6 +175,18 @@ async def test_a_bad_schema_is_named_as_the_client_named_it(http):
     assert response.json()["error"]["param"] == "response_format"
 
 
+async def test_an_error_on_the_way_names_the_clients_field_too(http):
+    schema = {"name": "word", "schema": {"enum": ["yes"]}}
+    response_format = {"type": "json_schema", "json_schema": schema}
+    body = {"model": "mini", "messages": [USER], "response_format": response_format, "bad_words": ["es"]}
+    for stream in (False, True):
+        answer = await http.post("/v1/chat/completions", json={**body, "stream": stream})
+        last = answer.text.removesuffix("\n\n").rpartition("data: ")[-1]
+        error = json.loads(last)["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
+        assert error["message"].startswith("response_format: ")
+
+
 # -- several sequences of one prompt -----------------------------------------------------------------------
 
 

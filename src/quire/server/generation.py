@@ -96,7 +96,7 @@ async def reading(outputs: CallOutputs) -> AsyncIterator[CallOutputs]:
 
 
 async def naming_fields(fields: Mapping[str, str], stream: OutputStream) -> OutputStream:
-    """Pass on `stream`; when the engine refuses one of its parameters, name the request's field for it.
+    """Pass on `stream`; where the engine finds fault with a parameter, name the request's field for it.
 
     Args:
         fields: the body's name of each parameter that is called otherwise there.
@@ -105,12 +105,24 @@ async def naming_fields(fields: Mapping[str, str], stream: OutputStream) -> Outp
     async with contextlib.aclosing(stream) as outputs:
         try:
             async for output in outputs:
-                yield output
+                names_param = any(one.error_param is not None for one in output.outputs)
+                yield _naming_fields(fields, output) if names_param else output
         except InvalidRequestError as error:
             field = fields.get(error.param or "")
             if field is None:
                 raise
             raise type(error)(f"{field}: {error}", param=field) from None
+
+
+def _naming_fields(fields: Mapping[str, str], output: RequestOutput) -> RequestOutput:
+    """Return `output` with the errors of its completions in the request's words."""
+    completions = [
+        dataclasses.replace(one, error=f"{field}: {one.error}", error_param=field)
+        if (field := fields.get(one.error_param or "")) is not None
+        else one
+        for one in output.outputs
+    ]
+    return dataclasses.replace(output, outputs=completions)
 
 
 def _failure_of(completion: CompletionOutput) -> Exception | None:
