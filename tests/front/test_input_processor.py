@@ -107,6 +107,21 @@ def test_bad_words_are_banned_with_and_without_a_space_before(inputs):
     assert sequences == ((7, 8), *(tuple(ids) for ids in expected))
 
 
+def test_bad_words_are_tokenized_once_for_all_prompts_of_a_call(monkeypatch):
+    tokenizer, texts = byte_level(eos_token_ids=(1,)), []
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, **options: texts.append(text) or encode(text, **options)
+    )
+    inputs = InputProcessor(tokenizer, INFO)
+    found = [
+        inputs.process("a", SamplingParams(bad_words=words)).core_request.sampling_params.bad_words_token_ids
+        for words in (("b", "c"), ("b", "c"), ("d",), ("b", "c"))
+    ]
+    assert sorted(texts) == sorted(["b", " b", "c", " c", "d", " d"])
+    assert found[0] == found[1] == found[3] != found[2]
+
+
 def test_n_sequences_have_ids_and_seeds_of_their_own(inputs):
     one = inputs.process("a", SamplingParams(seed=5)).core_request
     three = inputs.process("a", SamplingParams(seed=5, n=3)).core_request

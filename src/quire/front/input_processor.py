@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import time
@@ -24,6 +25,8 @@ from quire.scheduling.beam_search import num_candidates
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
+
+_KEPT_BAD_WORDS = 4  # lists of bad words whose tokens are kept, each 256 words at most
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -58,6 +61,10 @@ class InputProcessor:
         self.info = info
         self._bound = TokenBound(tokenizer)
         self._serial = itertools.count()
+        # All prompts of a call have the same bad words, which may be many times longer than a prompt.
+        self._of_bad_words = functools.lru_cache(_KEPT_BAD_WORDS)(
+            functools.partial(_sequences_of_bad_words, tokenizer)
+        )
 
     def process(
         self,
@@ -306,7 +313,7 @@ class InputProcessor:
             params,
             max_tokens=self._max_tokens(params, prompt_length, shorten_output=shorten_output),
             seed=random_seed() if params.seed is None else params.seed,
-            bad_words_token_ids=self._bad_words(params),
+            bad_words_token_ids=self._banned_sequences(params),
         )
 
     def _with_rankable_tokens(self, params: SamplingParams) -> SamplingParams:
@@ -355,12 +362,13 @@ class InputProcessor:
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of all bad words, both at the start of a word and within one."""
-        sequences = dict.fromkeys(params.bad_words_token_ids)
-        for word in params.bad_words:
-            for spelling in (word, f" {word}"):
-                token_ids = self._tokenizer.encode(spelling, add_special_tokens=False)
-                if token_ids:
-                    sequences[tuple(token_ids)] = None
-        return tuple(sequences)
+    def _banned_sequences(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        of_words = self._of_bad_words(params.bad_words) if params.bad_words else ()
+        return tuple(dict.fromkeys((*params.bad_words_token_ids, *of_words)))
+
+
+def _sequences_of_bad_words(tokenizer: Tokenizer, words: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Return the token sequences of all bad words, both at the start of a word and within one."""
+    spellings = (spelling for word in words for spelling in (word, f" {word}"))
+    sequences = (tuple(tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+    return [sequence for sequence in sequences if sequence]
