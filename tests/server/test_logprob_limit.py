@@ -1,8 +1,13 @@
 import httpx
 import pytest
 
+from quire import SamplingParams
 from quire.config import ServerConfig
+from quire.engine.messages import EngineInfo
+from quire.front.input_processor import InputProcessor
 from quire.server.app import create_app
+from quire.server.logprob_limit import LogprobLimit
+from tokenizers_for_tests import byte_level
 
 PROMPT = "abc"  # and a token before it
 
@@ -39,6 +44,18 @@ async def test_the_log_probabilities_of_all_prompts_and_completions_count(limite
     assert f"{count} log-probabilities" in error["message"]
     assert "max_logprobs_per_request" in error["message"]
     assert not llm.live
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 9}, {"beam_width": 9}])
+def test_those_that_nobody_has_asked_for_do_not_count(fields):
+    info = EngineInfo(
+        model="test", max_model_len=20, vocab_size=300, num_blocks=10, block_size=16, kv_cache_bytes=0,
+        dtype="float32", load_seconds=0.0,
+    )  # fmt: skip
+    inputs = InputProcessor(byte_level(eos_token_ids=(1,)), info)
+    processed = inputs.process(PROMPT, SamplingParams(max_tokens=10, **fields))
+    assert processed.core_request.sampling_params.logprobs is not None, "ranking needs some"
+    LogprobLimit(60).admit(processed)
 
 
 async def test_chat_has_the_same_limit(limited):

@@ -18,13 +18,12 @@ class LogprobLimit:
         self._num = 0
 
     def admit(self, processed: ProcessedRequest) -> None:
-        """Count those of one more prompt.
+        """Count those of one more prompt; what ranking needs besides is not kept.
 
         Raises:
             InvalidRequestError: the call asks for too many.
         """
-        request = processed.core_request
-        params = request.sampling_params
+        request, params = processed.core_request, processed.params
         if params.logprobs is not None:
             num_tokens = len(request.sequences) * (params.max_tokens or 0)
             self._num += num_tokens * (params.logprobs + 1)
