@@ -126,13 +126,17 @@ class FakeLLM:
         if text.startswith("crash"):
             raise RuntimeError("secret detail")
         if before_submit is not None:
+            params = sampling_params
+            if options.get("shorten_output") and params.max_tokens is not None:
+                room = MAX_MODEL_LEN - len(ids)
+                params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
             core_request = SimpleNamespace(
                 prompt_token_ids=ids,
-                sampling_params=sampling_params,
+                sampling_params=params,
                 sequences=[None] * sampling_params.num_sequences,
             )
             await before_submit(
-                SimpleNamespace(request_id=request_id, params=sampling_params, core_request=core_request)
+                SimpleNamespace(request_id=request_id, params=params, core_request=core_request)
             )
         self.seen.append(Seen(prompt, sampling_params, request_id, options))
         self.live.add(request_id)

@@ -31,6 +31,10 @@ keys = ["bob-key"]
 max_running_seqs = 2
 max_queued_seqs = 3
 
+[tenants.dave]
+keys = ["dave-key"]
+tokens_per_minute = 320
+
 [tenants.carol]
 keys = ["carol-key"]
 max_pending_grammars = 1
@@ -182,6 +186,14 @@ async def test_tokens_are_reserved_and_what_is_not_generated_comes_back(client):
     assert 77 - left(stopped, "tokens") < 20
     with pytest.raises(openai.BadRequestError, match="tokens_per_minute of the tenant 'alice' is 100"):
         await complete(alice, max_tokens=200)
+
+
+async def test_tokens_for_which_there_is_no_room_are_not_reserved(client):
+    dave = client("dave")
+    with pytest.raises(openai.BadRequestError, match="needs 402, and tokens_per_minute of the tenant 'dave'"):
+        await complete(dave, "x", max_tokens=200, n=2)
+    response = await complete(dave, "x" * 200, max_tokens=200, n=2)  # there is room for 55
+    assert left(response, "tokens") < 320 - 201
 
 
 async def test_each_sequence_counts_as_a_request(client):

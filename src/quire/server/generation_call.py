@@ -208,7 +208,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         with self._tenant.usage.call(
             len(request_ids),
             num_sequences,
-            len(request_ids) * (1 + num_sequences * (params.max_tokens or 1)),
+            len(request_ids) * self._least_tokens(num_sequences),
             has_grammar=params.structured_outputs is not None,
         ) as call:
             self._admit = call.admit
@@ -216,6 +216,14 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
                 async for prompt_index, output in outputs:
                     call.note(request_ids[prompt_index], output)
                     yield prompt_index, output
+
+    def _least_tokens(self, num_sequences: int) -> int:
+        """Return how many tokens a prompt and all that may follow it have at least."""
+        of_short_prompt = 1 + num_sequences * (self._params.max_tokens or 1)
+        if self._context.config.strict:
+            return of_short_prompt
+        # The longest prompt leaves room for one token, and `max_tokens` is shortened to the room.
+        return min(of_short_prompt, self._context.llm.info.max_model_len - 1 + num_sequences)
 
     def _generate(self) -> CallOutputs:
         return generate(
