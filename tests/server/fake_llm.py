@@ -35,6 +35,10 @@ class FakeTokenizer:
     fingerprint = "characters"
     chat_template_source = None
 
+    @property
+    def backend(self):
+        return SimpleNamespace(decoder=None, id_to_token=self.token_text)
+
     def token_text(self, token_id):
         is_character = token_id < VOCAB_SIZE and not 0xD800 <= token_id < 0xE000  # surrogates are none
         return SPECIAL_TEXT.get(token_id) or (chr(token_id) if is_character else "\ufffd")

@@ -56,7 +56,7 @@ class DecoderFactory:
         skip_special_tokens: bool,
         shown: frozenset[int] = frozenset(),
     ) -> TokenDecoder:
-        """Return a decoder for the tokens after `prompt_token_ids`.
+        """Return a decoder for the tokens after `prompt_token_ids`, which may be none.
 
         Special tokens in `shown` are part of the text, also with `skip_special_tokens`.
         """
@@ -65,7 +65,7 @@ class DecoderFactory:
             skipped -= shown
         if self._is_byte_level:
             return ByteLevelDecoder(self, skipped)
-        context = [] if self.is_special(prompt_token_ids[-1]) else [prompt_token_ids[-1]]
+        context = [token_id for token_id in prompt_token_ids[-1:] if not self.is_special(token_id)]
         return ContextDecoder(self, skipped, context)
 
     @property

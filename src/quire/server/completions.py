@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
+from quire.front.detokenizer import DecoderFactory
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.completions_call import CompletionsCall
 from quire.server.generation import OutputStream, end_reason, naming_fields
@@ -79,10 +81,10 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
     def _opening(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> list[CompletionChoice]:
+        text, logprobs = self._echoed(prompt_index, output, completion)
         if not (self._body.echo or self._body.return_token_ids):
             return []
         index = self._choice_index(prompt_index, completion)
-        text, logprobs = self._echoed(prompt_index, output, completion)
         fields = self._prompt_fields(prompt_index, output)
         return [CompletionChoice(index=index, text=text, logprobs=logprobs, **fields)]
 
@@ -108,6 +110,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> tuple[str, CompletionLogprobs | None]:
         """Return the prompt's text and its log-probabilities, as they begin an echoing choice."""
+        writer = self._new_writer(prompt_index, output, completion)
         if not self._body.echo:
             return "", None
         if isinstance(self._body.prompts[prompt_index], str):
@@ -115,24 +118,30 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         else:
             decode = self._context.llm.tokenizer.decode
             prompt = decode(output.prompt_token_ids, skip_special_tokens=self._params.skip_special_tokens)
-        writer = self._writer(prompt_index, completion)
         return prompt, writer.prompt(output, prompt) if writer else None
 
     def _logprobs(
         self, prompt_index: int, completion: CompletionOutput, first_token: int
     ) -> CompletionLogprobs | None:
-        writer = self._writer(prompt_index, completion)
+        writer = self._writers.get(self._choice_index(prompt_index, completion))
         return writer.output(completion, first_token) if writer else None
 
-    def _writer(self, prompt_index: int, completion: CompletionOutput) -> CompletionLogprobsWriter | None:
-        """Return the writer of one choice, which remembers how much text it has written of."""
+    def _new_writer(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionLogprobsWriter | None:
+        """Return the writer of a choice that begins, which remembers how much text it has written of."""
         if self._body.logprobs is None:
             return None
-        index = self._choice_index(prompt_index, completion)
-        if index not in self._writers:
-            self._writers[index] = CompletionLogprobsWriter(
-                self._context.llm.tokenizer,
-                self._body.logprobs,
-                skip_special_tokens=self._params.skip_special_tokens,
-            )
-        return self._writers[index]
+        writer = CompletionLogprobsWriter(
+            self._context.llm.tokenizer,
+            self._decoders,
+            self._body.logprobs,
+            prompt_token_ids=output.prompt_token_ids,
+            skip_special_tokens=self._params.skip_special_tokens,
+        )
+        self._writers[self._choice_index(prompt_index, completion)] = writer
+        return writer
+
+    @functools.cached_property
+    def _decoders(self) -> DecoderFactory:
+        return DecoderFactory(self._context.llm.tokenizer)

@@ -17,6 +17,7 @@ from quire.server.responses import (
 )
 
 if TYPE_CHECKING:
+    from quire.front.detokenizer import DecoderFactory
     from quire.models.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -90,16 +91,29 @@ def _candidates_by_id(token_id: int, candidates: TokenLogprobs, count: int) -> d
 class CompletionLogprobsWriter:
     """Builds the completions form for one choice, piece by piece, keeping the running text offset.
 
+    A token that completes no character takes no room in the text; the one that does takes all of it.
+
     Args:
         tokenizer: names the first prompt token, which has no log-probability of its own.
+        decoders: of the same tokenizer.
         count: how many of the likeliest tokens to list at each position, besides the chosen one.
+        prompt_token_ids: of the prompt, which the output continues.
         skip_special_tokens: whether special tokens are left out of the text, and so take no room in it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, count: int, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        decoders: DecoderFactory,
+        count: int,
+        *,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool,
+    ) -> None:
         self._tokenizer = tokenizer
         self._count = count
-        self._invisible = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._of_prompt = decoders.make((), skip_special_tokens=False)
+        self._of_output = decoders.make(prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._offset = 0
 
     def prompt(self, output: RequestOutput, text: str) -> CompletionLogprobs:
@@ -111,7 +125,9 @@ class CompletionLogprobsWriter:
             visible = token_id not in self._tokenizer.special_token_ids or text.startswith(
                 token, self._offset
             )
-            self._add(written, token, visible, token_id, candidates)
+            self._add(written, token, token_id, candidates)
+            if visible:
+                self._offset += len(self._of_prompt.push(token_id))
         self._offset = len(text)
         return written
 
@@ -123,20 +139,19 @@ class CompletionLogprobsWriter:
         pairs = zip(completion.token_ids[start:], completion.logprobs[start:], strict=True)
         for token_id, candidates in pairs:
             token = candidates[token_id].decoded_token
-            self._add(written, token, token_id not in self._invisible, token_id, candidates)
+            self._add(written, token, token_id, candidates)
+            self._offset += len(self._of_output.push(token_id))
         return written
 
     def _add(
         self,
         written: CompletionLogprobs,
         token: str,
-        visible: bool,
         token_id: int,
         candidates: TokenLogprobs | None,
     ) -> None:
         written.tokens.append(token)
         written.text_offset.append(self._offset)
-        self._offset += len(token) if visible else 0
         if candidates is None:
             written.token_logprobs.append(None)
             written.top_logprobs.append(None)

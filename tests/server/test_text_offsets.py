@@ -1,0 +1,43 @@
+"""Where the tokens of an answer begin in its text, also those that are parts of characters."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.front.detokenizer import DecoderFactory
+from quire.models.tokenizer import Tokenizer
+from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from quire.server.logprobs import CompletionLogprobsWriter, joined
+from tokenizers_for_tests import byte_level, sentencepiece
+
+TEXT = "the 漢字 the é! STOP 漢"
+
+
+def logprobs_of(tokenizer: Tokenizer, token_id: int) -> TokenLogprobs:
+    return {token_id: Logprob(-1.0, 1, tokenizer.token_text(token_id))}
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize("kind", ["byte level", "llama", "gemma", "metaspace"])
+def test_offsets_are_where_the_tokens_begin_in_the_text(kind, start):
+    tokenizer = byte_level() if kind == "byte level" else sentencepiece(kind)
+    prompt = tokenizer.encode(TEXT, add_special_tokens=False)
+    prompt_text = tokenizer.decode(prompt, skip_special_tokens=False)
+    ids = tokenizer.encode(f"{TEXT}s", add_special_tokens=False)
+    text = tokenizer.decode(prompt + ids, skip_special_tokens=False)
+    completion = CompletionOutput(0, "", ids, [logprobs_of(tokenizer, one) for one in ids])
+    of_prompt = [None, *(logprobs_of(tokenizer, one) for one in prompt[1:])]
+    output = RequestOutput("r", prompt_text, prompt, [completion], of_prompt)
+    writer = CompletionLogprobsWriter(
+        tokenizer, DecoderFactory(tokenizer), 0, prompt_token_ids=prompt, skip_special_tokens=True
+    )
+    so_far = CompletionOutput(0, "", ids[:start], completion.logprobs[:start])
+    parts = [writer.prompt(output, prompt_text), writer.output(so_far, 0), writer.output(completion, start)]
+    written = joined(parts)
+    assert written.text_offset == [
+        # A character that is not complete begins where the first of its tokens does.
+        len(tokenizer.decode((prompt + ids)[:count], skip_special_tokens=False).rstrip("\ufffd"))
+        for count in range(len(prompt + ids))
+    ]
+    for token, offset in zip(written.tokens[1:], written.text_offset[1:], strict=True):
+        assert "\ufffd" in token or text.startswith(token, offset)
