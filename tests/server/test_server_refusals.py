@@ -205,6 +205,7 @@ async def test_bodies_that_are_not_json_objects(http, body, words):
         {},
         {"Content-Type": "application/x-www-form-urlencoded"},
         {"Content-Type": "application/json; charset=latin-1"},
+        {"Content-Type": "application/json; profile=x; charset=latin-1"},
         {"Content-Type": "application/json", "Content-Encoding": "br"},
     ],
 )
@@ -212,9 +213,20 @@ async def test_content_types(http, headers):
     refusal(await http.post("/v1/completions", content=b"{}", headers=headers), 415)
 
 
-async def test_content_type_with_charset_is_fine(http):
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "charset=UTF-8",
+        'charset="utf-8"',
+        "profile=x",
+        "charset=utf-8; foo=bar",
+        'a=";charset=latin-1"; b',
+        "",
+    ],
+)
+async def test_content_type_with_parameters_is_fine(http, parameters):
     body = json.dumps({"model": "fake", "prompt": "Hi"})
-    headers = {"Content-Type": "Application/JSON; charset=UTF-8"}
+    headers = {"Content-Type": f"Application/JSON; {parameters}"}
     assert (await http.post("/v1/completions", content=body, headers=headers)).status_code == 200
 
 

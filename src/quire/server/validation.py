@@ -22,6 +22,8 @@ from quire.server.leniency import Leniency
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 _SUBJECT = re.compile(r"^\w+(?= should)")  # pydantic begins with "Input should", "List should"
+# Of a header: name and value.
+_PARAMETER = re.compile(r"""(?:^|;)\s*([^\s=;"]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;]*)""")
 _NO_BACKSLASH = re.compile(rb"[^\\]")
 _MAX_SHOWN = 80  # characters of a value or a name
 
@@ -87,9 +89,18 @@ def _require_json(request: Request) -> None:
     media_type, _, parameters = content_type.partition(";")
     if media_type.strip().lower() != "application/json":
         raise ApiError(415, f"Content-Type is {content_type!r}; it must be 'application/json'")
-    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
+    charset = _charset(parameters)
     if charset not in ("", "utf-8", "utf8"):
         raise ApiError(415, f"the charset is {charset!r}; it must be utf-8")
+
+
+def _charset(parameters: str) -> str:
+    """Return the parameter `charset` in lower case; empty: there is none. Others say nothing of JSON."""
+    for name, value in _PARAMETER.findall(parameters):
+        if name.lower() == "charset":
+            charset: str = value.strip().strip('"').lower()
+            return charset
+    return ""
 
 
 def _decompressor(request: Request, limit: int) -> Decompressor | None:
