@@ -108,3 +108,42 @@ async def test_what_cannot_be_asked_for(http, llm, fields, param, words):
     for word in words:
         assert word in error["message"]
     assert not llm.seen
+
+
+LARGE = {"type": "string", "description": "x" * 65_536}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "fields"),
+    [
+        (
+            "/v1/chat/completions",
+            "response_format.json_schema.schema",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": LARGE}}},
+        ),
+        (
+            "/v1/responses",
+            "text.format.schema",
+            {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": LARGE}}},
+        ),
+        (
+            "/v1/messages",
+            "output_config.format.schema",
+            {"max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": LARGE}}},
+        ),
+        (
+            "/v1/messages",
+            "output_format.schema",
+            {"max_tokens": 9, "output_format": {"type": "json_schema", "schema": LARGE}},
+        ),
+        ("/api/chat", "format", {"format": LARGE}),
+        ("/v1/completions", "structured_outputs", {"prompt": "Hi", "structured_outputs": {"json": LARGE}}),
+    ],
+)
+async def test_a_schema_that_is_too_large_is_called_as_the_client_called_it(http, path, field, fields):
+    messages = {} if "prompt" in fields or "input" in fields else {"messages": [USER]}
+    answer = await http.post(path, json={"model": "fake", **messages, **fields})
+    assert answer.status_code == 400, answer.text
+    assert field in answer.text
+    assert "the limit is 65536" in answer.text
+    assert ("structured_outputs" in answer.text) == (path == "/v1/completions")

@@ -53,6 +53,19 @@ class StructuredOutputs(StrictModel):
         )
 
 
+def structure_of_schema(schema: Schema, field: str) -> StructuredOutputsParams:
+    """Return what a JSON schema in a body's `field` means for the engine.
+
+    Raises:
+        InvalidRequestError: it is unusable.
+    """
+    try:
+        return StructuredOutputsParams(json=schema)
+    except InvalidRequestError as error:
+        problem = str(error).removeprefix("structured_outputs.json")
+        raise InvalidRequestError(f"{field}{problem}", param=field) from None
+
+
 class NamedSchema(StrictModel):
     """A JSON schema as OpenAI's clients send it; it is enforced whatever `strict` says."""
 
@@ -85,5 +98,5 @@ class ResponseFormat(StrictModel):
                 param="response_format.json_schema",
             )
         if self.json_schema is not None:
-            return StructuredOutputsParams(json=self.json_schema.schema_)
+            return structure_of_schema(self.json_schema.schema_, "response_format.json_schema.schema")
         return StructuredOutputsParams(json=ANY_OBJECT) if self.type == "json_object" else None

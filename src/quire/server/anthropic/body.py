@@ -15,6 +15,7 @@ from quire.server.anthropic.turns import Message, TextBlocks, ToolUseBlock, mess
 from quire.server.leniency import Leniency
 from quire.server.prompt_options import PromptOptions
 from quire.server.reasoning import Thinking
+from quire.server.response_format import structure_of_schema
 from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field
 from quire.server.tool_fields import (
@@ -214,6 +215,11 @@ class MessagesRequest(CountTokensRequest):
         """Return the fields of `RequestOptions` that were given: there are none."""
         return {}
 
+    @property
+    def structure_field(self) -> str:
+        """The field that says which structure the answer must have."""
+        return "output_config.format" if self.output_format is None else "output_format"
+
     def _structure(self) -> StructuredOutputsParams | None:
         newer = None if self.output_config is None else self.output_config.format
         if newer is not None and self.output_format is not None:
@@ -221,4 +227,4 @@ class MessagesRequest(CountTokensRequest):
                 "output_config.format and output_format are the same; give one of them", param="output_format"
             )
         form = newer or self.output_format
-        return None if form is None else StructuredOutputsParams(json=form.schema_)
+        return None if form is None else structure_of_schema(form.schema_, f"{self.structure_field}.schema")

@@ -53,7 +53,7 @@ from quire.status import FinishReason
 
 CALL_ID_PREFIX = "toolu_"
 
-_FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": "output_config.format"}
+_FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences"}
 
 
 async def create_message(request: Request, body: MessagesRequest) -> Response:
@@ -90,9 +90,11 @@ class _MessagesCall(GenerationCall[MessagesRequest]):
         return [self._engine_id]
 
     def _streams(self) -> Sequence[OutputStream]:
-        fields = _FIELD_NAMES
-        if self._conversation.is_structured_by_tools:
-            fields = {**fields, "structured_outputs": "tools"}
+        is_by_tools = self._conversation.is_structured_by_tools
+        fields = {
+            **_FIELD_NAMES,
+            "structured_outputs": "tools" if is_by_tools else self._body.structure_field,
+        }
         return [naming_fields(fields, self._conversation.outputs(self._engine_id, self._request_options()))]
 
     @override

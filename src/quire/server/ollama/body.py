@@ -16,11 +16,10 @@ from quire.server.ollama.messages import NoImages, OllamaMessage, messages_for_t
 from quire.server.ollama.options import OllamaOptions
 from quire.server.prompt_options import PromptOptions
 from quire.server.reasoning import Thinking
-from quire.server.response_format import ANY_OBJECT
+from quire.server.response_format import ANY_OBJECT, structure_of_schema
 from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.strict_model import Ignored, StrictModel, Unsupported
 from quire.server.tool_fields import Tools, tool_use_of
-from quire.structured_outputs import StructuredOutputsParams
 
 
 def _format_form(value: Any) -> str | None:
@@ -125,7 +124,7 @@ class OllamaRequest(StrictModel):
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.format:
             schema = ANY_OBJECT if self.format == "json" else self.format
-            fields["structured_outputs"] = StructuredOutputsParams(json=schema)
+            fields["structured_outputs"] = structure_of_schema(schema, "format")
         return defaults.params(fields)
 
     def request_options(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from quire.sampling_params import NumLogprobs, SamplingParams
 from quire.server.leniency import Leniency
 from quire.server.openai_responses.items import Items, MessageItem
 from quire.server.reasoning import ReasoningEffort, Thinking
-from quire.server.response_format import ANY_OBJECT, SchemaName
+from quire.server.response_format import ANY_OBJECT, SchemaName, structure_of_schema
 from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field, text_or_list
 from quire.server.tool_fields import (
@@ -129,7 +129,7 @@ class TextFormat(StrictModel):
                 f"text.format.type is {self.type!r}, which {problem} a schema", param="text.format.schema"
             )
         if self.schema_ is not None:
-            return StructuredOutputsParams(json=self.schema_)
+            return structure_of_schema(self.schema_, "text.format.schema")
         return StructuredOutputsParams(json=ANY_OBJECT) if self.type == "json_object" else None
 
 
