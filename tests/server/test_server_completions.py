@@ -142,6 +142,11 @@ async def test_stream_ends_with_done_and_has_usage_null_in_the_middle(http):
     assert '"usage":null' in events[0]
 
 
+async def test_a_text_about_numbers_that_are_no_json(client, llm):
+    await create(client, prompt="NaN, Infinity")
+    assert llm.seen[0].prompt == "NaN, Infinity"
+
+
 async def test_logprobs(client):
     answer = await create(client, max_tokens=3, logprobs=2)
     logprobs = answer.choices[0].logprobs

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from quire.errors import InvalidRequestError, nearest_name
@@ -59,6 +59,8 @@ async def read_body(
         _require_json(request)
     body = await bounded_body(request, max_body_bytes, _decompressor(request, max_body_bytes))
     await _require_few_values(body, protocol.MAX_VALUES + max_prompt_tokens)
+    if await _names_no_number(body):
+        _require_json_numbers(body)
     try:
         return model.model_validate_json(body, context=leniency)
     except ValidationError as error:
@@ -155,6 +157,28 @@ def count_outside_strings(body: bytes, marks: bytes, *, piece_bytes: int = 65_53
         num_quotes += int(np.count_nonzero(is_quote))
         start = end
     return counts
+
+
+async def _names_no_number(body: bytes) -> bool:
+    """Whether NaN or Infinity occurs anywhere, which is much sooner known than where."""
+    for start in range(0, len(body), COUNTED_PER_TURN):
+        if start:
+            await asyncio.sleep(0)
+        end = start + COUNTED_PER_TURN + len("Infinity")
+        if body.find(b"NaN", start, end) >= 0 or body.find(b"Infinity", start, end) >= 0:
+            return True
+    return False
+
+
+def _require_json_numbers(body: bytes) -> None:
+    """Refuse NaN and Infinity outside of strings, which pydantic takes for numbers."""
+    try:
+        from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        _require_utf8(body)
+        raise InvalidRequestError(
+            f"the body is not valid JSON: {error}; NaN and Infinity are no JSON"
+        ) from None
 
 
 def _require_utf8(body: bytes) -> None:
