@@ -115,6 +115,8 @@ def _schema_text(schema: Any) -> str:
         text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
         _check_text("structured_outputs.json", text, MAX_SCHEMA_BYTES)
         parsed = json.loads(text)
+        if text is schema:  # Python reads numbers that are no JSON
+            json.dumps(parsed, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, InvalidRequestError):
             raise

@@ -200,6 +200,32 @@ async def test_bodies_that_are_not_json_objects(http, body, words):
     assert words in error["message"]
 
 
+LARGE = {"x": [1e999]}
+OPENAI_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": LARGE}}}
+TOOL_USE = {"type": "tool_use", "id": "a", "name": "f", "input": LARGE}
+OLLAMA_CALL = {"function": {"name": "f", "arguments": LARGE}}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "fields"),
+    [
+        ("/v1/chat/completions", "chat_template_kwargs", {"chat_template_kwargs": LARGE}),
+        ("/v1/chat/completions", "documents", {"documents": [LARGE]}),
+        ("/v1/chat/completions", "tool 'f'", {"tools": [OPENAI_TOOL]}),
+        ("/v1/messages", "tool 'f'", {"tools": [{"name": "f", "input_schema": LARGE}]}),
+        ("/v1/messages", "input", {"messages": [USER, {"role": "assistant", "content": [TOOL_USE]}]}),
+        ("/api/chat", "arguments", {"messages": [USER, {"role": "assistant", "tool_calls": [OLLAMA_CALL]}]}),
+    ],
+)
+async def test_numbers_that_are_too_large(http, path, field, fields):
+    body = json.dumps({"model": "fake", "messages": [USER], "max_tokens": 1, **fields})
+    headers = {"Content-Type": "application/json"}
+    answer = await http.post(path, content=body.replace("Infinity", "1e999"), headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert field in answer.text
+    assert "1.8e308" in answer.text
+
+
 @pytest.mark.parametrize(
     "headers",
     [

@@ -10,7 +10,7 @@ from pydantic import Field
 from quire.dialogue.template_names import uses_name
 from quire.errors import InvalidRequestError
 from quire.server.leniency import Leniency
-from quire.server.strict_model import StrictModel
+from quire.server.strict_model import JsonObject, StrictModel
 
 MAX_DOCUMENTS = 1024
 
@@ -62,7 +62,7 @@ class PromptFields(StrictModel):
         description="Add the tokens that the model wants around a text. Default: true for a text, and false "
         "for messages, whose template has written them.",
     )
-    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = Field(
+    documents: Annotated[list[JsonObject], Field(max_length=MAX_DOCUMENTS)] | None = Field(
         None, description=f"Documents for the chat template, such as title and text; at most {MAX_DOCUMENTS}."
     )
 

@@ -44,6 +44,7 @@ from quire.server.response_format import ResponseFormat, StructuredOutputs
 from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.strict_model import (
     Ignored,
+    JsonObject,
     StrictModel,
     Unsupported,
     body_fields,
@@ -352,7 +353,7 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
     parallel_tool_calls: bool | None = Field(
         None, description="Whether an answer may have several calls. Default: true."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: JsonObject | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
     reasoning_effort: ReasoningEffort | None = Field(

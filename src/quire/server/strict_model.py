@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -39,6 +41,18 @@ TAG_PREFIX = "="
 
 Unsupported: TypeAlias = None
 Ignored = Annotated[None, Ignorable()]
+
+
+def _require_finite(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise PydanticCustomError("finite", "its numbers must be at most 1.8e308") from None
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_require_finite)]
+"""An object of which JSON can be made again: parsers take numbers that are too large, such as 1e999."""
 
 
 class StrictModel(BaseModel):

@@ -19,7 +19,7 @@ from quire.server.conversation import Conversation
 from quire.server.prompt_options import PromptFields
 from quire.server.reasoning import Thinking
 from quire.server.responses import AddedToken, DetokenizedText, TokenizerInfo, Tokens, json_response
-from quire.server.strict_model import StrictModel
+from quire.server.strict_model import JsonObject, StrictModel
 from quire.server.tool_fields import Tools, tool_use_of
 
 NAMES_PER_TURN = 2_000
@@ -38,7 +38,7 @@ class TokenizeRequest(PromptFields):
         None, description="Return the tokens as the vocabulary spells them, too."
     )
     tools: Tools | None = Field(None, description="What the model may call; at most 128.")
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: JsonObject | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
 

@@ -46,7 +46,7 @@ class FunctionTool(StrictModel):
         """Return what it is to the rest of the server.
 
         Raises:
-            InvalidRequestError: the schema is not an object's, or too large.
+            InvalidRequestError: the schema is not an object's, too large, or has a number that JSON has not.
         """
         function = self.function
         parameters = function.parameters or {}
@@ -64,7 +64,13 @@ class FunctionTool(StrictModel):
             raise InvalidRequestError(
                 f"the parameters of tool {function.name!r} have a required that is no list", param="tools"
             )
-        size = len(json.dumps(parameters).encode())
+        try:
+            size = len(json.dumps(parameters, allow_nan=False).encode())
+        except ValueError:
+            raise InvalidRequestError(
+                f"the parameters of tool {function.name!r} have a number beyond 1.8e308, which is the limit",
+                param="tools",
+            ) from None
         if size > MAX_SCHEMA_BYTES:
             raise InvalidRequestError(
                 f"the parameters of tool {function.name!r} have {size} bytes; "

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.errors import InvalidRequestError
-from quire.server.strict_model import Ignored, StrictModel, text_or_list
+from quire.server.strict_model import Ignored, JsonObject, StrictModel, text_or_list
 from quire.server.tool_fields import CalledName, CallId
 
 
@@ -55,7 +55,7 @@ class ToolUseBlock(StrictModel):
     type: Literal["tool_use"]
     id: CallId
     name: CalledName
-    input: dict[str, Any]
+    input: JsonObject
     cache_control: Ignored = None
     caller: Ignored = None
 

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.server.chat_messages import Role
-from quire.server.strict_model import Ignored, StrictModel, Unsupported
+from quire.server.strict_model import Ignored, JsonObject, StrictModel, Unsupported
 from quire.server.tool_fields import MAX_CALLS, CalledName, CallId
 
 
@@ -31,7 +31,7 @@ class CalledOllamaFunction(StrictModel):
     path_prefix = "messages[].tool_calls[].function."
 
     name: CalledName
-    arguments: dict[str, Any] | None = None
+    arguments: JsonObject | None = None
     description: Ignored = None
     index: Ignored = None
 
