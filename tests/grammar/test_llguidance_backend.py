@@ -306,6 +306,7 @@ def test_ids_that_are_no_text_are_never_allowed(vocab_size):
         ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, ["json", "minimum"]),
         ({"json": {"$ref": "#/nowhere"}}, ["json", "/nowhere"]),
         ({"json": {"not": {"type": "string"}}}, ["json", "not"]),
+        ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, ["json", "oneOf", "use anyOf"]),
         ({"json": {"type": "array", "uniqueItems": True}}, ["json", "uniqueItems"]),
         ({"json": {"type": "string", "contentEncoding": "base64"}}, ["json", "contentEncoding"]),
         ({"grammar": "start: nothing"}, ["read as Lark", "GBNF (root ::= ...) is understood", "nothing"]),

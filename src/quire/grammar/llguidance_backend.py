@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 MAX_LEXER_STATES = 50_000  # of one grammar, 1 to 2 kB each
 _LONGEST_SHOWN_ERROR = 600  # characters
+# llguidance's words for alternatives that may overlap name an option that is not offered here.
+_ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+_ONE_OF_HERE = (
+    "the alternatives of a oneOf may overlap, which cannot be enforced; use anyOf, or make them exclude "
+    "each other"
+)
 _SAMPLE_TEXT = "A small sample: é, 漢 and\n1 + 1"
 _GBNF_RULE = re.compile(r"[ \t]*[A-Za-z][\w-]*[ \t]*::=")
 
@@ -297,5 +303,5 @@ def _refusal(spec: StructuredOutputsParams, reason: str) -> InvalidRequestError:
 
 
 def _shortened(text: str) -> str:
-    text = text.removesuffix("\n<non-verbose/>").rstrip()
+    text = text.removesuffix("\n<non-verbose/>").rstrip().replace(_ONE_OF, _ONE_OF_HERE)
     return text if len(text) <= _LONGEST_SHOWN_ERROR else text[:_LONGEST_SHOWN_ERROR] + "…"
