@@ -64,6 +64,19 @@ async def test_they_mean_the_same(http, llm, send, fields, expected):
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", {"messages": [USER], "max_tokens": 2}), ("/v1/responses", {"input": "Hi"})],
+)
+async def test_values_mean_the_same_in_all_apis(http, strict_http, llm, path, body):
+    body = {"model": "fake", "top_k": -1, "top_p": 0, **body}
+    response = await http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    params = llm.seen[0].params
+    assert (params.top_k, params.top_p, params.temperature) == (0, 1.0, 0.0)
+    assert (await strict_http.post(path, json=body)).status_code == 400
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
         ({"max_new_tokens": 5, "max_tokens": 6}, "max_new_tokens", "max_tokens mean the same and differ"),

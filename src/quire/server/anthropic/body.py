@@ -13,6 +13,7 @@ from quire.limits import PositiveInt, limits_of
 from quire.sampling_params import SamplingParams, StopText
 from quire.server.anthropic.turns import Message, TextBlocks, ToolUseBlock, messages_for_template
 from quire.server.leniency import Leniency
+from quire.server.other_names import take_other_values
 from quire.server.prompt_options import PromptOptions
 from quire.server.reasoning import Thinking
 from quire.server.response_format import structure_of_schema
@@ -191,7 +192,8 @@ class MessagesRequest(CountTokensRequest):
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Take what asks for nothing."""
+        """Take what asks for nothing, and other servers' values."""
+        take_other_values(values)
         if isinstance(values.get("stop_sequences"), list):
             values["stop_sequences"] = [text for text in values["stop_sequences"] if text != ""]
 

@@ -13,6 +13,7 @@ from quire.request_options import RequestOptions, ShortText
 from quire.sampling_params import NumLogprobs, SamplingParams
 from quire.server.leniency import Leniency
 from quire.server.openai_responses.items import Items, MessageItem
+from quire.server.other_names import take_other_values
 from quire.server.reasoning import ReasoningEffort, Thinking
 from quire.server.response_format import ANY_OBJECT, SchemaName, structure_of_schema
 from quire.server.sampling_defaults import SamplingDefaults
@@ -223,7 +224,11 @@ class ResponsesRequest(StrictModel):
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Note what has no effect: nothing is cut off, and nothing but log-probabilities is included."""
+        """Take other servers' values, and note what has no effect.
+
+        Nothing is cut off, and nothing but log-probabilities is included.
+        """
+        take_other_values(values)
         if values.get("truncation") == "auto":
             leniency.ignore("truncation")
         included = values.get("include")
