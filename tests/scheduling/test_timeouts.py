@@ -10,11 +10,11 @@ from quire.errors import QueueFullError
 from quire.status import FinishReason
 
 START = (
-    "the request had not started after 5.0 s; raise its queue_timeout if it has one of its own, or "
+    "the request had not started after 5 s; raise its queue_timeout if it has one of its own, or "
     "SchedulerConfig.queue_timeout"
 )
 END = (
-    "the request had not ended after 5.0 s; raise its timeout if it has one of its own, or "
+    "the request had not ended after 5 s; raise its timeout if it has one of its own, or "
     "SchedulerConfig.request_timeout"
 )
 
@@ -50,6 +50,15 @@ def test_a_request_that_does_not_end_in_time_ends_with_the_reason_and_keeps_what
     scene.finish()
     assert scene.errors == {"slow": END}
     assert scene.outputs["slow"] == naive_generation(list(range(4)), 2, set())
+
+
+def test_a_timeout_of_milliseconds_is_told():
+    scene = Scene()
+    scene.add("slow", range(4), max_tokens=20, timeout=0.01)
+    scene.step()
+    scene.clock.advance(0.0123)
+    scene.finish()
+    assert "had not ended after 0.012 s" in scene.errors["slow"]
 
 
 def test_a_request_may_ask_for_no_timeout():

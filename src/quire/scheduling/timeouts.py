@@ -46,9 +46,10 @@ class TimeoutPhase:
                 if kind == "queue"
                 else ("ended", "timeout", "SchedulerConfig.request_timeout")
             )
+            seconds = round(now - request.arrival_time, 3)  # a timeout may be a few milliseconds
             error = (
-                f"the request had not {what} after {now - request.arrival_time:.1f} s; raise its {own} if it "
-                f"has one of its own, or {default}"
+                f"the request had not {what} after {seconds:g} s; raise its {own} if it has one of its own, "
+                f"or {default}"
             )
             self.stats.num_timeouts += 1
             self.finisher.fail(request, error, RequestTimeoutError.__name__)
