@@ -170,6 +170,7 @@ def test_unusable_values_are_refused_with_value_and_limit(cls, values, message):
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"logit_bias": {1: 101.0}}, "logit_bias"),

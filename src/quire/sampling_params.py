@@ -75,7 +75,8 @@ class SamplingParams:
         unit="probability",
         help="Drop tokens whose probability is below this fraction of the most likely token's.",
     )
-    repetition_penalty: Annotated[float, Gt(0), Le(100)] = knob(
+    # Logits are divided by it in float32, where a tiny one is 0.
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = knob(
         default=1.0, help="Above 1 makes tokens that occur in prompt or output less likely."
     )
     presence_penalty: Penalty = knob(
