@@ -8,25 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
-
-class SourceFinder:
-    """Finds Quire's modules in a directory, wherever it is installed."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Called by `import`."""
-        if name.partition(".")[0] != "quire":
-            return None
-        return PathFinder.find_spec(name, [self._source] if path is None else path, target)
+from source_finder import SourceFinder
 
 
 def main() -> None:

@@ -41,7 +41,6 @@ HEAVY_IMPORTS = (
     "hypothesis.stateful",
     "hypothesis.extra.numpy",
     "tokenizers",
-    "fastapi",
     "safetensors.torch",
     "msgspec",
     "zmq",
