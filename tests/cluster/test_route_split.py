@@ -53,12 +53,17 @@ async def test_a_chat_is_split_too_and_its_stream_comes_byte_for_byte(routed):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/completions/", "/completions", "/chat/completions/", "/completions%2F"]
+)
 @pytest.mark.parametrize("fields", [{"prompt": PROMPT}, {"prompt": "short"}])
-async def test_a_clients_own_transfer_parameters_go_nowhere(routed, fields):
+async def test_a_clients_own_transfer_parameters_go_nowhere(routed, fields, path):
     prefill, decode = FakeEngine(), FakeEngine()
     http, _ = await routed(prefill=[prefill], decode=[decode])
-    await http.post("/v1/completions", json={**fields, "kv_transfer_params": {"remote_host": "evil"}})
+    await http.post(path, json={**fields, "kv_transfer_params": {"remote_host": "evil"}})
     assert b"evil" not in b"".join(one.content for one in prefill.seen + decode.seen)
+    assert len(prefill.seen) == (fields["prompt"] == PROMPT)
+    assert [one.path for one in decode.seen] == [path]
 
 
 @pytest.mark.parametrize(

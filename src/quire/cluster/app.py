@@ -26,7 +26,7 @@ from quire.server.bodies import bounded_body
 from quire.server.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.errors import ApiError, ClientGoneError, as_api_error
 from quire.server.middleware import KeyCheck, RequestEnvelope
-from quire.server.paths import READINESS_PATHS
+from quire.server.paths import READINESS_PATHS, CanonicalPath
 from quire.server.responses import Health, json_response
 from quire.server.streaming import unless_disconnected
 from quire.server.tenants import Tenants
@@ -71,7 +71,8 @@ def create_app(router: Router, log: AccessLog | None = None) -> ASGIApp:
     async def by_purpose(scope: Scope, receive: Receive, send: Send) -> None:
         await (management if scope["path"].startswith(ENGINES_PATH) else public)(scope, receive, send)
 
-    app: ASGIApp = RequestEnvelope(_Counted(by_purpose, router.metrics))
+    # Engines know the other spellings of a path, too: what is done for one must be done for all.
+    app: ASGIApp = CanonicalPath(RequestEnvelope(_Counted(by_purpose, router.metrics)))
     return app if log is None else AccessLogging(app, log=log)
 
 
