@@ -213,28 +213,15 @@ def test_owners_learn_who_is_renewed_read_and_released():
     assert not loans.is_ready(another)
 
 
-@pytest.mark.parametrize("is_step_over", [True, False])
-def test_what_is_given_back_before_its_owner_asks_was_read_if_it_was_complete(is_step_over):
+@pytest.mark.parametrize("num_computed", [0, 2, 4])
+def test_owners_learn_what_was_given_back_before_they_ask(num_computed):
     loans = lent()
-    compute(loans, [5, 6])
-    loans.begin_step(FIRST, 2, [7, 8])
-    if is_step_over:
-        loans.end_step(FIRST)
-    else:
-        loans.advance([FIRST], BLOCK_BYTES)
+    compute(loans, [5, 6, 7, 8][:num_computed])
+    assert not loans.was_given_back(FIRST)
     loans.release(["one"])
-    assert loans.was_read(FIRST)
+    assert loans.was_given_back(FIRST)
     loans.end(FIRST, "its owner knows")
-    assert not loans.was_read(FIRST)
-
-
-def test_what_is_given_back_too_early_was_not_read():
-    loans = lent()
-    compute(loans, [5, 6])
-    loans.begin_step(FIRST, 2, [7, 8])
-    loans.advance([FIRST], LAYER_ENDS[-1])
-    loans.release(["one"])
-    assert not loans.was_read(FIRST)
+    assert not loans.was_given_back(FIRST)
 
 
 @pytest.mark.parametrize(

@@ -112,18 +112,19 @@ def test_a_prompt_whose_logits_are_nan_is_not_lent(monkeypatch: pytest.MonkeyPat
         check_nothing_is_held(first, second)
 
 
+@pytest.mark.parametrize("moment", ["begin_step", "end_step"])
 def test_who_gives_a_prompt_back_before_its_request_has_ended_was_lent_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    end_step = Loans.end_step
+    at_that_moment = getattr(Loans, moment)
 
-    def read_at_once(self: Loans, number: int) -> None:
-        end_step(self, number)
+    def given_back_then(self: Loans, number: int, *blocks: Any) -> None:
+        at_that_moment(self, number, *blocks)
         given_back.append(self._by_number[number].name)
         self.release(given_back[-1:])
 
     given_back: list[str] = []
-    monkeypatch.setattr(Loans, "end_step", read_at_once)
+    monkeypatch.setattr(Loans, moment, given_back_then)
     with LLM("mini", num_threads=1, num_kv_blocks=64, role="prefill", kv_transfer_token="secret") as llm:
         transfer = prefill(llm, PROMPT[:40])
         assert [transfer["transfer_id"]] == given_back

@@ -52,11 +52,6 @@ class _Loan:
     num_readers: int = 0
     ended_because: str = ""
 
-    def is_complete(self, block_bytes: int) -> bool:
-        """Return whether all bytes of all blocks are there, maybe before the last step has ended."""
-        num_blocks = self.computed_stop if self.computed_bytes == block_bytes else self.num_ready
-        return num_blocks == self.num_blocks
-
 
 class Loans:
     """What an owner lends; every method may be called from any thread.
@@ -76,7 +71,7 @@ class Loans:
         self._is_closed = False
         self._renewed: set[str] = set()
         self._released: set[str] = set()
-        self._read: set[int] = set()  # numbers of loans whose owners do not know yet
+        self._given_back: set[int] = set()  # numbers of loans whose owners do not know yet
 
     @property
     def is_empty(self) -> bool:
@@ -144,15 +139,15 @@ class Loans:
             loan = self._by_number.get(number)
             return loan is not None and loan.num_ready == loan.num_blocks
 
-    def was_read(self, number: int) -> bool:
-        """Return whether a peer has given back all blocks of a loan that its owner has not ended yet."""
+    def was_given_back(self, number: int) -> bool:
+        """Return whether a peer has given back a loan that its owner has not ended yet."""
         with self._changed:
-            return number in self._read
+            return number in self._given_back
 
     def end(self, number: int, reason: str) -> None:
         """Lend this no more; whoever reads it fails. Nothing happens if there is no such loan."""
         with self._changed:
-            self._read.discard(number)
+            self._given_back.discard(number)
             loan = self._by_number.get(number)
             if loan is not None:
                 self._end(loan, reason)
@@ -236,8 +231,7 @@ class Loans:
                 loan = self._loans.get(name)
                 if loan is not None:
                     self._released.add(loan.owner)
-                    if loan.is_complete(self.block_bytes):
-                        self._read.add(loan.number)
+                    self._given_back.add(loan.number)
                     self._end(loan, "a peer has given it back")
 
     def _end(self, loan: _Loan, reason: str) -> None:

@@ -81,8 +81,8 @@ class LentPrompts:
         """Note that a request has ended.
 
         Returns:
-            Whether its blocks are to be held, and its transfer id if its prompt was computed: who reads it
-            while it is computed may have given it back already.
+            Whether its blocks are to be held, and its transfer id if it has not failed whoever it was lent
+            to: a peer that has read the prompt, or needs it no more, may have given it back already.
         """
         lent = self._lent.get(request.request_id)
         if lent is None:
@@ -93,7 +93,7 @@ class LentPrompts:
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
-        was_read = False
+        was_given_back = False
         if is_complete and len(block_ids):
             self._steps.settle(request.request_id)
             if lent.keeps_last:
@@ -101,9 +101,9 @@ class LentPrompts:
                 self._loans.end_step(lent.loan)
             if self._loans.is_ready(lent.loan):
                 return True, lent.transfer_id
-            was_read = self._loans.was_read(lent.loan)
+            was_given_back = self._loans.was_given_back(lent.loan)
         self.end(request.request_id, "its prompt was not computed to the end")
-        return False, lent.transfer_id if was_read else None
+        return False, lent.transfer_id if was_given_back else None
 
     def end(self, request_id: str, reason: str) -> None:
         """Lend a request's prompt no more."""
