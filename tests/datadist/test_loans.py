@@ -18,10 +18,15 @@ BLOCK_BYTES = 40
 LAYER_ENDS = (10, 20, 35)
 DIGEST = b"what these blocks hold"
 FIRST = 1  # number of the first loan
+LONG = 1e6  # seconds
 
 
 def always() -> bool:
     return True
+
+
+def never() -> bool:
+    return False
 
 
 def lent(num_blocks: int = 4) -> Loans:
@@ -39,9 +44,9 @@ def compute(loans: Loans, block_ids: list[int]) -> None:
 
 
 def refused(loans: Loans, *arguments, **changes) -> LLMStatusCode:
-    wanted = {"name": "one", "first_block": 0, "num_blocks": 4, "digest": DIGEST, "patience": 0.0} | changes
+    wanted = {"name": "one", "first_block": 0, "num_blocks": 4, "digest": DIGEST, "patience": 0.0}
     with pytest.raises(LLMException) as caught:
-        loans.open(**wanted, is_wanted=always)
+        loans.open(**{**wanted, "is_wanted": always, **changes})
     return caught.value.status_code
 
 
@@ -221,6 +226,34 @@ def test_owners_learn_what_was_given_back_before_they_ask(num_computed):
     loans.release(["one"])
     assert loans.was_given_back(FIRST)
     loans.end(FIRST, "its owner knows")
+    assert not loans.was_given_back(FIRST)
+
+
+def test_what_is_given_back_before_it_is_offered_is_lent_to_nobody():
+    loans = Loans(BLOCK_BYTES)
+    loans.release(["one"])
+    assert refused(loans, patience=LONG, is_wanted=never) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    assert loans.offer("one", "request", 4, DIGEST) == FIRST
+    assert loans.was_given_back(FIRST)
+    assert loans.is_empty
+    assert loans.offer("one", "another request", 4, DIGEST) is not None
+    assert not loans.is_empty, "only the next loan of this name was meant"
+
+
+def test_nobody_waits_for_a_loan_that_has_ended_and_its_name_may_be_given_anew():
+    loans = lent()
+    loans.end(FIRST, "its request has failed")
+    loans.release(["one"])
+    assert refused(loans, patience=LONG, is_wanted=never) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+    loans.offer("one", "another request", 4, DIGEST)
+    assert not loans.is_empty
+
+
+def test_only_so_many_names_are_remembered(monkeypatch):
+    monkeypatch.setattr("quire.datadist.loans._MAX_OVER", 2)
+    loans = Loans(BLOCK_BYTES)
+    loans.release(["one", "two", "three"])
+    assert loans.offer("one", "request", 4, DIGEST) == FIRST
     assert not loans.was_given_back(FIRST)
 
 

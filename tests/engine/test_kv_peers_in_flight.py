@@ -131,6 +131,15 @@ def test_who_gives_a_prompt_back_before_its_request_has_ended_was_lent_it(
         check_nothing_is_held(llm)
 
 
+def test_nothing_is_held_for_who_has_given_a_prompt_back_before_its_request_came() -> None:
+    with LLM("mini", num_threads=1, num_kv_blocks=64, role="prefill", kv_transfer_token="secret") as llm:
+        core_of(llm)._connector._parts.loans.release(["given-back"])
+        transfer = prefill(llm, PROMPT[:40], transfer_id="given-back")
+        assert transfer["transfer_id"] == "given-back"
+        assert core_of(llm).stats().num_leased_blocks == 0
+        check_nothing_is_held(llm)
+
+
 def test_the_host_still_lends_layer_by_layer() -> None:
     with LLM("mini", num_threads=1, num_kv_blocks=64, role="prefill", kv_transfer_token="secret") as llm:
         assert core_of(llm)._connector.works_by_layer

@@ -21,6 +21,9 @@ from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 _CHECK_INTERVAL = 0.5
 """Seconds after which a waiting reader makes sure that it is still wanted."""
 
+_MAX_OVER = 1024
+"""Names that are known of loans that have ended, or were given back before they were offered: the last."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockPart:
@@ -72,6 +75,7 @@ class Loans:
         self._renewed: set[str] = set()
         self._released: set[str] = set()
         self._given_back: set[int] = set()  # numbers of loans whose owners do not know yet
+        self._over: dict[str, bool] = {}  # by name of what is no loan: was it given back before it was one?
 
     @property
     def is_empty(self) -> bool:
@@ -85,6 +89,8 @@ class Loans:
     def offer(self, name: str, owner: str, num_blocks: int, digest: bytes) -> int | None:
         """Lend blocks, none of which is ready; return the loan's number, or None if the name is taken.
 
+        A loan that was given back before this has ended when this returns.
+
         Args:
             name: that peers know.
             owner: that `take_renewed` and `take_released` return.
@@ -95,7 +101,11 @@ class Loans:
             if name in self._loans:
                 return None
             number = next(self._numbers)
-            self._loans[name] = self._by_number[number] = _Loan(name, owner, num_blocks, digest, number)
+            loan = _Loan(name, owner, num_blocks, digest, number)
+            self._loans[name] = self._by_number[number] = loan
+            if self._over.pop(name, False):
+                self._given_back.add(number)
+                self._end(loan, "a peer has given it back before it was offered")
             self._changed.notify_all()
         return number
 
@@ -191,7 +201,7 @@ class Loans:
             first_block: counted in the loan.
             num_blocks: that the reader takes the loan to have.
             digest: of the content that the reader expects of all of them.
-            patience: seconds to wait for the loan to be offered.
+            patience: seconds to wait for the loan to be offered, unless one of this name has ended.
             is_wanted: returns whether to go on waiting; it is asked now and then.
 
         Raises:
@@ -211,10 +221,14 @@ class Loans:
             return LoanReading(self, name, loan, range(first_block, num_blocks))
 
     def _wait_for_offer(self, name: str, deadline: float, is_wanted: Callable[[], bool]) -> None:
-        while name not in self._loans and not self._is_closed and (left := deadline - self._clock()) > 0:
+        while not self._is_decided(name) and (left := deadline - self._clock()) > 0:
             if not is_wanted():
                 raise ConnectionError(f"loan {name!r} is wanted no more")
             self._changed.wait(min(left, _CHECK_INTERVAL))
+
+    def _is_decided(self, name: str) -> bool:
+        """Return whether it is known that there is such a loan, or that there will be none."""
+        return name in self._loans or name in self._over or self._is_closed
 
     def renew(self, names: Iterable[str]) -> list[str]:
         """Note that a peer wants these loans to go on; return those that there are not."""
@@ -225,19 +239,27 @@ class Loans:
             return sorted(wanted - held)
 
     def release(self, names: Iterable[str]) -> None:
-        """Note that a peer needs these loans no more: they end."""
+        """Note that a peer needs these loans no more: they end, also those that are offered after this."""
         with self._changed:
             for name in names:
                 loan = self._loans.get(name)
-                if loan is not None:
+                if loan is None:
+                    self._note_over(name, is_early=True)
+                else:
                     self._released.add(loan.owner)
                     self._given_back.add(loan.number)
                     self._end(loan, "a peer has given it back")
 
     def _end(self, loan: _Loan, reason: str) -> None:
         del self._loans[loan.name], self._by_number[loan.number]
+        self._note_over(loan.name, is_early=False)
         loan.ended_because = reason
         self._changed.notify_all()
+
+    def _note_over(self, name: str, *, is_early: bool) -> None:
+        self._over.setdefault(name, is_early)
+        if len(self._over) > _MAX_OVER:
+            del self._over[next(iter(self._over))]
 
     # -- one reading ---------------------------------------------------------------------------------------
 
