@@ -174,7 +174,7 @@ async def test_what_an_engine_had_cached_counts_no_longer_after_it_was_down(rout
     [favourite] = [one for one in engines if one.seen]
     known = router.engines.by_url[favourite.url]
     known.mark_down("it was restarted")
-    await router.check(known)
+    await router._health.check(known)
     await http.post("/v1/completions", json={"prompt": "word " * 600})
     assert len(favourite.seen) == 2
 

@@ -338,8 +338,8 @@ async def test_an_engine_that_is_removed_is_followed_no_longer(routed, publisher
     second.kv_events = None
     await http.post("/route/engines", json={"url": first.url, "role": "both"})
     added = router.engines.by_url[first.url]
-    await router.check(router.engines.by_url[second.url])
+    await router._health.check(router.engines.by_url[second.url])
     assert router.engines.by_url[second.url].blocks is None
     first.kv_events = {**first.kv_events, "port": publishers[0].tcp_ports[0]}
-    await router.check(added)
+    await router._health.check(added)
     await until(lambda: added.blocks is not None)

@@ -7,6 +7,7 @@ import logging
 import pytest
 from fake_upstream import ANSWER, EVENTS, FakeEngine
 
+from quire.cluster.engines import Engine, Role
 from quire.config import RouterConfig
 from quire.errors import ConfigError
 
@@ -107,6 +108,30 @@ async def test_engines_are_added_drained_and_removed(routed):
     assert len(first.seen) == 1
     assert (await http.delete("/route/engines", params={"url": second.url})).status_code == 404
     await second.stop()
+
+
+async def test_an_engine_that_is_added_twice_at_once_is_watched_once(routed, engine):
+    added = FakeEngine()
+    await added.start()
+    http, router = await routed(engine=[engine])
+    change = {"url": added.url, "role": "both"}
+    await asyncio.gather(*(http.post("/route/engines", json=change) for _ in range(3)))
+    assert {one.url for one in router._health._tasks} == {engine.url, added.url}
+    assert len(router._health._tasks) == 2
+    await http.delete("/route/engines", params={"url": added.url})
+    assert len(router._health._tasks) == 1
+    await added.stop()
+
+
+async def test_adding_an_engine_ends_if_it_is_removed_before_it_is_checked(routed, engine):
+    _, router = await routed(engine=[engine])
+    added = Engine("http://127.0.0.1:1", Role.BOTH)
+    adding = asyncio.ensure_future(router.add(added))
+    await asyncio.sleep(0)  # what checks it has not begun
+    await router.remove(added)
+    async with asyncio.timeout(60):
+        await adding
+    assert list(router.engines.by_url) == [engine.url]
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,7 @@ async def change_engine(router: Router, body: bytes) -> None:
         )
     engine.is_draining = change.draining
     if known is None:
-        await router.check(engine)
-        router.add(engine)
+        await router.add(engine)
 
 
 async def remove_engine(router: Router, url: str) -> None:

@@ -52,9 +52,12 @@ class HealthChecks:
             if before in (None, NOT_CHECKED):
                 logger.warning("%s is down: %s", engine.url, failure)
 
-    def watch(self, engine: Engine) -> None:
-        """Check an engine from now on."""
-        self._tasks[engine] = asyncio.create_task(self._watch(engine))
+    async def watch(self, engine: Engine) -> None:
+        """Check an engine from now on; returns when it has been checked once, or is watched no longer."""
+        checked = asyncio.Event()
+        task = self._tasks[engine] = asyncio.create_task(self._watch(engine, checked))
+        task.add_done_callback(lambda _: checked.set())  # it may be cancelled before it begins
+        await checked.wait()
 
     async def unwatch(self, engine: Engine) -> None:
         """Check an engine no longer."""
@@ -77,7 +80,9 @@ class HealthChecks:
         if self._feeds is not None:
             await self._feeds.follow(engine, description)
 
-    async def _watch(self, engine: Engine) -> None:
+    async def _watch(self, engine: Engine, checked: asyncio.Event) -> None:
+        await self.check(engine)
+        checked.set()
         delay = self._interval
         while True:
             with contextlib.suppress(TimeoutError):

@@ -78,24 +78,18 @@ class Router:
             for name, role in roles.items()
             for url in getattr(self.config, name)
         ]
-        await asyncio.gather(*(self._health.check(engine) for engine in engines))
-        for engine in engines:
-            self.add(engine)
+        await asyncio.gather(*map(self.add, engines))
 
-    def add(self, engine: Engine) -> None:
-        """Send requests to an engine from now on, when it is up."""
+    async def add(self, engine: Engine) -> None:
+        """Send requests to an engine from now on, when it is up; returns when it has been checked once."""
         self.engines.by_url[engine.url] = engine
-        self._health.watch(engine)
+        await self._health.watch(engine)
 
     async def remove(self, engine: Engine) -> None:
         """Send an engine no more requests; those that it has go on."""
         del self.engines.by_url[engine.url]
         self.metrics.forget(engine)
         await self._health.unwatch(engine)
-
-    async def check(self, engine: Engine) -> None:
-        """Check an engine's health now."""
-        await self._health.check(engine)
 
     def stop_serving(self) -> None:
         """End all requests that are being answered: with an error, as far as that can be told."""
