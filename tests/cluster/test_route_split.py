@@ -67,10 +67,24 @@ async def test_a_clients_own_transfer_parameters_go_nowhere(routed, fields, path
 
 
 @pytest.mark.parametrize(
+    "prompt", ["[INST] " + PROMPT, " [" + PROMPT, '"' + PROMPT, list(range(40)), [PROMPT], [list(range(40))]]
+)
+async def test_one_prompt_is_split_however_it_begins_and_in_a_list_of_its_own(routed, prompt):
+    prefill, decode = FakeEngine(), FakeEngine()
+    http, _ = await routed(prefill=[prefill], decode=[decode])
+    assert (await http.post("/v1/completions", json={"prompt": prompt})).content == ANSWER
+    [computed], [continued] = prefill.seen, decode.seen
+    assert computed.body["prompt"] == prompt
+    assert continued.body == {"prompt": prompt, "kv_transfer_params": PARAMS}
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"prompt": "short"},
         {"prompt": [PROMPT, PROMPT]},
+        {"prompt": ["", PROMPT]},
+        {"prompt": []},
         {"prompt": [[1, 2, 3] * 20, [4, 5, 6] * 20]},
         {"prompt": PROMPT, "echo": True, "logprobs": 1},
         {"prompt": PROMPT, "prompt_logprobs": 1},

@@ -43,6 +43,7 @@ _ONE_TOKEN = {"max_tokens": Raw(b"1"), "n": Raw(b"1"), "stream": Raw(b"false")}
 _BETWEEN_ENGINES = "kv_transfer_params"
 
 _decode = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_list = msgspec.json.Decoder(list[Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -113,9 +114,7 @@ class GenerationBody:
         logits of all of its tokens, so that no KV can be taken from elsewhere. How much of a prompt is cut
         off may depend on `max_tokens`, which is another one for prefill.
         """
-        has_one_prompt = "messages" in self._fields or not self.prompt.content[1:].lstrip().startswith(
-            (b"[", b'"')
-        )
+        has_one_prompt = "messages" in self._fields or _is_one_prompt(self.prompt.content)
         return has_one_prompt and not any(map(self._has, _UNSPLIT))
 
     def for_prefill(self, params: Mapping[str, object]) -> bytes:
@@ -139,3 +138,9 @@ class GenerationBody:
 
     def _has(self, name: str) -> bool:
         return bytes(self._fields.get(name, b"null")) not in (b"null", b"false")
+
+
+def _is_one_prompt(content: bytes) -> bool:
+    """Return whether this JSON is a text or the ids of its tokens, maybe as the only element of a list."""
+    is_list_of_prompts = content.startswith(b"[") and content[1:].lstrip().startswith((b"[", b'"'))
+    return not is_list_of_prompts or len(_decode_list(content)) == 1
