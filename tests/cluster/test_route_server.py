@@ -164,6 +164,17 @@ async def test_a_removed_engine_completes_what_it_has(routed):
     assert (await asking).content == b"".join(EVENTS)
 
 
+async def test_a_removed_engine_that_fails_is_not_counted_again(routed):
+    engine = FakeEngine("dies in the body")
+    http, router = await routed(engine=[engine])
+    asking = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    await engine.got_one.wait()
+    await http.delete("/route/engines", params={"url": engine.url})
+    engine.may_go_on.set()
+    assert (await asking).status_code == 502
+    assert engine.url.encode() not in router.metrics.exposition()
+
+
 async def test_an_engine_that_fails_is_out_until_it_answers_again(routed, caplog):
     engine = FakeEngine()
     caplog.set_level(logging.INFO, "quire.cluster")

@@ -58,7 +58,8 @@ class EngineCalls:
                     served.answered()
                     yield answer
             except EngineRequestError as error:
-                self.metrics.failures.labels(engine.url, purpose).inc()
+                if self.engines.by_url.get(engine.url) is engine:  # else its counters have gone with it
+                    self.metrics.failures.labels(engine.url, purpose).inc()
                 if not error.timed_out:
                     engine.doubt(str(error))
                 raise
