@@ -12,7 +12,7 @@ import uvloop
 
 from engine_checks import TINY, engine_pid, tiny_config, wait_for_end
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.errors import EngineAsleepError, InvalidRequestError
+from quire.errors import EngineAsleepError, EngineDeadError, InvalidRequestError
 from quire.status import FinishReason
 
 PROMPTS = ["the cache", "a block of keys", "one token"]
@@ -124,7 +124,11 @@ async def test_sleep_ends_the_engine_and_keeps_requests(llm, slow_steps, expecte
     with pytest.raises(EngineAsleepError):
         llm.check_health()
     slow_steps.unlink()
-    await llm.wake_up()
+    waking = asyncio.create_task(llm.wake_up())
+    await asyncio.sleep(0)
+    with pytest.raises(EngineDeadError, match=r"^the engine is being started again; live"):
+        llm.check_health()
+    await waking
     await llm.wake_up()
     assert await results(calls) == expected
     assert llm.recovery_stats.num_restarts == llm.recovery_stats.num_quarantined_requests == 0

@@ -375,7 +375,7 @@ class AsyncLLM:
         if requests.is_asleep:
             raise EngineAsleepError(ASLEEP)
         if requests.has_started and not requests.is_ready:
-            raise EngineDeadError("the engine has died and is being started again; live requests wait for it")
+            raise EngineDeadError("the engine is being started again; live requests wait for it")
         silence = time.monotonic() - requests.last_step_time
         limit = self.config.supervision.watchdog_timeout
         if requests.outputs and limit and silence > limit:

@@ -232,7 +232,7 @@ class LiveRequests:
         if not self.is_ready and self.is_asleep:
             raise EngineAsleepError(ASLEEP)
         if not self.is_ready:
-            raise EngineDeadError("the engine has died and is being started again; try again later")
+            raise EngineDeadError("the engine is being started again; try again later")
         self._note_work()
         call_id = next(self._call_ids)
         self.client.send(make(call_id))
