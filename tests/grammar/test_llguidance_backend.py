@@ -247,6 +247,14 @@ def test_valid_tokens_are_the_longest_prefix_that_can_be_accepted(pattern, noise
         assert allowed(grammar) == before
 
 
+@pytest.mark.parametrize("token", [NUM_TOKENS, VOCAB - 1])
+def test_a_draft_beyond_the_tokenizer_is_not_allowed_and_leaves_the_grammar_as_it_was(token):
+    grammar = compiled(choice=["a"])
+    assert grammar.num_valid([token]) == 0
+    assert not grammar.accept([token])
+    assert_accepts_whole(grammar, "a")
+
+
 def test_a_finished_grammar_allows_only_the_end():
     grammar = compiled(choice=["a"])
     [token] = TOKENIZER.encode("a", add_special_tokens=False)

@@ -74,12 +74,12 @@ class LLGuidanceBackend:
 
         with self._reading:
             tokenizer, eos_token_ids = self._tokenizer
-        num_words = -(-tokenizer.vocab_size // 32)
+        num_tokens = tokenizer.vocab_size
         try:
             matcher = LLMatcher(tokenizer, self._definition(spec), log_level=0, limits=_limits())
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
-            grammar = LLGuidanceGrammar(matcher, eos_token_ids, num_words, num_bytes=num_bytes)
+            grammar = LLGuidanceGrammar(matcher, eos_token_ids, num_tokens, num_bytes=num_bytes)
             grammar.fill_bitmask(np.empty(-(-self.vocab_size // 32), dtype=np.int32))
         except ValueError as error:
             raise _refusal(spec, str(error)) from error
@@ -162,16 +162,16 @@ class LLGuidanceGrammar:
     Args:
         matcher: at the grammar's start.
         eos_token_ids: end a sequence.
-        num_words: of a bitmask over all tokens of the tokenizer.
+        num_tokens: of the tokenizer; the model may have more, of which none is allowed.
         num_bytes: estimated size at the grammar's start.
     """
 
     def __init__(
-        self, matcher: LLMatcher, eos_token_ids: frozenset[int], num_words: int, *, num_bytes: int = 0
+        self, matcher: LLMatcher, eos_token_ids: frozenset[int], num_tokens: int, *, num_bytes: int = 0
     ) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
-        self._num_words = num_words
+        self._num_tokens = num_tokens
         self._num_bytes = num_bytes
         self._num_ends = 0  # end-of-sequence tokens accepted
 
@@ -208,7 +208,7 @@ class LLGuidanceGrammar:
             for token in self._eos_token_ids:
                 row.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
             return
-        words = np.empty(self._num_words, dtype=np.int32)
+        words = np.empty(-(-self._num_tokens // 32), dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._require_no_error()
         width = min(len(row), len(words))
@@ -224,7 +224,7 @@ class LLGuidanceGrammar:
     def copy(self) -> LLGuidanceGrammar:
         """Return another one at the same place, which goes its own way."""
         matcher = self._matcher.deep_copy()
-        other = LLGuidanceGrammar(matcher, self._eos_token_ids, self._num_words, num_bytes=self._num_bytes)
+        other = LLGuidanceGrammar(matcher, self._eos_token_ids, self._num_tokens, num_bytes=self._num_bytes)
         other._num_ends = self._num_ends
         return other
 
@@ -233,8 +233,7 @@ class LLGuidanceGrammar:
         for count, token in enumerate(token_ids):
             if token in self._eos_token_ids and (self._num_ends or self._matcher.is_accepting()):
                 self._num_ends += 1
-            elif self._num_ends or not self._matcher.try_consume_tokens([token]):
-                self._require_no_error()
+            elif not self._consume(token):
                 return count
         return len(token_ids)
 
@@ -248,6 +247,14 @@ class LLGuidanceGrammar:
                 "tokens out of the grammar",
                 param="structured_outputs",
             )
+
+    def _consume(self, token: int) -> bool:
+        if self._num_ends or token >= self._num_tokens:  # as drafts may be; the matcher would fail for good
+            return False
+        if self._matcher.try_consume_tokens([token]):
+            return True
+        self._require_no_error()
+        return False
 
     def _require_no_error(self) -> None:
         if self._matcher.is_error():
