@@ -74,6 +74,11 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         "qwen3_moe",
         {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [], "num_hidden_layers": 2},
     ),
+    (
+        "qwen3_moe-windows",
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2},
+    ),
     ("olmo2-bias", "olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
 ]
 

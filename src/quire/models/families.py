@@ -214,6 +214,7 @@ def _qwen2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _qwen_windows(hf: HFConfig) -> tuple[int, ...]:
+    """Qwen2 and Qwen3: layers from `max_window_layers` on have the window, if `layer_types` is not there."""
     if not hf.get("use_sliding_window", False):
         return (0,) * int(hf["num_hidden_layers"])
     first_sliding = hf.get("max_window_layers", 0)
@@ -227,8 +228,10 @@ def _qwen3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     dense = set(hf.get("mlp_only_layers") or ())
     step = hf.get("decoder_sparse_step", 1)
+    window = hf.get("sliding_window") or 0 if hf.get("use_sliding_window", False) else 0
     return replace(
         _qwen3(hf, base),
+        sliding_windows=(window,) * base.num_layers,  # max_window_layers is for dense models only
         moe_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(base.num_layers)),
         num_experts=hf.get("num_experts") or hf["num_local_experts"],
         num_experts_per_token=hf["num_experts_per_tok"],
