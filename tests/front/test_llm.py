@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import signal
+import sys
 import weakref
 
 import pytest
@@ -233,6 +235,20 @@ def test_mappings_that_are_no_prompts_are_refused(llm, prompt):
     for prompts in (prompt, ["a", prompt]):
         with pytest.raises(InvalidRequestError, match="prompt_token_ids"):
             llm.generate(prompts)
+
+
+def test_threads_take_turns(llm):
+    params = [SamplingParams(max_tokens=9, seed=seed, ignore_eos=True, logprobs=1) for seed in range(4)]
+    prompts = [f"{'the cache ' * (seed % 3)}{seed}" for seed in range(4)]
+    alone = [output.outputs for output in llm.generate(prompts, params)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads that did not take turns would meet in most steps
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            together = pool.map(lambda _: [one.outputs for one in llm.generate(prompts, params)], range(8))
+            assert list(together) == [alone] * 8
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_progress_by_vllms_name(llm, capsys):

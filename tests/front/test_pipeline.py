@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import signal
+import sys
 
 import pytest
 
@@ -122,6 +124,28 @@ def test_ctrl_c_loses_no_token_of_a_handle(pipeline, monkeypatch):
     assert handle.get_status() is GenerationStatus.FINISHED
     (output,) = handle.read_all()
     assert [pipeline.get_tokenizer().decode(output.generated_ids)] == expected
+
+
+def test_threads_add_requests_while_another_steps(pipeline):
+    alone = pipeline.generate(["the", "keys"], config())
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads that did not take turns would meet in most steps
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            added = [pool.submit(pipeline.add_request, 2 * i, "the", config()) for i in range(8)]
+            cancelled = [pool.submit(pipeline.add_request, 2 * i + 1, "the", config()) for i in range(8)]
+            ended = [pool.submit(one.result().cancel) for one in cancelled]
+            generated = pool.submit(pipeline.generate, ["the", "keys"], config())
+            steps = [pool.submit(pipeline.step) for _ in range(80)]
+            for one in [*ended, *steps]:
+                one.result()
+            results = generated.result()
+            handles = [one.result() for one in added]
+    finally:
+        sys.setswitchinterval(interval)
+    run(pipeline)
+    assert [result.texts for result in results] == [result.texts for result in alone]
+    assert all(len(handle.read_all()[0].generated_ids) == 10 for handle in handles)
 
 
 def test_metrics(pipeline):

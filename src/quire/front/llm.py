@@ -35,6 +35,8 @@ Conversation = Sequence[dict[str, Any]]
 class LLM:
     """A model and its engine, for offline batches.
 
+    Calls from several threads run one after the other, also `shutdown`; `AsyncLLM` runs requests together.
+
     Args:
         model: the built-in "mini", a local directory, a GGUF file, or a name on the Hugging Face hub.
         engine_process: run the engine in its own process. The constructor starts it and returns;
@@ -117,9 +119,10 @@ class LLM:
         self.wait_until_ready()
         batch = prompts_of(prompts)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
-        prepare = self._session.requests.prepare
-        requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
-        return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
+        with self._session.turn:
+            prepare = self._session.requests.prepare
+            requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
+            return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
 
     def chat(
         self,
@@ -155,12 +158,14 @@ class LLM:
         self.wait_until_ready()
         batch = conversations_of(messages)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
-        prepare = self._session.requests.prepare_chat
-        requests = [
-            prepare(conversation, one, tools=told, **options)
-            for conversation, one, told in zip(batch, params, tools_for_each(batch, tools), strict=True)
-        ]
-        return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
+        told = tools_for_each(batch, tools)
+        with self._session.turn:
+            prepare = self._session.requests.prepare_chat
+            requests = [
+                prepare(conversation, one, tools=known, **options)
+                for conversation, one, known in zip(batch, params, told, strict=True)
+            ]
+            return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
 
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler.

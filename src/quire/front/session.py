@@ -1,7 +1,8 @@
-"""An engine used from one thread: `receive_outputs` runs it, or waits for it, and processes its outputs."""
+"""An engine used by one thread at a time: `receive_outputs` runs it, or waits for it, and takes outputs."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """An engine, in this process or its own, and its requests, used from one thread.
+    """An engine, in this process or its own, and its requests, used by one thread at a time.
 
     Args:
         config: of the engine.
         engine_process: run the engine in its own process; the constructor does not wait for it.
         on_progress: called with (bytes read, total bytes) while the weights load.
+
+    Attributes:
+        turn: to be held by whoever makes requests and receives outputs; the other methods take it.
 
     Raises:
         QuireError: the engine cannot be built.
@@ -37,6 +41,7 @@ class Session:
         engine_process: bool = False,
         on_progress: ProgressCallback | None = None,
     ) -> None:
+        self.turn = threading.RLock()
         model_path, config = resolve_files(config)
         client: EngineClient | EngineSupervisor = (
             EngineSupervisor(config, model_path)
@@ -66,9 +71,10 @@ class Session:
             QuireError: the engine could not be built.
             EngineDeadError: the engine process has ended.
         """
-        while not self.requests.is_ready and self.requests.failure is None:
-            self.receive_outputs()
-        return self.requests.info
+        with self.turn:
+            while not self.requests.is_ready and self.requests.failure is None:
+                self.receive_outputs()
+            return self.requests.info
 
     def receive_outputs(self) -> None:
         """Wait for the engine's next outputs; in-process, run one step.
@@ -91,7 +97,8 @@ class Session:
 
     def close(self) -> None:
         """Shut the engine down."""
-        self.requests.close()
+        with self.turn:
+            self.requests.close()
 
     def call(self, make: Callable[[int], ToEngine]) -> Reply:
         """Send the message that `make` returns for a call id, and return the reply.
@@ -99,12 +106,13 @@ class Session:
         Raises:
             QuireError: the reply is an error, or the engine has ended.
         """
-        self.wait_until_ready()
         replies: list[Reply] = []
-        self.requests.call(make, replies.append)
-        while not replies:
-            self.requests.raise_failure()
-            self.receive_outputs()
+        with self.turn:
+            self.wait_until_ready()
+            self.requests.call(make, replies.append)
+            while not replies:
+                self.requests.raise_failure()
+                self.receive_outputs()
         if (error := replies[0].error) is not None:
             raise error.to_exception()
         return replies[0]

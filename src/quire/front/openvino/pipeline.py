@@ -20,6 +20,7 @@ from quire.front.openvino.generation_handle import (
     GenerationResult,
     status_of,
 )
+from quire.front.output_processor import RequestState
 from quire.front.session import Session
 from quire.request_output import RequestOutput
 
@@ -46,6 +47,8 @@ class PipelineMetrics:
 
 class ContinuousBatchingPipeline:
     """A model and its engine in this process; `step` advances all requests.
+
+    Calls from several threads run one after the other, of `generate` one batch after the other.
 
     Args:
         models_path: "mini", a local directory, a GGUF file, or a name on the Hugging Face hub.
@@ -103,19 +106,21 @@ class ContinuousBatchingPipeline:
         """
         config = GenerationConfig() if generation_config is None else generation_config
         live_requests = self._session.requests
-        processed = self._prepare(request_id, prompt, config)
-        with deferred_interrupt():  # may also receive outputs for other handles
-            state = live_requests.submit(processed)
-            live_requests.receive(0)
+        with self._session.turn:
+            processed = self._prepare(request_id, prompt, config)
+            with deferred_interrupt():  # may also receive outputs for other handles
+                state = live_requests.submit(processed)
+                live_requests.receive(0)
         if state.failure is not None:
             raise state.failure
         echoed = state.processed.core_request.prompt_token_ids if config.echo else []
-        return GenerationHandle(state, live_requests.discard, echoed)
+        return GenerationHandle(state, self._discard, echoed)
 
     def step(self) -> None:
         """Run one step of the engine. Ctrl-C takes effect after the step."""
         live_requests = self._session.requests
-        with deferred_interrupt():  # an output that does not reach its handle would be lost
+        # An output that does not reach its handle would be lost.
+        with self._session.turn, deferred_interrupt():
             live_requests.receive(0)
             live_requests.receive(None)
             live_requests.raise_failure()
@@ -151,16 +156,17 @@ class ContinuousBatchingPipeline:
         batch = prompts_of(prompts)
         configs = one_for_each(batch, generation_configs, GenerationConfig, "generation_configs")
         self._check_batch(batch, configs, streamer)
-        requests = [
-            self._prepare_any(request_id, prompt, config)
-            for request_id, prompt, config in zip(self._new_ids(len(batch)), batch, configs, strict=True)
-        ]
-        outputs = self._run(requests, streamer)
-        if self._conversation is not None:
-            self._conversation += [
-                {"role": "user", "content": batch[0]},
-                {"role": "assistant", "content": outputs[0].outputs[0].text},
+        with self._session.turn:
+            requests = [
+                self._prepare_any(request_id, prompt, config)
+                for request_id, prompt, config in zip(self._new_ids(len(batch)), batch, configs, strict=True)
             ]
+            outputs = self._run(requests, streamer)
+            if self._conversation is not None:
+                self._conversation += [
+                    {"role": "user", "content": batch[0]},
+                    {"role": "assistant", "content": outputs[0].outputs[0].text},
+                ]
         return [_result(self.get_tokenizer(), *pair) for pair in zip(outputs, configs, strict=True)]
 
     def get_tokenizer(self) -> Tokenizer:
@@ -182,6 +188,10 @@ class ContinuousBatchingPipeline:
     def finish_chat(self) -> None:
         """End the conversation and discard its turns."""
         self._conversation = None
+
+    def _discard(self, state: RequestState) -> None:
+        with self._session.turn:
+            self._session.requests.discard(state)
 
     def _check_batch(
         self, batch: list[Any], configs: list[GenerationConfig], streamer: Streamer | None
