@@ -178,6 +178,23 @@ def test_conversations_that_cannot_fit_are_refused_before_the_template(
         inputs.process_chat(messages, SamplingParams())
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"messages": "hello"}, "messages must be a list of dictionaries, not str"),
+        ({"messages": None}, "messages must be a list of dictionaries, not NoneType"),
+        ({"messages": [{"role": "user", "content": "a"}, 5]}, "messages .*; one of them is int"),
+        ({"tools": "x"}, "tools must be a list of dictionaries, not str"),
+        ({"tools": ["x"]}, "tools .*; one of them is str"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs must be a dictionary, not int"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(inputs, refuses_to_tokenize, given, words):
+    arguments = {"messages": [{"role": "user", "content": "a"}], **given}
+    with pytest.raises(InvalidRequestError, match=words):
+        inputs.process_chat(params=SamplingParams(), **arguments)
+
+
 def test_too_many_token_ids_are_refused_before_each_is_looked_at(inputs):
     with pytest.raises(InvalidRequestError, match="has 1000000 tokens"):
         inputs.process([None] * 1_000_000, SamplingParams())

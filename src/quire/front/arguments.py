@@ -109,6 +109,30 @@ def _require_sequence(given: Any, name: str, meaning: str) -> None:
         raise InvalidRequestError(f"{name} must be {meaning}, not {type(given).__name__}", param=name)
 
 
+def require_chat(messages: Any, tools: Any, variables: Any) -> None:
+    """Raise `InvalidRequestError` for what is no conversation, no list of tools or no dictionary."""
+    _require_mappings(messages, "messages")
+    if tools is not None:
+        _require_mappings(tools, "tools")
+    if not isinstance(variables, Mapping):
+        raise InvalidRequestError(
+            f"chat_template_kwargs must be a dictionary, not {type(variables).__name__}",
+            param="chat_template_kwargs",
+        )
+
+
+def _require_mappings(given: Any, name: str) -> None:
+    meaning = "a list of dictionaries"
+    if isinstance(given, str):
+        raise InvalidRequestError(f"{name} must be {meaning}, not str", param=name)
+    _require_sequence(given, name, meaning)
+    for one in given:
+        if not isinstance(one, Mapping):
+            raise InvalidRequestError(
+                f"{name} must be {meaning}; one of them is {type(one).__name__}", param=name
+            )
+
+
 def one_for_each(batch: Sequence[Any], given: T | Sequence[T] | None, kind: type[T], name: str) -> list[T]:
     """Return one value for each item of `batch`: `given` itself if it is a sequence, else `given` repeated.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire.dialogue.thoughts import ExpectedThought, expected_thought
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
-from quire.front.arguments import prompt_text_or_ids
+from quire.front.arguments import prompt_text_or_ids, require_chat
 from quire.front.seeds import derived_seed, random_seed
 from quire.front.thoughts import ThoughtControl, params_with_thought
 from quire.front.token_bounds import TokenBound
@@ -160,7 +160,11 @@ class InputProcessor:
             marks: texts that are shown in the output even if they are special tokens.
             thought: what is asked of the thought that the answer may begin with; None: nothing.
             options: as for `process`.
+
+        Raises:
+            InvalidRequestError: the conversation or its parameters are invalid, or the template refuses it.
         """
+        require_chat(messages, tools, chat_template_kwargs)
         truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info.max_model_len)
         if truncation is None:
             self._check_conversation(messages)
