@@ -220,12 +220,18 @@ def test_a_request_that_cannot_be_sent_leaves_nothing(llm, monkeypatch):
     assert not requests_of(llm).outputs
 
 
-@pytest.mark.parametrize("prompts", [None, iter(["a"]), 5])
+@pytest.mark.parametrize("prompts", [None, iter(["a"]), 5, b"the cache", bytearray(b"a")])
 def test_what_is_neither_a_prompt_nor_prompts_is_refused(llm, prompts):
     with pytest.raises(InvalidRequestError, match=f"prompts.*{type(prompts).__name__}"):
         llm.generate(prompts)
     with pytest.raises(InvalidRequestError, match=f"messages.*{type(prompts).__name__}"):
         llm.chat(prompts)
+
+
+@pytest.mark.parametrize("prompt", [b"the cache", {"prompt": b"the cache"}, None])
+def test_one_of_several_prompts_that_is_neither_text_nor_token_ids_is_refused(llm, prompt):
+    with pytest.raises(InvalidRequestError, match="a string or a list of token ids"):
+        llm.generate(["a", prompt])
 
 
 @pytest.mark.parametrize(

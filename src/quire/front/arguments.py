@@ -105,7 +105,7 @@ def conversations_of(given: Any) -> list[Any]:
 
 
 def _require_sequence(given: Any, name: str, meaning: str) -> None:
-    if not isinstance(given, Sequence):
+    if not _is_sequence(given):
         raise InvalidRequestError(f"{name} must be {meaning}, not {type(given).__name__}", param=name)
 
 
@@ -131,6 +131,11 @@ def _require_mappings(given: Any, name: str) -> None:
             raise InvalidRequestError(
                 f"{name} must be {meaning}; one of them is {type(one).__name__}", param=name
             )
+
+
+def _is_sequence(given: Any) -> bool:
+    """Whether it is a list, a tuple or the like; bytes are text that is not decoded, and no token ids."""
+    return isinstance(given, Sequence) and not isinstance(given, bytes | bytearray | memoryview)
 
 
 def one_for_each(batch: Sequence[Any], given: T | Sequence[T] | None, kind: type[T], name: str) -> list[T]:
@@ -190,7 +195,7 @@ def prompt_text_or_ids(prompt: Any) -> str | list[int]:
     """
     if isinstance(prompt, str):
         return prompt
-    if not isinstance(prompt, Sequence):
+    if not _is_sequence(prompt):
         raise InvalidRequestError(
             f"a prompt must be a string or a list of token ids, not {type(prompt).__name__}", param="prompt"
         )
