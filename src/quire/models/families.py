@@ -86,6 +86,7 @@ def model_config(hf: HFConfig) -> ModelConfig:
         ModelError: a needed entry is missing or has a value that Quire does not compute.
     """
     check_entries(hf)
+    hf = {key: value for key, value in hf.items() if value is not None}  # null counts as missing
     architecture = (hf.get("architectures") or ["(none)"])[0]
     family_name = ARCHITECTURES.get(architecture)
     if family_name is None:
@@ -113,7 +114,7 @@ def _refuse_what_is_not_computed(hf: HFConfig) -> None:
                 f"config.json names the layer type {layer_type!r}; known: {', '.join(_LAYER_TYPES)}"
             )
     for name in _COUNTS:
-        if hf.get(name) is None:
+        if name not in hf:
             raise ModelError(f"config.json has no {name}; it must be {RULES[name].describe()}")
 
 

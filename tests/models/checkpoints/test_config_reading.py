@@ -130,11 +130,21 @@ def test_every_architecture_has_a_family() -> None:
         ({"layer_types": [["full_attention"]]}, "layer_types"),
         ({"quantization_config": ["gptq"]}, "quantization_config .* must be an object"),
         ({"use_bidirectional_attention": True}, "bidirectional"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": None},
+            "no entry 'num_experts_per_tok'",
+        ),
     ],
 )
 def test_unusable_values_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         _read(tmp_path, QWEN3_0_6B | changes)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta", "tie_word_embeddings", "head_dim"])
+def test_null_counts_as_missing(name: str, tmp_path: Path) -> None:
+    without = {key: value for key, value in QWEN3_0_6B.items() if key != name}
+    assert _read(tmp_path, QWEN3_0_6B | {name: None}) == _read(tmp_path, without)
 
 
 def test_missing_entry_is_named(tmp_path: Path) -> None:
