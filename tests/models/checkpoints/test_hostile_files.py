@@ -146,6 +146,8 @@ def test_a_chat_template_is_a_text_of_bounded_length(template: object, copy: Pat
     [
         ("tokenizer_config.json", "eos_token", 3),
         ("tokenizer_config.json", "bos_token", {"content": ["<s>"]}),
+        ("tokenizer_config.json", "eos_token", "\ud800"),
+        ("tokenizer_config.json", "bos_token", {"content": "a\udfff"}),
         ("special_tokens_map.json", "pad_token", ["</s>"]),
         ("special_tokens_map.json", "unk_token", "x" * 5000),
         ("generation_config.json", "eos_token_id", 2**32 - 1),

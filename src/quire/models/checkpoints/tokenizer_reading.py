@@ -199,6 +199,8 @@ def _token_text(token: Any, source: str) -> str | None:
             f"{source} is {token!r:.100}; it must be a text of at most {_MAX_TOKEN_CHARACTERS} characters, "
             "or an object with such a content"
         )
+    if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ModelError(f"{source} is {token!r:.100}; it must be valid Unicode")
     return text
 
 
