@@ -99,7 +99,8 @@ class SamplingParams:
     bad_words: Annotated[tuple[BadWord, ...], MaxLen(256)] = knob(
         default=(),
         unit=f"strings of 1 to {MAX_BAD_WORD_LENGTH} characters",
-        help="Strings that must not occur in the output.",
+        help="Strings whose tokens, alone or after a space, must not follow each other in the output. "
+        "Written with other tokens, as within a longer word, they may still occur.",
     )
     # Every sampled token is compared with each of them.
     bad_words_token_ids: Annotated[tuple[tuple[TokenId, ...], ...], MaxLen(1024)] = knob(
