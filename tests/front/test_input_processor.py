@@ -58,6 +58,7 @@ def test_resolves_what_is_open(inputs):
         ("a", {"logit_bias": {400: 1.0}}, "logit_bias", "400"),
         ("a", {"bad_words_token_ids": ((7, 999),)}, "bad_words_token_ids", "999"),
         ("a", {"stop": ("\udc00",)}, "stop", "DC00"),
+        ("a", {"bad_words": ("a", "b\udc00")}, "bad_words", "bad_words holds .*DC00.* position 1"),
         ("a", {"max_tokens": 2.5}, "max_tokens", "2.5.*whole number"),
         ("a", {"logit_bias": {"7": 1.0}}, "logit_bias", "token ids to numbers"),
     ],

@@ -311,8 +311,9 @@ class InputProcessor:
         self._check_vocabulary(params.allowed_token_ids, "allowed_token_ids")
         for sequence in params.bad_words_token_ids:
             self._check_vocabulary(sequence, "bad_words_token_ids")
-        for word in params.stop:
-            require_text(word, "stop")
+        for name in ("stop", "bad_words"):
+            for word in getattr(params, name):
+                require_text(word, name)
         return dataclasses.replace(
             params,
             max_tokens=self._max_tokens(params, prompt_length, shorten_output=shorten_output),
