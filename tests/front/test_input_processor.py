@@ -196,6 +196,12 @@ def test_what_is_no_conversation_is_refused(inputs, refuses_to_tokenize, given, 
         inputs.process_chat(params=SamplingParams(), **arguments)
 
 
+@pytest.mark.parametrize("truncated", [None, 3])
+def test_whether_special_tokens_are_added_is_true_or_false(inputs, refuses_to_tokenize, truncated):
+    with pytest.raises(InvalidRequestError, match="add_special_tokens is 'no'; it must be True or False"):
+        inputs.process("a", SamplingParams(), add_special_tokens="no", truncate_prompt_tokens=truncated)
+
+
 def test_too_many_token_ids_are_refused_before_each_is_looked_at(inputs):
     with pytest.raises(InvalidRequestError, match="has 1000000 tokens"):
         inputs.process([None] * 1_000_000, SamplingParams())

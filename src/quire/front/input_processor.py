@@ -226,6 +226,11 @@ class InputProcessor:
 
         A text that is much too long is cut or refused before it is tokenized.
         """
+        if not isinstance(add_special_tokens, bool):
+            raise InvalidRequestError(
+                f"add_special_tokens is {add_special_tokens!r:.80}; it must be True or False",
+                param="add_special_tokens",
+            )
         if truncation is not None:
             return self._encode_truncated(text, truncation, add_special_tokens)
         limit = self._max_prompt_length
