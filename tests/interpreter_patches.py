@@ -18,21 +18,24 @@ def hurry_the_interpreter() -> None:
 
 
 def _patch_the_language_once(interpreter: ModuleType) -> None:
-    """Let it patch Triton's language once a launch, and compute sums and products of integers once.
+    """Let it patch Triton's language once for each module, and compute sums and products of integers once.
 
-    It replaces each function of the language by its own at a launch, and does so again for each function that
-    the kernel calls, which changes nothing. Sums and products of integers are computed a second time, in 64
-    bits, to see whether they overflow: no test has tensors so large that their offsets do, and other wrong
-    numbers show in the results. Each of the two takes about a quarter of the time of most kernels.
+    It replaces each function of the language by its own at a launch, does so again for each function that the
+    kernel calls, which changes nothing, and takes it back after the launch. Sums and products of integers are
+    computed a second time, in 64 bits, to see whether they overflow: no test has tensors so large that their
+    offsets do, and other wrong numbers show in the results. Each of the two takes more than a quarter of the
+    time of most kernels.
     """
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    patch, scope, language = interpreter._patch_lang, interpreter._LangPatchScope, interpreter.tl
+    patch, nothing_to_restore = interpreter._patch_lang, interpreter._LangPatchScope
+    patched: set[str] = set()
 
-    def patch_once(function):
-        names = function.__globals__.values()
-        used = [module for module in (language, language.core) if any(name is module for name in names)]
-        return patch(function) if any(language.core.is_builtin(module.load) for module in used) else scope()
+    def patch_once(function: Any) -> Any:
+        if function.__module__ not in patched:
+            patch(function)
+            patched.add(function.__module__)
+        return nothing_to_restore()
 
     interpreter._patch_lang = patch_once
 
