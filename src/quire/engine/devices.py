@@ -113,7 +113,7 @@ def _cuda_obstacle(config: EngineConfig) -> str:
 
 def _check_gpus(config: EngineConfig) -> None:
     """Raise `ConfigError` if there is not a GPU for each rank, or GPUs cannot exchange tensors."""
-    from quire.kernels.devices import LEAST_CAPABILITY, cuda_capability, has_nccl, num_gpus
+    from quire.kernels.devices import LEAST_CAPABILITY, cuda_capability, dotted, has_nccl, num_gpus
 
     size = config.tensor_parallel_size
     if size == 1:
@@ -127,7 +127,7 @@ def _check_gpus(config: EngineConfig) -> None:
     if cuda_capability(size) < LEAST_CAPABILITY:
         raise ConfigError(
             f"EngineConfig.tensor_parallel_size is {size}, but one of the first {size} GPUs has compute "
-            f"capability {_dotted(cuda_capability(size))}, and the kernels need {_dotted(LEAST_CAPABILITY)}; "
+            f"capability {dotted(cuda_capability(size))}, and the kernels need {dotted(LEAST_CAPABILITY)}; "
             "show others (CUDA_VISIBLE_DEVICES), or lower it"
         )
     if not has_nccl():
@@ -161,7 +161,7 @@ def _refuse_float8(config: EngineConfig, obstacle: str) -> None:
 
 def _refuse_float8_on_older_gpus(config: EngineConfig) -> None:
     """Raise `ConfigError` if weights or the KV cache are to be float8 on GPUs that have no such numbers."""
-    from quire.kernels.devices import cuda_capability
+    from quire.kernels.devices import cuda_capability, dotted
 
     for name in ("quantization", "kv_cache_dtype"):
         if getattr(config, name) != "fp8":
@@ -170,12 +170,8 @@ def _refuse_float8_on_older_gpus(config: EngineConfig) -> None:
         if capability < _FLOAT8_CAPABILITY:
             raise ConfigError(
                 f"EngineConfig.{name} is 'fp8', which GPUs have from compute capability "
-                f"{_dotted(_FLOAT8_CAPABILITY)} on, and this one's is {_dotted(capability)}; set it to 'int8'"
+                f"{dotted(_FLOAT8_CAPABILITY)} on, and this one's is {dotted(capability)}; set it to 'int8'"
             )
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 def _refuse_beside_cuda(config: EngineConfig) -> None:

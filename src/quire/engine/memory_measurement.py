@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from quire.engine.byte_sizes import format_bytes
 from quire.engine.eviction_memory import eviction_bytes
 from quire.engine.runner_building import build_runner
-from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -34,28 +34,23 @@ class Measurement:
     most_recorded_tokens: int  # of steps with chunks of prompts, see `profile_run`
 
 
-@contextlib.contextmanager
-def telling_of_shortage(memory: CudaMemory | None) -> Iterator[None]:
+def telling_of_shortage(memory: CudaMemory | None) -> AbstractContextManager[None]:
     """Raise `ConfigError` if a GPU runs out of memory that was planned for.
 
     Args:
         memory: of the GPU; None: there is none.
     """
     if memory is None:
-        yield
-        return
-    from quire.kernels.devices import is_out_of_memory
+        return contextlib.nullcontext()
+    from quire.kernels.devices import refusing_shortage
 
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"the GPU ran out of memory while the model was loaded or its KV cache allocated; "
+    return refusing_shortage(
+        lambda error: (
+            "the GPU ran out of memory while the model was loaded or its KV cache allocated; "
             f"{format_bytes(memory.num_available)} can be taken for both by now. End what else computes on "
             f"this GPU, or lower EngineConfig.hbm_utilization. {error}"
-        ) from error
+        )
+    )
 
 
 def measure(
@@ -106,7 +101,7 @@ def _computed_steps(
         The bytes of weights and activations meanwhile, and what `profile_run` returns.
     """
     from quire.execution.profile_run import StepLimits, profile_run
-    from quire.kernels.devices import is_out_of_memory
+    from quire.kernels.devices import refusing_shortage
 
     scheduler, speculation = config.scheduler, config.speculation
     limits = StepLimits(
@@ -121,19 +116,17 @@ def _computed_steps(
         plan, kv_caches=tuple(cache.replace(num_pages_per_layer=PROFILE_BLOCKS) for cache in plan.kv_caches)
     )
     memory.begin_peak()
-    try:
-        runner = build_runner(config, models, small, connector=None)
-        most_recorded_tokens = profile_run(runner, models.target.config.vocab_size, limits)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ConfigError(
+    with refusing_shortage(
+        lambda _: (
             f"a step of SchedulerConfig.max_num_batched_tokens {scheduler.max_num_batched_tokens} and "
             f"SchedulerConfig.max_num_seqs {scheduler.max_num_seqs} ran out of memory: of "
             f"{format_bytes(memory.num_available)} available, weights take "
             f"{format_bytes(plan.weight_bytes)}; lower either of the two, or use a smaller model, a narrower "
             "EngineConfig.dtype, or EngineConfig.quantization"
-        ) from error
+        )
+    ):
+        runner = build_runner(config, models, small, connector=None)
+        most_recorded_tokens = profile_run(runner, models.target.config.vocab_size, limits)
     if runner.records:
         logger.info("recording steps with prompts pays up to %d tokens", most_recorded_tokens)
     return memory.peak - small.kv_bytes + runner.most_array_bytes, most_recorded_tokens

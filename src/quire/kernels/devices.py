@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy.typing as npt
 import torch
+
+from quire.errors import ConfigError
 
 HOST = torch.device("cpu")
 
@@ -82,21 +86,30 @@ def cuda_obstacle() -> str:
         return "torch sees no GPU; check what nvidia-smi and CUDA_VISIBLE_DEVICES say"
     capability = cuda_capability()
     if capability < LEAST_CAPABILITY:
-        needed, found = (".".join(map(str, numbers)) for numbers in (LEAST_CAPABILITY, capability))
+        needed, found = dotted(LEAST_CAPABILITY), dotted(capability)
         return f"the kernels need a GPU of compute capability {needed} or more, and this one's is {found}"
     try:
-        torch.ones(
-            1, device="cuda"
-        ).item()  # needs a context, memory, and a torch that was built for this GPU
+        # Needs a context, memory, and a torch that was built for this GPU.
+        torch.ones(1, device="cuda").item()
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         return f"torch cannot compute on the GPU ({reason}); end what else computes there, or update torch"
     return ""
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a device has no memory left, whether torch, Triton or CUDA itself has asked for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+@contextlib.contextmanager
+def refusing_shortage(told: Callable[[RuntimeError], str]) -> Iterator[None]:
+    """Raise `ConfigError` if a device has no memory left, be it torch, Triton or CUDA that asks for it.
+
+    Args:
+        told: returns what to say of such an error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
+        raise ConfigError(told(error)) from error
 
 
 def num_gpus() -> int:
@@ -152,6 +165,11 @@ class CudaMemory:
 def cuda_capability(num_gpus: int = 1) -> tuple[int, int]:
     """Return the compute capability of the GPU that torch computes on; of the first few GPUs, the least."""
     return min(map(torch.cuda.get_device_capability, range(num_gpus)))
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    """Return a compute capability as NVIDIA writes it."""
+    return ".".join(map(str, capability))
 
 
 def cuda_name() -> str:

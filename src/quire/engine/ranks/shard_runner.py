@@ -24,11 +24,10 @@ from quire.engine.ranks.messages import (
     WholeStep,
 )
 from quire.engine.ranks.rank_decoder import RankDecoder
-from quire.errors import ConfigError
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cuda_graphs import CudaGraphs
-from quire.kernels.devices import HOST, is_out_of_memory
+from quire.kernels.devices import HOST, refusing_shortage
 from quire.kernels.dispatch import kernel_set
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.kv.shard_memory import ShardMemory
@@ -121,18 +120,16 @@ class ShardRunner:
             os.close(message.file)
             self._kv_cache = PagedAttentionCache.over(metadata, shards.of_rank(self._shard.rank))
             return
-        try:
+        num_bytes = metadata.num_pages_per_layer * metadata.bytes_per_block
+        with refusing_shortage(
+            lambda _: (
+                f"its GPU has no room for the KV cache of {format_bytes(num_bytes)}, which was planned by "
+                "the memory that is free on rank 0's; lower EngineConfig.hbm_utilization, or free some of its"
+            )
+        ):
             self._kv_cache = PagedAttentionCache.on_device(metadata, self._device)
             if self._device != HOST:
                 self._kv_cache.tensor.zero_()  # steps that are measured read what nobody has written
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            num_bytes = metadata.num_pages_per_layer * metadata.bytes_per_block
-            raise ConfigError(
-                f"its GPU has no room for the KV cache of {format_bytes(num_bytes)}, which was planned by "
-                "the memory that is free on rank 0's; lower EngineConfig.hbm_utilization, or free some of its"
-            ) from error
 
 
 def _batch(message: Forward) -> AttentionBatch:
