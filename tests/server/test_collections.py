@@ -23,6 +23,5 @@ def test_thousands_of_connections_cause_no_full_collection():
     finally:
         gc.callbacks.remove(note)
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
     assert len(kept) == OBJECTS_OF_CONNECTIONS
     assert not full_collections
