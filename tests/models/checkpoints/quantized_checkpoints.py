@@ -60,7 +60,7 @@ def random_steps(
     middle = 1 << (bits - 1)
     zeros = np.full((rows, groups), middle)
     if not symmetric:
-        zeros = zeros + rng.integers(-middle // 2, middle // 2, zeros.shape)
+        zeros = rng.integers(0, 2 * middle, zeros.shape)
     scales = rng.uniform(0.5, 1.5, (rows, groups)) * 2 / (middle * inputs**0.5)
     group_of = np.arange(inputs) // group_size
     return Steps(
@@ -111,10 +111,11 @@ def int_quantized(steps: Steps) -> Tensors:
 
 
 def gptq(steps: Steps, *, bits: int, version: int) -> Tensors:
-    """GPTQ: weights along the inputs, zeros along the outputs, in version 1 less 1."""
+    """GPTQ: weights along the inputs, zeros along the outputs, in version 1 less 1: each word at once."""
+    ones = pack(np.ones(32 // bits), bits)
     return {
         "qweight": pack(steps.values, bits).t().contiguous(),
-        "qzeros": pack(steps.zeros.T - (version == 1), bits),
+        "qzeros": pack(steps.zeros.T, bits) - (version == 1) * ones,
         "scales": half(steps.scales.T.copy()),
         "g_idx": torch.from_numpy(steps.group_of).int(),
     }

@@ -23,7 +23,7 @@ from quire.models.checkpoints.safetensors import weight_files
 
 logger = logging.getLogger(__name__)
 
-PACKING_VERSION = 4  # goes up with every change of the packed layout or of the numbers in it
+PACKING_VERSION = 5  # goes up with every change of the packed layout or of the numbers in it
 
 AUTO = "auto"
 MIN_PARAMETERS = 1_000_000_000  # of which packing takes a second or more

@@ -21,6 +21,8 @@ from quire.models.checkpoints.quantized.matrices import (
     unpack,
 )
 
+_ONES = {4: 0x11111111, 8: 0x01010101}  # a word of numbers of so many bits, all of them 1
+
 
 def _decode_gptq(parts: Parts, shape: Shape, *, zero_offset: int) -> Weight:
     """qweight [in * bits / 32, out], qzeros [groups, out * bits / 32]; g_idx [in]: the inputs' groups."""
@@ -32,7 +34,9 @@ def _decode_gptq(parts: Parts, shape: Shape, *, zero_offset: int) -> Weight:
     require_shape(parts, "scales", (groups, rows))
     require_shape(parts, "qzeros", (groups, -(-rows * bits // 32)))
     values = unpack(qweight, bits).transpose(0, 1).flatten(1)
-    zeros = unpack(parts["qzeros"], bits).flatten(1)[:, :rows].float() + zero_offset
+    # Added to words, not to numbers: what stands for a zero of 0 has borrowed from the next number.
+    qzeros = parts["qzeros"] + zero_offset * _ONES[bits]
+    zeros = unpack(qzeros, bits).flatten(1)[:, :rows]
     return grouped(values, parts["scales"].t(), zeros.t(), bits=bits, group_of=parts.get("g_idx"))
 
 
@@ -61,7 +65,7 @@ _TENSORS = ("qweight", "qzeros", "scales")
 
 
 def gptq_format(checkpoint_format: str) -> MatrixFormat:
-    """Return how "gptq" or "gptq_v2" checkpoints store a matrix; the former store each zero less 1."""
+    """Return how "gptq" or "gptq_v2" checkpoints store a matrix; the former store zeros less 1."""
     decode = functools.partial(_decode_gptq, zero_offset=0 if checkpoint_format == "gptq_v2" else 1)
     return MatrixFormat(key="qweight", needed=_TENSORS, optional=("g_idx",), ignored=(), decode=decode)
 
