@@ -147,6 +147,11 @@ def _check(config: ModelConfig) -> None:
 def _common(hf: HFConfig, architecture: str, family: str) -> ModelConfig:
     layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    if not head_dim:
+        raise ModelError(
+            f"config.json has num_attention_heads {heads} and hidden_size {hf['hidden_size']}, which leaves "
+            "no feature for a head; head_dim must say how many they have"
+        )
     dtype = _stored_dtype(hf)
     return ModelConfig(
         architecture=architecture,

@@ -123,6 +123,10 @@ def test_every_architecture_has_a_family() -> None:
         ({"head_dim": -128}, "head_dim -128"),
         ({"head_dim": 0}, "head_dim 0"),
         ({"head_dim": 127}, "must be pairs"),
+        (
+            {"head_dim": None, "hidden_size": 8},
+            "num_attention_heads 16 and hidden_size 8, .* head_dim must say",
+        ),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps nan"),
         ({"rope_theta": "1e6"}, "rope_theta '1e6'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes'; it must be true or false"),

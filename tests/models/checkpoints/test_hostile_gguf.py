@@ -65,6 +65,18 @@ def test_an_error_names_the_gguf_file_and_the_key(
         read_all(changed)
 
 
+def test_more_heads_than_features_are_named(gguf_file: Path, tmp_path: Path) -> None:
+    values = GGUFFile(gguf_file).metadata | {
+        "llama.attention.head_count": 128,
+        "llama.rope.dimension_count": 16,
+    }
+    values.pop("llama.attention.key_length", None)
+    changed = tmp_path / "changed.gguf"
+    _rewrite_gguf(gguf_file, changed, values)
+    with pytest.raises(ModelError, match=f"{changed}.*num_attention_heads 128 and hidden_size 64"):
+        read_model_config(changed)
+
+
 def test_scores_of_a_gguf_tokenizer_are_numbers(gguf_file: Path, tmp_path: Path) -> None:
     tokens = GGUFFile(gguf_file).entries("tokenizer.ggml.tokens", str)
     for scores, message in (([math.nan] * len(tokens), "scores has NaN"), ([0.0], "scores has 1 values")):

@@ -106,7 +106,7 @@ def _rope(file: GGUFFile, architecture: str, values: dict[str, Any]) -> dict[str
 
     found: dict[str, Any] = {}
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    if entry("dimension_count"):
+    if entry("dimension_count") and head_dim:  # heads of no features are an error of the config
         found["partial_rotary_factor"] = entry("dimension_count") / head_dim
     original = entry("scaling.original_context_length")
     kind = entry("scaling.type")
