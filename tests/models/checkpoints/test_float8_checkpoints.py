@@ -270,9 +270,14 @@ def model(tmp_path: Path) -> Path:
     [
         ("weight_scale_inv", torch.ones(2, 2), r"weight_scale_inv has shape \[2, 2\]; \[3, 2\] is needed"),
         ("weight_scale_inv", torch.tensor(1.0), r"weight_scale_inv has shape \[\]; \[3, 2\] is needed"),
-        ("weight_scale_inv", torch.full((3, 2), torch.nan), "negative, infinite or NaN"),
-        ("weight_scale_inv", torch.full((3, 2), torch.inf), "negative, infinite or NaN"),
-        ("weight_scale_inv", torch.full((3, 2), -1.0), "negative, infinite or NaN"),
+        ("weight_scale_inv", torch.full((3, 2), torch.nan), "no scales: infinite or NaN"),
+        ("weight_scale_inv", torch.full((3, 2), torch.inf), "no scales: infinite or NaN"),
+        ("weight_scale_inv", torch.full((3, 2), -1.0), "no scales: negative"),
+        (
+            "weight_scale_inv",
+            torch.full((3, 2), 127).byte(),
+            r"torch\.uint8; a floating-point type is needed",
+        ),
         ("weight", torch.zeros(320, 192), r"stored as torch\.float32; only float8_e4m3fn"),
         ("weight", torch.zeros(320, 192).to(torch.float8_e5m2), "float8_e5m2; only float8_e4m3fn"),
         ("weight", torch.zeros(320, 191).to(torch.float8_e4m3fn), r"weight has shape \[320, 191\]"),

@@ -329,6 +329,38 @@ def test_packed_numbers_of_another_type_are_refused(gptq_model: Path) -> None:
         list(_matrices(gptq_model))
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "pack-quantized, group 32", "int-quantized"])
+@pytest.mark.parametrize(
+    ("number", "dtype", "message"),
+    [
+        (torch.nan, torch.float16, "numbers that are no scales: infinite or NaN"),
+        (-torch.inf, torch.float32, "numbers that are no scales: infinite or NaN"),
+        (127, torch.uint8, r"stored as torch\.uint8; a floating-point type is needed"),
+    ],
+)
+def test_scales_are_finite_numbers(
+    name: str, number: float, dtype: torch.dtype, message: str, tmp_path: Path
+) -> None:
+    path, _ = KINDS[name].write(tmp_path / "model")
+
+    def change(weights: Tensors) -> None:
+        (last,) = (last for last in ("scales", "weight_scale") if f"{STEM}.{last}" in weights)
+        scales = weights[f"{STEM}.{last}"] = weights[f"{STEM}.{last}"].to(dtype)
+        scales[-1, -1] = number
+
+    _change(path, change)
+    with pytest.raises(ModelError, match=rf"model\.layers\.1\.mlp\.up_proj in .*{message}"):
+        list(_matrices(path))
+
+
+def test_zero_points_that_kernels_cannot_hold_are_refused(tmp_path: Path) -> None:
+    path, _ = KINDS["int-quantized"].write(tmp_path / "model")
+    zeros = torch.full((256, 1), 1 << 20)
+    _change(path, lambda weights: weights.update({f"{STEM}.weight_zero_point": zeros}))
+    with pytest.raises(ModelError, match="zero points beyond 60000"):
+        list(_matrices(path))
+
+
 def test_zeros_for_other_groups_than_scales_are_refused(tmp_path: Path) -> None:
     path, _ = KINDS["pack-quantized, with zeros"].write(tmp_path / "model")
     zeros = torch.zeros(32, 1, dtype=torch.int32)

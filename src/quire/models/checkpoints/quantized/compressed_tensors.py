@@ -20,6 +20,7 @@ from quire.models.checkpoints.quantized.matrices import (
     grouped,
     packed_bits,
     require_shape,
+    scales_of,
     unpack,
 )
 
@@ -42,10 +43,10 @@ def _decode_int(parts: Parts, shape: Shape) -> Weight:
     """int8 [out, in]; a scale for the matrix ([1] or []), each row [out, 1] or each group [out, groups]."""
     require_shape(parts, "weight", shape)
     values = parts["weight"]
-    scales = _by_row(parts["weight_scale"], shape[0])
+    scales = _by_row(scales_of(parts, "weight_scale"), shape[0])
     zeros = parts.get("weight_zero_point")
     if scales.shape[1] == 1 and (zeros is None or not zeros.any()):
-        return Int8Weight(values, scales[:, 0].float())
+        return Int8Weight(values, scales[:, 0])
     steps = torch.zeros_like(scales) if zeros is None else _by_row(zeros.float(), shape[0])
     return grouped(values.view(torch.uint8) ^ 128, scales, steps + 128, bits=8)
 
@@ -60,7 +61,7 @@ def _decode_packed(parts: Parts, shape: Shape) -> Weight:
         raise ValueError(f"its weight_packed has {len(packed)} rows; {rows} are needed")
     bits = packed_bits(packed.shape[1], inputs)
     values = unpack(packed, bits).flatten(1)[:, :inputs].contiguous()
-    scales = _by_row(parts["weight_scale"], rows)
+    scales = _by_row(scales_of(parts, "weight_scale"), rows)
     if "weight_zero_point" in parts:
         zeros = unpack(parts["weight_zero_point"], bits).transpose(1, 2).flatten(0, 1)[:rows]
     else:

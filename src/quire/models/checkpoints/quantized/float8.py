@@ -12,7 +12,7 @@ import functools
 import torch
 
 from quire.kernels.weights import Float8Weight, Weight
-from quire.models.checkpoints.quantized.matrices import MatrixFormat, Parts, Shape, require_shape
+from quire.models.checkpoints.quantized.matrices import MatrixFormat, Parts, Shape, require_shape, scales_of
 
 Block = tuple[int, int]
 
@@ -31,11 +31,11 @@ def decode_float8(parts: Parts, shape: Shape, *, scale: str, block: Block | None
     """
     require_shape(parts, "weight", shape)
     rows, inputs = shape
-    values, scales = parts["weight"], parts[scale].float()
+    values, scales = parts["weight"], scales_of(parts, scale)
     if values.dtype != torch.float8_e4m3fn:
         raise ValueError(f"its weight is stored as {values.dtype}; only float8_e4m3fn is supported")
-    if not bool((scales.isfinite() & (scales >= 0)).all()):
-        raise ValueError(f"its {scale} has numbers that are no scales: negative, infinite or NaN")
+    if bool((scales < 0).any()):
+        raise ValueError(f"its {scale} has numbers that are no scales: negative")
     if block is None:
         block = (rows, inputs) if scales.numel() == 1 else (1, inputs)
         if scales.ndim < 2:

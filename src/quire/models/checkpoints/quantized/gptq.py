@@ -18,6 +18,7 @@ from quire.models.checkpoints.quantized.matrices import (
     grouped,
     packed_bits,
     require_shape,
+    scales_of,
     unpack,
 )
 
@@ -37,7 +38,7 @@ def _decode_gptq(parts: Parts, shape: Shape, *, zero_offset: int) -> Weight:
     # Added to words, not to numbers: what stands for a zero of 0 has borrowed from the next number.
     qzeros = parts["qzeros"] + zero_offset * _ONES[bits]
     zeros = unpack(qzeros, bits).flatten(1)[:, :rows]
-    return grouped(values, parts["scales"].t(), zeros.t(), bits=bits, group_of=parts.get("g_idx"))
+    return grouped(values, scales_of(parts, "scales").t(), zeros.t(), bits=bits, group_of=parts.get("g_idx"))
 
 
 def _decode_awq(parts: Parts, shape: Shape) -> Weight:
@@ -52,7 +53,7 @@ def _decode_awq(parts: Parts, shape: Shape) -> Weight:
     require_shape(parts, "scales", (groups, rows))
     require_shape(parts, "qzeros", (groups, rows // 8))
     values, zeros = (_unpack_awq(parts[name]) for name in ("qweight", "qzeros"))
-    return grouped(values, parts["scales"].t(), zeros, bits=4)
+    return grouped(values, scales_of(parts, "scales").t(), zeros, bits=4)
 
 
 def _unpack_awq(packed: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from quire.kernels.weights import KERNEL_GROUPS, GroupedWeight, Int8Weight, Weight
+from quire.kernels.weights import KERNEL_GROUPS, MAX_ZERO, GroupedWeight, Int8Weight, Weight
 
 Parts = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]
@@ -61,6 +61,21 @@ def packed_bits(num_words: int, num_values: int) -> int:
     )
 
 
+def scales_of(parts: Parts, name: str) -> torch.Tensor:
+    """Return the part `name` in float32.
+
+    Raises:
+        ValueError: it holds anything but finite numbers in floating point.
+    """
+    scales = parts[name]
+    if not scales.is_floating_point():  # bytes may be exponents, as in MXFP8
+        raise ValueError(f"its {name} is stored as {scales.dtype}; a floating-point type is needed")
+    wide = scales.float()
+    if not bool(wide.isfinite().all()):
+        raise ValueError(f"its {name} has numbers that are no scales: infinite or NaN")
+    return wide
+
+
 def grouped(
     values: torch.Tensor,
     scales: torch.Tensor,
@@ -76,17 +91,19 @@ def grouped(
 
     Args:
         values: [out, in] uint8.
-        scales: [out, groups], any floating-point type.
+        scales: [out, groups] float32.
         zeros: like scales, any type.
         bits: 4 or 8.
         group_of: [in], the group of each input; None: groups are runs of equal length.
     """
-    scales, zeros = scales.float(), zeros.float()
+    zeros = zeros.float()
     inputs, groups = values.shape[1], scales.shape[1]
     if scales.shape != zeros.shape:
         raise ValueError(
             f"it has scales {list(scales.shape)} and zeros {list(zeros.shape)}, not one for each"
         )
+    if not bool((zeros.abs() <= MAX_ZERO).all()):
+        raise ValueError(f"it has zero points beyond {MAX_ZERO:.0f}, or NaN")
     if group_of is None:
         if inputs % groups:
             raise ValueError(f"{inputs} inputs cannot be divided evenly among {groups} groups")
