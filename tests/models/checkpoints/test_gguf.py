@@ -223,6 +223,13 @@ def test_scaled_rope_of_metadata(tmp_path: Path) -> None:
     assert (rope.kind, rope.factor, rope.original_max_len) == ("yarn", 4.0, 128)
 
 
+@pytest.mark.parametrize("key", ["rope__scaling__factor", "rope__scale_linear"])
+def test_a_scaled_rope_without_a_type_is_linear(key: str, tmp_path: Path) -> None:
+    file, _ = write_gguf(make_checkpoint("qwen3", tmp_path / "model"), "qwen3", "F32", **{key: 4.0})
+    (rope,) = read_model_config(file).ropes
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
 def test_metadata_of_every_kind(tmp_path: Path) -> None:
     values: dict[str, Any] = {
         "uint8": 200,

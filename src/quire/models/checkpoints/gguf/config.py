@@ -35,6 +35,7 @@ _ROPE_KEYS = {
     "dimension_count": RULES["head_dim"],
     "scaling.type": ROPE_RULES["rope_type"],
     "scaling.factor": ROPE_RULES["factor"],
+    "scale_linear": ROPE_RULES["factor"],
     "scaling.original_context_length": ROPE_RULES["original_max_position_embeddings"],
     "scaling.attn_factor": ROPE_RULES["attention_factor"],
 }
@@ -109,7 +110,8 @@ def _rope(file: GGUFFile, architecture: str, values: dict[str, Any]) -> dict[str
     if entry("dimension_count") and head_dim:  # heads of no features are an error of the config
         found["partial_rotary_factor"] = entry("dimension_count") / head_dim
     original = entry("scaling.original_context_length")
-    kind = entry("scaling.type")
+    factor = entry("scaling.factor") or entry("scale_linear")  # the latter in files of 2023
+    kind = entry("scaling.type") or ("linear" if factor else None)
     if _ROPE_FACTORS in file.tensors:
         factors = _floats(file, _ROPE_FACTORS)
         original = values["max_position_embeddings"]  # one set of factors for every length
@@ -122,7 +124,7 @@ def _rope(file: GGUFFile, architecture: str, values: dict[str, Any]) -> dict[str
     elif kind in (None, "none"):
         return found
     else:
-        scaling = {"rope_type": kind, "factor": entry("scaling.factor")}
+        scaling = {"rope_type": kind, "factor": factor}
     found["rope_scaling"] = scaling | {"original_max_position_embeddings": original}
     return found
 
