@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -361,11 +362,20 @@ def test_zero_points_that_kernels_cannot_hold_are_refused(tmp_path: Path) -> Non
         list(_matrices(path))
 
 
-def test_zeros_for_other_groups_than_scales_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [(32, 1), (33, 2), (64,)])
+def test_zeros_for_other_groups_than_scales_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
     path, _ = KINDS["pack-quantized, with zeros"].write(tmp_path / "model")
-    zeros = torch.zeros(32, 1, dtype=torch.int32)
+    zeros = torch.zeros(shape, dtype=torch.int32)
     _change(path, lambda weights: weights.update({f"{STEM}.weight_zero_point": zeros}))
-    with pytest.raises(ModelError, match=r"scales \[256, 2\] and zeros \[256, 1\]"):
+    with pytest.raises(ModelError, match=rf"has shape {re.escape(str(list(shape)))}; \[32, 2\] is needed"):
+        list(_matrices(path))
+
+
+def test_another_weight_shape_is_refused(tmp_path: Path) -> None:
+    path, _ = KINDS["pack-quantized, with zeros"].write(tmp_path / "model")
+    wrong = torch.full((64, 4096), 7)
+    _change(path, lambda weights: weights.update({f"{STEM}.weight_shape": wrong}))
+    with pytest.raises(ModelError, match=r"its weight_shape is \[7, 7, 7\]; \[256, 128\] is needed"):
         list(_matrices(path))
 
 

@@ -55,14 +55,16 @@ def _decode_packed(parts: Parts, shape: Shape) -> Weight:
     """Unsigned numbers in int32 [out, words], the lowest bits first; zeros are packed along the outputs."""
     rows, inputs = shape
     packed = parts["weight_packed"]
-    if parts["weight_shape"].numel() != 2 or parts["weight_shape"].tolist() != list(shape):
-        raise ValueError(f"its weight_shape is {parts['weight_shape'][:4]}; {list(shape)} is needed")
+    stored_shape = parts["weight_shape"].flatten()[:3].tolist()
+    if stored_shape != list(shape):
+        raise ValueError(f"its weight_shape is {stored_shape}; {list(shape)} is needed")
     if len(packed) != rows:
         raise ValueError(f"its weight_packed has {len(packed)} rows; {rows} are needed")
     bits = packed_bits(packed.shape[1], inputs)
     values = unpack(packed, bits).flatten(1)[:, :inputs].contiguous()
     scales = _by_row(scales_of(parts, "weight_scale"), rows)
     if "weight_zero_point" in parts:
+        require_shape(parts, "weight_zero_point", (-(-rows * bits // 32), scales.shape[1]))
         zeros = unpack(parts["weight_zero_point"], bits).transpose(1, 2).flatten(0, 1)[:rows]
     else:
         zeros = torch.full(scales.shape, 1 << (bits - 1))
