@@ -51,9 +51,9 @@ class Kind:
     symmetric: bool = False
     shuffled: bool | str = False
 
-    def write(self, path: Path) -> tuple[Path, Path]:
+    def write(self, path: Path, family: str = "llama") -> tuple[Path, Path]:
         """Return directories of the quantized checkpoint and of its float32 twin."""
-        make_checkpoint("llama", path, **SHAPE)
+        make_checkpoint(family, path, **SHAPE)
         draw = functools.partial(
             random_steps,
             bits=self.bits,
@@ -143,6 +143,18 @@ def test_every_weight_is_what_the_checkpoint_stands_for(kind: Kind, tmp_path: Pa
         is_quantized = source.name.endswith("_proj.weight")
         assert isinstance(weight, kind.read_as if is_quantized else torch.Tensor)
         assert torch.equal(dequantize(weight), wanted[source.name])
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "pack-quantized, group 32", "int-quantized"])
+def test_biases_that_the_model_has_are_added(name: str, tmp_path: Path) -> None:
+    """As in Qwen2."""
+    path, twin = KINDS[name].write(tmp_path / "model", family="qwen2")
+    wanted = load_file(twin / "model.safetensors")
+    biases = [(source.name, weight) for source, weight in _matrices(path) if source.name.endswith(".bias")]
+    assert len(biases) == 3 * 2
+    assert all(torch.equal(dequantize(weight), wanted[stored]) for stored, weight in biases)
+    products = _logits(twin)
+    assert (_logits(path) - products).norm() / products.norm() < 0.05
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

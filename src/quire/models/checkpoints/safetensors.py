@@ -58,7 +58,7 @@ class SafetensorsWeights:
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         """See `WeightStore`."""
-        form = self._format(name)
+        form = self._format_of_weight(name)
         return (name,) if form is None else tuple(f"{_stem(name)}.{part}" for part in form.needed)
 
     def is_ignored(self, name: str) -> bool:
@@ -75,7 +75,7 @@ class SafetensorsWeights:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         """See `WeightStore`."""
-        form = self._format(name)
+        form = self._format_of_weight(name)
         if form is None:
             return self._float(name, shape)
         stem = _stem(name)
@@ -121,6 +121,10 @@ class SafetensorsWeights:
         except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
             raise ModelError(f"{name} in {self._path} cannot be read: {error!s:.500}") from error
         return tensor
+
+    def _format_of_weight(self, name: str) -> MatrixFormat | None:
+        """Return how the weight `name` is stored; None: in floating point, as the biases of all matrices."""
+        return self._format(name) if name.endswith(".weight") else None
 
     def _format(self, name: str) -> MatrixFormat | None:
         """Return how the matrix that the tensor `name` belongs to is stored; None: in floating point."""
