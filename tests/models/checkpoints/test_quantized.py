@@ -197,6 +197,18 @@ def test_the_memory_that_the_weights_will_take_is_known_from_the_config(kind: Ki
     assert (planned < plain) == (form != "none")
 
 
+@pytest.mark.parametrize(("group_size", "form"), [(32, "grouped_int8"), (-1, "int8")])
+def test_numbers_of_4_bits_that_are_not_packed_take_8(group_size: int, form: str, tmp_path: Path) -> None:
+    strategy = {"strategy": "group", "group_size": 32} if group_size > 0 else {"strategy": "channel"}
+    weights = {"num_bits": 4, "type": "int", **strategy}
+    config = _compressed(weights=weights) | {"format": "naive-quantized"}
+    kind = dataclasses.replace(KINDS["int-quantized"], config=config, group_size=group_size)
+    path, _ = kind.write(tmp_path / "model")
+    kept = next(weight for source, weight in _matrices(path) if source.name.endswith("_proj.weight"))
+    assert isinstance(kept, Int8Weight) or (isinstance(kept, GroupedWeight) and kept.bits == 8)
+    assert read_model_config(path).stored_quantization == form
+
+
 def _logits(path: Path, **options: Any) -> torch.Tensor:
     config = read_model_config(path)
     decoder = load_decoder(

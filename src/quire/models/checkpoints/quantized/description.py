@@ -16,6 +16,7 @@ from quire.models.config_entries import check_quantization
 
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+_PLAIN_FORMATS = ("int-quantized", "naive-quantized")  # an int8 for each weight, of however few bits
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _BITS = (4, 8)
 _KINDS = (("int", 4), ("int", 8), ("float", 8))
@@ -94,10 +95,12 @@ def _block_of(weights: Mapping[str, Any]) -> list[int] | None:
 
 
 def _main_group(values: Mapping[str, Any]) -> tuple[int, int]:
-    """Return bits and group size (0: rows) of the first group of matrices."""
-    weights = _main_weights(values)
+    """Return bits, as they are stored, and group size (0: rows) of the first group of matrices."""
+    group, weights = _groups(values)[0], _main_weights(values)
+    is_plain = (group.get("format") or values.get("format")) in _PLAIN_FORMATS
     is_grouped = weights.get("strategy") == "group"
-    return weights.get("num_bits") or 8, (weights.get("group_size") or 0) if is_grouped else 0
+    bits = 8 if is_plain else weights.get("num_bits") or 8
+    return bits, (weights.get("group_size") or 0) if is_grouped else 0
 
 
 def _groups(values: Mapping[str, Any]) -> list[dict[str, Any]]:
