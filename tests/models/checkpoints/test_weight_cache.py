@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_checkpoints import write_gguf
-from quantized_checkpoints import gptq, random_steps, write_quantized
+from quantized_checkpoints import gptq, int_quantized, random_steps, write_quantized
 from safetensors.torch import load_file, save
 
 from checkpoints import make_checkpoint
@@ -264,11 +264,20 @@ def _stored(kind: str, path: Path) -> Path:
         make_checkpoint("qwen3", path, hidden_size=128, intermediate_size=256)
         write_quantized(path, quantization, draw, functools.partial(gptq, bits=4, version=1))
         return path
+    if kind == "int-quantized":
+        draw = functools.partial(random_steps, bits=8, group_size=-1, symmetric=True)
+        groups = {"group_0": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}
+        quantization = {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups}
+        make_checkpoint("qwen3", path, hidden_size=128, intermediate_size=256)
+        write_quantized(path, quantization, draw, int_quantized)
+        return path
     make_checkpoint("qwen3", path, hidden_size=128, intermediate_size=256)
     return write_gguf(path, "qwen3", kind)[0]
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "gptq, desc_act", "gptq, desc_act, orders that differ"])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", "Q4_0", "gptq, desc_act", "gptq, desc_act, orders that differ", "int-quantized"]
+)
 def test_a_decoder_of_cached_weights_computes_the_same(kind: str, tmp_path: Path) -> None:
     file = _stored(kind, tmp_path / "model")
     cache = WeightCache(tmp_path / "cache", GB)

@@ -120,9 +120,10 @@ def _outline(form: list[Any], shape: tuple[int, ...]) -> Weight:
     rows, inputs = shape
     if form[0] == "float":
         return torch.empty(shape, device="meta")
-    values = torch.empty(shape, dtype=torch.uint8, device="meta")
     if form[0] == "int8":
+        values = torch.empty(shape, dtype=torch.int8, device="meta")
         return Int8Weight(values, torch.empty(rows, device="meta"))
+    values = torch.empty(shape, dtype=torch.uint8, device="meta")
     _, bits, group_size, has_order = form
     scales = torch.empty(rows, inputs // group_size, device="meta")
     order = torch.empty(inputs, dtype=torch.int64, device="meta") if has_order else None
