@@ -395,6 +395,17 @@ def test_zeros_for_other_groups_than_scales_are_refused(shape: tuple[int, ...], 
         list(_matrices(path))
 
 
+RUNS = torch.arange(128) // 32
+
+
+@pytest.mark.parametrize("groups", [RUNS, torch.full_like(RUNS, -1)], ids=["runs", "never set"])
+def test_groups_that_were_never_set_are_runs_of_inputs(groups: torch.Tensor, tmp_path: Path) -> None:
+    path, twin = KINDS["pack-quantized, group 32"].write(tmp_path / "model")
+    _change(path, lambda weights: weights.update({f"{STEM}.weight_g_idx": groups.int()}))
+    weight = next(weight for source, weight in _matrices(path) if source.name == f"{STEM}.weight")
+    assert torch.equal(dequantize(weight), load_file(twin / "model.safetensors")[f"{STEM}.weight"])
+
+
 def test_another_weight_shape_is_refused(tmp_path: Path) -> None:
     path, _ = KINDS["pack-quantized, with zeros"].write(tmp_path / "model")
     wrong = torch.full((64, 4096), 7)

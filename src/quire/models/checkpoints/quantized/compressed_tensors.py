@@ -68,7 +68,10 @@ def _decode_packed(parts: Parts, shape: Shape) -> Weight:
         zeros = unpack(parts["weight_zero_point"], bits).transpose(1, 2).flatten(0, 1)[:rows]
     else:
         zeros = torch.full(scales.shape, 1 << (bits - 1))
-    return grouped(values, scales, zeros, bits=bits, group_of=parts.get("weight_g_idx"))
+    group_of = parts.get("weight_g_idx")
+    if group_of is not None and bool((group_of == -1).any()):  # was created, and never set
+        group_of = None
+    return grouped(values, scales, zeros, bits=bits, group_of=group_of)
 
 
 def _by_row(numbers: torch.Tensor, rows: int) -> torch.Tensor:
