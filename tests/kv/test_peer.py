@@ -16,6 +16,7 @@ from quire.kv.page_layout import PageLayout
 from quire.kv.peers import links
 from quire.kv.peers import peer as peer_module
 from quire.kv.peers.block_layouts import BlockLayouts
+from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.links import PeerLinks
 from quire.kv.peers.peer import Peer
 from quire.kv.peers.prefix_lookup import PrefixLookup
@@ -363,6 +364,36 @@ def test_a_pull_that_is_too_late_says_nothing_about_the_peer():
     with pytest.raises(TimeoutError):
         links.open(time.monotonic() + SOON)
     assert links.is_down
+
+
+def test_a_peer_counts_as_linked_until_its_last_link_is_down(make_peer, monkeypatch):
+    monkeypatch.setattr(peer_module, "IDLE_TIMEOUT", 0.2)
+    monkeypatch.setattr(peer_module, "RENEW_INTERVAL", 0.001)
+    opener = Opener()
+    peers = KnownPeers(lambda address: make_peer(opener))
+    peer, pull = peers.get(("127.0.0.1", 1)), Pull("t")
+    assert not peers.transports()
+    peer.look_up(lookup())
+    wait_for(lambda: not peer._lookups)
+    peer.pull(pull)
+    assert pull.ending.wait(SOON)
+    assert peers.transports() == ["fake"]
+    wait_for(lambda: peer.is_idle)
+    wait_for(lambda: not peers.transports())
+
+
+def test_a_peer_that_is_gone_does_not_count_as_linked(make_peer):
+    opener, asked = Opener(), lookup()
+    peers = KnownPeers(lambda address: make_peer(opener))
+    peer = peers.get(("127.0.0.1", 1))
+    peer.look_up(lookup())
+    wait_for(lambda: not peer._lookups)
+    assert peers.transports() == ["fake"]
+    opener.link.stands = False
+    opener.errors.append(OSError("refused"))
+    peer.look_up(asked)
+    wait_for(lambda: asked.is_over)
+    assert not peers.transports()
 
 
 def test_a_pull_begins_behind_the_steps_that_may_use_its_blocks(make_peer):

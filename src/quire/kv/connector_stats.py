@@ -38,4 +38,4 @@ class KVPeerStats(msgspec.Struct, array_like=True, tag="peers", gc=False):
     compute_seconds_per_token: float = 0.0  # likewise, of prompts
     num_prefix_lookups: int = 0  # prompts whose missing part peers were asked for
     num_prefixes_found: int = 0  # that a peer had a part of
-    num_peers_by_transport: dict[str, int] = {}  # peers that were read from and are still remembered
+    num_peers_by_transport: dict[str, int] = {}  # peers that are linked to, to read from

@@ -281,7 +281,7 @@ def _peer_counters(stats: KVPeerStats) -> tuple[Row, ...]:
 
 def _peers_by_transport(stats: KVPeerStats) -> Metric:
     family = GaugeMetricFamily(
-        "quire_kv_peers", "Number of engines that KV is read from, by transport.", labels=["transport"]
+        "quire_kv_peers", "Number of engines linked to, to read KV, by transport.", labels=["transport"]
     )
     for transport, number in stats.num_peers_by_transport.items():
         family.add_metric([transport], number)

@@ -47,7 +47,7 @@ class KnownPeers:
             return peer
 
     def transports(self) -> list[str]:
-        """Return the transport to each peer that was linked."""
+        """Return the transport to each peer that is linked."""
         with self._lock:
             return [peer.links.transport for peer in self._peers.values() if peer.links.transport]
 

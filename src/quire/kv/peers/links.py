@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -25,9 +26,16 @@ class PeerLinks:
     """
 
     def __init__(self, open_link: OpenLink) -> None:
-        self.transport = ""
         self._open_link = open_link
         self._down_until = 0.0
+        self._transport = ""  # of the last link
+        self._num_open = 0
+        self._counting = threading.Lock()
+
+    @property
+    def transport(self) -> str:
+        """The transport to the peer; empty: there is no link."""
+        return self._transport if self._num_open else ""
 
     @property
     def is_down(self) -> bool:
@@ -50,8 +58,16 @@ class PeerLinks:
             if had_time:
                 self._down_until = time.monotonic() + DOWN_SECONDS
             raise
-        self.transport = link.transport
+        with self._counting:
+            self._num_open += 1
+            self._transport = link.transport
         return link
+
+    def close(self, link: DecoderLink) -> None:
+        """Take down a link that `open` has returned; call it once for each."""
+        with self._counting:
+            self._num_open -= 1
+        link.drop()
 
 
 class OneLink:
@@ -76,4 +92,4 @@ class OneLink:
         """Take the link down."""
         link, self._link = self._link, None
         if link is not None:
-            link.drop()
+            self._links.close(link)
