@@ -348,6 +348,24 @@ def test_a_request_that_is_refused_keeps_no_loan(pair):
     step_until(first, lambda: not core_of(first).stats().num_leased_blocks)
 
 
+def test_a_request_that_goes_on_after_its_engine_has_died_reads_no_loan(pair, alone):
+    first, second = pair
+    core, (tokens, _) = core_of(second), alone[0]
+    before = failed_loads(second)
+    core.scheduler._config.kv_load_failure = "fail"
+    try:
+        options = RequestOptions(kv_transfer_params=lost_lease(first))
+        core.add(EngineCoreRequest([("a", 0)], PROMPT, params(), (), options, resumed_outputs=[tokens[:2]]))
+        rest: list[int] = []
+        while core.has_unfinished_requests():
+            for output in core.step()[0]:
+                rest += output.new_token_ids
+    finally:
+        core.scheduler._config.kv_load_failure = "recompute"
+    assert rest == tokens[2:]
+    assert failed_loads(second) == before
+
+
 def test_with_too_many_peers_a_prompt_is_computed(pair, alone, monkeypatch):
     first, second = pair
     monkeypatch.setattr(known_peers, "MAX_PEERS", 0)

@@ -66,11 +66,13 @@ class BorrowedPrompts:
     def arrive(self, request: Request) -> None:
         """Keep the loan that a request names alive, if it names one.
 
+        A request that goes on after its engine has died needed its loan before, and has given it back.
+
         Raises:
             InvalidRequestError: its parameters are invalid.
         """
         params = borrowing_params(request.kv_transfer_params)
-        if params is None:
+        if params is None or request.output_token_ids:
             return
         peer = self._peers.get(params.address)
         num_blocks = -(-(request.num_prompt_tokens - 1) // self._block_size)
