@@ -366,6 +366,14 @@ def test_a_request_that_goes_on_after_its_engine_has_died_reads_no_loan(pair, al
     assert failed_loads(second) == before
 
 
+def test_however_long_a_transfer_may_take_it_is_one():
+    timeout = {"kv_transfer_timeout": 1e10}
+    with engine("prefill", **timeout) as first, engine("decode", **timeout) as second:
+        answer(second, transfer=prefill(first))
+        assert second.stats().num_loaded_tokens == 322
+        check_nothing_is_held(first, second)
+
+
 def test_with_too_many_peers_a_prompt_is_computed(pair, alone, monkeypatch):
     first, second = pair
     monkeypatch.setattr(known_peers, "MAX_PEERS", 0)

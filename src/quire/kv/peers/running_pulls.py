@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from quire.datadist import sockets
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
 from quire.kv.peers.known_peers import KnownPeers
@@ -33,7 +34,7 @@ class RunningPulls:
     ) -> None:
         self._block_bytes = block_bytes
         self._peers = peers
-        self._timeout = timeout
+        self._timeout = min(timeout, sockets.MAX_WAIT)  # peers are told it in milliseconds
         self._stats = stats
         self._costs = costs
         self._pulls: dict[str, PeerPull] = {}
