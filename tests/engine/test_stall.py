@@ -132,6 +132,29 @@ def test_a_load_that_takes_long_is_no_stall(checkpoint, caplog):
     engine.core.shutdown()
 
 
+class AskingConnector(FaultyConnector):
+    """Knows at the third time whether it has KV."""
+
+    num_asked = 0
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens: int):
+        self.num_asked += 1
+        return (None, False) if self.num_asked < 3 else (0, False)
+
+
+def test_what_a_connector_has_found_is_used_at_once(checkpoint):
+    engine = Engine(checkpoint, kv_connector="test_stall.AskingConnector")
+    engine.add("asked")
+    for _ in range(2):
+        assert not engine.loop.step_and_send()
+        assert engine.loop.stall_wait == engine_loop.AWAITING_WAIT
+        assert engine.core.stats().num_awaiting == 1
+    assert engine.loop.step_and_send()
+    assert engine.core.stats().num_awaiting == 0
+    engine.run()
+    engine.core.shutdown()
+
+
 def test_a_pause_is_in_order_and_the_engine_counts_as_alive(engine, caplog):
     engine.add("first")
     engine.add("second")

@@ -41,7 +41,7 @@ STATS_INTERVAL = 0.1
 """Seconds between statistics, which also serve as heartbeats."""
 
 AWAITING_WAIT = 0.002
-"""Seconds to pause at first while nothing can run until a grammar is compiled or KV has been loaded."""
+"""Seconds to pause at first while nothing can run until a grammar is compiled, or KV is found or loaded."""
 
 AWAITING_SHARE = 8
 """While that lasts, the pause is so small a part of the time already waited: looking costs a core."""

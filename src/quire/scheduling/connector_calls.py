@@ -34,6 +34,11 @@ class ConnectorCalls:
         self._unanswered: dict[str, float] = {}  # since when the connector does not know, by request id
         self._loaded: set[int] = set()  # blocks that it was told to load, and whose load has not failed
 
+    @property
+    def num_unanswered(self) -> int:
+        """Number of waiting requests of which the connector does not know yet whether it has KV."""
+        return len(self._unanswered)
+
     def arrive(self, request: Request) -> None:
         """See `KVConnector.request_arrived`.
 
@@ -75,6 +80,7 @@ class ConnectorCalls:
             self._patience,
             request.request_id,
         )
+        del self._unanswered[request.request_id]
         request.kv_load_failed = True
         return 0
 

@@ -7,6 +7,7 @@ import dataclasses
 import msgspec
 
 from quire.config import SchedulerConfig
+from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.deadlines import Deadlines
 from quire.scheduling.fences import Fences
 from quire.scheduling.kv_holdings import KVHoldings
@@ -21,6 +22,7 @@ class Inspection:
     """Reads all accounts and changes none."""
 
     config: SchedulerConfig
+    connector: ConnectorCalls
     state: SchedulerState
     in_flight: StepsInFlight
     fences: Fences
@@ -42,7 +44,7 @@ class Inspection:
             prefix_evicted_blocks=pool.num_evicted,
             num_steps=self.in_flight.next_step,
             num_leased_blocks=self.holdings.num_leased_blocks,
-            num_awaiting=self.state.waiting.num_awaiting,
+            num_awaiting=self.state.waiting.num_awaiting + self.connector.num_unanswered,
             num_loading=self.loads.num_coming,
         )
 

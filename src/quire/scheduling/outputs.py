@@ -67,7 +67,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_loaded_tokens: int = 0  # prompt tokens whose KV came from elsewhere
     num_failed_loads: int = 0
     num_leased_blocks: int = 0  # held by pins and transfers
-    num_awaiting: int = 0  # of those that wait: until a grammar is compiled or KV has come from elsewhere
+    num_awaiting: int = 0  # of those that wait: until a grammar is compiled, or KV is found or has come
     resumed_queried_tokens: int = 0  # tokens of preempted requests looked up when they started again
     resumed_hit_tokens: int = 0  # of those, found
     kv_connector: KVConnectorStats | KVPeerStats | None = None  # what the KV connector counts, if anything

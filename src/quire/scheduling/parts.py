@@ -301,6 +301,7 @@ class SchedulerParts:
         )
         self.inspection = Inspection(
             config=self._config,
+            connector=self.connector,
             state=self.state,
             in_flight=self.in_flight,
             fences=self.fences,
