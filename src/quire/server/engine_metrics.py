@@ -53,7 +53,7 @@ class EngineCollector(Collector):
             ),
             (
                 "quire_requests_awaiting",
-                "Number of waiting requests whose grammar is compiled, or whose KV is looked for or loaded.",
+                "Number of waiting requests whose grammar is being compiled or KV looked up or loaded.",
                 stats.num_awaiting,
             ),
             (
