@@ -35,17 +35,19 @@ class Request:
         is_resumed: it was accepted by an engine that has died, and is not refused for a full queue.
 
     The scheduler numbers and dates requests as they arrive (`arrival`, `arrival_time`), dates their first
-    admission (`first_scheduled_time`), counts what of `prompt_logprobs` has been sent to its client
+    admission (`first_scheduled_time`), notes which other request's load of KV it waits or has waited for
+    (`awaited_load`), counts what of `prompt_logprobs` has been sent to its client
     (`num_prompt_logprobs`), and keeps the tokens of running ones itself: `output_token_ids` and
     `num_computed_tokens` are up to date whenever the request does not run.
     """
 
     __slots__ = (
-        "arrival", "arrival_time", "beam_sequence_ids", "cache_salt", "client_index", "eos_token_ids",
-        "first_scheduled_time", "is_known_to_runner", "is_resumed", "kv_load_failed", "kv_transfer_params",
-        "num_cached_tokens", "num_computed_tokens", "num_prompt_logprobs", "output_token_ids", "pin_prefix",
-        "priority", "prompt_array", "queue_timeout", "request_id", "sampling_params", "shares_prompt_with",
-        "status", "stop_reason", "tenant", "tenant_weight", "timeout",
+        "arrival", "arrival_time", "awaited_load", "beam_sequence_ids", "cache_salt", "client_index",
+        "eos_token_ids", "first_scheduled_time", "is_known_to_runner", "is_resumed", "kv_load_failed",
+        "kv_transfer_params", "num_cached_tokens", "num_computed_tokens", "num_prompt_logprobs",
+        "output_token_ids", "pin_prefix", "priority", "prompt_array", "queue_timeout", "request_id",
+        "sampling_params", "shares_prompt_with", "status", "stop_reason", "tenant", "tenant_weight",
+        "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +89,7 @@ class Request:
         self.shares_prompt_with = shares_prompt_with
         self.kv_transfer_params = kv_transfer_params
         self.kv_load_failed = False
+        self.awaited_load = 0
         self.beam_sequence_ids = beam_sequence_ids
         self.is_resumed = is_resumed
         self.arrival_time = 0.0

@@ -152,6 +152,23 @@ def test_what_is_cached_there_is_not_read_again(pair, alone):
     assert second.stats().num_loaded_tokens - loaded == 322 - 160
 
 
+@pytest.mark.parametrize("lends_each", [True, False])
+def test_a_prompt_that_comes_several_times_at_once_travels_once(pair, alone, lends_each):
+    first, second = pair
+    loaded = second.stats().num_loaded_tokens
+    core, tokens = core_of(second), {}
+    for name in "abcd":
+        options = RequestOptions(kv_transfer_params=prefill(first) if lends_each or name == "a" else None)
+        core.add(EngineCoreRequest([(name, 0)], PROMPT, params(), options=options))
+        tokens[name] = []
+    while core.has_unfinished_requests():
+        for output in core.step()[0]:
+            tokens[output.request_id] += output.new_token_ids
+        time.sleep(0.001)  # for the threads of the links
+    assert list(tokens.values()) == [alone[0][0]] * 4
+    assert second.stats().num_loaded_tokens == loaded + 322
+
+
 @pytest.mark.parametrize("max_tokens", [1, 4])
 def test_all_tokens_but_the_last_travel_however_long_the_prompt_is(pair, max_tokens):
     first, second = pair
@@ -493,6 +510,14 @@ def test_a_prefix_that_an_equal_has_cached_is_read_from_it(alone, monkeypatch, o
         # The same tokens with a salt are another prompt.
         [salted] = second.generate([PROMPT], params(), cache_salt="other")
         assert salted.outputs[0].token_ids == alone[0][0]
+        assert second.stats().num_loaded_tokens == 320
+
+
+def test_a_prefix_that_several_requests_lack_at_once_is_read_once(alone, monkeypatch):
+    with equals(monkeypatch) as (first, second):
+        answer(first)
+        outputs = second.generate([PROMPT] * 8, params())
+        assert [output.outputs[0].token_ids for output in outputs] == [alone[0][0]] * 8
         assert second.stats().num_loaded_tokens == 320
 
 

@@ -115,6 +115,8 @@ def stands_in_queue(driver: MixedDriver, request_id: str) -> bool:
     connector = driver.world.connector
     if connector is not None and request_id in connector.put_off:
         return False
+    if driver.scheduler._loads.is_coming(request.awaited_load):
+        return False
     leader = driver.live.get(request.shares_prompt_with or "")
     return leader is None or (leader.has_run and any(leader.got.values()))
 

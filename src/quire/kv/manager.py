@@ -180,6 +180,29 @@ class KVCacheManager:
         self.pool.cache(self._tables[rows, index], digests, parents, tokens)
         self._num_cached[slots] += count
 
+    def cache_loaded_blocks(
+        self, request: Request, block_ids: IntArray, num_cached: int, num_tokens: int
+    ) -> None:
+        """Make the full blocks findable that hold the start of a request without a slot.
+
+        Args:
+            request: whose tokens they are.
+            block_ids: from its first token on, [blocks].
+            num_cached: how many of them, from the start, can be found already.
+            num_tokens: tokens whose KV they hold.
+        """
+        keys, size = self._keys.get(request.request_id), self.block_size
+        end = num_tokens // size
+        if keys is None or end <= num_cached:
+            return
+        token_ids = request.all_token_array()
+        if end > len(keys):
+            keys.extend(token_ids[len(keys) * size : end * size])
+        digests = list(keys.digests(num_cached, end))
+        parents = [keys.digest(num_cached), *digests[:-1]]
+        tokens = token_ids[num_cached * size : end * size].reshape(-1, size)
+        self.pool.cache(block_ids[num_cached:end], digests, parents, tokens)
+
     # -- tables --------------------------------------------------------------------------------------------
 
     def open(self, slot: int, held: IntArray, fresh: IntArray, *, num_cached: int) -> None:

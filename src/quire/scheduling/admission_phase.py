@@ -51,7 +51,8 @@ class AdmissionPhase:
     """Moves requests from the head of the queue into slots, as long as policy, blocks and budget allow.
 
     No request overtakes another: the first that does not fit ends the phase. Only a request whose KV may be
-    elsewhere, while its connector does not know yet, is passed over for the step. While others run, a step
+    elsewhere, while its connector does not know yet, or is on its way for another request, is passed over for
+    the step. While others run, a step
     looks for `LOOKUP_BLOCKS` more cached blocks of a request at most: to hash a very long prompt takes longer
     than they should wait, and so it is admitted some steps later.
     """
@@ -104,11 +105,15 @@ class AdmissionPhase:
                 continue
             if not self._has_slots(request):
                 break
+            if self.loads.is_coming(request.awaited_load):
+                queue.pass_over(request.request_id)
+                continue
             prefix = self._find_prefix(request)
             if prefix is None:
                 break
             num_external, is_async = self._ask_connector(request, prefix)
-            if num_external is None:
+            may_wait = is_async or not num_external
+            if num_external is None or (may_wait and self._awaits_load(request, prefix)):
                 queue.pass_over(request.request_id)
                 continue
             if not num_external:
@@ -212,6 +217,22 @@ class AdmissionPhase:
         count = max(0, min(count, request.num_tokens - 1 - prefix.num_tokens))
         return count, is_async and count > 0
 
+    def _awaits_load(self, request: Request, prefix: Prefix) -> bool:
+        """Whether to wait for another request's load, which brings much of what this one lacks.
+
+        A request does so once: peers that fall silent would otherwise hold it up one after the other.
+        """
+        wants_cached = request.sampling_params.prompt_logprobs is None and not request.output_token_ids
+        if request.awaited_load or prefix.is_held or prefix.copy_from is not None or not wants_cached:
+            return False
+        start, last = len(prefix.block_ids), (request.num_tokens - 1) // self.kv.block_size
+        end = min(last, start + LOOKUP_BLOCKS)
+        load = self.loads.that_brings(self.kv.digests(request.request_id, start, end))
+        if load is None:
+            return False
+        request.awaited_load = load.number
+        return True
+
     # -- whether it fits -----------------------------------------------------------------------------------
 
     def _has_slots(self, request: Request) -> bool:
@@ -306,10 +327,24 @@ class AdmissionPhase:
             num_missing_blocks=num_missing,
             deadline=deadline,
             first_step=self.in_flight.next_step,
+            middle_digest=self._middle_digest(request, len(prefix.block_ids), num_tokens),
         )
         self.loads.begin(load)
         if not self.connector.begin_load(request, block_ids, num_external):
             self.transfer_phase.give_up(load, "could not be loaded")
+
+    def _middle_digest(self, request: Request, first_block: int, num_tokens: int) -> bytes | None:
+        """Return the digest of the block that ends the first half of a load's full blocks.
+
+        None if there is none, or if it is so far back that waiting requests would not look for it.
+        """
+        num_findable = num_tokens if self.eviction is None else self.eviction.lengths.start_size
+        num_loaded = min(num_tokens, num_findable) // self.kv.block_size - first_block
+        half = -(-num_loaded // 2)
+        if not 0 < half <= LOOKUP_BLOCKS:
+            return None
+        middle = first_block + half
+        return next(iter(self.kv.digests(request.request_id, middle - 1, middle)), None)
 
     def _admit(self, request: Request, prefix: Prefix, num_external: int, chunk: int) -> _Admitted:
         """Give a request that has left the queue a slot, and promise it its blocks."""

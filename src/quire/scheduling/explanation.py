@@ -86,6 +86,8 @@ class Explanation:
             return "the engine is paused and admits nothing"
         if request.request_id in self.suspects:
             return "a step that computed it has failed; its requests are tried again in turns"
+        if self.loads.is_coming(request.awaited_load):
+            return "KV of its first tokens is on its way for another request"
         head = self.waiting.queue.head()
         if head is not None and head is not request:
             num_before = self.waiting.queue.num_before(request)

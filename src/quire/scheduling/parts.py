@@ -217,6 +217,7 @@ class SchedulerParts:
             slots=self.slots,
             finisher=self.finisher,
             stats=self.stats,
+            eviction=self.eviction,
         )
 
     def _build_planning(self) -> None:

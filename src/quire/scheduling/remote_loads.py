@@ -1,10 +1,15 @@
-"""Requests whose KV is on its way from elsewhere, and the blocks that it is being written to."""
+"""Requests whose KV is on its way from elsewhere, and the blocks that it is being written to.
+
+A load is shared: requests that begin with the same tokens wait for it, and find its blocks in the prefix
+cache when it has arrived. A request waits only if at least half of the load's blocks are for it, too, so that
+this takes at most about twice as long as a load of its own.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -24,8 +29,10 @@ class RemoteLoad:
     num_missing_blocks: int  # that the rest of the request's tokens will need
     deadline: float  # seconds on the scheduler's clock
     first_step: int  # the one that asks for it; what earlier steps report is of another load
+    middle_digest: bytes | None = None  # of the block that ends the first half; None: it is not shared
     failed_block_ids: frozenset[int] = frozenset()
     has_arrived: bool = False
+    number: int = 0  # no other load has it; given by `RemoteLoads`, from 1 on
 
     def drop_failed(self, block_size: int) -> IntArray:
         """Cut the load off at its first failed block; return the blocks that are no longer of use."""
@@ -51,6 +58,9 @@ class RemoteLoads:
     def __init__(self) -> None:
         self._coming: dict[str, RemoteLoad] = {}
         self._arrived: dict[str, RemoteLoad] = {}
+        self._coming_numbers: set[int] = set()
+        self._by_middle: dict[bytes, RemoteLoad] = {}  # on their way, by `middle_digest`
+        self._num_begun = 0
         self.num_coming_blocks = 0  # that loads on their way may write to
         self.num_missing_blocks = 0  # that their requests will need besides
 
@@ -70,7 +80,12 @@ class RemoteLoads:
 
     def begin(self, load: RemoteLoad) -> None:
         """Add a load that has been asked for."""
+        self._num_begun += 1
+        load.number = self._num_begun
         self._coming[load.request.request_id] = load
+        self._coming_numbers.add(load.number)
+        if load.middle_digest is not None:
+            self._by_middle.setdefault(load.middle_digest, load)
         self.num_coming_blocks += len(load.block_ids)
         self.num_missing_blocks += load.num_missing_blocks
 
@@ -92,6 +107,19 @@ class RemoteLoads:
         """Iterate over the loads that have not arrived, first due first."""
         return iter(self._coming.values())
 
+    def is_coming(self, number: int) -> bool:
+        """Return whether the load of this number is on its way."""
+        return number in self._coming_numbers
+
+    def that_brings(self, digests: Iterable[bytes]) -> RemoteLoad | None:
+        """Return a load on its way that brings blocks of these digests, half of its own or more."""
+        if not self._by_middle:
+            return None
+        found = None
+        for digest in digests:
+            found = self._by_middle.get(digest, found)
+        return found
+
     def due(self, now: float) -> list[RemoteLoad]:
         """Return the loads on their way whose deadline is not after `now` (seconds)."""
         return list(itertools.takewhile(lambda load: load.deadline <= now, self._coming.values()))
@@ -109,6 +137,9 @@ class RemoteLoads:
     def _forget_coming(self, request_id: str) -> RemoteLoad | None:
         load = self._coming.pop(request_id, None)
         if load is not None:
+            self._coming_numbers.remove(load.number)
+            if load.middle_digest is not None and self._by_middle.get(load.middle_digest) is load:
+                del self._by_middle[load.middle_digest]
             self.num_coming_blocks -= len(load.block_ids)
             self.num_missing_blocks -= load.num_missing_blocks
         return load

@@ -10,6 +10,7 @@ from quire.config import SchedulerConfig
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.beam_groups import BeamGroups
+from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.outputs import SchedulerStats
@@ -39,6 +40,7 @@ class TransferPhase:
     slots: SlotManager
     finisher: RequestFinisher
     stats: SchedulerStats
+    eviction: CacheEviction | None
 
     def take(self, output: KVConnectorOutput, step: SchedulerOutput) -> None:
         """Apply what the connector's worker side has reported with a step."""
@@ -72,12 +74,21 @@ class TransferPhase:
         useless = load.drop_failed(block_size)
         self.kv.pool.release(useless[::-1])
         self.stats.num_loaded_tokens += max(0, load.num_tokens - load.num_local_blocks * block_size)
-        if not len(load.block_ids):
+        if len(load.block_ids):
+            self._cache(load)
+        else:
             self.holdings.drop_load(request.request_id)
         if len(useless):
             self._go_on_without(request, "could not be loaded")
         else:
             self._queue(request)
+
+    def _cache(self, load: RemoteLoad) -> None:
+        """Make the blocks of a load that has arrived findable: others may wait for them."""
+        num_tokens = load.num_tokens
+        if self.eviction is not None:
+            num_tokens = min(num_tokens, self.eviction.lengths.start_size)
+        self.kv.cache_loaded_blocks(load.request, load.block_ids, load.num_local_blocks, num_tokens)
 
     def _fail_blocks(self, block_ids: frozenset[int], slots: IntArray) -> None:
         """Void everything that was computed from blocks whose load has failed.
