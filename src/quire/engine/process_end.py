@@ -14,5 +14,9 @@ def describe_end(code: int) -> str:
     """Return what `code` of `subprocess.Popen.wait` says, with the likely cause if it was a signal."""
     if code >= 0:
         return f"ended with code {code}"
-    number = signal.Signals(-code)
-    return f"was killed by {number.name}" + (f": {_BUS_ERROR}" if number == signal.SIGBUS else "")
+    number = -code
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # most of the real-time signals have no name
+        name = f"signal {number}"
+    return f"was killed by {name}" + (f": {_BUS_ERROR}" if number == signal.SIGBUS else "")
