@@ -223,6 +223,20 @@ def test_sigterm_lets_running_requests_finish(started, slow_steps):
     assert server.ended()[0] == 0
 
 
+def test_running_requests_finish_although_nobody_reads_the_log(started, slow_steps):
+    server = started(scheduler="SlowScheduler")
+    slow_steps.touch()
+    stream = slow_stream(server.client(), max_tokens=50)
+    server.process.stderr.close()
+    server.process.send_signal(signal.SIGINT)
+    while httpx.get(f"{server.url}/health").status_code == 200:
+        pass
+    slow_steps.unlink()
+    *_, last = stream
+    assert last.choices[0].finish_reason == "length"
+    assert server.ended()[0] == 0
+
+
 @pytest.mark.parametrize("patience", [0, 600])
 def test_what_does_not_finish_in_time_is_told_so(started, slow_steps, patience):
     server = started(drain_timeout=patience, scheduler="SlowScheduler")

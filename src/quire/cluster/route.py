@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 import ssl
-import sys
 from collections.abc import AsyncIterator
 
 import uvloop
@@ -22,7 +21,7 @@ from quire.server.http_server import HttpServer
 from quire.server.listening import Listener, listener
 from quire.server.monitoring import monitoring_socket
 from quire.server.probes import MonitoredServer
-from quire.server.stopping import StopSignals, finished_unless_set
+from quire.server.stopping import StopSignals, announce_stop, finished_unless_set
 
 
 def route(config: RouterConfig) -> None:
@@ -90,12 +89,7 @@ async def _route_until_stopped(
             router.calls.begin_drain()
             num_running = router.num_serving
             if num_running:
-                timeout = config.drain_timeout
-                print(
-                    f"Stopping: {num_running} still running, for at most {timeout:g} s.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                announce_stop(num_running, config.drain_timeout)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(config.drain_timeout):
                     await finished_unless_set(stop.immediate, router.calls.wait_idle())

@@ -19,7 +19,7 @@ from quire.server.access_log import access_log
 from quire.server.connections import raise_descriptor_limit
 from quire.server.listening import Listener, listener
 from quire.server.monitoring import monitoring_socket
-from quire.server.stopping import StopSignals, cancelled_at_end, finished_unless_set
+from quire.server.stopping import StopSignals, announce_stop, cancelled_at_end, finished_unless_set
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -209,9 +209,7 @@ async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
     calls.begin_drain()
     num_running = len(calls.request_ids)
     if num_running:
-        print(
-            f"Stopping: {num_running} still running, for at most {timeout:g} s.", file=sys.stderr, flush=True
-        )
+        announce_stop(num_running, timeout)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):
             await finished_unless_set(stop.immediate, calls.wait_idle())

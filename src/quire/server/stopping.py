@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
@@ -92,6 +93,14 @@ def _in_thread(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iter
         writer.close()
         thread.join()
         reader.close()
+
+
+def announce_stop(num_running: int, timeout: float) -> None:
+    """Say how many requests a graceful stop waits for, and for how many seconds, if anybody can read it."""
+    with contextlib.suppress(OSError):  # who reads the log may have ended by the same signal
+        print(
+            f"Stopping: {num_running} still running, for at most {timeout:g} s.", file=sys.stderr, flush=True
+        )
 
 
 async def finished_unless_set(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
