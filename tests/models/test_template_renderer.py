@@ -175,6 +175,7 @@ FAULTS = {
     "dies": (["-c", "input()"], InvalidRequestError, "ended its process"),
     "raises": (["-c", "raise ValueError"], InvalidRequestError, "ended its process"),
     "aborts": (["-c", "import os; input(); os.abort()"], InvalidRequestError, "exit code -6"),
+    "is killed": (["-c", "import os; input(); os.kill(os.getpid(), 9)"], QueueFullError, "killed by SIGKILL"),
     "lies": (["-c", "import time; print('{', flush=True); time.sleep(99)"], InvalidRequestError, "cannot be"),
     "lies about types": (["-c", "print(3)"], InvalidRequestError, "cannot be used"),
     "never ends to speak": (
@@ -202,6 +203,21 @@ def test_processes_with_faults(renderer, fault, monkeypatch):
         with pytest.raises(error, match=message):
             rendered(renderer, "Hi")
     assert processes() == before
+
+
+def test_a_kill_before_the_template_has_been_compiled_is_not_held_against_it(renderer, monkeypatch):
+    popen = template_renderer.subprocess.Popen
+
+    def killed(*arguments, **options):
+        process = popen(*arguments, **options)
+        process.kill()
+        return process
+
+    with monkeypatch.context() as patched:
+        patched.setattr(template_renderer.subprocess, "Popen", killed)
+        with pytest.raises(QueueFullError, match="killed by SIGKILL"):
+            rendered(renderer, "Hi")
+    assert rendered(renderer, "Hi") == "<s>Hi"
 
 
 def test_a_machine_without_descriptors_is_busy(renderer, monkeypatch):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.config import ChatTemplateConfig
-from quire.errors import InvalidRequestError, QueueFullError, RequestTimeoutError
+from quire.errors import InvalidRequestError, QueueFullError, QuireError, RequestTimeoutError
 from quire.models.template_messages import END_OF_TIME, MAX_ANSWER_BYTES, Conversation, TemplateStart
 
 MAX_IDLE = 4  # processes that are kept for the next conversation
@@ -61,7 +62,7 @@ class TemplateRenderer:
         Raises:
             InvalidRequestError: the template is not valid, or takes too much.
             RequestTimeoutError: the machine is too busy.
-            QueueFullError: no process can be started.
+            QueueFullError: no process can be started, or it was killed.
         """
         self._put_back(self._take())
 
@@ -80,7 +81,7 @@ class TemplateRenderer:
         Raises:
             InvalidRequestError: the template is not valid, refuses these messages, or takes too much.
             RequestTimeoutError: the machine is too busy.
-            QueueFullError: no process can be started.
+            QueueFullError: no process can be started, or it was killed.
         """
         conversation = Conversation(
             messages=[dict(message) for message in messages],
@@ -182,6 +183,7 @@ class _Process:
 
         Raises:
             InvalidRequestError: the process has ended of the line, or its answer is none.
+            QueueFullError: the process was killed.
             RequestTimeoutError: there is no answer in time.
         """
         try:
@@ -192,9 +194,7 @@ class _Process:
                 "has less to do"
             ) from None
         except (OSError, EOFError, ValueError, TypeError):
-            raise InvalidRequestError(
-                f"the model's chat template cannot be used: {self._cause_of_end()}", param="messages"
-            ) from None
+            raise self._error_of_end() from None
         return text, refusal
 
     def end(self) -> None:
@@ -228,13 +228,21 @@ class _Process:
         with contextlib.suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
 
-    def _cause_of_end(self) -> str:
+    def _error_of_end(self) -> QuireError:
         """Return why the process has ended, or is ended here because it answers without end."""
         try:
             exit_code = self._process.wait(END_SECONDS)
+            if exit_code == -signal.SIGKILL:  # no limit of its own ends it so: the machine's memory was short
+                return QueueFullError(
+                    "the process that renders the chat template was killed by SIGKILL; try again later"
+                )
         except subprocess.TimeoutExpired:
             self._process.kill()
             exit_code = self._process.wait()
+        cause = self._cause_of_end(exit_code)
+        return InvalidRequestError(f"the model's chat template cannot be used: {cause}", param="messages")
+
+    def _cause_of_end(self, exit_code: int) -> str:
         if exit_code == -END_OF_TIME:
             return (
                 f"rendering it took more than {self._limits.chat_template_timeout:g} s of computing time "
