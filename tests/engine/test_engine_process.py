@@ -26,7 +26,7 @@ from quire.config import SpeculationConfig, SupervisionConfig
 from quire.engine import process
 from quire.engine.messages import GetStats, encode, input_address, output_address
 from quire.engine.process import Connection
-from quire.errors import EngineDeadError
+from quire.errors import ConfigError, EngineDeadError
 from quire.front import spare, supervision
 from quire.front.process_client import EngineProcess
 from quire.structured_outputs import StructuredOutputsParams
@@ -410,6 +410,15 @@ gc.collect()
 print(engine.is_running())
 """
     assert python_output(program, checkpoint) == "False\n"
+
+
+def test_a_temporary_directory_whose_name_is_too_long_for_sockets(checkpoint, tmp_path, monkeypatch):
+    directory = tmp_path / ("d" * 100)
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    with pytest.raises(ConfigError, match=r"File name too long; let TMPDIR"):
+        EngineProcess(tiny_config(checkpoint), Path(checkpoint))
+    assert not list(directory.iterdir())
 
 
 def test_the_socket_directory_is_private_and_gone_once_connected(checkpoint, sockets, preloaded_engines):

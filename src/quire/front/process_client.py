@@ -36,7 +36,7 @@ from quire.engine.messages import (
 )
 from quire.engine.output_window import Acknowledgements
 from quire.engine.process_end import describe_end
-from quire.errors import EngineDeadError
+from quire.errors import ConfigError, EngineDeadError
 from quire.front.descriptors import is_readable
 from quire.front.engine_launch import end_process, has_ended, kill_group, start_process
 
@@ -67,6 +67,9 @@ class EngineProcess:
     Attributes:
         has_more: whether more messages may be there already than `receive` has returned.
         acknowledged_at: when, on the monotonic clock, messages were acknowledged last.
+
+    Raises:
+        ConfigError: the directory for temporary files cannot have the sockets.
     """
 
     def __init__(
@@ -181,8 +184,14 @@ class EngineProcess:
         for socket in (self._input, self._output):
             socket.set_hwm(0)
             socket.linger = 0
-        self._input.bind(input_address(self._directory))
-        self._output.bind(output_address(self._directory))
+        try:
+            self._input.bind(input_address(self._directory))
+            self._output.bind(output_address(self._directory))
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"no sockets can be made in {self._directory}: {os.strerror(error.errno or 0)}; let TMPDIR "
+                "name another directory"
+            ) from error
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
