@@ -54,15 +54,16 @@ class WorkerThread:
 
         Raises:
             TooManyJobsError: too many jobs wait.
+            RuntimeError: the system has no thread to spare.
         """
         job = Job(call)
         with self._lock:
             if len(self._jobs) >= self._max_waiting:
                 raise TooManyJobsError(f"{len(self._jobs)} jobs wait; the limit is {self._max_waiting}")
-            self._jobs.append(job)
             if not self._is_running:
-                self._is_running = True
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._is_running = True
+            self._jobs.append(job)
         return job
 
     def _run(self) -> None:
