@@ -469,6 +469,20 @@ def test_threads_run_what_they_are_given_and_survive_what_it_raises(caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_tasks_wait_until_the_system_has_threads_to_spare(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    threads = WorkerThreads("test", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        first = threads.call(lambda: 1)
+        threads.close(0.0)
+    assert threads.call(lambda: 2).result(60) == 2
+    assert first.result(60) == 1
+    threads.close(60)
+
+
 def test_a_task_that_hangs_does_not_keep_close():
     threads = WorkerThreads("test", 1)
     go_on, has_begun = threading.Event(), threading.Event()

@@ -72,8 +72,13 @@ class WorkerThreads:
             thread = threading.Thread(
                 target=self._run, args=(number,), name=f"{self._name}-{number}", daemon=True
             )
+            try:
+                thread.start()
+            except RuntimeError:  # the system has none to spare; what is submitted next tries again
+                if not self._threads:
+                    logger.warning("no thread of %s can be started; its tasks wait", self._name)
+                return
             self._threads.append(thread)
-            thread.start()
 
     def _run(self, number: int) -> None:
         while (task := self._tasks.get()) is not None:
