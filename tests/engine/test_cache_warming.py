@@ -43,6 +43,10 @@ def next_are(*blocks: int):
     return lambda: np.array(blocks, dtype=np.int32)
 
 
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def run_to_the_end(warmer: CacheWarmer) -> None:
     warmer.resume()
     warmer.wait()
@@ -94,6 +98,17 @@ def test_a_scheduler_that_cannot_say_what_comes_next_is_asked_once(cache, caplog
         "the scheduler cannot say which KV blocks come next; none will be warmed"
     ]
     assert num_resident(cache) == 0
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for(cache, monkeypatch):
+    warmer = CacheWarmer(cache, next_are(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            warmer.resume()
+    warmer.close()
+    run_to_the_end(warmer)
+    assert num_resident(cache[2]) > 0
 
 
 def test_an_idle_engine_warms_what_its_next_step_may_use(checkpoint):

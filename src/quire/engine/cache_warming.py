@@ -71,10 +71,11 @@ class CacheWarmer:
 
     def _start(self, blocks: list[int]) -> None:
         if blocks:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._warm, args=(blocks,), name="quire-cache-warmer", daemon=True
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread  # one that cannot be started cannot be waited for
 
     def _warm(self, blocks: list[int]) -> None:
         from quire.kernels.memory import populate
