@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -208,6 +210,18 @@ def test_a_prompt_shorter_than_a_block_has_nothing_to_save(tmp_path):
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with open_llm() as llm, pytest.raises(KVFileError, match=r"cannot be written to .*: No such file"):
         llm.save_kv(PROMPT, tmp_path / "nowhere" / "a.kv")
+
+
+def test_a_disk_that_fails_is_named(saved, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with open_llm() as llm:
+        with pytest.raises(KVFileError, match="cannot be read from /proc/self/mem: Input/output error"):
+            llm.restore_kv("/proc/self/mem")  # whose first page is never mapped
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(KVFileError, match=f"cannot be read from {saved[0]}: Input/output error"):
+            llm.restore_kv(saved[0])
 
 
 # -- the command line --------------------------------------------------------------------------------------

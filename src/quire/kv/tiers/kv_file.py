@@ -46,9 +46,9 @@ class KVFile:
         self._path = path
         try:
             self._file = path.open("rb")
+            header = self._read_header()
         except OSError as error:
-            raise KVFileError(f"KV cannot be read from {path}: {error.strerror}") from error
-        header = self._read_header()
+            raise self._unreadable(error) from error
         self.identity: dict[str, str] = header["identity"]
         self.token_ids: list[int] = header["token_ids"]
         self.block_size: int = header["block_size"]
@@ -77,18 +77,24 @@ class KVFile:
         """Read a block.
 
         Raises:
-            KVFileError: it is damaged.
+            KVFileError: it is damaged, or cannot be read.
         """
         layout = self._layout
         offset = self._start + index * layout.region_bytes
         raw = bytearray(layout.header_bytes)
-        num_read = os.preadv(self._file.fileno(), [raw, into.data], offset)
+        try:
+            num_read = os.preadv(self._file.fileno(), [raw, into.data], offset)
+        except OSError as error:
+            raise self._unreadable(error) from error
         header = layout.parse(raw) if num_read == len(raw) + len(into) else None
         if header is None or header.key != key or not header.vouches_for(into):
             raise KVFileError(
                 f"block {index} of {len(self.token_ids) // self.block_size} in {self._path} is damaged; "
                 "those before it have been restored"
             )
+
+    def _unreadable(self, error: OSError) -> KVFileError:
+        return KVFileError(f"KV cannot be read from {self._path}: {error.strerror}")
 
     def _read_header(self) -> dict[str, Any]:
         prefix = self._file.read(len(_MAGIC) + _LENGTH_BYTES)
