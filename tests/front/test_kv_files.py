@@ -212,6 +212,16 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         llm.save_kv(PROMPT, tmp_path / "nowhere" / "a.kv")
 
 
+def test_only_regular_files_are_read_and_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open_llm() as llm:
+        for call in (lambda: llm.save_kv(PROMPT, pipe), lambda: llm.restore_kv(pipe)):
+            with pytest.raises(KVFileError, match="pipe is no regular file"):
+                call()
+    assert pipe.is_fifo()
+
+
 def test_a_disk_that_fails_is_named(saved, monkeypatch):
     def fail(*arguments):
         raise OSError(errno.EIO, "Input/output error")

@@ -45,6 +45,7 @@ class KVFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
+            _require_regular(path)
             self._file = path.open("rb")
             header = self._read_header()
         except OSError as error:
@@ -148,6 +149,7 @@ def write_kv_file(
     content = np.empty(bytes_per_block, dtype=np.uint8)
     unfinished: Path | None = None
     try:
+        _require_regular(path)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
             unfinished = Path(file.name)
             file.write(start.ljust(_aligned(len(start)), b"\0"))
@@ -170,6 +172,12 @@ def prompt_keys(token_ids: list[int], block_size: int, cache_salt: str = "") -> 
     keys = SequenceKeys(root_digest(salt=cache_salt), block_size)
     keys.extend(np.array(token_ids, dtype=np.int32))
     return keys
+
+
+def _require_regular(path: Path) -> None:
+    """Refuse what opening could wait for, such as a pipe, and what no file may take the place of."""
+    if path.exists() and not path.is_file():
+        raise KVFileError(f"{path} is no regular file")
 
 
 def _layout(identity: Mapping[str, str], block_size: int, bytes_per_block: int) -> RegionLayout:
