@@ -77,8 +77,10 @@ def test_a_request_waits_for_half_of_a_load_or_more(scene, num_same, waits):
     scene.check_naive()
 
 
-@pytest.mark.parametrize("fields", [{"salt": "another"}, {"prompt_logprobs": 0}], ids=str)
-def test_a_request_that_may_not_use_these_blocks_does_not_wait(scene, fields):
+@pytest.mark.parametrize(
+    "fields", [{"salt": "another"}, {"prompt_logprobs": 0}, {"kv_transfer_params": {}}], ids=str
+)
+def test_a_request_that_cannot_use_these_blocks_or_names_its_own_does_not_wait(scene, fields):
     scene.connector.never_answer_next_loads(1)
     scene.add("a", PROMPT)
     scene.step()

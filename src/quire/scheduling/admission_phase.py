@@ -220,10 +220,13 @@ class AdmissionPhase:
     def _awaits_load(self, request: Request, prefix: Prefix) -> bool:
         """Whether to wait for another request's load, which brings much of what this one lacks.
 
-        A request does so once: peers that fall silent would otherwise hold it up one after the other.
+        A request does so once: peers that fall silent would otherwise hold it up one after the other. What
+        names where its own KV is may find that sooner, and what has begun its answer does not pause.
         """
-        wants_cached = request.sampling_params.prompt_logprobs is None and not request.output_token_ids
-        if request.awaited_load or prefix.is_held or prefix.copy_from is not None or not wants_cached:
+        if request.awaited_load or request.kv_transfer_params is not None or request.output_token_ids:
+            return False
+        needs_all_computed = request.sampling_params.prompt_logprobs is not None
+        if prefix.is_held or prefix.copy_from is not None or needs_all_computed:
             return False
         start, last = len(prefix.block_ids), (request.num_tokens - 1) // self.kv.block_size
         end = min(last, start + LOOKUP_BLOCKS)
