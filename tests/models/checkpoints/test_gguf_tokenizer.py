@@ -114,6 +114,14 @@ def test_a_token_at_the_start_where_the_file_asks_for_it(published: Path, tmp_pa
     assert found.encode("the", add_special_tokens=False)[0] != 0
 
 
+def test_a_token_at_the_start_of_llama_3_unless_the_file_forbids_it(published: Path, tmp_path: Path) -> None:
+    """As its tokenizer.json asks for; llama.cpp's conversion wrote no add_bos_token."""
+    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre="llama-bpe"))
+    assert found.encode("the") == [0, *found.encode("the", add_special_tokens=False)]
+    file = _byte_level(published, tmp_path / "no.gguf", pre="llama-bpe", ggml__add_bos_token=False)
+    assert read_tokenizer(file).encode("the")[0] != 0
+
+
 def _sentence_piece(text: str, tokens: list[str], scores: list[float]) -> list[int]:
     """Join the pair with the best score, the first such, until none is left; bytes for what is unknown."""
     pieces = list("▁" + text.replace(" ", "▁"))

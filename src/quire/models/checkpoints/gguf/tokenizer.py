@@ -24,6 +24,7 @@ _SPLITS = {  # by tokenizer.ggml.pre; None: GPT-2's
     "qwen2": _WORDS.format(digits=r"\p{N}"),
     "llama-bpe": _WORDS.format(digits=r"\p{N}{1,3}"),
 }
+_BEGUN_BY_BOS = "llama-bpe"  # Llama 3's, whose files mostly lack add_bos_token; others' default is none
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
 _TOKEN_TYPES = range(7)  # as llama.cpp numbers them
 _PREFIX = "tokenizer.ggml."
@@ -61,7 +62,9 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
     source = f"{file.path}: tokenizer.ggml.bos_token_id"
     bos_ids = special_ids(file.metadata.get(f"{_PREFIX}bos_token_id"), source=source, vocab_size=len(tokens))
     adds_bos = file.entry(f"{_PREFIX}add_bos_token", bool)
-    if bos_ids and (kind == "llama" if adds_bos is None else adds_bos):
+    if adds_bos is None:
+        adds_bos = kind == "llama" or _text(file, "pre") == _BEGUN_BY_BOS
+    if bos_ids and adds_bos:
         bos = bos_ids[0]
         backend.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
