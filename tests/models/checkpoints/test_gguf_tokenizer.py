@@ -190,6 +190,14 @@ def test_a_tokenizer_beside_the_file_is_used(published: Path, tmp_path: Path) ->
     assert found.eos_token_ids == (1,)
 
 
+def test_the_end_of_a_turn_ends_an_answer_although_no_entry_names_it(tmp_path: Path) -> None:
+    """As in files of Phi-3, whose eos_token_id is that of <|endoftext|>."""
+    tokens = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|assistant|>", "<|end|>", "a"]
+    entries = {"ggml__token_type": [2, 3, 3, 3, 3, 3, 1], "ggml__scores": [0.0] * 7}
+    file = _write(tmp_path / "m.gguf", "llama", tokens, ggml__eos_token_id=3, **entries)
+    assert read_tokenizer(file).eos_token_ids == (3, 5)
+
+
 @pytest.mark.parametrize("name", ["bos", "eos", "eot"])
 def test_a_special_id_outside_the_vocabulary_is_an_error(published: Path, tmp_path: Path, name: str) -> None:
     file = _byte_level(published, tmp_path / "m.gguf", pre="gpt-2", **{f"ggml__{name}_token_id": 99999})

@@ -23,6 +23,8 @@ _MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB
 
 _MAX_TOKEN_CHARACTERS = 4096
 _GGUF_TOKENS = ("bos", "eos", "eot", "eom", "unk", "pad")
+# They end turns in the chats of models that Quire reads from GGUF files; metadata often name none of them.
+_ENDS_OF_TURNS = frozenset({"<|end|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -120,6 +122,7 @@ def _from_gguf(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequen
         name: special_ids(metadata.get(key), source=f"{path}: {key}", vocab_size=vocab_size)
         for name, key in ((name, f"tokenizer.ggml.{name}_token_id") for name in _GGUF_TOKENS)
     }
+    ends = [number for number, token in enumerate(tokens) if token in _ENDS_OF_TURNS]
     return Tokenizer(
         backend,
         special_tokens={
@@ -127,7 +130,7 @@ def _from_gguf(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequen
             for name, found in ids.items()
             if found and f"{name}_token" in _NAMED_TOKENS and found[0] < len(tokens)
         },
-        eos_token_ids=tuple(dict.fromkeys([*ids["eos"], *ids["eot"], *ids["eom"], *extra_eos_ids])),
+        eos_token_ids=tuple(dict.fromkeys([*ids["eos"], *ids["eot"], *ids["eom"], *ends, *extra_eos_ids])),
         bos_token_id=next(iter(ids["bos"]), None),
         chat_template=templating.chat_template
         or _checked_template(metadata.get("tokenizer.chat_template"), path),
