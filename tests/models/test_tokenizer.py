@@ -265,6 +265,31 @@ def test_the_default_of_named_templates(tmp_path: Path) -> None:
     assert _set_template(tmp_path, named).apply_chat_template(MESSAGES) == "yes"
 
 
+_FOR_TOOLS = """
+{%- macro named(tool, depth) %}{{ named(tool, depth - 1) if depth else tool.name }}{% endmacro %}
+{% for tool in tools %}
+{{ named(tool, 2) }}
+{% endfor %}
+    {{ messages[0].content }}
+"""
+_FOR_NO_TOOLS = "\n{% if tools is defined %}  {{ messages[0].content }}{% endif %}\n\n"
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_conversations_with_tools_have_a_template_of_their_own(tmp_path: Path, in_files: bool) -> None:
+    """As in Hermes 2 and 3."""
+    texts = {"default": _FOR_NO_TOOLS, "tool_use": _FOR_TOOLS}
+    _set_template(tmp_path, None if in_files else [{"name": k, "template": v} for k, v in texts.items()])
+    if in_files:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(_FOR_NO_TOOLS)
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(_FOR_TOOLS)
+    found, wanted = read_tokenizer(tmp_path), from_transformers(tmp_path)
+    for tools in (None, [{"name": "search"}, {"name": "add"}]):
+        text = wanted.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+        assert found.apply_chat_template(MESSAGES, tools=tools, add_generation_prompt=False) == text
+
+
 def test_a_template_file_wins(tmp_path: Path) -> None:
     _set_template(tmp_path, "from the settings")
     (tmp_path / "chat_template.jinja").write_text("from the file")

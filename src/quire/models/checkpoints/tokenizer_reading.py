@@ -21,6 +21,7 @@ from quire.models.tokenizer import DEFAULT_TEMPLATING, Tokenizer
 TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB
 
+_TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 _MAX_TOKEN_CHARACTERS = 4096
 _GGUF_TOKENS = ("bos", "eos", "eot", "eom", "unk", "pad")
 # They end turns in the chats of models that Quire reads from GGUF files; metadata often name none of them.
@@ -158,7 +159,9 @@ def _no_tokenizer(path: Path) -> ModelError:
 def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
     file = find_file(path, "chat_template.jinja")
     if file is not None:
-        return read_text(file, MAX_TEMPLATE_BYTES)
+        text = read_text(file, MAX_TEMPLATE_BYTES)
+        tool_file = find_file(path, _TOOL_TEMPLATE_FILE)
+        return text if tool_file is None else _of_two(read_text(tool_file, MAX_TEMPLATE_BYTES), text)
     for name, values in (
         ("tokenizer_config.json", settings),
         ("chat_template.json", read_json(path / "chat_template.json") or {}),
@@ -171,14 +174,32 @@ def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
 def _checked_template(template: Any, file: Path) -> str | None:
     """Return the text in an entry that holds one, or several by name."""
     if isinstance(template, list):
-        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
-        template = named[-1].get("template") if named else None
+        default, tool_use = (
+            next((one.get("template") for one in reversed(template) if _is_named(one, name)), None)
+            for name in ("default", "tool_use")
+        )
+        texts = _checked_template(default, file), _checked_template(tool_use, file)
+        return _of_two(texts[1], texts[0]) if texts[0] is not None and texts[1] is not None else texts[0]
     if template is not None and not (isinstance(template, str) and len(template) <= MAX_TEMPLATE_BYTES):
         raise ModelError(
             f"{file}: the chat template is {template!r:.100}; it must be a text of at most "
             f"{MAX_TEMPLATE_BYTES} characters"
         )
     return template
+
+
+def _is_named(template: Any, name: str) -> bool:
+    return isinstance(template, dict) and template.get("name") == name
+
+
+def _of_two(with_tools: str, without: str) -> str:
+    """Return one template of two, each of which renders as if it stood alone.
+
+    The marks between them keep jinja2 from removing the white space that these begin and end with.
+    """
+    mark = "{{ '' }}"
+    first, second = (mark + text.removesuffix("\n") + mark for text in (with_tools, without))
+    return "{% if tools %}" + first + "{% else %}" + second + "{% endif %}"
 
 
 def _special_tokens(*sources: tuple[Mapping[str, Any], Path]) -> dict[str, str]:
