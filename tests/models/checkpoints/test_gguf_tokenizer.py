@@ -45,7 +45,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _byte_level(published: Path, path: Path, *, pre: str, **entries: Any) -> Path:
-    """Write the published tokenizer's vocabulary with the rules `pre`."""
+    """Write the published tokenizer's vocabulary with the rules `pre`; empty: they are not named."""
     model = json.loads((published / "tokenizer.json").read_text())
     tokens = sorted(model["model"]["vocab"], key=model["model"]["vocab"].get)
     special = {entry["content"] for entry in model["added_tokens"]}
@@ -54,9 +54,9 @@ def _byte_level(published: Path, path: Path, *, pre: str, **entries: Any) -> Pat
         path,
         "gpt2",
         tokens,
-        ggml__pre=pre,
         ggml__merges=merges,
         ggml__token_type=[3 if token in special else 1 for token in tokens],
+        **({"ggml__pre": pre} if pre else {}),
         **{"ggml__bos_token_id": 0, "ggml__eos_token_id": 2} | entries,
     )
 
@@ -209,5 +209,14 @@ def test_unknown_rules_are_named(published: Path, tmp_path: Path) -> None:
     file = _byte_level(published, tmp_path / "m.gguf", pre="hieroglyphs")
     with pytest.raises(
         ModelError, match="the pre-tokenizer hieroglyphs; Quire builds gpt-2, qwen2, llama-bpe"
+    ):
+        read_tokenizer(file)
+
+
+def test_rules_that_are_not_named_are_not_guessed(published: Path, tmp_path: Path) -> None:
+    """As in files that were converted before May 2024: Qwen1.5 and Llama 3 do not cut text as GPT-2 does."""
+    file = _byte_level(published, tmp_path / "m.gguf", pre="")
+    with pytest.raises(
+        ModelError, match=r"that names no pre-tokenizer; .*put the model's tokenizer\.json beside"
     ):
         read_tokenizer(file)

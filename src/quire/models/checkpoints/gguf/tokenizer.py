@@ -73,7 +73,9 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
 
 
 def _byte_level(file: GGUFFile) -> tokenizers.Tokenizer:
-    rules = _text(file, "pre") or "gpt-2"
+    rules = _text(file, "pre")
+    if not rules:  # a file of before May 2024; its model's rules are hardly GPT-2's
+        raise _refusal(file, "that names no pre-tokenizer", ", ".join(_SPLITS))
     if rules not in _SPLITS:
         raise _refusal(file, f"with the pre-tokenizer {rules:.100}", ", ".join(_SPLITS))
     merges = [(left, right) for left, _, right in (text.partition(" ") for text in _texts(file, "merges"))]
