@@ -102,3 +102,18 @@ async def test_every_api_has_the_defaults(path, model, llm):
     params = llm.seen[-1].params
     assert (params.temperature, params.top_k, params.repetition_penalty) == (0.7, 20, 1.05)
     assert (params.top_p, params.max_tokens) == (0.25, 7)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_a_default_that_does_not_fit_is_as_many_as_fit_on_a_strict_server_too(path, model, llm):
+    """What the client has not asked for is no reason to refuse its request."""
+    (model / "generation_config.json").write_text(json.dumps({"max_new_tokens": 2048}))
+    llm.model_path = model
+    transport = httpx.ASGITransport(app=create_app(llm, ServerConfig(strict=True)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        body = {name: value for name, value in CALLS[path].items() if "tokens" not in name}
+        answer = await http.post(path, json={"model": "fake", **body})
+        assert answer.status_code == 200, answer.text
+        assert llm.seen[-1].options["shorten_output"]
+        await http.post(path, json={"model": "fake", **CALLS[path]})
+    assert "shorten_output" not in llm.seen[-1].options

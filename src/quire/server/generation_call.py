@@ -21,7 +21,7 @@ from quire.server.errors import ApiError
 from quire.server.generation import PREPARED_AT_ONCE, CallOutputs, OutputStream, generate, reading
 from quire.server.logprob_limit import LogprobLimit
 from quire.server.responses import json_response
-from quire.server.sampling_defaults import SamplingDefaults
+from quire.server.sampling_defaults import QUIRES_OWN, SamplingDefaults
 from quire.server.streaming import SERVER_SENT_EVENTS, event_stream, unless_disconnected
 
 if TYPE_CHECKING:
@@ -85,6 +85,10 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         if "kv_transfer_params" in self._options:
             self._tenant.require_kv_transfer()
         self._leave_out_unread_options()
+        # A length that the client has not asked for is no reason to refuse its request.
+        self._shortens = (
+            not self._context.config.strict or body.sampling_params(QUIRES_OWN).max_tokens is None
+        )
         self._params = self._within_model(body.sampling_params(self._context.sampling_defaults))
 
     def _leave_out_unread_options(self) -> None:
@@ -108,9 +112,9 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             leniency.ignore("kv_transfer_params")
 
     def _within_model(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with no more output tokens than the model's maximum length, unless it is strict."""
+        """Return `params` with no more output tokens than the model has room for, unless it shortens none."""
         longest = self._context.llm.info.max_model_len
-        if self._context.config.strict or (params.max_tokens or 0) <= longest:
+        if not self._shortens or (params.max_tokens or 0) <= longest:
             return params
         return dataclasses.replace(params, max_tokens=longest)
 
@@ -122,7 +126,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     def _request_options(self) -> dict[str, Any]:
         """Return options of the engine's requests: the client's, and its tenant's."""
         options = self._tenant.request_options(self._options)
-        if not self._context.config.strict:
+        if self._shortens:
             options["shorten_output"] = True
         return {**options, "before_submit": self._before_submit}
 
