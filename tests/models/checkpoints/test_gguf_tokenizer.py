@@ -220,3 +220,11 @@ def test_rules_that_are_not_named_are_not_guessed(published: Path, tmp_path: Pat
         ModelError, match=r"that names no pre-tokenizer; .*put the model's tokenizer\.json beside"
     ):
         read_tokenizer(file)
+
+
+def test_conversations_with_tools_have_a_template_of_their_own(published: Path, tmp_path: Path) -> None:
+    templates = {"chat_template": "none", "chat_template__tool_use": "{{ tools[0].name }}"}
+    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre="gpt-2", **templates))
+    messages = [{"role": "user", "content": "hello"}]
+    assert found.apply_chat_template(messages) == "none"
+    assert found.apply_chat_template(messages, tools=[{"name": "search"}]) == "search"

@@ -123,6 +123,10 @@ def _from_gguf(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequen
         name: special_ids(metadata.get(key), source=f"{path}: {key}", vocab_size=vocab_size)
         for name, key in ((name, f"tokenizer.ggml.{name}_token_id") for name in _GGUF_TOKENS)
     }
+    templates = [
+        {"name": "default", "template": metadata.get("tokenizer.chat_template")},
+        {"name": "tool_use", "template": metadata.get("tokenizer.chat_template.tool_use")},
+    ]
     ends = [number for number, token in enumerate(tokens) if token in _ENDS_OF_TURNS]
     return Tokenizer(
         backend,
@@ -133,8 +137,7 @@ def _from_gguf(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequen
         },
         eos_token_ids=tuple(dict.fromkeys([*ids["eos"], *ids["eot"], *ids["eom"], *ends, *extra_eos_ids])),
         bos_token_id=next(iter(ids["bos"]), None),
-        chat_template=templating.chat_template
-        or _checked_template(metadata.get("tokenizer.chat_template"), path),
+        chat_template=templating.chat_template or _checked_template(templates, path),
         template_limits=templating,
     )
 
