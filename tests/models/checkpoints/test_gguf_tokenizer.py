@@ -23,8 +23,8 @@ TEXTS = [
 ]
 
 
-def _write(path: Path, model: str, tokens: list[str], **entries: Any) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
+def _write(path: Path, model: str, tokens: list[str], *, architecture: str = "llama", **entries: Any) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     for name, value in entries.items():
@@ -228,3 +228,26 @@ def test_conversations_with_tools_have_a_template_of_their_own(published: Path, 
     messages = [{"role": "user", "content": "hello"}]
     assert found.apply_chat_template(messages) == "none"
     assert found.apply_chat_template(messages, tools=[{"name": "search"}]) == "search"
+
+
+@pytest.mark.parametrize(("architecture", "space"), [("phi3", []), ("llama", ["\u2581", "<0x0A>"])])
+def test_the_marks_of_phi_3_take_the_white_space_behind_them(
+    tmp_path: Path, architecture: str, space: list[str]
+) -> None:
+    """Its tokenizer.json says that of each mark; a GGUF file has no place for it."""
+    octets = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["\u2581", "a", "\u2581a"]
+    marks = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
+    tokens = ["<unk>", "<s>", "</s>", *octets, *words, *marks]
+    entries = {
+        "ggml__token_type": [2, 3, 4, *[6] * 256, 1, 1, 1, 3, 3, 3, 3],
+        "ggml__scores": [0.0] * 259 + [-1.0, -2.0, -3.0] + [0.0] * 4,
+    }
+    file = _write(tmp_path / "m.gguf", "llama", tokens, architecture=architecture, **entries)
+    found = read_tokenizer(file)
+    ids = found.encode("<|user|> \na<|end|>\n<|endoftext|>\n<|assistant|>")
+    newline = ["\u2581", "<0x0A>"]
+    user = ["\u2581a"] if architecture == "phi3" else ["\u2581", "\u2581", "<0x0A>", "a"]
+    assert [found.token_name(token_id) for token_id in ids] == [
+        *("<|user|>", *user, "<|end|>", *space, "<|endoftext|>", *newline, "<|assistant|>")
+    ]

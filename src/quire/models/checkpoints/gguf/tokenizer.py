@@ -25,6 +25,7 @@ _SPLITS = {  # by tokenizer.ggml.pre; None: GPT-2's
     "llama-bpe": _WORDS.format(digits=r"\p{N}{1,3}"),
 }
 _BEGUN_BY_BOS = "llama-bpe"  # Llama 3's, whose files mostly lack add_bos_token; others' default is none
+_KEEP_SPACE = ("<s>", "<|endoftext|>")  # the marks of Phi-3 that do not take the white space behind them
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
 _TOKEN_TYPES = range(7)  # as llama.cpp numbers them
 _PREFIX = "tokenizer.ggml."
@@ -56,9 +57,20 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
     else:
         raise _refusal(file, f"of the model {kind or 'none':.100}", "gpt2 and llama")
     tokens, types = _texts(file, "tokens"), _types(file)
+    is_phi_3 = kind == "llama" and file.entry("general.architecture", str) == "phi3"  # not Phi-4
     for is_special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
         added = [token for token, found in zip(tokens, types, strict=False) if found == wanted]
-        backend.add_tokens([AddedToken(token, special=is_special, normalized=False) for token in added])
+        backend.add_tokens(
+            [
+                AddedToken(
+                    token,
+                    special=is_special,
+                    normalized=False,
+                    rstrip=is_phi_3 and token not in _KEEP_SPACE,
+                )
+                for token in added
+            ]
+        )
     source = f"{file.path}: tokenizer.ggml.bos_token_id"
     bos_ids = special_ids(file.metadata.get(f"{_PREFIX}bos_token_id"), source=source, vocab_size=len(tokens))
     adds_bos = file.entry(f"{_PREFIX}add_bos_token", bool)
