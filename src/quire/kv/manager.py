@@ -171,12 +171,9 @@ class KVCacheManager:
         parents: list[bytes] = []
         changed = zip(request_ids, slots.tolist(), first.tolist(), count.tolist(), strict=True)
         for request_id, slot, start, num_new in changed:
-            keys, end = self._keys[request_id], start + num_new
-            if end > len(keys):
-                keys.extend(token_ids[slot, len(keys) * size : end * size])
-            of_request = list(keys.digests(start, end))
-            parents += [keys.digest(start), *of_request[:-1]]
-            digests += of_request
+            chain = self._chain(self._keys[request_id], token_ids[slot], start, start + num_new)
+            parents += chain[:-1]
+            digests += chain[1:]
         self.pool.cache(self._tables[rows, index], digests, parents, tokens)
         self._num_cached[slots] += count
 
@@ -196,12 +193,22 @@ class KVCacheManager:
         if keys is None or end <= num_cached:
             return
         token_ids = request.all_token_array()
-        if end > len(keys):
-            keys.extend(token_ids[len(keys) * size : end * size])
-        digests = list(keys.digests(num_cached, end))
-        parents = [keys.digest(num_cached), *digests[:-1]]
+        chain = self._chain(keys, token_ids, num_cached, end)
         tokens = token_ids[num_cached * size : end * size].reshape(-1, size)
-        self.pool.cache(block_ids[num_cached:end], digests, parents, tokens)
+        self.pool.cache(block_ids[num_cached:end], chain[1:], chain[:-1], tokens)
+
+    def _chain(self, keys: SequenceKeys, token_ids: IntArray, start: int, end: int) -> list[bytes]:
+        """Return the digest before block number `start`, and those of the blocks from there up to `end`.
+
+        Args:
+            keys: of a request; those that are missing are added.
+            token_ids: its tokens, from the first on, [tokens].
+            start: number of the first block.
+            end: number of the block behind the last one.
+        """
+        if end > len(keys):
+            keys.extend(token_ids[len(keys) * self.block_size : end * self.block_size])
+        return [keys.digest(start), *keys.digests(start, end)]
 
     # -- tables --------------------------------------------------------------------------------------------
 
