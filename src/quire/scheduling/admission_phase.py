@@ -341,9 +341,9 @@ class AdmissionPhase:
 
         None if there is none, or if it is so far back that waiting requests would not look for it.
         """
-        num_findable = num_tokens if self.eviction is None else self.eviction.lengths.start_size
-        num_loaded = min(num_tokens, num_findable) // self.kv.block_size - first_block
-        half = -(-num_loaded // 2)
+        if self.eviction is not None:
+            num_tokens = self.eviction.num_findable(num_tokens)
+        half = -(-(num_tokens // self.kv.block_size - first_block) // 2)
         if not 0 < half <= LOOKUP_BLOCKS:
             return None
         middle = first_block + half

@@ -68,6 +68,10 @@ class CacheEviction:
         """Return how many of the computed tokens others may share: no more than never go."""
         return np.minimum(num_computed, self.lengths.start_size)
 
+    def num_findable(self, num_computed: int) -> int:
+        """Return the same for one request."""
+        return min(num_computed, self.lengths.start_size)
+
     def apply(self, slots: IntArray, num_computed: IntArray) -> EvictionData:
         """Take out of the tables what goes after a step that leaves `num_computed` tokens computed.
 

@@ -66,7 +66,7 @@ class StepSharing:
     def _add(self, slot: int, first_block: int, num_tokens: int) -> None:
         """Make the blocks from `first_block` up to token `num_tokens` findable, as far as they are full."""
         if self._eviction is not None:
-            num_tokens = min(num_tokens, self._eviction.lengths.start_size)
+            num_tokens = self._eviction.num_findable(num_tokens)
         request_id, end = self._running.request_at(slot).request_id, num_tokens // self._kv.block_size
         for digest in self._kv.digests(request_id, first_block, end):
             self._filler_of.setdefault(digest, slot)

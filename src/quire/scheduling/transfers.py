@@ -87,7 +87,7 @@ class TransferPhase:
         """Make the blocks of a load that has arrived findable: others may wait for them."""
         num_tokens = load.num_tokens
         if self.eviction is not None:
-            num_tokens = min(num_tokens, self.eviction.lengths.start_size)
+            num_tokens = self.eviction.num_findable(num_tokens)
         self.kv.cache_loaded_blocks(load.request, load.block_ids, load.num_local_blocks, num_tokens)
 
     def _fail_blocks(self, block_ids: frozenset[int], slots: IntArray) -> None:
