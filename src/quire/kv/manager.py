@@ -38,6 +38,11 @@ class Prefix:
     num_filling: int = 0
 
     @property
+    def is_cached(self) -> bool:
+        """Whether it comes from the prefix cache, and not from a load or another request's blocks."""
+        return not self.is_held and self.copy_from is None
+
+    @property
     def num_blocks(self) -> int:
         """Blocks that need not be allocated."""
         return len(self.block_ids) + self.num_filling

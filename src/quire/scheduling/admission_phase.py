@@ -52,9 +52,8 @@ class AdmissionPhase:
 
     No request overtakes another: the first that does not fit ends the phase. Only a request whose KV may be
     elsewhere, while its connector does not know yet, or is on its way for another request, is passed over for
-    the step. While others run, a step
-    looks for `LOOKUP_BLOCKS` more cached blocks of a request at most: to hash a very long prompt takes longer
-    than they should wait, and so it is admitted some steps later.
+    the step. While others run, a step looks for `LOOKUP_BLOCKS` more cached blocks of a request at most: to
+    hash a very long prompt takes longer than they should wait, and so it is admitted some steps later.
     """
 
     config: SchedulerConfig
@@ -201,14 +200,11 @@ class AdmissionPhase:
 
     def _with_filling(self, request: Request, prefix: Prefix) -> Prefix:
         """Add the blocks that this step fills, unless the request begins with a load or a leader's prompt."""
-        if prefix.is_held or prefix.copy_from is not None:
-            return prefix
-        return self.sharing.extended(request, prefix)
+        return self.sharing.extended(request, prefix) if prefix.is_cached else prefix
 
     def _ask_connector(self, request: Request, prefix: Prefix) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded (None: ask later), and whether they are waited for."""
-        is_settled = prefix.is_held or prefix.copy_from is not None or request.kv_load_failed
-        if is_settled or request.sampling_params.prompt_logprobs is not None:
+        if request.kv_load_failed or not self._may_load_more(request, prefix):
             return 0, False
         count, is_async = self.connector.find(request, prefix.num_tokens)
         if count is None:
@@ -216,6 +212,10 @@ class AdmissionPhase:
         # The last token is always computed, for its logits.
         count = max(0, min(count, request.num_tokens - 1 - prefix.num_tokens))
         return count, is_async and count > 0
+
+    def _may_load_more(self, request: Request, prefix: Prefix) -> bool:
+        """Whether KV from elsewhere may follow a prefix: not where every prompt position is computed."""
+        return prefix.is_cached and request.sampling_params.prompt_logprobs is None
 
     def _awaits_load(self, request: Request, prefix: Prefix) -> bool:
         """Whether to wait for another request's load, which brings much of what this one lacks.
@@ -225,8 +225,7 @@ class AdmissionPhase:
         """
         if request.awaited_load or request.kv_transfer_params is not None or request.output_token_ids:
             return False
-        needs_all_computed = request.sampling_params.prompt_logprobs is not None
-        if prefix.is_held or prefix.copy_from is not None or needs_all_computed:
+        if not self._may_load_more(request, prefix):
             return False
         start, last = len(prefix.block_ids), (request.num_tokens - 1) // self.kv.block_size
         end = min(last, start + LOOKUP_BLOCKS)
