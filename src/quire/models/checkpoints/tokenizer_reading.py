@@ -123,10 +123,6 @@ def _from_gguf(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequen
         name: special_ids(metadata.get(key), source=f"{path}: {key}", vocab_size=vocab_size)
         for name, key in ((name, f"tokenizer.ggml.{name}_token_id") for name in _GGUF_TOKENS)
     }
-    templates = [
-        {"name": "default", "template": metadata.get("tokenizer.chat_template")},
-        {"name": "tool_use", "template": metadata.get("tokenizer.chat_template.tool_use")},
-    ]
     ends = [number for number, token in enumerate(tokens) if token in _ENDS_OF_TURNS]
     return Tokenizer(
         backend,
@@ -137,7 +133,7 @@ def _from_gguf(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequen
         },
         eos_token_ids=tuple(dict.fromkeys([*ids["eos"], *ids["eot"], *ids["eom"], *ends, *extra_eos_ids])),
         bos_token_id=next(iter(ids["bos"]), None),
-        chat_template=templating.chat_template or _checked_template(templates, path),
+        chat_template=templating.chat_template or _gguf_template_source(metadata, path),
         template_limits=templating,
     )
 
@@ -164,7 +160,7 @@ def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
     if file is not None:
         text = read_text(file, MAX_TEMPLATE_BYTES)
         tool_file = find_file(path, _TOOL_TEMPLATE_FILE)
-        return text if tool_file is None else _of_two(read_text(tool_file, MAX_TEMPLATE_BYTES), text)
+        return _of_two(None if tool_file is None else read_text(tool_file, MAX_TEMPLATE_BYTES), text)
     for name, values in (
         ("tokenizer_config.json", settings),
         ("chat_template.json", read_json(path / "chat_template.json") or {}),
@@ -174,15 +170,19 @@ def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _gguf_template_source(metadata: Mapping[str, Any], file: Path) -> str | None:
+    keys = "tokenizer.chat_template", "tokenizer.chat_template.tool_use"
+    default, tool_use = (_checked_template(metadata.get(key), file) for key in keys)
+    return _of_two(tool_use, default)
+
+
 def _checked_template(template: Any, file: Path) -> str | None:
     """Return the text in an entry that holds one, or several by name."""
     if isinstance(template, list):
-        default, tool_use = (
-            next((one.get("template") for one in reversed(template) if _is_named(one, name)), None)
-            for name in ("default", "tool_use")
-        )
-        texts = _checked_template(default, file), _checked_template(tool_use, file)
-        return _of_two(texts[1], texts[0]) if texts[0] is not None and texts[1] is not None else texts[0]
+        named = [(one.get("name"), one.get("template")) for one in template if isinstance(one, dict)]
+        by_name = {name: text for name, text in named if isinstance(name, str)}
+        default, tool_use = (_checked_template(by_name.get(name), file) for name in ("default", "tool_use"))
+        return _of_two(tool_use, default)
     if template is not None and not (isinstance(template, str) and len(template) <= MAX_TEMPLATE_BYTES):
         raise ModelError(
             f"{file}: the chat template is {template!r:.100}; it must be a text of at most "
@@ -191,15 +191,13 @@ def _checked_template(template: Any, file: Path) -> str | None:
     return template
 
 
-def _is_named(template: Any, name: str) -> bool:
-    return isinstance(template, dict) and template.get("name") == name
-
-
-def _of_two(with_tools: str, without: str) -> str:
-    """Return one template of two, each of which renders as if it stood alone.
+def _of_two(with_tools: str | None, without: str | None) -> str | None:
+    """Return one template of two, each of which renders as if it stood alone; `without` if one is missing.
 
     The marks between them keep jinja2 from removing the white space that these begin and end with.
     """
+    if with_tools is None or without is None:
+        return without
     mark = "{{ '' }}"
     first, second = (mark + text.removesuffix("\n") + mark for text in (with_tools, without))
     return "{% if tools %}" + first + "{% else %}" + second + "{% endif %}"
