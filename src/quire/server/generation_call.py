@@ -85,11 +85,12 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         if "kv_transfer_params" in self._options:
             self._tenant.require_kv_transfer()
         self._leave_out_unread_options()
+        defaults = self._context.sampling_defaults
         # A length that the client has not asked for is no reason to refuse its request.
-        self._shortens = (
-            not self._context.config.strict or body.sampling_params(QUIRES_OWN).max_tokens is None
+        self._shortens = not self._context.config.strict or (
+            "max_tokens" in defaults.fields and body.sampling_params(QUIRES_OWN).max_tokens is None
         )
-        self._params = self._within_model(body.sampling_params(self._context.sampling_defaults))
+        self._params = self._within_model(body.sampling_params(defaults))
 
     def _leave_out_unread_options(self) -> None:
         """Note options that the engine does not read as without effect.
