@@ -19,6 +19,7 @@ from quire.kernels import memory
 from quire.kernels.memory import PAGE, map_large_pages
 from quire.scheduling.scheduler import Scheduler
 from subprocesses import python_output
+from thread_shortage import no_threads_to_spare
 
 NUM_BLOCKS = 4
 
@@ -41,10 +42,6 @@ def cache() -> torch.Tensor:
 
 def next_are(*blocks: int):
     return lambda: np.array(blocks, dtype=np.int32)
-
-
-def refuse(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
 
 
 def run_to_the_end(warmer: CacheWarmer) -> None:
@@ -100,12 +97,10 @@ def test_a_scheduler_that_cannot_say_what_comes_next_is_asked_once(cache, caplog
     assert num_resident(cache) == 0
 
 
-def test_a_thread_that_cannot_be_started_is_not_waited_for(cache, monkeypatch):
+def test_a_thread_that_cannot_be_started_is_not_waited_for(cache):
     warmer = CacheWarmer(cache, next_are(2))
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="new thread"):
-            warmer.resume()
+    with no_threads_to_spare(), pytest.raises(RuntimeError, match="new thread"):
+        warmer.resume()
     warmer.close()
     run_to_the_end(warmer)
     assert num_resident(cache[2]) > 0

@@ -52,6 +52,16 @@ def answer(llm: LLM, prompt=PROMPT, transfer=None, **changes) -> list:
     ]
 
 
+def run(llm: LLM) -> dict[str, list[int]]:
+    """Step until nothing is left to do; return the new tokens of each request."""
+    core, tokens = core_of(llm), {}
+    while core.has_unfinished_requests():
+        for output in core.step()[0]:
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        time.sleep(0.001)  # for the threads of the links
+    return tokens
+
+
 def prefill(llm: LLM, prompt=PROMPT, *, n=1, **more) -> dict:
     [output] = llm.generate(
         [prompt], params(max_tokens=1, n=n), kv_transfer_params={"do_remote_decode": True, **more}
@@ -156,16 +166,10 @@ def test_what_is_cached_there_is_not_read_again(pair, alone):
 def test_a_prompt_that_comes_several_times_at_once_travels_as_often_as_it_is_lent(pair, alone, num_lent):
     first, second = pair
     loaded = second.stats().num_loaded_tokens
-    core, tokens = core_of(second), {}
     for number, name in enumerate("abcd"):
         options = RequestOptions(kv_transfer_params=prefill(first) if number < num_lent else None)
-        core.add(EngineCoreRequest([(name, 0)], PROMPT, params(), options=options))
-        tokens[name] = []
-    while core.has_unfinished_requests():
-        for output in core.step()[0]:
-            tokens[output.request_id] += output.new_token_ids
-        time.sleep(0.001)  # for the threads of the links
-    assert list(tokens.values()) == [alone[0][0]] * 4
+        core_of(second).add(EngineCoreRequest([(name, 0)], PROMPT, params(), options=options))
+    assert run(second) == dict.fromkeys("abcd", alone[0][0])
     assert second.stats().num_loaded_tokens == loaded + num_lent * 322
 
 
@@ -373,13 +377,10 @@ def test_a_request_that_goes_on_after_its_engine_has_died_reads_no_loan(pair, al
     try:
         options = RequestOptions(kv_transfer_params=lost_lease(first))
         core.add(EngineCoreRequest([("a", 0)], PROMPT, params(), (), options, resumed_outputs=[tokens[:2]]))
-        rest: list[int] = []
-        while core.has_unfinished_requests():
-            for output in core.step()[0]:
-                rest += output.new_token_ids
+        rest = run(second)
     finally:
         core.scheduler._config.kv_load_failure = "recompute"
-    assert rest == tokens[2:]
+    assert rest == {"a": tokens[2:]}
     assert failed_loads(second) == before
 
 

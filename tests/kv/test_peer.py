@@ -23,6 +23,7 @@ from quire.kv.peers.prefix_lookup import PrefixLookup
 from quire.kv.peers.pulls import LoanLoad, LoanPull
 from quire.kv.peers.transfer_params import BorrowingParams
 from quire.kv.step_times import StepMark, host_mark
+from thread_shortage import no_threads_to_spare
 
 SOON = 20.0
 LAYOUTS = BlockLayouts(PageLayout(4, (), 8), lambda size: PageLayout(size, (), 8))
@@ -150,15 +151,10 @@ def test_a_reader_goes_on_after_any_failure(make_peer, monkeypatch):
     assert [pull.has_failed for pull in pulls] == [True, True, False]
 
 
-def test_without_threads_pulls_fail_at_once(make_peer, monkeypatch):
+def test_without_threads_pulls_fail_at_once(make_peer):
     opener = Opener()
     peer = make_peer(opener)
-
-    def cannot_start(self) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(threading.Thread, "start", cannot_start)
+    with no_threads_to_spare():
         peer.keep("t", "r", is_offered=True)
         pull = Pull("t")
         peer.pull(pull)

@@ -20,6 +20,7 @@ from quire.kv.tiers.disk_tier import DiskTier
 from quire.kv.tiers.memory_tier import MemoryTier
 from quire.kv.tiers.region import RegionLayout
 from quire.kv.tiers.worker_threads import WorkerThreads
+from thread_shortage import no_threads_to_spare
 
 BLOCKS = [20, 21, 22, 23]
 
@@ -469,13 +470,9 @@ def test_threads_run_what_they_are_given_and_survive_what_it_raises(caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_tasks_wait_until_the_system_has_threads_to_spare(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
+def test_tasks_wait_until_the_system_has_threads_to_spare():
     threads = WorkerThreads("test", 2)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+    with no_threads_to_spare():
         first = threads.call(lambda: 1)
         threads.close(0.0)
     assert threads.call(lambda: 2).result(60) == 2
