@@ -26,8 +26,8 @@ from quire.datadist.prompt_service import PromptService
 from quire.datadist.protocol import (
     DIGEST_BYTES,
     LinkOffer,
+    LoanReport,
     LoanRequest,
-    LoansEnded,
     PartReady,
     PrefixFound,
     PrefixRequest,
@@ -241,9 +241,11 @@ def test_news_renew_and_release(sides):
     side, link = sides
     side.lend([1, 2])
     side.lend([3], "other")
-    assert link.exchange_news(["loan", "gone"], [], soon()) == ["gone"]
+    side.loans.offer("awaited", "owner", 1, DIGEST)
+    assert link.exchange_news(["loan", "gone", "awaited"], [], soon()) == LoanReport(["gone"], ["loan"])
     assert side.loans.take_renewed() == {"owner"}
-    assert link.exchange_news(["loan"], ["loan", "other", "gone"], soon()) == ["loan"]
+    released = ["loan", "other", "gone", "awaited"]
+    assert link.exchange_news(["loan"], released, soon()) == LoanReport(["loan"], [])
     assert side.loans.take_released() == {"owner"}
     assert side.loans.is_empty
 
@@ -315,7 +317,7 @@ def test_an_llm_datadist_lends_nothing():
         decoder.link_clusters([address_of(prompt)], timeout=20_000)
         link = decoder._session.links.link_of(1)
         assert code_of(pull, link, request_for(1), [0]) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        assert link.exchange_news(["loan"], ["loan"], soon()) == ["loan"]
+        assert link.exchange_news(["loan"], ["loan"], soon()) == LoanReport(["loan"], [])
         prompt.kv_cache_manager.allocate_cache(DESC, [CacheKey(1, 5)])
 
 
@@ -365,7 +367,7 @@ WHOLE = PartReady(1, 2, 2, 0, BLOCK_BYTES)
         [PartReady(1, 2, 1, 0, 8), PartReady(1, 2, 1, 0, 8)],
         [PartReady(2, 2, 2, 0, BLOCK_BYTES)],
         [PullConfirmed(1)],
-        [LoansEnded([])],
+        [LoanReport([], [])],
         [WHOLE, WHOLE],
         [WHOLE, PullConfirmed(3)],
         [WHOLE, PullRefused(1, 255, "no such code")],

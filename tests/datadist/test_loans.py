@@ -204,7 +204,7 @@ def test_a_reader_that_is_not_wanted_or_late_waits_no_more():
 def test_owners_learn_who_is_renewed_read_and_released():
     loans = lent()
     assert loans.take_renewed() == loans.take_released() == set()
-    assert loans.renew(["one", "unknown"]) == ["unknown"]
+    assert loans.renew(["one", "unknown"]) == (["unknown"], [])
     assert (loans.take_renewed(), loans.take_renewed()) == ({"request"}, set())
     reading = loans.open("one", 0, 4, DIGEST, patience=0, is_wanted=always)
     assert loans.take_renewed() == loans.take_renewed() == {"request"}, "who reads needs no heartbeat"

@@ -26,8 +26,8 @@ from quire.datadist.protocol import (
     LinkOffer,
     LinkRequest,
     LoanNews,
+    LoanReport,
     LoanRequest,
-    LoansEnded,
     NumberedBlocksSource,
     OfferAccepted,
     OfferDeclined,
@@ -125,7 +125,7 @@ from_prompt = (
     | st.builds(PullRefused, u64, st.integers(0, 255), st.text(max_size=30))
     | st.builds(PullConfirmed, u64)
     | st.builds(PartReady, u64, u32, u32, size, size)
-    | st.builds(LoansEnded, names)
+    | st.builds(LoanReport, names, names)
     | st.builds(PrefixFound, u32)
     | st.sampled_from([LinkEstablished(), LinkChecked(), Unlinked()])
 )

@@ -17,7 +17,7 @@ from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
 from quire.kv.events import KVEventCollector
-from quire.kv.peers import known_peers, links, peer, peer_prefixes, pulls
+from quire.kv.peers import known_peers, links, peer, peer_prefixes, pull_readers, pulls
 from quire.request_options import RequestOptions
 from quire.status import RequestStatus
 
@@ -75,6 +75,11 @@ def step_until(llm: LLM, condition) -> None:
         assert time.monotonic() < deadline
         core_of(llm).step()
         time.sleep(0.001)  # for the threads of the links
+
+
+def add(llm: LLM, name: str, prompt: list[int], transfer: dict | None, **changes) -> None:
+    options = RequestOptions(kv_transfer_params=transfer)
+    core_of(llm).add(EngineCoreRequest([(name, 0)], prompt, params(**changes), options=options))
 
 
 def check_nothing_is_held(*engines: LLM) -> None:
@@ -167,10 +172,31 @@ def test_a_prompt_that_comes_several_times_at_once_travels_as_often_as_it_is_len
     first, second = pair
     loaded = second.stats().num_loaded_tokens
     for number, name in enumerate("abcd"):
-        options = RequestOptions(kv_transfer_params=prefill(first) if number < num_lent else None)
-        core_of(second).add(EngineCoreRequest([(name, 0)], PROMPT, params(), options=options))
+        add(second, name, PROMPT, prefill(first) if number < num_lent else None)
     assert run(second) == dict.fromkeys("abcd", alone[0][0])
     assert second.stats().num_loaded_tokens == loaded + num_lent * 322
+
+
+def test_prompts_that_are_computed_in_another_order_than_they_are_waited_for_all_travel():
+    prompts = {f"t{number}": [5 + number, *PROMPT[1:]] for number in range(pull_readers.MAX_READERS + 2)}
+    lenders_blocks = 2 * (len(PROMPT) // 16 + 2)  # so that no third one is computed before one is read
+    with (
+        engine("prefill", num_kv_blocks=lenders_blocks) as first,
+        engine("decode", num_kv_blocks=256) as second,
+    ):
+        host, port = core_of(first).info.kv_transfer_address
+        where = {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
+        for name, prompt in prompts.items():
+            add(second, name, prompt, where | {"transfer_id": name})
+        for name, prompt in reversed(prompts.items()):
+            add(first, name, prompt, {"do_remote_decode": True, "transfer_id": name}, max_tokens=1)
+        while core_of(second).has_unfinished_requests():
+            core_of(first).step()
+            core_of(second).step()
+            time.sleep(0.001)  # for the threads of the links
+        assert second.stats().num_loaded_tokens == len(prompts) * (len(PROMPT) - 1)
+        assert second.stats().num_failed_loads == 0
+        check_nothing_is_held(first, second)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4])
@@ -350,10 +376,7 @@ def test_a_loan_that_is_not_needed_is_given_back_before_the_answer_ends(pair, ch
         answer(second)  # all of the prompt is cached now
     transfer = prefill(first)
     core = core_of(second)
-    added = params(max_tokens=64, **changes)
-    core.add(
-        EngineCoreRequest([("a", 0)], PROMPT, added, options=RequestOptions(kv_transfer_params=transfer))
-    )
+    add(second, "a", PROMPT, transfer, max_tokens=64, **changes)
     core.step()
     assert core.scheduler.get_request_counts() == (1, 0)
     step_until(first, lambda: not core_of(first).stats().num_leased_blocks)
@@ -407,9 +430,7 @@ def test_a_request_that_is_aborted_gives_its_loan_back(pair):
     first, second = pair
     transfer = prefill(first)
     core = core_of(second)
-    core.add(
-        EngineCoreRequest([("a", 0)], PROMPT, params(), options=RequestOptions(kv_transfer_params=transfer))
-    )
+    add(second, "a", PROMPT, transfer)
     core.step()
     core.finish(["a"], RequestStatus.FINISHED_ABORTED)
     step_until(first, lambda: not core_of(first).stats().num_leased_blocks)

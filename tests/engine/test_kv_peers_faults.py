@@ -21,13 +21,13 @@ from quire.datadist.cached_blocks import CachedBlocks, CachedReading
 from quire.datadist.decoder_link import DecoderLink
 from quire.datadist.loans import Loans
 from quire.datadist.prompt_link import PromptLink
+from quire.datadist.protocol import LoanReport
 from quire.datadist.status import LLMStatusCode, failure
 from quire.datadist.transports.shared_memory import SharedMemoryDestinationEnd, SharedMemorySourceEnd
 from quire.datadist.transports.tcp import TcpDestinationEnd, TcpSourceEnd
 from quire.engine.messages import EngineCoreRequest
 from quire.kv.peers import connector as connector_module
 from quire.kv.peers import links, peer_prefixes, pulls
-from quire.kv.peers import peer as peer_module
 from quire.request_options import RequestOptions
 from quire.status import FinishReason, RequestStatus
 
@@ -99,7 +99,7 @@ class Faults:
                     result.close()  # who never got the reading cannot
                 raise self._error()
             if fault == "lie" and name == "exchange_news":
-                return list(args[1])  # all have ended
+                return LoanReport(list(args[1]), list(args[1]))  # all have ended, and are ready
             if fault == "lie" and name == "find_prefix":
                 return len(args[1]) // 16  # all is there
             return result
@@ -303,7 +303,6 @@ def serve_with_faults(right: list[tuple], monkeypatch, seed: int, options: dict)
     """Serve with faults and check all that must hold; return how many tokens were loaded."""
     monkeypatch.setattr(links, "DOWN_SECONDS", 0.05)
     monkeypatch.setattr(pulls, "OFFER_PATIENCE", TIMEOUT)
-    monkeypatch.setattr(peer_module, "RENEW_INTERVAL", TIMEOUT / 5)
     faults = Faults(seed, rate=0.15)
     faults.install(monkeypatch)
     threads = set(threading.enumerate())

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from late_device import LateDevice
+from quire.datadist.protocol import LoanReport
 from quire.datadist.status import LLMStatusCode, failure
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.page_layout import PageLayout
-from quire.kv.peers import links
+from quire.kv.peers import links, pull_readers
 from quire.kv.peers import peer as peer_module
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.known_peers import KnownPeers
@@ -45,10 +46,10 @@ class FakeLink:
     def pull_parts(self, request, memory, blocks, deadline) -> None:
         self.pulled.append(request.loan)
 
-    def exchange_news(self, waiting, released, deadline) -> list[str]:
+    def exchange_news(self, waiting, released, deadline) -> LoanReport:
         self.told.append((waiting, released))
         self.was_told.set()
-        return []
+        return LoanReport(ended=[], ready=[])
 
     def find_prefix(self, digests, deadline) -> int:
         return len(digests) // 16
@@ -90,8 +91,8 @@ class Pull(LoanPull):
 def make_peer():
     peers: list[Peer] = []
 
-    def make(open_link) -> Peer:
-        peers.append(Peer(("127.0.0.1", 1), open_link, None, LAYOUTS))
+    def make(open_link, lease_timeout: float = 30.0) -> Peer:
+        peers.append(Peer(("127.0.0.1", 1), open_link, None, LAYOUTS, lease_timeout=lease_timeout))
         return peers[-1]
 
     yield make
@@ -99,32 +100,35 @@ def make_peer():
         one.close()
         one.join(time.monotonic() + SOON)
         assert not one._messenger or not one._messenger.is_alive()
-        assert not any(reader.is_alive() for reader in one._readers)
+        readers = one._ready_pulls._threads | one._awaited_pulls._threads
+        assert not any(reader.is_alive() for reader in readers)
 
 
-class LockWithGap:
-    """A lock that calls something once, after it has been left for the first time by a reader that ends."""
+class ConditionWithGap(threading.Condition):
+    """A condition that calls something once, after it has been left by a reader that has waited in vain."""
 
     def __init__(self, in_gap) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self._in_gap = in_gap
+        self._has_waited = False
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
+    def wait_for(self, *arguments):
+        result = super().wait_for(*arguments)
+        self._has_waited = not result
+        return result
 
-    def __exit__(self, *_) -> None:
-        self._lock.release()
-        if threading.current_thread().name == "kv-peer-reader" and self._in_gap is not None:
+    def __exit__(self, *arguments) -> None:
+        super().__exit__(*arguments)
+        if self._has_waited and self._in_gap is not None:
             in_gap, self._in_gap = self._in_gap, None
             in_gap()
 
 
 def test_a_pull_that_comes_when_the_last_reader_ends_is_read(make_peer, monkeypatch):
-    monkeypatch.setattr(peer_module, "IDLE_TIMEOUT", 0.001)
-    peer, late = make_peer(Opener()), Pull("late")
-    peer._lock = LockWithGap(lambda: peer.pull(late))
-    reader = peer_module._start_thread(peer._read_loans, "kv-peer-reader")
-    peer._readers.add(reader)
+    monkeypatch.setattr(pull_readers, "IDLE_TIMEOUT", 0.001)
+    peer, first, late = make_peer(Opener()), Pull("first"), Pull("late")
+    peer._awaited_pulls._changed = ConditionWithGap(lambda: peer.pull(late))
+    peer.pull(first)
     assert late.ending.wait(SOON)
     assert not late.has_failed
 
@@ -168,6 +172,62 @@ def test_without_threads_pulls_fail_at_once(make_peer):
     assert not after.has_failed
     peer.keep("u", "r", is_offered=True)
     assert opener.link.was_told.wait(SOON)
+
+
+def test_what_is_ready_is_read_while_all_readers_wait_for_what_is_not(make_peer):
+    opener = Opener()
+    is_ready = {f"late{number}": threading.Event() for number in range(pull_readers.MAX_READERS + 1)}
+
+    def pull_parts(request, *_) -> None:
+        assert request.loan not in is_ready or is_ready[request.loan].wait(SOON)
+        opener.link.pulled.append(request.loan)
+
+    opener.link.pull_parts = pull_parts
+    peer, pulls = make_peer(opener), [Pull(name) for name in (*is_ready, "ready")]
+    opener.link.exchange_news = lambda waiting, *_: LoanReport([], sorted(set(waiting) - is_ready.keys()))
+    for pull in pulls:
+        peer.keep(pull.transfer_id, pull.request_id, is_offered=False)
+        peer.pull(pull)
+    assert pulls[-1].ending.wait(SOON)
+    assert opener.link.pulled == ["ready"]
+    for event in is_ready.values():
+        event.set()
+    assert all(pull.ending.wait(SOON) for pull in pulls)
+    assert not any(pull.has_failed for pull in pulls)
+
+
+def test_a_loan_that_could_not_be_given_back_is_given_back_again(make_peer, monkeypatch):
+    monkeypatch.setattr(links, "DOWN_SECONDS", 0.0)
+    monkeypatch.setattr(peer_module, "RENEW_INTERVAL", 0.001)
+    opener = Opener(*[OSError("unreachable")] * 3)
+    peer = make_peer(opener)
+    for name in ("unneeded", "wanted"):
+        peer.keep(name, "r", is_offered=True)
+        peer.give_back(name, "r")
+    peer.keep("wanted", "s", is_offered=True)
+    wait_for(lambda: (["wanted"], ["unneeded"]) in opener.link.told)
+    wait_for(lambda: (["wanted"], []) in opener.link.told)
+    assert [released for _, released in opener.link.told if released] == [["unneeded"]]
+
+
+def test_a_peer_that_is_gone_is_told_of_a_loan_no_longer_than_it_would_keep_it(make_peer, monkeypatch):
+    monkeypatch.setattr(links, "DOWN_SECONDS", 0.0)
+    for name in ("RENEW_INTERVAL", "IDLE_TIMEOUT", "LINK_TIMEOUT"):
+        monkeypatch.setattr(peer_module, name, 0.01)
+
+    def never(deadline: float) -> FakeLink:
+        raise OSError("unreachable")
+
+    peer = make_peer(never, lease_timeout=0.01)
+    peer.keep("t", "r", is_offered=True)
+    peer.give_back("t", "r")
+    wait_for(lambda: peer.is_idle)
+
+
+def test_heartbeats_come_before_a_short_lease_ends(make_peer):
+    opener = Opener()
+    make_peer(opener, lease_timeout=0.1).keep("t", "r", is_offered=True)
+    wait_for(lambda: len(opener.link.told) > 2)
 
 
 def test_nobody_links_for_a_pull_that_is_cancelled(make_peer):
@@ -363,7 +423,8 @@ def test_a_pull_that_is_too_late_says_nothing_about_the_peer():
 
 
 def test_a_peer_counts_as_linked_until_its_last_link_is_down(make_peer, monkeypatch):
-    monkeypatch.setattr(peer_module, "IDLE_TIMEOUT", 0.2)
+    for module in (peer_module, pull_readers):
+        monkeypatch.setattr(module, "IDLE_TIMEOUT", 0.2)
     monkeypatch.setattr(peer_module, "RENEW_INTERVAL", 0.001)
     opener = Opener()
     peers = KnownPeers(lambda address: make_peer(opener))

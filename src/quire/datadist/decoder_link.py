@@ -23,8 +23,8 @@ from quire.datadist.protocol import (
     LinkDroppedError,
     LinkOffer,
     LoanNews,
+    LoanReport,
     LoanRequest,
-    LoansEnded,
     PartReady,
     PartTaken,
     PrefixFound,
@@ -131,15 +131,15 @@ class DecoderLink:
             confirmed = expected(PullConfirmed, self._answer(transfer_id, deadline))
             require_transfer(confirmed.transfer_id, transfer_id)
 
-    def exchange_news(self, renewed: list[str], released: list[str], deadline: float) -> list[str]:
-        """Tell the PROMPT which loans are waited for and which are given back; return those that have ended.
+    def exchange_news(self, renewed: list[str], released: list[str], deadline: float) -> LoanReport:
+        """Tell the PROMPT which loans are waited for and which are given back; return how the former stand.
 
         Raises:
             LLMException: as `pull`.
         """
         with self._transfer(deadline):
             self._channel.send(LoanNews(renewed, released), deadline)
-            return self._channel.expect(LoansEnded, deadline).names
+            return self._channel.expect(LoanReport, deadline)
 
     def find_prefix(self, digests: bytes, deadline: float) -> int:
         """Return how many of these blocks, from the first on, the PROMPT has cached, see `PrefixQuery`.

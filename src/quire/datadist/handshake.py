@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from quire.datadist import sockets
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 _MAGIC = b"QuireKV\n"
 _GREETING = struct.Struct("<8sHBBQ32s")

@@ -55,6 +55,11 @@ class _Loan:
     num_readers: int = 0
     ended_because: str = ""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all of its blocks are."""
+        return self.num_ready == self.num_blocks
+
 
 class Loans:
     """What an owner lends; every method may be called from any thread.
@@ -147,7 +152,7 @@ class Loans:
         """Return whether all blocks of a loan are ready; False if there is none."""
         with self._changed:
             loan = self._by_number.get(number)
-            return loan is not None and loan.num_ready == loan.num_blocks
+            return loan is not None and loan.is_ready
 
     def was_given_back(self, number: int) -> bool:
         """Return whether a peer has given back a loan that its owner has not ended yet."""
@@ -230,13 +235,13 @@ class Loans:
         """Return whether it is known that there is such a loan, or that there will be none."""
         return name in self._loans or name in self._over or self._is_closed
 
-    def renew(self, names: Iterable[str]) -> list[str]:
-        """Note that a peer wants these loans to go on; return those that there are not."""
+    def renew(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Note that a peer wants these loans to go on; return those that do not exist, and the ready ones."""
         with self._changed:
             wanted = set(names)
-            held = wanted & self._loans.keys()
-            self._renewed.update(self._loans[name].owner for name in held)
-            return sorted(wanted - held)
+            held = [self._loans[name] for name in sorted(wanted & self._loans.keys())]
+            self._renewed.update(loan.owner for loan in held)
+            return sorted(wanted - self._loans.keys()), [loan.name for loan in held if loan.is_ready]
 
     def release(self, names: Iterable[str]) -> None:
         """Note that a peer needs these loans no more: they end, also those that are offered after this."""

@@ -25,8 +25,8 @@ from quire.datadist.protocol import (
     LinkOffer,
     LinkRequest,
     LoanNews,
+    LoanReport,
     LoanRequest,
-    LoansEnded,
     OfferAccepted,
     OfferDeclined,
     PartReady,
@@ -328,11 +328,11 @@ class PromptLink:
         return not self._channel.has_something()
 
     def _take_news(self, news: LoanNews) -> None:
-        ended = news.renewed
+        report = LoanReport(ended=news.renewed, ready=[])
         if self._lender is not None:
             self._lender.loans.release(news.released)
-            ended = self._lender.loans.renew(news.renewed)
-        self._channel.send(LoansEnded(ended), time.monotonic() + FRAME_LIMIT)
+            report = LoanReport(*self._lender.loans.renew(news.renewed))
+        self._channel.send(report, time.monotonic() + FRAME_LIMIT)
 
     def _look_up(self, query: PrefixQuery) -> None:
         digests = decode_digests(query.digests)

@@ -249,10 +249,11 @@ class LoanNews(Message):
     released: LoanNames
 
 
-class LoansEnded(Message):
-    """PROMPT: of the loans that are waited for, there are not these."""
+class LoanReport(Message):
+    """PROMPT: of the loans that are waited for, which do not exist, and which can be read at once."""
 
-    names: LoanNames
+    ended: LoanNames
+    ready: LoanNames
 
 
 class PullAccepted(Message):
@@ -303,7 +304,7 @@ FromPrompt = (
     | PullRefused
     | PartReady
     | PullConfirmed
-    | LoansEnded
+    | LoanReport
     | PrefixFound
     | LinkChecked
     | Unlinked

@@ -355,7 +355,7 @@ class _Started:
                 block_size=self.layouts.block_size,
             )
 
-        return Peer(address, open_link, self.memory, self.layouts)
+        return Peer(address, open_link, self.memory, self.layouts, lease_timeout=self._options.timeout)
 
 
 def _no_memory(desc: CacheDesc) -> CacheMemory:

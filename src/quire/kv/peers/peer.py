@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from quire.datadist.memory import CacheMemory
 from quire.datadist.protocol import MAX_LOAN_NAMES
@@ -15,48 +13,58 @@ from quire.datadist.status import LLMException
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.links import LINK_TIMEOUT, OneLink, OpenLink, PeerLinks
 from quire.kv.peers.prefix_lookup import PrefixLookup
+from quire.kv.peers.pull_readers import IDLE_TIMEOUT, PullReaders, start_thread
 from quire.kv.peers.pulls import PeerPull
 from quire.kv.peers.transfer_params import Address
 
 logger = logging.getLogger(__name__)
 
-MAX_READERS = 4
-"""Loans of one peer that are read at a time."""
-
 RENEW_INTERVAL = 5.0
-"""Seconds between heartbeats."""
+"""Seconds between heartbeats, at most."""
 
-IDLE_TIMEOUT = 60.0
-"""Seconds after which a thread that has nothing to do ends, and its link."""
+RENEWALS_PER_TIMEOUT = 4
+"""Heartbeats in the time after which a lease ends without one."""
+
+READY_INTERVAL = 0.1
+"""Seconds between asking which loans are ready, while some of them are not even begun to be read."""
 
 
 class Peer:
     """Reads the loans of one peer. Every method but `join` returns at once, and may be called by any thread.
+
+    Loans that are not ready have readers of their own, which wait for them: the peer may compute its prompts
+    in another order, and lack the blocks for the next as long as nobody reads those that are ready.
 
     Args:
         address: where it listens.
         open_link: links to the peer.
         memory: this engine's KV cache.
         layouts: of this engine's blocks.
+        lease_timeout: seconds without a heartbeat after which the peer ends a loan.
     """
 
     def __init__(
-        self, address: Address, open_link: OpenLink, memory: CacheMemory, layouts: BlockLayouts
+        self,
+        address: Address,
+        open_link: OpenLink,
+        memory: CacheMemory,
+        layouts: BlockLayouts,
+        *,
+        lease_timeout: float,
     ) -> None:
         self.name = f"{address[0]}:{address[1]}"
         self._address = address
         self.links = PeerLinks(open_link)
-        self._memory = memory
         self._layouts = layouts
+        self._lease_timeout = lease_timeout
+        self._ready_pulls = PullReaders(self.name, self.links, memory, layouts, self._note_end)
+        self._awaited_pulls = PullReaders(self.name, self.links, memory, layouts, self._note_end)
         self._lock = threading.Lock()
         self._waiting: dict[str, set[str]] = {}  # requests that wait for a loan, by its transfer id
         self._offered: set[str] = set()  # of these loans, those that the peer has spoken of
         self._ended: set[str] = set()  # of these, those that it has no more
-        self._released: list[str] = []
+        self._released: dict[str, float] = {}  # given back, and until when to try to tell the peer
         self._lookups: deque[PrefixLookup] = deque()  # that were not answered yet
-        self._pulls: queue.Queue[PeerPull | None] = queue.Queue()
-        self._num_pulls = 0  # queued or running
-        self._readers: set[threading.Thread] = set()
         self._messenger: threading.Thread | None = None
         self._news = threading.Event()
         self._is_closed = False
@@ -64,7 +72,8 @@ class Peer:
     @property
     def is_idle(self) -> bool:
         """Whether nobody waits for any of its loans, and it has no thread."""
-        return not (self._waiting or self._lookups or self._readers) and self._messenger is None
+        has_readers = not (self._ready_pulls.is_idle and self._awaited_pulls.is_idle)
+        return not (self._waiting or self._lookups or has_readers) and self._messenger is None
 
     def keep(self, transfer_id: str, request_id: str, *, is_offered: bool) -> None:
         """Keep a loan alive for a request until `give_back`.
@@ -76,6 +85,7 @@ class Peer:
         """
         with self._lock:
             self._waiting.setdefault(transfer_id, set()).add(request_id)
+            self._released.pop(transfer_id, None)
             if is_offered:
                 self._offered.add(transfer_id)
             self._start_messenger()
@@ -93,7 +103,7 @@ class Peer:
             del self._waiting[transfer_id]
             self._offered.discard(transfer_id)
             self._ended.discard(transfer_id)
-            self._released.append(transfer_id)
+            self._released[transfer_id] = time.monotonic() + max(self._lease_timeout, LINK_TIMEOUT)
         self._news.set()
 
     def look_up(self, lookup: PrefixLookup) -> None:
@@ -111,74 +121,30 @@ class Peer:
         return transfer_id in self._ended or self.links.is_down
 
     def pull(self, pull: PeerPull) -> None:
-        """Begin to read a loan, in a thread; if there can be none, it fails."""
-        with self._lock:
-            if len(self._readers) < min(self._num_pulls + 1, MAX_READERS):
-                reader = _start_thread(self._read_loans, "kv-peer-reader")
-                self._readers.update(filter(None, [reader]))
-            if self._readers:
-                self._num_pulls += 1
-                self._pulls.put(pull)
-                return
-        self._end(pull, has_failed=True)
+        """Begin to read, in a thread; if there can be none, the pull fails."""
+        if pull.is_ready:
+            self._ready_pulls.read(pull)
+        else:
+            self._awaited_pulls.read(pull)
+            self._news.set()
 
     def close(self) -> None:
         """Let all threads end, and tell the peer what is given back; pulls have ended or are cancelled."""
         self._is_closed = True
         self._news.set()
-        for _ in range(MAX_READERS):
-            self._pulls.put(None)
+        self._ready_pulls.close()
+        self._awaited_pulls.close()
 
     def join(self, deadline: float) -> None:
         """Wait until all threads have ended, after `close`."""
+        self._ready_pulls.join(deadline)
+        self._awaited_pulls.join(deadline)
         with self._lock:
-            threads = [*self._readers, *filter(None, [self._messenger])]
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            messenger = self._messenger
+        if messenger is not None:
+            messenger.join(max(0.0, deadline - time.monotonic()))
 
-    # -- reading loans -------------------------------------------------------------------------------------
-
-    def _read_loans(self) -> None:
-        link = OneLink(self.links)
-        try:
-            while (pull := self._next_pull()) is not None:
-                self._read_loan(pull, link)
-        finally:
-            link.drop()
-
-    def _next_pull(self) -> PeerPull | None:
-        """Return the next pull; None: there is none for a while, and this thread is no reader any more."""
-        while not self._is_closed:
-            try:
-                return self._pulls.get(timeout=IDLE_TIMEOUT)
-            except queue.Empty:
-                with self._lock:  # whoever adds a pull sees this reader, or that there is one less
-                    if self._pulls.empty():
-                        self._readers.discard(threading.current_thread())
-                        return None
-        return None
-
-    def _read_loan(self, pull: PeerPull, link: OneLink) -> None:
-        """Read a loan; however that ends, the pull has ended then."""
-        has_failed = True
-        try:
-            if not pull.is_cancelled:
-                pull.run(link.get(pull.deadline), self._memory, self._layouts)
-                has_failed = False
-        except LLMException as error:
-            logger.warning("peer %s: the KV of a prompt could not be read: %s", self.name, error)
-        except OSError as error:
-            logger.warning("peer %s cannot be linked to: %s", self.name, error)
-        except Exception:
-            logger.exception("peer %s: the KV of a prompt could not be read", self.name)
-            link.drop()
-        finally:
-            with self._lock:
-                self._num_pulls -= 1
-            self._end(pull, has_failed=has_failed)
-
-    def _end(self, pull: PeerPull, *, has_failed: bool) -> None:
-        pull.end(has_failed=has_failed)
+    def _note_end(self, pull: PeerPull) -> None:
         if pull.transfer_id:
             self.give_back(pull.transfer_id, pull.request_id)
 
@@ -188,7 +154,7 @@ class Peer:
         link = OneLink(self.links)
         idle_until = time.monotonic() + IDLE_TIMEOUT
         while not self._is_closed:
-            self._news.wait(RENEW_INTERVAL)
+            self._news.wait(self._news_interval())
             self._news.clear()
             num_answered = self._answer_lookups(link)
             if self._tell(link) or num_answered:
@@ -198,10 +164,16 @@ class Peer:
         self._tell(link)
         link.drop()
 
+    def _news_interval(self) -> float:
+        """Return the seconds until the peer is to be asked again."""
+        if self._awaited_pulls.num_queued:
+            return READY_INTERVAL
+        return min(RENEW_INTERVAL, self._lease_timeout / RENEWALS_PER_TIMEOUT)
+
     def _start_messenger(self) -> bool:
         """Make sure that there is one, if possible; the caller has the lock."""
         if self._messenger is None:
-            self._messenger = _start_thread(self._tell_news, "kv-peer-news")
+            self._messenger = start_thread(self._tell_news, "kv-peer-news")
         return self._messenger is not None
 
     def _is_messenger_idle(self, idle_until: float) -> bool:
@@ -218,17 +190,30 @@ class Peer:
         """Tell the peer which loans are waited for or given back, if any; return whether there were."""
         with self._lock:
             waiting = sorted(self._waiting.keys() - self._ended)
-            released, self._released = self._released, []
+            untold, self._released = self._released, {}
+        released = list(untold)
         try:
             for start in range(0, max(len(waiting), len(released)), MAX_LOAN_NAMES):
                 stop = start + MAX_LOAN_NAMES
                 self._exchange_news(link, waiting[start:stop], released[start:stop])
+                for name in released[start:stop]:
+                    del untold[name]
         except (LLMException, OSError) as error:
             logger.warning("peer %s could not be told which loans are needed: %s", self.name, error)
         except Exception:
             logger.exception("peer %s could not be told which loans are needed", self.name)
             link.drop()
+        finally:
+            self._tell_again(untold)
         return bool(waiting or released)
+
+    def _tell_again(self, released: dict[str, float]) -> None:
+        """Keep what the peer was not told, unless a request waits for it anew, or its lease has ended."""
+        now = time.monotonic()
+        with self._lock:
+            for name, until in released.items():
+                if now < until and name not in self._waiting:
+                    self._released.setdefault(name, until)
 
     def _answer_lookups(self, link: OneLink) -> int:
         """Ask the peer what the lookups ask, and return how many there were; each is answered.
@@ -264,17 +249,8 @@ class Peer:
 
     def _exchange_news(self, link: OneLink, waiting: list[str], released: list[str]) -> None:
         deadline = time.monotonic() + LINK_TIMEOUT
-        unknown = link.get(deadline).exchange_news(waiting, released, deadline)
+        report = link.get(deadline).exchange_news(waiting, released, deadline)
         with self._lock:
-            self._ended.update(set(unknown) & self._offered)
-
-
-def _start_thread(run: Callable[[], None], name: str) -> threading.Thread | None:
-    """Return a thread that ends with the process; None: there are too many."""
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        logger.warning("a peer's loans cannot be read or kept alive: %s", error)
-        return None
-    return thread
+            self._ended.update(set(report.ended) & self._offered)
+        for pull in self._awaited_pulls.take_queued(set(report.ready)):
+            self._ready_pulls.read(pull)

@@ -77,8 +77,8 @@ class PeerPull(ABC):
 
     @property
     @abstractmethod
-    def measures_reading(self) -> bool:
-        """Whether nothing but reading takes its time."""
+    def is_ready(self) -> bool:
+        """Whether the peer had all of it when this began, so that nothing but reading takes its time."""
 
     def run(self, link: DecoderLink, memory: CacheMemory, layouts: BlockLayouts) -> None:
         """Read over a link.
@@ -128,8 +128,8 @@ class LoanPull(PeerPull):
 
     @property
     @override
-    def measures_reading(self) -> bool:
-        return bool(self._load.params.remote_engine_id)  # else part of the time is the peer's to compute
+    def is_ready(self) -> bool:
+        return bool(self._load.params.remote_engine_id)
 
     @override
     def _read(self, link: DecoderLink, memory: CacheMemory, layouts: BlockLayouts) -> None:
@@ -154,7 +154,7 @@ class PrefixPull(PeerPull):
 
     @property
     @override
-    def measures_reading(self) -> bool:
+    def is_ready(self) -> bool:
         return True
 
     @override

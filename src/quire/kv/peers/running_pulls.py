@@ -101,5 +101,5 @@ class RunningPulls:
         num_blocks = len(pull.block_ids)
         self._stats.num_loaded_blocks += num_blocks
         self._stats.loaded_bytes += num_blocks * self._block_bytes
-        if pull.measures_reading:
+        if pull.is_ready:
             self._costs.note_load(pull.seconds, num_blocks)
