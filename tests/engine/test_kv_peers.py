@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -10,8 +11,8 @@ import time
 import pytest
 
 from engine_checks import check_after_every_step, core_of
-from quire import LLM, SamplingParams
-from quire.config import EngineConfig
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.config import EngineConfig, SchedulerConfig
 from quire.datadist.decoder_link import DecoderLink
 from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
@@ -455,6 +456,29 @@ def test_a_lease_that_nobody_renews_ends():
         prefill(first)
         step_until(first, lambda: not core_of(first).stats().num_leased_blocks)
         check_nothing_is_held(first)
+
+
+async def test_loans_that_no_peer_will_read_are_released(preloaded_engines):
+    config = EngineConfig(model="mini", role="prefill", scheduler=SchedulerConfig(num_kv_blocks=64), **TOKEN)
+    async with contextlib.AsyncExitStack() as stack:
+        llm = AsyncLLM(config)
+        stack.push_async_callback(llm.shutdown)
+        await llm.wait_until_ready()
+        llm.release_kv("never-lent")
+        for name in ("lent", "never-lent"):
+            lent = {"do_remote_decode": True, "transfer_id": name}
+            async for output in llm.generate(PROMPT, params(max_tokens=1), kv_transfer_params=lent):
+                assert output.kv_transfer_params["transfer_id"] == name
+        assert (await llm.stats()).num_leased_blocks == -(-(len(PROMPT) - 1) // 16)
+        llm.release_kv("lent")
+        while (await llm.stats()).num_leased_blocks:
+            await asyncio.sleep(0.001)
+        assert await llm.reset_prefix_cache()
+
+
+def test_releasing_kv_is_nothing_to_an_engine_that_lends_none():
+    with LLM("mini", **OPTIONS) as llm:
+        core_of(llm).release_kv("t")
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ class FakeLLM:
         self.seen = []
         self.live = set()
         self.aborted = set()
+        self.released = []  # transfer ids
         self.aborts = asyncio.Queue()
         self.abort_seen = threading.Event()
         self.held = asyncio.Event()
@@ -248,6 +249,9 @@ class FakeLLM:
     def abort(self, request_id):
         if event := self._stop_events.get(request_id):
             event.set()
+
+    def release_kv(self, transfer_id):
+        self.released.append(transfer_id)
 
     async def reset_prefix_cache(self):
         self.check_health()

@@ -91,6 +91,18 @@ async def test_a_stream_ends_with_the_abort(http, llm):
     assert '"code":"aborted"' in lines[-2]
 
 
+async def test_kv_that_no_peer_will_read_is_released(http, llm):
+    released = await http.delete("/v1/kv_transfers/a%2Fb")
+    assert released.json() == {"id": "a/b", "object": "kv_transfer", "released": True}
+    assert llm.released == ["a/b"]
+    response = await http.delete("/v1/kv_transfers/" + "x" * 129)
+    assert (response.status_code, "at most 128" in response.json()["error"]["message"]) == (400, True)
+    llm.info.kv_transfer_address = None
+    response = await http.delete("/v1/kv_transfers/a")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "kv_transfer_not_found")
+    assert llm.released == ["a/b"]
+
+
 async def test_the_prefix_cache_is_reset_unless_in_use(http, llm):
     assert (await http.post("/reset_prefix_cache")).json() == {"reset": True}
     task = await held(http, llm, request_id="one")

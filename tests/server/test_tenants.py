@@ -167,6 +167,12 @@ async def test_kv_transfer_params_need_a_right(fake, llm):
         await complete(fake.alice, "hello", extra_body=params)
     assert not llm.seen
     await complete(fake.dave, "hello", extra_body=params)
+    statuses = [
+        (await fake.http.delete("/v1/kv_transfers/t", headers={"x-api-key": f"{name}-key"})).status_code
+        for name in ("alice", "dave")
+    ]
+    assert statuses == [403, 200]
+    assert llm.released == ["t"]
 
 
 async def test_cached_tokens_tell_of_ones_own_only(real):

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from quire.config import EngineConfig, SchedulerConfig
+from quire.engine import kv_peers
 from quire.engine.assembly import build_context, build_scheduler, scheduler_class, start_ranks
 from quire.engine.cache_warming import CacheWarmer
 from quire.engine.devices import device_name, on_one_device, watched_memory
@@ -20,7 +21,6 @@ from quire.engine.drafting import find_draft_model
 from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.kv_identity import kv_identity
-from quire.engine.kv_peers import lending_address
 from quire.engine.memory_measurement import measure, telling_of_shortage
 from quire.engine.memory_plan import plan_memory_again
 from quire.engine.messages import EngineCoreRequest, EngineInfo
@@ -143,7 +143,7 @@ class EngineCore:
             dtype=plan.dtype,
             load_seconds=time.monotonic() - started,
             role=config.role,
-            kv_transfer_address=lending_address(self._connector),
+            kv_transfer_address=kv_peers.lending_address(self._connector),
             kv_events_ports=None if self._publisher is None else self._publisher.tcp_ports,
             reads_priority=self.scheduler.reads_priority,
             reads_kv_transfer_params=not isinstance(self._connector, TierConnector | None),
@@ -313,6 +313,10 @@ class EngineCore:
         is_reset = self.scheduler.reset_prefix_cache(reset_connector=True)
         self._publish_kv_events()
         return is_reset
+
+    def release_kv(self, transfer_id: str) -> None:
+        """Free the KV that is held for a peer under this transfer id, as soon as the next step."""
+        kv_peers.release_kv(self._connector, transfer_id)
 
     def save_kv(self, path: Path, token_ids: list[int], cache_salt: str) -> Future[tuple[int, bool]]:
         """Save a prompt's KV, see `TierConnector.save`.

@@ -90,6 +90,16 @@ def lending_address(connector: KVConnector | None) -> tuple[str, int] | None:
     return connector.address if isinstance(connector, PeerConnector) else None
 
 
+def release_kv(connector: KVConnector | None, transfer_id: str) -> None:
+    """End what a connector lends under a transfer id, also if that is offered later; else do nothing."""
+    if connector is None:
+        return
+    from quire.kv.peers.connector import PeerConnector
+
+    if isinstance(connector, PeerConnector):
+        connector.release(transfer_id)
+
+
 def cached_block_events(connector: KVConnector | None) -> KVEventSink | None:
     """Return what must hear of all changes of the prefix cache because peers read it; None: nothing."""
     if connector is None:

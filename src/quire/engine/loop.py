@@ -19,6 +19,7 @@ from quire.engine.messages import (
     Explain,
     FromEngine,
     GetStats,
+    ReleaseKV,
     Reply,
     RequestRefused,
     ResetPrefixCache,
@@ -154,6 +155,8 @@ class EngineLoop:
                 )
             case RestoreKV(call_id, path, cache_salt):
                 self._answer_later(call_id, lambda: self.core.restore_kv(Path(path), cache_salt), _restored)
+            case ReleaseKV(transfer_id):
+                self.core.release_kv(transfer_id)
             case Shutdown():
                 self._send_outputs(self.core.shutdown())
                 self.stopped = True

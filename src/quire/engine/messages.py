@@ -212,6 +212,12 @@ class SetPauseState(msgspec.Struct, tag=11, array_like=True, gc=False):
     pause_state: PauseState
 
 
+class ReleaseKV(msgspec.Struct, tag=12, array_like=True, gc=False):
+    """No peer is going to read what is lent under this transfer id, now or later."""
+
+    transfer_id: str
+
+
 ToEngine = (
     EngineCoreRequest
     | AbortRequests
@@ -224,6 +230,7 @@ ToEngine = (
     | RestoreKV
     | Acknowledge
     | SetPauseState
+    | ReleaseKV
 )
 
 

@@ -242,6 +242,15 @@ class AsyncLLM:
         """Abort a request; its generator yields a last output with finish reason "abort"."""
         self._requests.abort(request_id)
 
+    def release_kv(self, transfer_id: str) -> None:
+        """Free the KV that is held for a peer which is not going to read it.
+
+        Args:
+            transfer_id: of the `kv_transfer_params` with which the request was answered, or asked. A prompt
+                that comes with it later is computed, but not lent; if there is none, nothing happens.
+        """
+        self._requests.release_kv(transfer_id)
+
     async def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler.
 

@@ -18,6 +18,7 @@ from quire.engine.messages import (
     FromEngine,
     LoadProgress,
     Ready,
+    ReleaseKV,
     Reply,
     RequestRefused,
     SetPauseState,
@@ -203,6 +204,11 @@ class LiveRequests:
                 )
         if sent:
             self.client.send(AbortRequests(sent))
+
+    def release_kv(self, transfer_id: str) -> None:
+        """Tell the engine that no peer is going to read a loan; one that has died lends nothing any more."""
+        if self.is_ready:
+            self.client.send(ReleaseKV(transfer_id))
 
     def queued_sequence_ids(self, request_id: str) -> list[str]:
         """Return the ids of a request's sequences in the scheduler; none if it has ended, or waits here."""

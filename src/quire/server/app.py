@@ -42,6 +42,7 @@ from quire.server.engine_probes import current_stats, health_of
 from quire.server.error_shapes import error_shape_of
 from quire.server.errors import ApiError, as_api_error
 from quire.server.http_metrics import HttpMetrics
+from quire.server.kv_transfers import release_kv
 from quire.server.middleware import KeyCheck, RequestEnvelope
 from quire.server.ollama.endpoints import OLLAMA_ENDPOINTS
 from quire.server.openai_responses.answers import DeletedResponse, InputItemList, ResponseAnswer
@@ -77,6 +78,7 @@ from quire.server.responses import (
     ModelCard,
     ModelList,
     PauseStatus,
+    ReleasedKV,
     ResetPrefixCache,
     ServedCall,
     ServedCallList,
@@ -409,6 +411,18 @@ ENDPOINTS = (
         handler=abort_request,
         answer=AbortedCall,
         errors={404: "No such request is being served.", **_NO_ENGINE},
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/kv_transfers/{transfer_id}",
+        handler=release_kv,
+        answer=ReleasedKV,
+        errors={
+            400: "The id is invalid.",
+            403: "The tenant may not.",
+            404: "The engine lends no KV.",
+            **_NO_ENGINE,
+        },
     ),
     Endpoint(
         method="POST",

@@ -83,7 +83,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._logprob_limit = LogprobLimit(self._context.config.max_logprobs_per_request)
         self._options = body.request_options()
         if "kv_transfer_params" in self._options:
-            self._tenant.require_kv_transfer()
+            self._tenant.require_kv_transfer("kv_transfer_params", "kv_transfer_params")
         self._leave_out_unread_options()
         defaults = self._context.sampling_defaults
         # A length that the client has not asked for is no reason to refuse its request.

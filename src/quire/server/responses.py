@@ -255,6 +255,14 @@ class AbortedCall(Struct, kw_only=True):
     aborted: Literal[True] = True
 
 
+class ReleasedKV(Struct, kw_only=True):
+    """Answer of DELETE /v1/kv_transfers/{transfer_id}."""
+
+    id: str
+    object: Literal["kv_transfer"] = "kv_transfer"
+    released: Literal[True] = True
+
+
 class ResetPrefixCache(Struct, kw_only=True):
     """Answer of /reset_prefix_cache."""
 

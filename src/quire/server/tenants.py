@@ -69,14 +69,19 @@ class Tenant:
             own["pin_prefix"] = min(given["pin_prefix"], self.config.max_pin_time)
         return given | own
 
-    def require_kv_transfer(self) -> None:
-        """Raise `ApiError` 403 unless the tenant may say where engines read and lend KV."""
+    def require_kv_transfer(self, what: str, param: str | None = None) -> None:
+        """Raise `ApiError` 403 unless the tenant may say where engines read and lend KV.
+
+        Args:
+            what: it has asked for.
+            param: which says so in the body; None: none does.
+        """
         if self.is_separate and not self.config.kv_transfer:
             raise ApiError(
                 403,
-                f"kv_transfer_params is for routers: the tenant {self.name!r} has no kv_transfer in the "
+                f"{what} is for routers: the tenant {self.name!r} has no kv_transfer in the "
                 "server's key file",
-                param="kv_transfer_params",
+                param=param,
                 code="not_permitted",
             )
 

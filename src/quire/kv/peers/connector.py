@@ -126,6 +126,10 @@ class PeerConnector(KVConnector):
         """Where peers connect to; None: this engine lends nothing."""
         return self._parts.address
 
+    def release(self, transfer_id: str) -> None:
+        """End the loan of this transfer id, also if it is offered later: no peer is going to read it."""
+        self._parts.loans.release([transfer_id])
+
     # -- scheduler side ------------------------------------------------------------------------------------
 
     @override
