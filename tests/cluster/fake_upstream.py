@@ -7,7 +7,10 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.cluster.router import Router
 
 TIMEOUT = 1e4  # seconds, of what is to time out
 LONG = 1e6
@@ -100,12 +103,12 @@ class FakeEngine:
 
     async def _answer(self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         streams = b'"stream": true' in seen.content or b'"stream":true' in seen.content
+        if self.fault == "waits":
+            await self.may_go_on.wait()
         if self.fault.isdecimal():
             error = {"error": {"message": f"refused by {self.url}", "type": "t", "code": self.error_code}}
             writer.write(_plain(int(self.fault), json.dumps(error).encode()))
             return
-        if self.fault == "waits":
-            await self.may_go_on.wait()
         waits_in_vain = self.waits_for and b'"remote_port":%d' % self.waits_for in seen.content
         if not waits_in_vain:
             writer.write(self._beginning(streams, self._body(seen)))
@@ -180,6 +183,12 @@ async def running(*engines: FakeEngine) -> AsyncIterator[None]:
     finally:
         for engine in engines:
             await engine.stop()
+
+
+async def releases_end(router: Router) -> None:
+    """Wait until a router has answered all requests, and has told engines which KV will not be read."""
+    await router.calls.wait_idle()
+    await asyncio.gather(*router._calls.releases._tasks)
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Seen:

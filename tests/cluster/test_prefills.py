@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from quire.cluster.engines import Engine, Role
 from quire.cluster.prefills import Prefill
 
 
@@ -35,7 +36,7 @@ async def wait_for_ever(prefill: Prefill) -> None:
 
 def test_a_wait_ends_when_its_prompt_is_not_computed():
     async def wait() -> None:
-        prefill = Prefill(msgspec.Raw(b""), asyncio.ensure_future(failed()))
+        prefill = Prefill(Engine("http://p", Role.PREFILL), msgspec.Raw(b""), asyncio.ensure_future(failed()))
         with pytest.raises(TimeoutError):
             await wait_for_ever(prefill)
 
@@ -45,7 +46,7 @@ def test_a_wait_ends_when_its_prompt_is_not_computed():
 def test_a_prompt_may_fail_in_the_moment_in_which_the_wait_for_it_ends():
     async def wait() -> None:
         computing = asyncio.get_running_loop().create_future()
-        prefill = Prefill(msgspec.Raw(b""), computing)
+        prefill = Prefill(Engine("http://p", Role.PREFILL), msgspec.Raw(b""), computing)
         async with asyncio.timeout(60) as waiting:
             with prefill.ending(waiting):
                 computing.set_result(False)  # the loop calls back in its next turn

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fake_upstream import ANSWER, EVENTS, TIMEOUT, FakeEngine
+from fake_upstream import ANSWER, EVENTS, TIMEOUT, FakeEngine, releases_end
 
 BODY = {"model": "m", "prompt": "a prompt that is worth the detour " * 4, "stream": True}
 FAULTS = [
@@ -80,6 +80,23 @@ async def test_what_is_wrong_with_a_request_its_decode_engine_says(routed):
     answer = await http.post("/v1/completions", json=BODY)
     assert answer.json()["error"]["message"] == f"refused by {decode.url}"
     assert b"quire_route_prefill_fallbacks_total 0.0" in router.metrics.exposition()
+
+
+async def test_kv_that_its_decode_engine_does_not_read_is_released(routed):
+    prefill, decode = lender(), FakeEngine("waits")
+    http, router = await routed(prefill=[prefill], decode=[decode])
+    asking = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    await decode.got_one.wait()
+    await prefill.got_one.wait()
+    while router.engines.by_url[prefill.url].num_requests:
+        await asyncio.sleep(0.001)
+    decode.fault = "400"
+    decode.may_go_on.set()
+    assert (await asking).status_code == 400
+    await releases_end(router)
+    lent, released = prefill.seen
+    transfer_id = lent.body["kv_transfer_params"]["transfer_id"]
+    assert (released.method, released.path) == ("DELETE", f"/v1/kv_transfers/{transfer_id}")
 
 
 async def test_a_prefill_that_fails_after_the_answer_has_begun_costs_nothing(routed):

@@ -1,9 +1,10 @@
 """A prompt is computed by one engine and continued by another; whatever fails, the client gets its answer."""
 
+import asyncio
 import json
 
 import pytest
-from fake_upstream import ANSWER, EVENTS, PARAMS, TIMEOUT, FakeEngine
+from fake_upstream import ANSWER, EVENTS, PARAMS, TIMEOUT, FakeEngine, releases_end
 
 PROMPT = "a prompt that is worth the detour " * 4
 BODY = {
@@ -155,6 +156,55 @@ async def test_what_a_prefill_engine_finds_wrong_the_decode_engine_tells_the_cli
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == f"refused by {decode.url}"
     assert sum(len(one.seen) for one in prefill) == 1
+
+
+@pytest.mark.parametrize("fault", ["400", "500", "503", "dies", "gone"])
+async def test_kv_that_no_decode_engine_reads_is_released(routed, fault):
+    prefill, decode = FakeEngine(), FakeEngine(fault)
+    http, router = await routed(prefill=[prefill], decode=[decode], engine_api_key="key")
+    if fault == "gone":
+        await decode.stop()
+    answer = await http.post("/v1/completions", json=BODY)
+    assert answer.status_code == (int(fault) if fault.isdecimal() else 502)
+    await releases_end(router)
+    computed, released = prefill.seen
+    assert (released.method, released.path, released.content) == ("DELETE", "/v1/kv_transfers/ab", b"")
+    assert released.headers["authorization"] == computed.headers["authorization"] == "Bearer key"
+    assert released.headers["x-request-id"].endswith("-release")
+
+
+@pytest.mark.parametrize("faults", [("dies", ""), ("503", ""), ("503", "400")])
+async def test_kv_is_released_unless_the_engine_that_answers_reads_it(routed, faults):
+    prefill, decode = FakeEngine(), [FakeEngine(fault) for fault in faults]
+    http, router = await routed(prefill=[prefill], decode=decode)
+    answer = await http.post("/v1/completions", json=BODY)
+    assert answer.status_code == int(faults[1] or 200)
+    await releases_end(router)
+    is_read = faults == ("503", "")
+    assert [one.method for one in prefill.seen] == ["POST"] + ["DELETE"] * (not is_read)
+
+
+@pytest.mark.parametrize("transfer_id", ["", None, 5, "../x?y=/z"])
+async def test_only_kv_that_has_a_name_is_released(routed, monkeypatch, transfer_id):
+    monkeypatch.setitem(PARAMS, "transfer_id", transfer_id)
+    prefill, decode = FakeEngine(), FakeEngine("400")
+    http, router = await routed(prefill=[prefill], decode=[decode])
+    assert (await http.post("/v1/completions", json=BODY)).status_code == 400
+    await releases_end(router)
+    released = [one.path for one in prefill.seen[1:]]
+    assert released == ["/v1/kv_transfers/..%2Fx%3Fy%3D%2Fz"] * (transfer_id == "../x?y=/z")
+
+
+async def test_an_engine_that_cannot_release_kv_costs_no_answer(routed):
+    prefill, decode = FakeEngine(), FakeEngine("waits")
+    http, router = await routed(prefill=[prefill], decode=[decode])
+    asking = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    await decode.got_one.wait()
+    await prefill.stop()
+    decode.fault = "400"
+    decode.may_go_on.set()
+    assert (await asking).status_code == 400
+    await releases_end(router)
 
 
 async def test_without_a_decode_engine_nothing_is_computed(routed):

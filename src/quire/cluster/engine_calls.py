@@ -7,6 +7,7 @@ import enum
 from collections.abc import AsyncIterator
 
 from quire.cluster.engines import Engine, Engines
+from quire.cluster.kv_releases import KVReleases
 from quire.cluster.metrics import Purpose, RouterMetrics
 from quire.cluster.prompts import Prompt
 from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError, Upstream
@@ -26,11 +27,15 @@ class EngineCalls:
         engines: all engines.
         upstream: connects to them.
         metrics: of the router.
+
+    Attributes:
+        releases: has engines free KV that nobody will read.
     """
 
     def __init__(self, engines: Engines, upstream: Upstream, metrics: RouterMetrics) -> None:
         self.engines = engines
         self.metrics = metrics
+        self.releases = KVReleases(upstream)
         self._upstream = upstream
 
     @contextlib.asynccontextmanager

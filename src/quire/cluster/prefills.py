@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
+import urllib.parse
 from collections.abc import Iterator
 
 import msgspec
@@ -23,12 +24,17 @@ logger = logging.getLogger(__name__)
 MAX_PREFILLS = 2
 """Prefill engines that one prompt is sent to at most, one after the other."""
 
+_TRANSFERS = "/v1/kv_transfers/"
 _BUSY = 429
 _CLIENTS_FAULT = range(400, 500)
 
 
 class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Transfer(msgspec.Struct):
+    transfer_id: str = ""
 
 
 class PrefillFailedError(Exception):
@@ -40,12 +46,31 @@ class Prefill:
     """A prompt that another engine computes, or has computed.
 
     Args:
+        engine: that computes it.
         params: where its KV is, for the engine that goes on with it.
         computing: the request to the engine that computes it, which is true if it was; None: it was.
+
+    Attributes:
+        is_taken: whether the engine that goes on has answered, so that it gives the KV back.
     """
 
+    engine: Engine
     params: msgspec.Raw
     computing: asyncio.Task[bool] | None = None
+    is_taken: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the engine that has computed it holds it for one that will not come."""
+        return not self.is_taken and (self.computing is None or _was_computed(self.computing))
+
+    @property
+    def transfer_id(self) -> str:
+        """The name of its KV; empty: it has none."""
+        try:
+            return msgspec.json.decode(self.params, type=_Transfer).transfer_id
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            return ""
 
     @contextlib.contextmanager
     def ending(self, waiting: asyncio.Timeout) -> Iterator[None]:
@@ -88,7 +113,7 @@ class Prefills:
         self._generation = generation
         self._tried: list[Engine] = []
         self._may_help = True
-        self._computing: list[asyncio.Task[bool]] = []
+        self._begun: list[Prefill] = []
 
     async def next(self) -> Prefill | None:
         """Return the next attempt; None if no more engine should be asked.
@@ -102,20 +127,44 @@ class Prefills:
             if engine is None:
                 break
             self._tried.append(engine)
-            if self._config.kv_transfer == "overlapped" and engine.kv_address is not None:
-                return self._begin(engine, engine.kv_address)
-            params = await self._params_of(engine, {"do_remote_decode": True})
-            if params is not None:
-                return Prefill(params)
+            prefill = await self._prefill(engine)
+            if prefill is not None:
+                self._begun.append(prefill)
+                return prefill
         if self._may_help:
             self._calls.metrics.fallbacks.inc()
         return None
 
     async def close(self) -> None:
-        """Cancel what is still being computed: nobody waits for it."""
-        for computing in self._computing:
-            computing.cancel()
-        await asyncio.gather(*self._computing, return_exceptions=True)
+        """Release what is held, and cancel what is still being computed: nobody waits for it."""
+        for prefill in self._begun:
+            if prefill.is_held:
+                self._release(prefill)
+        computing = [prefill.computing for prefill in self._begun if prefill.computing is not None]
+        for task in computing:
+            task.cancel()
+        await asyncio.gather(*computing, return_exceptions=True)
+
+    def _release(self, prefill: Prefill) -> None:
+        """Have an engine free what it holds: the engine that was to go on has refused, or was never asked."""
+        transfer_id = prefill.transfer_id
+        if not transfer_id:
+            return
+        asked = dataclasses.replace(
+            self._asked,
+            method="DELETE",
+            path=_TRANSFERS + urllib.parse.quote(transfer_id, safe=""),
+            headers=self._asked.headers_for("release"),
+            timeout=self._config.connect_timeout,
+        )
+        self._calls.releases.begin(prefill.engine, asked)
+
+    async def _prefill(self, engine: Engine) -> Prefill | None:
+        """Have an engine begin, or compute, the prompt; None: it has not."""
+        if self._config.kv_transfer == "overlapped" and engine.kv_address is not None:
+            return self._begin(engine, engine.kv_address)
+        params = await self._params_of(engine, {"do_remote_decode": True})
+        return None if params is None else Prefill(engine, params)
 
     def _begin(self, engine: Engine, address: tuple[str, int]) -> Prefill:
         transfer_id = secrets.token_hex(16)
@@ -133,8 +182,7 @@ class Prefills:
                 is not None
             )
 
-        self._computing.append(asyncio.create_task(compute()))
-        return Prefill(msgspec.Raw(msgspec.json.encode(reads)), self._computing[-1])
+        return Prefill(engine, msgspec.Raw(msgspec.json.encode(reads)), asyncio.create_task(compute()))
 
     async def _params_of(self, engine: Engine, params: dict[str, object]) -> msgspec.Raw | None:
         """Have an engine compute the prompt; return where the KV is, or None if the engine has not got it."""
@@ -167,3 +215,7 @@ class Prefills:
             return params
         logger.warning("%s returned no kv_transfer_params; does it have --role prefill?", engine.url)
         return None
+
+
+def _was_computed(computing: asyncio.Task[bool]) -> bool:
+    return computing.done() and not computing.cancelled() and computing.result()

@@ -40,6 +40,7 @@ MAX_ATTEMPTS = 3
 _BUSY = (429, 503)  # another engine may have room
 _OWN_AFFAIRS = {
     "/v1/requests": "ask an engine itself for its requests",
+    "/v1/kv_transfers": "the router itself has engines release KV",
     "/v1/files": "ask an engine itself for its files",
     "/v1/batches": "give an engine itself its batches",
 }
@@ -100,6 +101,7 @@ class Router:
     async def close(self) -> None:
         """Close all connections to engines."""
         await self._health.close()
+        await self._calls.releases.close()
         await self._upstream.close()
         if self._lookup is not None:
             self._lookup.close()
@@ -256,6 +258,8 @@ class Router:
                     answer = await self._begun_answer(stack, engine, prompt, asked, prefill)
                     tried.append(engine)
                     if answer.status not in _BUSY or self._next_engine(prompt, tried) is None:
+                        if prefill is not None:
+                            prefill.is_taken = answer.status == 200
                         await self._relay(request, engine, answer)
                         return
             except PrefillFailedError:
