@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.links import PeerLinks
 from quire.kv.peers.peer import Peer
 from quire.kv.peers.prefix_lookup import PrefixLookup
-from quire.kv.peers.pulls import LoanLoad, LoanPull
+from quire.kv.peers.pulls import LoanLoad, LoanPull, PrefixLoad, PrefixPull
 from quire.kv.peers.transfer_params import BorrowingParams
 from quire.kv.step_times import StepMark, host_mark
 from thread_shortage import no_threads_to_spare
@@ -359,6 +360,48 @@ def test_a_peer_that_is_late_is_not_asked_again_before_it_has_answered(make_peer
     peer.look_up(again := lookup())
     wait_for(lambda: again.is_over)
     assert again.best == (("127.0.0.1", 1), 2)
+
+
+def test_a_peer_that_does_not_deliver_what_it_has_found_is_asked_more_and_more_rarely(make_peer, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    opener, faults, has_ended = Opener(), [], threading.Event()
+
+    def pull_parts(*_) -> None:
+        for fault in faults:
+            raise fault
+
+    opener.link.pull_parts = pull_parts
+    peer = make_peer(opener)
+    on_end = peer._ready_pulls._on_end
+    peer._ready_pulls._on_end = lambda pull: (on_end(pull), has_ended.set())
+
+    def is_asked() -> bool:
+        peer.look_up(asked := lookup())
+        wait_for(lambda: asked.is_over)
+        return asked.best is not None
+
+    def doubt_after(error: Exception | None, *, is_cancelled: bool = False) -> float:
+        """Return for how many seconds it is not asked after a pull."""
+        faults[:] = filter(None, [error])
+        load = PrefixLoad("r", ("127.0.0.1", 1), bytes(16), [3])
+        pull = PrefixPull(load, time.monotonic() + SOON, host_mark())
+        if is_cancelled:
+            pull.cancel()
+        has_ended.clear()
+        peer.pull(pull)
+        assert has_ended.wait(SOON)
+        began = now[0]
+        while not is_asked():
+            now[0] += 1.0
+        return now[0] - began
+
+    late = failure(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT, "late")
+    assert [doubt_after(late) for _ in range(7)] == [2, 4, 8, 16, 32, 60, 60]
+    assert doubt_after(failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "given up")) == 0
+    assert doubt_after(late, is_cancelled=True) == 0
+    assert doubt_after(None) == 0
+    assert [doubt_after(ValueError("a bug")), doubt_after(late)] == [2, 4]
 
 
 def test_what_a_lookup_has_found_can_be_seen_while_its_digests_are_computed():

@@ -14,6 +14,9 @@ LINK_TIMEOUT = 5.0
 DOWN_SECONDS = 2.0
 """Seconds for which a peer that could not be linked to is not tried again."""
 
+MOST_DOUBT_SECONDS = 60.0
+"""Seconds for which a peer that delivers nothing is not asked what it has cached, at most."""
+
 OpenLink = Callable[[float], DecoderLink]
 """Links to the peer before a deadline; raises `OSError`."""
 
@@ -28,6 +31,8 @@ class PeerLinks:
     def __init__(self, open_link: OpenLink) -> None:
         self._open_link = open_link
         self._down_until = 0.0
+        self._doubtful_until = 0.0
+        self._num_doubts = 0  # one after another
         self._transport = ""  # of the last link
         self._num_open = 0
         self._counting = threading.Lock()
@@ -36,6 +41,21 @@ class PeerLinks:
     def transport(self) -> str:
         """The transport to the peer; empty: there is no link."""
         return self._transport if self._num_open else ""
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the peer has answered lately, but has not delivered what it said that it has cached."""
+        return time.monotonic() < self._doubtful_until
+
+    def note_delivery(self, *, has_come: bool) -> None:
+        """Note whether something has come that the peer said it has cached: doubts last longer each time."""
+        with self._counting:
+            if has_come:
+                self._num_doubts = 0
+            elif not self.is_doubtful:
+                seconds = min(MOST_DOUBT_SECONDS, DOWN_SECONDS * 2**self._num_doubts)
+                self._doubtful_until = time.monotonic() + seconds
+                self._num_doubts += 1
 
     @property
     def is_down(self) -> bool:

@@ -110,7 +110,8 @@ class Peer:
         """Ask the peer what it has cached, unless it is unlikely to answer soon."""
         with self._lock:
             is_late = bool(self._lookups) and time.monotonic() >= self._lookups[0].deadline
-            if self.links.is_down or is_late or not self._start_messenger():
+            is_unlikely = is_late or self.links.is_down or self.links.is_doubtful
+            if is_unlikely or not self._start_messenger():
                 return
             lookup.note_asked()
             self._lookups.append(lookup)
@@ -147,6 +148,8 @@ class Peer:
     def _note_end(self, pull: PeerPull) -> None:
         if pull.transfer_id:
             self.give_back(pull.transfer_id, pull.request_id)
+        elif not (pull.is_cancelled or pull.was_refused):
+            self.links.note_delivery(has_come=not pull.has_failed)
 
     # -- heartbeats ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 from quire.datadist.memory import CacheMemory
-from quire.datadist.status import LLMException
+from quire.datadist.status import LLMException, LLMStatusCode
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.links import OneLink, PeerLinks
 from quire.kv.peers.pulls import PeerPull
@@ -122,6 +122,7 @@ class PullReaders:
                 pull.run(link.get(pull.deadline), self._memory, self._layouts)
                 has_failed = False
         except LLMException as error:
+            pull.was_refused = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
             logger.warning("peer %s: the KV of a prompt could not be read: %s", self._peer_name, error)
         except OSError as error:
             logger.warning("peer %s cannot be linked to: %s", self._peer_name, error)

@@ -65,6 +65,7 @@ class PeerPull(ABC):
         self.seconds = 0.0  # that reading took
         self.has_ended = False  # nothing is written to the blocks any more
         self.has_failed = False
+        self.was_refused = False  # the peer has it no more
         self._after = after
         self._lock = threading.Lock()
         self._link: DecoderLink | None = None
