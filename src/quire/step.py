@@ -286,6 +286,20 @@ class ModelRunnerOutput:
         )
 
 
+@dataclasses.dataclass(slots=True)
+class GraphStats:
+    """How a runner that records steps as graphs of its device has computed steps so far.
+
+    `num_graphs` are kept now. Of the steps, `num_replayed` asked the device for all of the model at once, and
+    `num_launched` for one operation after the other. `num_failures` counts the attempts to record.
+    """
+
+    num_graphs: int = 0
+    num_replayed: int = 0
+    num_launched: int = 0
+    num_failures: int = 0
+
+
 class StepInFlight(ABC):
     """A step that a device is computing."""
 

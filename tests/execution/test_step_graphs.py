@@ -32,7 +32,7 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
-from quire.step import NO_TOKEN
+from quire.step import NO_TOKEN, GraphStats
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 
@@ -259,14 +259,20 @@ def test_a_step_that_cannot_be_recorded_is_computed(
 
     model = load("qwen3", tmp_path)
     expected = outputs(driver_of(model), [3, 5], 8)
-    assert outputs(driver_of(model, refuse), [3, 5], 8) == expected
+    driver = driver_of(model, refuse)
+    assert outputs(driver, [3, 5], 8) == expected
     assert len(attempts) == 1
+    assert driver.runner.graph_stats == GraphStats(num_launched=8, num_failures=1)
     assert "cannot be recorded" in caplog.text
     attempts.clear()
     monkeypatch.setattr(recording_pauses, "FEWEST_STEPS", 2)
-    assert outputs(driver_of(model, refuse), [3, 5], 8) == expected
+    driver = driver_of(model, refuse)
+    assert outputs(driver, [3, 5], 8) == expected
     assert len(attempts) == 3, "the choice of tokens is recorded, too"
     assert recorder.num_replays > 2
+    stats = driver.runner.graph_stats
+    assert (stats.num_graphs, stats.num_failures) == (1, 1)
+    assert stats.num_replayed + stats.num_launched == 8
 
 
 @pytest.mark.parametrize("works_by_layer", [False, True])
@@ -338,19 +344,25 @@ def test_a_draft_model_is_replayed(tmp_path: Path) -> None:
 def test_recordings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 1)
     kept: list[int] = []
+    counted: list[int] = []
     graph_of = StepGraphs._graph_of
 
     def watched(self: StepGraphs, made: Any) -> Any:
         graph = graph_of(self, made)
         kept.append(len(self._graphs))
+        counted.append(self.stats.num_graphs)
+        assert counted[-1] == sum(one.replay is not None for one in self._graphs.values())
         return graph
 
     monkeypatch.setattr(StepGraphs, "_graph_of", watched)
     model = load("qwen3", tmp_path)
     recorder = Recorder()
-    expected = outputs(driver_of(model), [1, 2], 4)
-    assert outputs(driver_of(model, recorder.record), [1, 2], 4) == expected
+    plain, driver = driver_of(model), driver_of(model, recorder.record)
+    assert outputs(driver, [1, 2], 8) == outputs(plain, [1, 2], 8)
     assert set(kept) == {1}
+    assert plain.runner.graph_stats is None
+    assert set(counted) == {0, 1}
+    assert counted[-1] == 0, "a step of another size has taken the place of the recording"
 
 
 def test_blocks_that_the_cache_lacks_are_refused_before_a_replay(tmp_path: Path) -> None:

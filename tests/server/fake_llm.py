@@ -95,6 +95,7 @@ class FakeLLM:
         self.paused = self.asleep = None  # the mode
         self.is_silent = False
         self.connector_stats = None
+        self.graphs = None
         self.kv_transfer_params = None  # that a connector returns
         self.stop_reason = None  # of all completions
         self.queue_time = 0.0  # seconds, of all requests, as far as they take so long
@@ -285,7 +286,7 @@ class FakeLLM:
             num_preemptions=1, prefix_queried_tokens=100, prefix_hit_tokens=40, num_draft_tokens=20,
             num_accepted_tokens=9, num_timeouts=3, num_loaded_tokens=64, num_failed_loads=2,
             num_leased_blocks=5, num_awaiting=1, kv_connector=self.connector_stats, num_idle_blocks=32,
-            prefix_evicted_blocks=6,
+            prefix_evicted_blocks=6, graphs=self.graphs,
         )  # fmt: skip
 
     async def explain_all(self, groups, limit):

@@ -12,6 +12,7 @@ from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.server.app import create_app
 from quire.server.generation import SequenceProgress
 from quire.server.vllm_metrics import NAMES
+from quire.step import GraphStats
 
 MESSAGES = [{"role": "user", "content": "Hey"}]
 
@@ -88,6 +89,18 @@ async def test_figures_of_the_kv_tier(http, llm):
         "quire_kv_tier_computations_chosen_total": numbers["num_computations_chosen"],
         "quire_kv_tier_load_seconds_per_block": numbers["load_seconds_per_block"],
         "quire_kv_tier_compute_seconds_per_token": numbers["compute_seconds_per_token"],
+    }
+
+
+async def test_figures_of_graphs(http, llm):
+    assert not [name for name, *_ in await samples(http) if name.startswith("quire_gpu")]
+    llm.graphs = GraphStats(num_graphs=3, num_replayed=50, num_launched=7, num_failures=2)
+    values = await samples(http)
+    assert {key: value for key, value in values.items() if key[0].startswith("quire_gpu")} == {
+        ("quire_gpu_graphs",): 3,
+        ("quire_gpu_graph_failures_total",): 2,
+        ("quire_gpu_steps_total", "replayed"): 50,
+        ("quire_gpu_steps_total", "launched"): 7,
     }
 
 

@@ -285,8 +285,9 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests() or len(self._requests) > 0
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's state and counters, and those of the KV connector."""
+        """Return the scheduler's state and counters, and those of the runner and the KV connector."""
         stats = self.scheduler.make_stats() or SchedulerStats()
+        stats.graphs = self.runner.graph_stats
         if self._connector is not None:
             stats.kv_connector = self._connector_stats(self._connector)
         return stats

@@ -21,6 +21,7 @@ from quire.step import (
     DraftTokenIds,
     GrammarOutput,
     GrammarSource,
+    GraphStats,
     ModelRunnerOutput,
     SchedulerOutput,
     StepInFlight,
@@ -46,6 +47,10 @@ class Runner(Protocol):
     @property
     def records(self) -> bool:
         """Whether steps are recorded, so that a device can be asked for them at once."""
+
+    @property
+    def graph_stats(self) -> GraphStats | None:
+        """How steps were computed so far; None: they are not recorded."""
 
     def only_launches(self, output: SchedulerOutput) -> bool:
         """Return whether `execute` would have a device begin the step at once, and wait for nothing.

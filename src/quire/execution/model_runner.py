@@ -44,6 +44,7 @@ from quire.step import (
     BoolArray,
     DraftTokenIds,
     GrammarSource,
+    GraphStats,
     IntArray,
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -143,6 +144,11 @@ class ModelRunner:
     def records(self) -> bool:
         """Whether steps are recorded."""
         return self._graphs is not None
+
+    @property
+    def graph_stats(self) -> GraphStats | None:
+        """How steps were computed so far; None: nothing is recorded. Any thread may ask."""
+        return None if self._graphs is None else dataclasses.replace(self._graphs.stats)
 
     @property
     def most_array_bytes(self) -> int:
@@ -289,6 +295,8 @@ class ModelRunner:
 
     def _compute(self, output: SchedulerOutput, sampling: SamplingPositions) -> _Computed:
         """Compute any step."""
+        if self._graphs is not None:
+            self._graphs.stats.num_launched += 1
         hidden = self._forward(output)
         self._batch.note_computed(output)
         prompt_logprobs = self._prompt_logprobs.begin(output, hidden)

@@ -36,6 +36,7 @@ from quire.kernels.devices import copy_to_device
 from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES
 from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kv.paged_cache import PagedAttentionCache
+from quire.step import GraphStats
 
 if TYPE_CHECKING:
     from quire.execution.model import StepModel
@@ -92,6 +93,8 @@ class StepGraphs:
         self._graphs: OrderedDict[Hashable, _StepGraph] = OrderedDict()
         self._kernels = kernels
         self._pause = RecordingPause()
+        self.stats = GraphStats()
+        """Of these steps; whoever computes others adds them."""
 
     @property
     def most_array_bytes(self) -> int:
@@ -128,9 +131,11 @@ class StepGraphs:
                 graph.replay = self._recorded(model, graph, padded)
             if graph.replay is not None:
                 graph.replay()
+                self.stats.num_replayed += 1
             else:
                 self._compute(model, graph, padded)
                 self._learn(graph)
+                self.stats.num_launched += 1
         return graph
 
     def _filled(
@@ -157,7 +162,8 @@ class StepGraphs:
         if graph is None:
             graph = self._graphs[sizes] = _StepGraph(StaticArrays(made, self._kv_cache.tensor.device))
             if len(self._graphs) > MAX_GRAPHS:
-                self._graphs.popitem(last=False)
+                _, oldest = self._graphs.popitem(last=False)
+                self.stats.num_graphs -= oldest.replay is not None
         self._graphs.move_to_end(sizes)
         return graph
 
@@ -171,10 +177,12 @@ class StepGraphs:
         except Exception:
             logger.exception("a step cannot be recorded as a graph; steps are slower without")
         if model.agree(is_recorded=replay is not None):
+            self.stats.num_graphs += 1
             return replay
         if replay is not None:
             logger.warning("another rank cannot record a step as a graph; steps are slower without")
         self._pause.begin()
+        self.stats.num_failures += 1
         return None
 
     def _compute(self, model: StepModel, graph: _StepGraph, batch: AttentionBatch) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from quire.errors import InvalidRequestError, QuireError
 from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.status import FinishReason
-from quire.step import PositionLogprobs
+from quire.step import GraphStats, PositionLogprobs
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -76,6 +76,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_replaced_policies: int = 0  # that failed, so that the default has taken their place
     num_idle_blocks: int = 0  # of the free ones, those that the prefix cache still finds
     prefix_evicted_blocks: int = 0  # idle ones whose content has made room for other content
+    graphs: GraphStats | None = None  # how the runner computes steps, if it records them
 
     @property
     def kv_cache_usage(self) -> float:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from quire.front.resumption import RecoveryStats
 from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.scheduling.outputs import SchedulerStats
+from quire.step import GraphStats
 
 Row = tuple[str, str, float]
 """Name, meaning and value of a metric."""
@@ -33,6 +34,9 @@ class EngineCollector(Collector):
         """Yield every metric; called by the registry."""
         yield from _families(self._gauges(), self._counters())
         yield from _families((), _recovery_counters(self._recovery))
+        if self._stats.graphs is not None:
+            yield from _families(*_of_graphs(self._stats.graphs))
+            yield _steps_by_launch(self._stats.graphs)
         connector = self._stats.kv_connector
         if isinstance(connector, KVConnectorStats):
             yield from _families(_connector_gauges(connector), _connector_counters(connector))
@@ -285,6 +289,28 @@ def _peers_by_transport(stats: KVPeerStats) -> Metric:
     )
     for transport, number in stats.num_peers_by_transport.items():
         family.add_metric([transport], number)
+    return family
+
+
+def _of_graphs(stats: GraphStats) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Return the gauges and the counters."""
+    graphs = ("quire_gpu_graphs", "Number of recorded steps (CUDA graphs) that are kept.", stats.num_graphs)
+    failures = (
+        "quire_gpu_graph_failures",
+        "Number of steps that could not be recorded as a CUDA graph.",
+        stats.num_failures,
+    )
+    return (graphs,), (failures,)
+
+
+def _steps_by_launch(stats: GraphStats) -> Metric:
+    family = CounterMetricFamily(
+        "quire_gpu_steps",
+        "Number of model steps on a GPU: replayed as a CUDA graph, or launched one kernel after the other.",
+        labels=["how"],
+    )
+    family.add_metric(["replayed"], stats.num_replayed)
+    family.add_metric(["launched"], stats.num_launched)
     return family
 
 
