@@ -19,7 +19,7 @@ def logprobs_of(tokenizer: Tokenizer, token_id: int) -> TokenLogprobs:
 
 @pytest.mark.parametrize("start", [0, 7])
 @pytest.mark.parametrize("kind", ["byte level", "llama", "gemma", "metaspace"])
-def test_offsets_are_where_the_tokens_begin_in_the_text(kind, start):
+async def test_offsets_are_where_the_tokens_begin_in_the_text(kind, start):
     tokenizer = byte_level() if kind == "byte level" else sentencepiece(kind)
     prompt = tokenizer.encode(TEXT, add_special_tokens=False)
     prompt_text = tokenizer.decode(prompt, skip_special_tokens=False)
@@ -32,7 +32,11 @@ def test_offsets_are_where_the_tokens_begin_in_the_text(kind, start):
         tokenizer, DecoderFactory(tokenizer), 0, prompt_token_ids=prompt, skip_special_tokens=True
     )
     so_far = CompletionOutput(0, "", ids[:start], completion.logprobs[:start])
-    parts = [writer.prompt(output, prompt_text), writer.output(so_far, 0), writer.output(completion, start)]
+    parts = [
+        await writer.prompt(output, prompt_text),
+        await writer.output(so_far, 0),
+        await writer.output(completion, start),
+    ]
     written = joined(parts)
     assert written.text_offset == [
         # A character that is not complete begins where the first of its tokens does.

@@ -89,14 +89,16 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
         has_calls = self._conversation.reader(completion).has_calls
         return "tool_calls" if reason == "stop" and has_calls else reason
 
-    def _logprobs(self, completion: CompletionOutput, first_token: int) -> ChatLogprobs | None:
-        return chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
+    async def _logprobs(self, completion: CompletionOutput, first_token: int) -> ChatLogprobs | None:
+        return await chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
 
-    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> ChatChoice:
+    async def _choice(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> ChatChoice:
         return ChatChoice(
             index=completion.index,
             message=message_of(self._conversation.reader(completion), completion),
-            logprobs=self._logprobs(completion, 0),
+            logprobs=await self._logprobs(completion, 0),
             finish_reason=self._end_reason(completion),
             token_ids=self._token_ids(completion, 0),
         )
@@ -105,18 +107,18 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
     def _answer_fields(self, first: RequestOutput) -> dict[str, Any]:
         return self._prompt_fields(0, first)
 
-    def _opening(
+    async def _opening(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> list[ChatChunkChoice]:
         self._opening_fields = self._prompt_fields(prompt_index, output)
         delta = ChatDelta(role="assistant", content="")
         return [ChatChunkChoice(index=completion.index, delta=delta)]
 
-    def _continuation(
+    async def _continuation(
         self, prompt_index: int, completion: CompletionOutput, new_text: str, first_new_token: int
     ) -> list[ChatChunkChoice]:
         index = completion.index
-        logprobs = self._logprobs(completion, first_new_token)
+        logprobs = await self._logprobs(completion, first_new_token)
         reader = self._conversation.reader(completion)
         deltas = deltas_of(reader, new_text, completion)
         token_ids = self._token_ids(completion, first_new_token)

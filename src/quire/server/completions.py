@@ -55,10 +55,10 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
             return streams
         return [naming_fields({"prompt": f"prompt[{index}]"}, one) for index, one in enumerate(streams)]
 
-    def _choice(
+    async def _choice(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> CompletionChoice:
-        text, logprobs = self._echoed(prompt_index, output, completion)
+        text, logprobs = await self._echoed(prompt_index, output, completion)
         index = self._choice_index(prompt_index, completion)
         if self._body.only_scores_prompt:
             return CompletionChoice(
@@ -72,23 +72,23 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         return CompletionChoice(
             index=index,
             text=text + completion.text,
-            logprobs=joined([logprobs, self._logprobs(prompt_index, completion, 0)]),
+            logprobs=joined([logprobs, await self._logprobs(prompt_index, completion, 0)]),
             finish_reason=end_reason(completion),
             token_ids=self._token_ids(completion, 0),
             **self._prompt_fields(prompt_index, output),
         )
 
-    def _opening(
+    async def _opening(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> list[CompletionChoice]:
-        text, logprobs = self._echoed(prompt_index, output, completion)
+        text, logprobs = await self._echoed(prompt_index, output, completion)
         if not (self._body.echo or self._body.return_token_ids):
             return []
         index = self._choice_index(prompt_index, completion)
         fields = self._prompt_fields(prompt_index, output)
         return [CompletionChoice(index=index, text=text, logprobs=logprobs, **fields)]
 
-    def _continuation(
+    async def _continuation(
         self, prompt_index: int, completion: CompletionOutput, new_text: str, first_new_token: int
     ) -> list[CompletionChoice]:
         index = self._choice_index(prompt_index, completion)
@@ -96,7 +96,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         if self._body.only_scores_prompt:
             last = CompletionChoice(index=index, text="", finish_reason="length")
             return [last] if reason else []
-        logprobs = self._logprobs(prompt_index, completion, first_new_token)
+        logprobs = await self._logprobs(prompt_index, completion, first_new_token)
         token_ids = self._token_ids(completion, first_new_token)
         if not (new_text or reason or token_ids or (logprobs and logprobs.tokens)):
             return []
@@ -106,7 +106,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
             )
         ]
 
-    def _echoed(
+    async def _echoed(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> tuple[str, CompletionLogprobs | None]:
         """Return the prompt's text and its log-probabilities, as they begin an echoing choice."""
@@ -118,13 +118,13 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         else:
             decode = self._context.llm.tokenizer.decode
             prompt = decode(output.prompt_token_ids, skip_special_tokens=self._params.skip_special_tokens)
-        return prompt, writer.prompt(output, prompt) if writer else None
+        return prompt, await writer.prompt(output, prompt) if writer else None
 
-    def _logprobs(
+    async def _logprobs(
         self, prompt_index: int, completion: CompletionOutput, first_token: int
     ) -> CompletionLogprobs | None:
         writer = self._writers.get(self._choice_index(prompt_index, completion))
-        return writer.output(completion, first_token) if writer else None
+        return await writer.output(completion, first_token) if writer else None
 
     def _new_writer(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput

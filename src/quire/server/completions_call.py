@@ -51,15 +51,17 @@ class CompletionsCall(GenerationCall[RequestT]):
         }
 
     @abc.abstractmethod
-    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
+    async def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
         """Return one choice of a whole answer."""
 
     @abc.abstractmethod
-    def _opening(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> list[Any]:
+    async def _opening(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> list[Any]:
         """Return what a streamed choice begins with."""
 
     @abc.abstractmethod
-    def _continuation(
+    async def _continuation(
         self, prompt_index: int, completion: CompletionOutput, new_text: str, first_new_token: int
     ) -> list[Any]:
         """Return what is new in a streamed choice."""
@@ -73,7 +75,7 @@ class CompletionsCall(GenerationCall[RequestT]):
             if (count := self._body.prompt_logprobs) is not None:
                 self._prompt_logprobs[prompt_index] = await prompt_logprobs(output, count)
             for completion in sorted(output.outputs, key=lambda completion: completion.index):
-                choices.append(self._choice(prompt_index, output, completion))
+                choices.append(await self._choice(prompt_index, output, completion))
                 num_tokens += self._num_tokens(output, completion)
                 if num_tokens >= TOKENS_PER_TURN:
                     num_tokens = 0
@@ -132,7 +134,7 @@ class CompletionsCall(GenerationCall[RequestT]):
                 events = [
                     self._event([piece], usage)
                     for completion in output.outputs
-                    for piece in self._pieces(progress, prompt_index, output, completion)
+                    for piece in await self._pieces(progress, prompt_index, output, completion)
                 ]
                 if events and output.finished:
                     events[-1].kv_transfer_params = self._kv_transfer_params(output)
@@ -142,7 +144,7 @@ class CompletionsCall(GenerationCall[RequestT]):
             yield sse_event(self._event([], self._usage(list(latest.values()))))
         yield SSE_DONE
 
-    def _pieces(
+    async def _pieces(
         self,
         progress: dict[int, SequenceProgress],
         prompt_index: int,
@@ -157,10 +159,10 @@ class CompletionsCall(GenerationCall[RequestT]):
             if _awaits_prompt_logprobs(output):
                 return []
             sent = progress[index] = SequenceProgress()
-            pieces += self._opening(prompt_index, output, completion)
+            pieces += await self._opening(prompt_index, output, completion)
         if not sent.ended:
             new_text, first_new_token = sent.advance(completion)
-            pieces += self._continuation(prompt_index, completion, new_text, first_new_token)
+            pieces += await self._continuation(prompt_index, completion, new_text, first_new_token)
         return pieces
 
     def _choice_index(self, prompt_index: int, completion: CompletionOutput) -> int:

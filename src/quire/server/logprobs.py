@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from quire.server.responses import (
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express; OpenAI's value."""
 
-TOKENS_PER_TURN = 256
-"""Tokens of a prompt whose log-probabilities are written in one turn of the event loop."""
+LOGPROBS_PER_TURN = 1024
+"""Log-probabilities that are written in one turn of the event loop; each takes a few microseconds."""
 
 _PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -41,13 +41,25 @@ def _utf8(token: str) -> list[int] | None:
     return None if _PART_OF_CHARACTER in token else list(token.encode())
 
 
-def chat_logprobs(completion: CompletionOutput, start: int, count: int) -> ChatLogprobs | None:
+T = TypeVar("T")
+
+
+async def _in_turns(positions: Iterable[T], count: int) -> AsyncIterator[T]:
+    """Yield positions with `count` candidates each, a bounded number in each turn of the event loop."""
+    positions_per_turn = max(1, LOGPROBS_PER_TURN // (count + 1))
+    for number, position in enumerate(positions, 1):
+        yield position
+        if number % positions_per_turn == 0:
+            await asyncio.sleep(0)
+
+
+async def chat_logprobs(completion: CompletionOutput, start: int, count: int) -> ChatLogprobs | None:
     """Return the chat form for the tokens from `start` on, each with `count` likeliest ones."""
     if completion.logprobs is None:
         return None
     content = []
     pairs = zip(completion.token_ids[start:], completion.logprobs[start:], strict=True)
-    for token_id, candidates in pairs:
+    async for token_id, candidates in _in_turns(pairs, count):
         chosen = candidates[token_id]
         top = [
             TopLogprob(
@@ -71,10 +83,9 @@ def chat_logprobs(completion: CompletionOutput, start: int, count: int) -> ChatL
 async def prompt_logprobs(output: RequestOutput, count: int) -> PromptLogprobs:
     """Return vLLM's form for the tokens of a prompt, each with `count` likeliest ones."""
     by_token: PromptLogprobs = []
-    for token_id, candidates in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
+    pairs = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+    async for token_id, candidates in _in_turns(pairs, count):
         by_token.append(None if candidates is None else _candidates_by_id(token_id, candidates, count))
-        if len(by_token) % TOKENS_PER_TURN == 0:
-            await asyncio.sleep(0)
     return by_token
 
 
@@ -116,11 +127,12 @@ class CompletionLogprobsWriter:
         self._of_output = decoders.make(prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._offset = 0
 
-    def prompt(self, output: RequestOutput, text: str) -> CompletionLogprobs:
+    async def prompt(self, output: RequestOutput, text: str) -> CompletionLogprobs:
         """Return the entries of an echoed prompt whose text is `text`."""
         positions = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
         written = _empty()
-        for token_id, candidates in zip(output.prompt_token_ids, positions, strict=True):
+        pairs = zip(output.prompt_token_ids, positions, strict=True)
+        async for token_id, candidates in _in_turns(pairs, self._count):
             token = candidates[token_id].decoded_token if candidates else self._tokenizer.token_text(token_id)
             visible = token_id not in self._tokenizer.special_token_ids or text.startswith(
                 token, self._offset
@@ -131,13 +143,13 @@ class CompletionLogprobsWriter:
         self._offset = len(text)
         return written
 
-    def output(self, completion: CompletionOutput, start: int) -> CompletionLogprobs | None:
+    async def output(self, completion: CompletionOutput, start: int) -> CompletionLogprobs | None:
         """Return the entries of the generated tokens from `start` on."""
         if completion.logprobs is None:
             return None
         written = _empty()
         pairs = zip(completion.token_ids[start:], completion.logprobs[start:], strict=True)
-        for token_id, candidates in pairs:
+        async for token_id, candidates in _in_turns(pairs, self._count):
             token = candidates[token_id].decoded_token
             self._add(written, token, token_id, candidates)
             self._offset += len(self._of_output.push(token_id))

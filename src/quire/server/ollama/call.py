@@ -133,7 +133,7 @@ class _OllamaCall(GenerationCall[BodyT]):
         [output] = await self._final_outputs()
         [completion] = output.outputs
         message = MessageReader(self._reader(completion)).whole(completion)
-        return self._last_answer(message, output, completion, 0)
+        return await self._last_answer(message, output, completion, 0)
 
     @override
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -147,9 +147,9 @@ class _OllamaCall(GenerationCall[BodyT]):
                 messages = reader.pieces(new_text, completion)
                 lines = [self._answer(message, done=False) for message in messages]
                 if completion.finished:
-                    last = self._last_answer(OllamaAnswerMessage(), output, completion, first_new_token)
+                    last = await self._last_answer(OllamaAnswerMessage(), output, completion, first_new_token)
                     lines.append(last)
-                elif logprobs := self._logprobs(completion, first_new_token):
+                elif logprobs := await self._logprobs(completion, first_new_token):
                     lines = lines or [self._answer(OllamaAnswerMessage(), done=False)]
                     lines[0].logprobs = logprobs
                 if lines:
@@ -164,14 +164,14 @@ class _OllamaCall(GenerationCall[BodyT]):
             return AnswerReader(None, None, None, shows_thought=True)
         return self._conversation.reader(completion)
 
-    def _logprobs(self, completion: CompletionOutput, first_token: int) -> Any:
-        written = chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
+    async def _logprobs(self, completion: CompletionOutput, first_token: int) -> Any:
+        written = await chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
         return UNSET if written is None else written.content
 
     def _answer(self, message: OllamaAnswerMessage, **fields: Any) -> OllamaChat | OllamaGeneration:
         return self._shaped(message, model=self._body.model, created_at=timestamp(time.time()), **fields)
 
-    def _last_answer(
+    async def _last_answer(
         self,
         message: OllamaAnswerMessage,
         output: RequestOutput,
@@ -184,7 +184,7 @@ class _OllamaCall(GenerationCall[BodyT]):
             done_reason=end_reason(completion),
             prompt_eval_count=len(output.prompt_token_ids),
             eval_count=len(completion.token_ids),
-            logprobs=self._logprobs(completion, first_token),
+            logprobs=await self._logprobs(completion, first_token),
             **self._durations.fields(),
         )
 

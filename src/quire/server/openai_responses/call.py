@@ -130,7 +130,7 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
         items = ResponseOutput(self._conversation.reader(completion), self._numbers)
         items.feed(
             completion.text,
-            self._logprobs(completion, 0),
+            await self._logprobs(completion, 0),
             is_last=True,
             is_complete=not _is_cut_off(completion),
         )
@@ -167,7 +167,7 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
                 new_text, first_new_token = progress.advance(completion)
                 events += items.feed(
                     new_text,
-                    self._logprobs(completion, first_new_token),
+                    await self._logprobs(completion, first_new_token),
                     is_last=completion.finished,
                     is_complete=not _is_cut_off(completion),
                 )
@@ -193,8 +193,8 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
         last = Failed(sequence_number=next(self._numbers), response=self.failed(error))
         return [told, last]
 
-    def _logprobs(self, completion: CompletionOutput, first_token: int) -> list[TokenLogprob]:
-        written = chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
+    async def _logprobs(self, completion: CompletionOutput, first_token: int) -> list[TokenLogprob]:
+        written = await chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
         return [] if written is None else written.content
 
     async def _ended(
