@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from quire.engine.messages import LoadProgress, StepOutputs
 from quire.front import message_backlog
-from quire.front.message_backlog import MAX_OUTPUTS, MessageBacklog, Turn
+from quire.front.message_backlog import MAX_OUTPUTS, POSITIONS_AT_ONCE, MessageBacklog, Turn
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
+from quire.status import FinishReason
 
 MESSAGES = st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 20), st.booleans())))
 
@@ -40,6 +41,40 @@ def test_pieces_are_the_messages(shapes, most):
         if piece.stats is not None:
             seen.append(("stats", piece.stats.num_running))
     assert seen == expected
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 700))), st.integers(1, 7))
+def test_long_parts_of_prompts_are_taken_in_pieces(lengths, most):
+    """None stands for an output without log-probabilities of a prompt, a number for so many."""
+
+    def outputs() -> list[EngineCoreOutput]:
+        return [
+            EngineCoreOutput(
+                str(number),
+                [7],
+                FinishReason.LENGTH,
+                num_cached_tokens=5,
+                first_scheduled_time=1.5,
+                prompt_logprobs=None if length is None else list(range(length)),
+            )
+            for number, length in enumerate(lengths)
+        ]
+
+    backlog, seen = MessageBacklog(), {}
+    backlog.extend([StepOutputs(outputs(), SchedulerStats())])
+    while backlog:
+        piece = backlog.take(most)
+        assert sum(len(one.prompt_logprobs or ()) for one in piece.outputs) <= POSITIONS_AT_ONCE
+        for one in piece.outputs:
+            assert (one.num_cached_tokens, one.first_scheduled_time) == (5, 1.5)
+            before = seen.get(one.request_id)
+            assert before is None or before.finish_reason is None, "what ends a request comes last"
+            seen[one.request_id] = one
+            if before is not None:
+                assert not before.new_token_ids
+                one.prompt_logprobs[:0] = before.prompt_logprobs
+    assert piece.stats is not None
+    assert list(seen.values()) == outputs()
 
 
 def test_a_turn_ends_by_number_or_by_time(monkeypatch):

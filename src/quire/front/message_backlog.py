@@ -6,11 +6,17 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
+import msgspec
+
 from quire.engine.messages import FromEngine, StepOutputs
 from quire.front.supervision import EngineCrashed, EngineSuspended
+from quire.scheduling.outputs import EngineCoreOutput
 
 OUTPUTS_AT_ONCE = 16
 """Outputs of a step that are processed without a look at the clock."""
+
+POSITIONS_AT_ONCE = 256
+"""Tokens of prompts whose log-probabilities are processed likewise: each may have 20 candidates."""
 
 MAX_OUTPUTS = 64
 """Outputs that are processed in a turn of the event loop: each may wake a task, which takes longer."""
@@ -35,14 +41,46 @@ class MessageBacklog:
     def take(self, max_outputs: int | None = None) -> FromEngine | EngineCrashed | EngineSuspended:
         """Remove and return the first message, or its first outputs; the last piece has its statistics."""
         message = self._messages.popleft()
-        if max_outputs is None or not isinstance(message, StepOutputs) or len(message.outputs) <= max_outputs:
+        if max_outputs is None or not isinstance(message, StepOutputs):
             return message
-        self._messages.appendleft(StepOutputs(message.outputs[max_outputs:], message.stats))
-        return StepOutputs(message.outputs[:max_outputs])
+        first, others = _split(message.outputs, max_outputs)
+        if not others:
+            return message
+        self._messages.appendleft(StepOutputs(others, message.stats))
+        return StepOutputs(first)
 
     def clear(self) -> None:
         """Remove all."""
         self._messages.clear()
+
+
+def _split(
+    outputs: list[EngineCoreOutput], max_outputs: int
+) -> tuple[list[EngineCoreOutput], list[EngineCoreOutput]]:
+    """Return what is processed next, and the others; an output with a long part of a prompt becomes two."""
+    num_positions = 0
+    for index, output in enumerate(outputs[:max_outputs]):
+        num_positions += len(output.prompt_logprobs or ())
+        if num_positions > POSITIONS_AT_ONCE and index:
+            return outputs[:index], outputs[index:]
+        if num_positions > POSITIONS_AT_ONCE:
+            first, rest = _parts(output)
+            return [first], [rest, *outputs[1:]]
+    return outputs[:max_outputs], outputs[max_outputs:]
+
+
+def _parts(output: EngineCoreOutput) -> tuple[EngineCoreOutput, EngineCoreOutput]:
+    """Return an output with the first log-probabilities of a prompt, and one with all else."""
+    assert output.prompt_logprobs is not None
+    first = EngineCoreOutput(
+        output.request_id,
+        [],
+        num_cached_tokens=output.num_cached_tokens,
+        first_scheduled_time=output.first_scheduled_time,
+        prompt_logprobs=output.prompt_logprobs[:POSITIONS_AT_ONCE],
+    )
+    rest = output.prompt_logprobs[POSITIONS_AT_ONCE:]
+    return first, msgspec.structs.replace(output, prompt_logprobs=rest)
 
 
 class Turn:
