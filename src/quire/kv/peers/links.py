@@ -32,7 +32,7 @@ class PeerLinks:
         self._open_link = open_link
         self._down_until = 0.0
         self._doubtful_until = 0.0
-        self._num_doubts = 0  # one after another
+        self._doubt_seconds = 0.0  # of the last doubt
         self._transport = ""  # of the last link
         self._num_open = 0
         self._counting = threading.Lock()
@@ -51,11 +51,10 @@ class PeerLinks:
         """Note whether something has come that the peer said it has cached: doubts last longer each time."""
         with self._counting:
             if has_come:
-                self._num_doubts = 0
+                self._doubt_seconds = 0.0
             elif not self.is_doubtful:
-                seconds = min(MOST_DOUBT_SECONDS, DOWN_SECONDS * 2**self._num_doubts)
-                self._doubtful_until = time.monotonic() + seconds
-                self._num_doubts += 1
+                self._doubt_seconds = min(MOST_DOUBT_SECONDS, max(DOWN_SECONDS, 2 * self._doubt_seconds))
+                self._doubtful_until = time.monotonic() + self._doubt_seconds
 
     @property
     def is_down(self) -> bool:
