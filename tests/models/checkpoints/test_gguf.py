@@ -65,7 +65,7 @@ def test_every_architecture_computes_what_its_checkpoint_does(family: str, tmp_p
     torch.testing.assert_close(logits, same_logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_every_weight_is_what_the_gguf_package_makes_of_it(kind: str, tmp_path: Path) -> None:
     file, twin = write_gguf(make_checkpoint("llama", tmp_path / "model", **WIDE), "llama", kind)
     wanted = load_file(twin / "model.safetensors")
@@ -76,7 +76,7 @@ def test_every_weight_is_what_the_gguf_package_makes_of_it(kind: str, tmp_path: 
                 weight = checkpoint.weight(source)
                 assert isinstance(weight, GroupedWeight) == (kind.startswith("Q") and len(source.shape) == 2)
                 # Where 0 stands for the least number, it is kept as the place of zero.
-                rounding = 1e-6 if kind == "Q4_1" else 0.0
+                rounding = 1e-6 if kind.endswith("_1") else 0.0
                 torch.testing.assert_close(dequantize(weight), wanted[source.name], rtol=0, atol=rounding)
 
 
@@ -102,7 +102,13 @@ def test_embeddings_are_what_the_gguf_package_makes_of_them(
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(
-    "other_kinds", [{}, {"v_proj": "Q8_0", "layers.1.mlp.down": "Q8_0"}, {"embed": "F16", "o_proj": "F16"}]
+    "other_kinds",
+    [
+        {},
+        {"v_proj": "Q8_0", "layers.1.mlp.down": "Q8_0"},
+        {"q_proj": "Q5_0", "mlp.down": "Q5_1"},
+        {"embed": "F16", "o_proj": "F16"},
+    ],
 )
 def test_the_memory_that_a_file_will_take_is_known_from_its_header(
     other_kinds: dict[str, str], is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,13 +177,8 @@ def test_random_blocks(number: int) -> None:
     """Any bytes, for kinds that the package cannot write too."""
     kind = KINDS[number]
     octets = np.random.default_rng(number).integers(0, 256, (3, 4, kind.block_bytes)).astype(np.uint8)
-    two_numbers = slice(0, 4)
-    scale_places = {
-        "Q6_K": slice(208, 210),
-        "Q4_1": two_numbers,
-        "Q4_K": two_numbers,
-        "Q5_K": two_numbers,
-    }.get(kind.name, slice(0, 2))
+    has_least = kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+    scale_places = slice(0, 4) if has_least else slice(208, 210) if kind.name == "Q6_K" else slice(0, 2)
     if kind.block_size > 1:
         scales = np.random.default_rng(0).normal(size=(3, 4, octets[..., scale_places].shape[-1] // 2))
         scales[1] = 0.0
@@ -185,18 +186,28 @@ def test_random_blocks(number: int) -> None:
     wanted = gguf.quants.dequantize(octets.reshape(3, -1), gguf.GGMLQuantizationType(number))
     found = dequantize(kind.decode(torch.from_numpy(octets.copy())))
     assert kind.name == gguf.GGMLQuantizationType(number).name
-    if kind.name in (
-        "Q4_1",
-        "Q4_K",
-        "Q5_K",
-    ):  # 0 stands for the least number, kept as the place of zero
+    if has_least:  # 0 stands for the least number, kept as the place of zero
         np.testing.assert_allclose(found.numpy(), wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
     else:
         np.testing.assert_array_equal(found.numpy(), np.asarray(wanted))
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q5_1"])
+def test_a_block_by_hand(kind: str) -> None:
+    """Numbers 0 to 15 of a block have low nibbles, 16 to 31 high ones; a fifth bit is that of its number."""
+    number = next(number for number, known in KINDS.items() if known.name == kind)
+    steps = [(7 * place + 3) % (16 if kind == "Q4_1" else 32) for place in range(32)]
+    nibbles = bytes(steps[place] & 15 | (steps[place + 16] & 15) << 4 for place in range(16))
+    fifth = sum((step >> 4) << place for place, step in enumerate(steps))
+    head = struct.pack("<e", 0.5) if kind == "Q5_0" else struct.pack("<2e", 0.5, -3.0)
+    block = head + (b"" if kind == "Q4_1" else struct.pack("<I", fifth)) + nibbles
+    octets = torch.frombuffer(bytearray(block), dtype=torch.uint8).view(1, 1, -1)
+    wanted = [step * 0.5 - 3.0 if kind != "Q5_0" else (step - 16) * 0.5 for step in steps]
+    assert dequantize(KINDS[number].decode(octets)).tolist() == [wanted]
+
+
 @pytest.mark.parametrize(("activations", "error"), [("bfloat16", 0.02), ("int8", 0.05)])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q5_1", "Q8_0"])
 def test_the_model_computes_with_few_bits(kind: str, activations: str, error: float, tmp_path: Path) -> None:
     file, twin = write_gguf(make_checkpoint("qwen3", tmp_path / "model", **WIDE), "qwen3", kind)
     (_, logits), (_, wanted) = _generate(file, int4_activations=activations), _generate(twin)
@@ -317,8 +328,8 @@ def test_unknown_architectures_and_kinds_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="the architecture bert; Quire reads llama, qwen2"):
         read_gguf_config(path)
     checkpoint = make_checkpoint("qwen3", tmp_path / "model", **WIDE)
-    file, _ = write_gguf(checkpoint, "qwen3", "Q5_0")
-    with pytest.raises(ModelError, match="is of ggml type 6; Quire reads F32, F16, Q4_0"):
+    file, _ = write_gguf(checkpoint, "qwen3", "MXFP4")
+    with pytest.raises(ModelError, match="is of ggml type 39; Quire reads F32, F16, Q4_0"):
         load_decoder(file, read_model_config(file))
 
 

@@ -16,6 +16,7 @@ from quire.models.checkpoints.gguf.file import BLOCKS
 
 _Decode = Callable[[torch.Tensor], Weight]
 _INT8_ZERO = 128  # the step of unsigned bytes that stands for the 0 of signed ones
+_Q5_ZERO = 16
 _Q6_ZERO = 32
 _IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -51,6 +52,26 @@ def _q4_1(octets: torch.Tensor) -> Weight:
     nibbles = octets[..., 4:]
     values = torch.cat((nibbles & 15, nibbles >> 4), dim=2)
     return _with_least(values, numbers[..., 0], numbers[..., 1], bits=4)
+
+
+def _q5_0(octets: torch.Tensor) -> Weight:
+    """d, then `_with_fifth_bits`; 16 is 0."""
+    scales = _first_half(octets)
+    values = _with_fifth_bits(octets[..., 2:])
+    return GroupedWeight(values.flatten(1), scales, torch.full_like(scales, _Q5_ZERO), bits=8)
+
+
+def _q5_1(octets: torch.Tensor) -> Weight:
+    """d and the block's least number m, then `_with_fifth_bits`; 0 stands for m."""
+    numbers = octets[..., :4].contiguous().view(torch.float16).float()
+    return _with_least(_with_fifth_bits(octets[..., 4:]), numbers[..., 0], numbers[..., 1], bits=8)
+
+
+def _with_fifth_bits(octets: torch.Tensor) -> torch.Tensor:
+    """Return the numbers [rows, blocks, 32]: a bit of each in 4 bytes, lowest first, the rest as in Q4_0."""
+    bits = (octets[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    nibbles = octets[..., 4:]
+    return torch.cat((nibbles & 15, nibbles >> 4), dim=2) | bits.flatten(2) << 4
 
 
 def _q8_0(octets: torch.Tensor) -> Weight:
@@ -143,6 +164,8 @@ KINDS: dict[int, Kind] = {  # by ggml's number
     1: Kind("F16", *BLOCKS[1], _as_type(torch.float16)),
     2: Kind("Q4_0", *BLOCKS[2], _q4_0),
     3: Kind("Q4_1", *BLOCKS[3], _q4_1),
+    6: Kind("Q5_0", *BLOCKS[6], _q5_0),
+    7: Kind("Q5_1", *BLOCKS[7], _q5_1),
     8: Kind("Q8_0", *BLOCKS[8], _q8_0),
     12: Kind("Q4_K", *BLOCKS[12], _q4_k),
     13: Kind("Q5_K", *BLOCKS[13], _q5_k),

@@ -49,8 +49,8 @@ _FAULTS = (OSError, ValueError, TypeError, ArithmeticError, MemoryError, Recursi
 
 # (numbers, bytes) of a block of the kinds of tensors that Quire reads, by ggml's number.
 BLOCKS = {
-    **{0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 8: (32, 34), 12: (256, 144), 13: (256, 176)},
-    **{14: (256, 210), 20: (32, 18), 30: (1, 2)},
+    **{0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34)},
+    **{12: (256, 144), 13: (256, 176), 14: (256, 210), 20: (32, 18), 30: (1, 2)},
 }
 
 

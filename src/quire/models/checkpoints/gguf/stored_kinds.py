@@ -12,9 +12,9 @@ from quire.models.config import ModelConfig
 from quire.models.weights import QUANTIZED_FIELDS, WeightSpec, weight_specs
 
 _FLOATS = StoredQuantization()
-_BY_KIND = {  # ggml's numbers: Q4_0, Q4_1, Q4_K; Q8_0, Q5_K, IQ4_NL; Q6_K
+_BY_KIND = {  # ggml's numbers: Q4_0, Q4_1, Q4_K; Q5_0, Q5_1, Q8_0, Q5_K, IQ4_NL; Q6_K
     **dict.fromkeys((2, 3, 12), StoredQuantization("int4", 32)),
-    **dict.fromkeys((8, 13, 20), StoredQuantization("grouped_int8", 32)),
+    **dict.fromkeys((6, 7, 8, 13, 20), StoredQuantization("grouped_int8", 32)),
     14: StoredQuantization("grouped_int8", 16),
 }
 
