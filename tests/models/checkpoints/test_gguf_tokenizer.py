@@ -122,6 +122,44 @@ def test_a_token_at_the_start_of_llama_3_unless_the_file_forbids_it(published: P
     assert read_tokenizer(file).encode("the")[0] != 0
 
 
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_a_token_at_the_end_where_the_file_asks_for_it(
+    published: Path, tmp_path: Path, has_bos: bool
+) -> None:
+    """As llama.cpp tokenizes prompts; embedding models are made so."""
+    entries = {"ggml__add_bos_token": has_bos, "ggml__add_eos_token": True}
+    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre="gpt-2", **entries))
+    ids = found.encode("the", add_special_tokens=False)
+    assert found.encode("the") == [0] * has_bos + ids + [2]
+    no = _byte_level(published, tmp_path / "no.gguf", pre="gpt-2", ggml__add_eos_token=False)
+    assert read_tokenizer(no).encode("the") == ids
+
+
+def test_tokens_with_a_role_are_found_by_the_keys_that_llama_cpp_writes(
+    published: Path, tmp_path: Path
+) -> None:
+    keys = gguf.Keys.Tokenizer
+    roles = {"unk_token": keys.UNK_ID, "pad_token": keys.PAD_ID, "sep_token": keys.SEP_ID}
+    roles |= {"mask_token": keys.MASK_ID, "cls_token": "tokenizer.ggml.cls_token_id"}
+    entries = {key.removeprefix("tokenizer."): number for number, key in enumerate(roles.values(), start=3)}
+    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre="gpt-2", **entries))
+    names = {name: found.token_name(number) for number, name in enumerate(roles, start=3)}
+    assert found.special_tokens == names | {
+        "bos_token": found.token_name(0),
+        "eos_token": found.token_name(2),
+    }
+
+
+def test_a_role_that_no_token_has(published: Path, tmp_path: Path) -> None:
+    """Published files have -1, also as an unsigned number; llama.cpp passes over it."""
+    entries = {"ggml__padding_token_id": 2**31 - 1, "ggml__seperator_token_id": -1}
+    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre="gpt-2", **entries))
+    assert found.special_tokens.keys() == {"bos_token", "eos_token"}
+    wrong = _byte_level(published, tmp_path / "x.gguf", pre="gpt-2", ggml__padding_token_id="x")
+    with pytest.raises(ModelError, match=r"ggml\.padding_token_id is of the type str, not int"):
+        read_tokenizer(wrong)
+
+
 def _sentence_piece(text: str, tokens: list[str], scores: list[float]) -> list[int]:
     """Join the pair with the best score, the first such, until none is left; bytes for what is unknown."""
     pieces = list("▁" + text.replace(" ", "▁"))

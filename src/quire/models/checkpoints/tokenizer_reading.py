@@ -23,7 +23,14 @@ _MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB
 
 _TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 _MAX_TOKEN_CHARACTERS = 4096
-_GGUF_TOKENS = ("bos", "eos", "eot", "eom", "unk", "pad")
+_GGUF_TOKENS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
+_GGUF_NAMED_TOKENS = {  # as llama.cpp spells them
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+    "sep_token": "tokenizer.ggml.seperator_token_id",
+    "cls_token": "tokenizer.ggml.cls_token_id",
+    "mask_token": "tokenizer.ggml.mask_token_id",
+}
 # They end turns in the chats of models that Quire reads from GGUF files; metadata often name none of them.
 _ENDS_OF_TURNS = frozenset({"<|end|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -121,15 +128,18 @@ def _from_gguf(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequen
     vocab_size = max(_num_ids(backend), len(tokens))
     ids = {
         name: special_ids(metadata.get(key), source=f"{path}: {key}", vocab_size=vocab_size)
-        for name, key in ((name, f"tokenizer.ggml.{name}_token_id") for name in _GGUF_TOKENS)
+        for name, key in _GGUF_TOKENS.items()
     }
+    named = {f"{name}_token": next(iter(ids[name]), None) for name in ("bos", "eos")}
+    # Only chat templates see these. Where a model has no such token, files have ids beyond the vocabulary.
+    named |= {name: file.entry(key, int) for name, key in _GGUF_NAMED_TOKENS.items()}
     ends = [number for number, token in enumerate(tokens) if token in _ENDS_OF_TURNS]
     return Tokenizer(
         backend,
         special_tokens={
-            f"{name}_token": tokens[found[0]]
-            for name, found in ids.items()
-            if found and f"{name}_token" in _NAMED_TOKENS and found[0] < len(tokens)
+            name: tokens[token_id]
+            for name, token_id in named.items()
+            if token_id is not None and 0 <= token_id < len(tokens)
         },
         eos_token_ids=tuple(dict.fromkeys([*ids["eos"], *ids["eot"], *ids["eom"], *ends, *extra_eos_ids])),
         bos_token_id=next(iter(ids["bos"]), None),

@@ -71,15 +71,15 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
                 for token in added
             ]
         )
-    source = f"{file.path}: tokenizer.ggml.bos_token_id"
-    bos_ids = special_ids(file.metadata.get(f"{_PREFIX}bos_token_id"), source=source, vocab_size=len(tokens))
     adds_bos = file.entry(f"{_PREFIX}add_bos_token", bool)
     if adds_bos is None:
         adds_bos = kind == "llama" or _text(file, "pre") == _BEGUN_BY_BOS
-    if bos_ids and adds_bos:
-        bos = bos_ids[0]
+    bos = _special(file, "bos", tokens) if adds_bos else []
+    eos = _special(file, "eos", tokens) if file.entry(f"{_PREFIX}add_eos_token", bool) else []
+    if bos or eos:
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+            single=[token for token, _ in bos] + ["$A"] + [token for token, _ in eos],
+            special_tokens=[*bos, *eos],
         )
     return backend
 
@@ -141,6 +141,13 @@ def _sentence_piece(file: GGUFFile) -> tokenizers.Tokenizer:
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
     )
     return backend
+
+
+def _special(file: GGUFFile, name: str, tokens: list[str]) -> list[tuple[str, int]]:
+    """Return text and id of a token that stands around a text, if the file names it."""
+    key = f"{_PREFIX}{name}_token_id"
+    ids = special_ids(file.metadata.get(key), source=f"{file.path}: {key}", vocab_size=len(tokens))
+    return [(tokens[token_id], token_id) for token_id in ids[:1]]
 
 
 def _vocabulary(file: GGUFFile) -> dict[str, int]:
