@@ -24,6 +24,7 @@ from quire.models.checkpoints.gguf.blocks import KINDS
 from quire.models.checkpoints.gguf.config import read_gguf_config
 from quire.models.checkpoints.gguf.file import GGUFFile
 from quire.models.checkpoints.gguf.location import find_gguf
+from quire.models.checkpoints.gguf.weights import GGUFWeights
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.shard import Shard
@@ -190,6 +191,35 @@ def test_random_blocks(number: int) -> None:
         np.testing.assert_allclose(found.numpy(), wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
     else:
         np.testing.assert_array_equal(found.numpy(), np.asarray(wanted))
+
+
+@pytest.mark.parametrize("number", [number for number, kind in KINDS.items() if kind.block_size > 1])
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+def test_scales_of_blocks_are_finite_numbers(number: int, wrong: float, tmp_path: Path) -> None:
+    kind = KINDS[number]
+    for place in _places_of_halves(kind.name):
+        octets = np.zeros((5, 2, kind.block_bytes), dtype=np.uint8)
+        octets[3, 1, place : place + 2] = np.array([wrong], dtype=np.float16).view(np.uint8)
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3")
+        quantization = gguf.GGMLQuantizationType(number)
+        writer.add_tensor("blk.0.ffn_down.weight", octets.reshape(5, -1), raw_dtype=quantization)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with np.errstate(invalid="ignore"):
+            meant = gguf.quants.dequantize(octets.reshape(5, -1), quantization)
+        assert not np.isfinite(meant[3]).all()
+        message = rf"blk\.0\.ffn_down\.weight in .*m\.gguf .*{kind.name} have numbers that are no scales"
+        with pytest.raises(ModelError, match=message):
+            GGUFWeights(tmp_path / "m.gguf").read("model.layers.0.mlp.down_proj.weight", meant.shape)
+
+
+def _places_of_halves(kind: str) -> list[int]:
+    """Return where a block of this kind has numbers in float16, in bytes."""
+    if kind == "Q6_K":
+        return [208]
+    return [0, 2] if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q5_1"])

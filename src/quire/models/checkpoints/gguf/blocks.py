@@ -15,6 +15,7 @@ from quire.kernels.weights import INT4_ZERO, MAX_ZERO, GroupedWeight, Weight
 from quire.models.checkpoints.gguf.file import BLOCKS
 
 _Decode = Callable[[torch.Tensor], Weight]
+_HALF_EXPONENT = 0x7C00  # of float16; all ones: infinite or NaN
 _INT8_ZERO = 128  # the step of unsigned bytes that stands for the 0 of signed ones
 _Q5_ZERO = 16
 _Q6_ZERO = 32
@@ -25,13 +26,25 @@ _IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69,
 class Kind:
     """A kind of tensor: blocks of `block_size` numbers in `block_bytes` bytes.
 
-    `decode` makes of bytes [rows, blocks, block_bytes] the numbers [rows, blocks * block_size].
+    `decode` makes of bytes [rows, blocks, block_bytes] the numbers [rows, blocks * block_size]. `steps`
+    are the first and the end of its float16 numbers, each 2 bytes: d, and what least numbers are counted in.
     """
 
     name: str
     block_size: int
     block_bytes: int
     decode: _Decode
+    steps: tuple[int, int] = (0, 0)
+
+    def check(self, octets: torch.Tensor) -> None:
+        """Raise ValueError if a block's scale is infinite or NaN, which all of its numbers would be, too.
+
+        Args:
+            octets: [rows, blocks, block_bytes].
+        """
+        halves = octets.view(torch.int16)[..., slice(*self.steps)]
+        if not bool(((halves & _HALF_EXPONENT) != _HALF_EXPONENT).all()):  # isfinite takes four times as long
+            raise ValueError(f"its blocks of {self.name} have numbers that are no scales: infinite or NaN")
 
 
 def _as_type(dtype: torch.dtype) -> _Decode:
@@ -159,17 +172,19 @@ def _q6_k(octets: torch.Tensor) -> Weight:
     return GroupedWeight(values, wide, torch.full_like(wide, _Q6_ZERO), bits=8)
 
 
+_D = (0, 1)
+_D_AND_LEAST = (0, 2)
 KINDS: dict[int, Kind] = {  # by ggml's number
     0: Kind("F32", *BLOCKS[0], _as_type(torch.float32)),
     1: Kind("F16", *BLOCKS[1], _as_type(torch.float16)),
-    2: Kind("Q4_0", *BLOCKS[2], _q4_0),
-    3: Kind("Q4_1", *BLOCKS[3], _q4_1),
-    6: Kind("Q5_0", *BLOCKS[6], _q5_0),
-    7: Kind("Q5_1", *BLOCKS[7], _q5_1),
-    8: Kind("Q8_0", *BLOCKS[8], _q8_0),
-    12: Kind("Q4_K", *BLOCKS[12], _q4_k),
-    13: Kind("Q5_K", *BLOCKS[13], _q5_k),
-    14: Kind("Q6_K", *BLOCKS[14], _q6_k),
-    20: Kind("IQ4_NL", *BLOCKS[20], _iq4_nl),
+    2: Kind("Q4_0", *BLOCKS[2], _q4_0, _D),
+    3: Kind("Q4_1", *BLOCKS[3], _q4_1, _D_AND_LEAST),
+    6: Kind("Q5_0", *BLOCKS[6], _q5_0, _D),
+    7: Kind("Q5_1", *BLOCKS[7], _q5_1, _D_AND_LEAST),
+    8: Kind("Q8_0", *BLOCKS[8], _q8_0, _D),
+    12: Kind("Q4_K", *BLOCKS[12], _q4_k, _D_AND_LEAST),
+    13: Kind("Q5_K", *BLOCKS[13], _q5_k, _D_AND_LEAST),
+    14: Kind("Q6_K", *BLOCKS[14], _q6_k, (104, 105)),
+    20: Kind("IQ4_NL", *BLOCKS[20], _iq4_nl, _D),
     30: Kind("BF16", *BLOCKS[30], _as_type(torch.bfloat16)),
 }

@@ -51,6 +51,10 @@ class GGUFWeights:
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         """See `WeightStore`."""
         kind, octets = self._blocks(name, shape)
+        try:
+            kind.check(octets)
+        except ValueError as error:
+            raise ModelError(f"{gguf_name(name)} in {self._file.path} cannot be read: {error}") from error
         weight = kind.decode(octets)
         if isinstance(weight, torch.Tensor):
             weight = weight.view(shape)
