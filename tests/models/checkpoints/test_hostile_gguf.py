@@ -133,13 +133,32 @@ def _tensor(name: str, start: int, *shape: int, kind: int = 0) -> bytes:
     return _text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, start)
 
 
+_TEXTS = _text("c") + struct.pack("<IIQ", 9, 8, 2**21 - 2**10)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (_gguf(num_entries=2**63), "promises"),
         (_gguf(num_tensors=2**63), "promises"),
-        (_gguf(_text("a") + struct.pack("<IIQ", 9, 0, 2**60)), "values"),
-        (_gguf(_text("a") + struct.pack("<IIQ", 9, 8, 2**22)), "go beyond"),
+        (_gguf(_text("a") + struct.pack("<IIQ", 9, 0, 2**60)), "numbers; 8388608 are read"),
+        (_gguf(_text("a") + struct.pack("<IIQ", 9, 8, 2**21)), "go beyond"),
+        (
+            _gguf(*(_text(key) + struct.pack("<IIQ", 9, 8, 2**10) + bytes(2**13) for key in "ab"), _TEXTS),
+            "texts;",
+        ),
+        (
+            _gguf(_text("a") + struct.pack("<IIQ", 9, 9, 2**13) + bytes(12 << 13)),
+            "8192 arrays; 4096 are read",
+        ),
+        (
+            _gguf(
+                _text("a")
+                + struct.pack("<IIQ", 9, 9, 2)
+                + (struct.pack("<IQ", 9, 2**11) + bytes(12 << 11)) * 2
+            ),
+            "2048 arrays; 4096 are read",
+        ),
         (_gguf(_text("a") + struct.pack("<IIQ", 9, 9, 1) * 9), "within each other"),
         (_gguf(struct.pack("<Q", 2**63)), "go beyond"),
         (_gguf(_text("general.alignment") + struct.pack("<II", 4, 0)), "general.alignment is 0"),

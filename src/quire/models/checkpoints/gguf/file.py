@@ -35,11 +35,13 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
-# The largest vocabularies have about 300,000 tokens and as many merges, which take some 15 MB.
+# The largest vocabularies have about 300,000 tokens and up to twice as many merges, which take some 15 MB.
 _MAX_ENTRIES = 1 << 16
 _MAX_TENSORS = 1 << 18
 _MAX_HEADER_BYTES = 256 << 20
-_MAX_ARRAY_VALUES = 1 << 23  # of all arrays together; each is a Python object
+# Of all arrays together. Each value is a Python object, and a text or an array within another costs
+# microseconds of reading; llama.cpp reads no arrays within others, and so no published file has them.
+_MAX_ARRAY_VALUES = {"numbers": 1 << 23, "texts": 1 << 21, "arrays": 1 << 12}
 _MAX_ARRAY_DEPTH = 4
 _MAX_ALIGNMENT = 1 << 16  # bytes
 _ALIGNMENT = 32  # bytes, where a file does not say
@@ -108,7 +110,7 @@ class GGUFFile:
             with path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # pages change in no file
             self._place = 0
-            self._num_values = 0  # in arrays, so far
+            self._num_values = dict.fromkeys(_MAX_ARRAY_VALUES, 0)  # in arrays, so far
             self._read()
         except _FAULTS as error:
             # the names that it quotes may be as long as the file says
@@ -179,11 +181,12 @@ class GGUFFile:
         if kind != _ARRAY:
             return self._numbers(kind, 1)[0].item()
         inner, count = self._number("<I"), self._number("<Q")
-        self._num_values += count
-        if self._num_values > _MAX_ARRAY_VALUES or depth == _MAX_ARRAY_DEPTH:
+        values = "texts" if inner == _STRING else "arrays" if inner == _ARRAY else "numbers"
+        self._num_values[values] += count
+        if self._num_values[values] > _MAX_ARRAY_VALUES[values] or depth == _MAX_ARRAY_DEPTH:
             raise ValueError(
-                f"an array at byte {self._place} has {count} values; {_MAX_ARRAY_VALUES} are read of all, "
-                f"and {_MAX_ARRAY_DEPTH} arrays within each other"
+                f"an array at byte {self._place} has {count} {values}; {_MAX_ARRAY_VALUES[values]} are read "
+                f"in all, and {_MAX_ARRAY_DEPTH} arrays within each other"
             )
         if inner == _STRING:
             return [self._string() for _ in range(count)]
