@@ -126,6 +126,34 @@ KINDS = {
         "fp8_blocks",
     ),
 }
+
+
+def _by_layer(*, attention: Kind, mlp: Kind) -> Kind:
+    """Return checkpoints of two groups, told apart by size: only matrices of the MLP have 320 features."""
+    (first,), (second,) = (kind.config["config_groups"].values() for kind in (attention, mlp))
+
+    def encode(shape: torch.Size, seed: int) -> tuple[Tensors, torch.Tensor]:
+        return (mlp if 320 in shape else attention).encode(shape, seed)
+
+    groups = {
+        "attention": first | {"targets": ["re:.*self_attn.*"]},
+        "mlp": second | {"targets": ["re:.*mlp.*"]},
+        "of activations": {
+            "targets": ["re:.*k_proj"],
+            "output_activations": {"num_bits": 8},
+            "weights": None,
+        },
+    }
+    return Kind(attention.config | {"config_groups": groups}, encode)
+
+
+ROWS, MATRICES, BLOCKS = (KINDS[f"compressed-tensors, {name}"] for name in ("rows", "matrices", "blocks"))
+MIXED = {
+    "rows, then blocks": _by_layer(attention=ROWS, mlp=BLOCKS),
+    "blocks, then rows": _by_layer(attention=BLOCKS, mlp=ROWS),
+    "blocks, then matrices": _by_layer(attention=BLOCKS, mlp=MATRICES),
+}
+any_kind = pytest.mark.parametrize("kind", (KINDS | MIXED).values(), ids=KINDS | MIXED)
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
@@ -138,7 +166,7 @@ def _matrices(path: Path, shard: Shard | None = None) -> Iterator[tuple[WeightSo
                 yield source, checkpoint.weight(source)
 
 
-@each_kind
+@any_kind
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_weight_is_what_the_checkpoint_stands_for(kind: Kind, size: int, tmp_path: Path) -> None:
     path = tmp_path / "model"
@@ -178,7 +206,7 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-@each_kind
+@any_kind
 def test_the_model_computes_what_transformers_does_with_the_dequantized_one(
     kind: Kind, tmp_path: Path
 ) -> None:
@@ -253,6 +281,23 @@ def test_the_memory_plan_counts_what_is_held(kind: Kind, tmp_path: Path) -> None
     assert in_triton.weight_bytes in (held, held + embedding)
 
 
+@pytest.mark.parametrize("kind", MIXED.values(), ids=MIXED)
+def test_where_groups_differ_no_more_is_held_than_planned(kind: Kind, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    kind.write(path)
+    config = read_model_config(path)
+    planned = plan_memory(EngineConfig(device="cpu", kernels="triton"), config).weight_bytes
+    held = sum(
+        weight.nbytes
+        if isinstance(weight, torch.Tensor)
+        else weight.values.nbytes
+        + 4 * (weight.scales.numel() if weight.scales.shape[1] > 1 else len(weight.values))
+        for _, weight in _matrices(path)
+        if isinstance(weight, torch.Tensor | Float8Weight)
+    )
+    assert held <= planned < 1.01 * held
+
+
 def _change(path: Path, change: Callable[[Tensors], None]) -> None:
     weights = load_file(path / "model.safetensors")
     change(weights)
@@ -318,6 +363,12 @@ def test_a_part_that_cuts_blocks_is_refused(model: Path) -> None:
         (_compressed(strategy="block"), "the block_structure None.*multiple of 32"),
         (_compressed(strategy="group", group_size=128), "float8 by group.*tensor, channel, block"),
         (_compressed(strategy="tensor", num_bits=4), "float of 4 bits"),
+        (
+            _by_layer(
+                attention=BLOCKS, mlp=Kind(_compressed(strategy="block", block_structure=[64, 64]), _by_row)
+            ).config,
+            r"blocks of \[128, 128\] and \[64, 64\] \(block_structure\).*one size",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(values: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ModelError
-from quire.models.checkpoints.quantized.description import describe_quantization
+from quire.models.checkpoints.quantized.description import StoredQuantization, describe_quantization
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq", "desc_act": False}
 AWQ = {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "version": "gemm", "zero_point": True}
@@ -65,6 +65,18 @@ FLOAT8 = _compressed(num_bits=8, type="float", strategy="block", block_structure
 def test_wrong_values_are_named(values: dict[str, Any], key: str, wrong: str) -> None:
     with pytest.raises(ModelError, match=rf"quantization_config\.{key} .*{re.escape(wrong)}"):
         describe_quantization(values)
+
+
+def test_the_widest_of_several_groups_is_planned() -> None:
+    """Which matrices belong to which group is known when they are read."""
+    by_row = {"format": "int-quantized", "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+    of_activations = {"weights": None, "output_activations": {"num_bits": 8}}
+    (in_groups,) = _compressed()["config_groups"].values()
+    for groups in ([in_groups, by_row], [by_row, in_groups], [of_activations, in_groups, by_row]):
+        values = _compressed() | {"config_groups": {str(place): group for place, group in enumerate(groups)}}
+        assert describe_quantization(values).kind == "int8"
+    values = _compressed() | {"config_groups": {"first": of_activations, "second": in_groups}}
+    assert describe_quantization(values) == StoredQuantization("int4", 32)
 
 
 WRONG: list[Any] = [0, -1, 7, 2**31, 10**30, 1e308, math.nan, math.inf, True, "x", [], {}, [[]], "x" * 5000]

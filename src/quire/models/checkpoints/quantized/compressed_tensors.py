@@ -8,11 +8,13 @@ used: Quire's are those of each token.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 from quire.kernels.weights import Int8Weight, Weight
-from quire.models.checkpoints.quantized.float8 import Block, decode_float8
+from quire.models.checkpoints.quantized.description import Block
+from quire.models.checkpoints.quantized.float8 import decode_float8
 from quire.models.checkpoints.quantized.matrices import (
     MatrixFormat,
     Parts,
@@ -27,7 +29,7 @@ from quire.models.checkpoints.quantized.matrices import (
 _ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale")
 
 
-def _decode_plain(parts: Parts, shape: Shape, *, block: Block | None) -> Weight:
+def _decode_plain(parts: Parts, shape: Shape, *, blocks: Sequence[Block | None]) -> Weight:
     """A number for each weight: float8_e4m3fn, or int8."""
     values = parts["weight"]
     if values.dtype == torch.int8:
@@ -36,6 +38,9 @@ def _decode_plain(parts: Parts, shape: Shape, *, block: Block | None) -> Weight:
         raise ValueError(f"its weight is stored as {values.dtype}; only int8 and float8_e4m3fn are supported")
     if "weight_zero_point" in parts and bool(parts["weight_zero_point"].any()):
         raise ValueError("its weight is stored as float8 and has a weight_zero_point")
+    scales = parts["weight_scale"]
+    by_row = scales.numel() == 1 or (scales.numel() == shape[0] == len(scales))
+    block = next((known for known in blocks if (known is None) == by_row), next(iter(blocks), None))
     return decode_float8(parts, shape, scale="weight_scale", block=block)
 
 
@@ -82,8 +87,13 @@ def _by_row(numbers: torch.Tensor, rows: int) -> torch.Tensor:
     return table.expand(rows, -1)
 
 
-def compressed_formats(block: Block | None) -> tuple[MatrixFormat, ...]:
-    """Return how a matrix may be stored; `block`: rows and inputs that share a scale in float8, if any do."""
+def compressed_formats(blocks: Sequence[Block | None]) -> tuple[MatrixFormat, ...]:
+    """Return how a matrix may be stored.
+
+    Args:
+        blocks: rows and inputs that share a scale in float8: at most one size, and None if there are matrices
+            where a row or the matrix has one.
+    """
     return (
         MatrixFormat(
             key="weight_packed",
@@ -97,6 +107,6 @@ def compressed_formats(block: Block | None) -> tuple[MatrixFormat, ...]:
             needed=("weight", "weight_scale"),
             optional=("weight_zero_point",),
             ignored=_ACTIVATIONS,
-            decode=functools.partial(_decode_plain, block=block),
+            decode=functools.partial(_decode_plain, blocks=blocks),
         ),
     )

@@ -22,21 +22,21 @@ _BITS = (4, 8)
 _KINDS = (("int", 4), ("int", 8), ("float", 8))
 MAX_GROUP = 128  # inputs that share a scale in memory; longer groups are cut
 
+Block = tuple[int, int]
+
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class StoredQuantization:
-    """What most matrices become in memory, and in which blocks they are stored.
+    """What most matrices become in memory.
 
     Args:
         kind: none (floating point), int8, or groups: int4, grouped_int8; where kernels have float8, fp8 (a
             scale for each row) or fp8_blocks.
         group_size: inputs that share a scale, of groups and blocks.
-        block: rows and inputs that share a scale in float8; None: a row or the matrix has one.
     """
 
     kind: str = "none"
     group_size: int = MAX_GROUP
-    block: tuple[int, int] | None = None
 
 
 def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
@@ -62,53 +62,81 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
         )
     check_quantization(values)
     checks[method](values)
+    if method == "compressed-tensors":
+        # Which matrices belong to which group, regular expressions say; no matrix takes more than the widest.
+        return max(map(_of_group, _groups(values)), key=_width, default=StoredQuantization())
     if method == "fp8":
         return _in_float8(values.get("weight_block_size"))
-    if method == "compressed-tensors" and _kind(_main_weights(values))[0] == "float":
-        return _in_float8(_block_of(_main_weights(values)))
-    bits, group_size = _main_group(values) if method == "compressed-tensors" else _bits_and_group(values)
+    return _in_groups(_bits(values), values.get("group_size") or values.get("q_group_size") or 0)
+
+
+def float8_blocks(values: Mapping[str, Any]) -> tuple[Block | None, ...]:
+    """Return the rows and inputs that share a scale in float8, None for a row or the matrix, of any matrix.
+
+    Args:
+        values: a `quantization_config` that `describe_quantization` accepts.
+    """
+    if values.get("quant_method") == "compressed-tensors":
+        blocks = [_block_of(group.weights) for group in _groups(values) if group.kind == "float"]
+    else:
+        blocks = [values.get("weight_block_size")]
+    return tuple({None if block is None else (block[0], block[1]): True for block in blocks})
+
+
+def _in_float8(block: list[int] | None) -> StoredQuantization:
+    if block is None:
+        return StoredQuantization("fp8")
+    return StoredQuantization("fp8_blocks", min(block[1], MAX_GROUP))
+
+
+def _in_groups(bits: int, group_size: int) -> StoredQuantization:
+    """Return what becomes of numbers of `bits` in groups of `group_size` inputs; 0 or less: rows."""
     if bits == 8 and group_size <= 0:
         return StoredQuantization("int8")
     kind = "int4" if bits == 4 else "grouped_int8"
     return StoredQuantization(kind, min(group_size if group_size > 0 else MAX_GROUP, MAX_GROUP))
 
 
-def _in_float8(block: list[int] | None) -> StoredQuantization:
-    if block is None:
-        return StoredQuantization("fp8")
-    rows, inputs = block
-    return StoredQuantization("fp8_blocks", min(inputs, MAX_GROUP), (rows, inputs))
+@dataclasses.dataclass(slots=True, frozen=True)
+class _Group:
+    """One of compressed-tensors' groups of matrices: how they are stored, and what `weights` says of them."""
+
+    form: str | None
+    weights: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return self.weights.get("type") or "int"
+
+    @property
+    def bits(self) -> int:
+        return self.weights.get("num_bits") or 8
 
 
-def _main_weights(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the first group of matrices is like."""
-    return _groups(values)[0].get("weights") or {}
+def _groups(values: Mapping[str, Any]) -> list[_Group]:
+    """Return the groups whose weights are quantized; the others quantize activations only."""
+    return [
+        _Group(group.get("format") or values.get("format"), group["weights"])
+        for group in values["config_groups"].values()
+        if group and group.get("weights") is not None
+    ]
 
 
-def _kind(weights: Mapping[str, Any]) -> tuple[str, int]:
-    """Return type and bits of weights."""
-    return weights.get("type") or "int", weights.get("num_bits") or 8
+def _of_group(group: _Group) -> StoredQuantization:
+    if group.kind == "float":
+        return _in_float8(_block_of(group.weights))
+    bits = 8 if group.form in _PLAIN_FORMATS else group.bits
+    is_grouped = group.weights.get("strategy") == "group"
+    return _in_groups(bits, (group.weights.get("group_size") or 0) if is_grouped else 0)
+
+
+def _width(stored: StoredQuantization) -> tuple[int, int]:
+    """Return what sorts by the memory that weights take: a CPU holds float8 in 16 bits."""
+    return ("int4", "int8", "grouped_int8", "fp8_blocks", "fp8").index(stored.kind), -stored.group_size
 
 
 def _block_of(weights: Mapping[str, Any]) -> list[int] | None:
     return weights.get("block_structure") if weights.get("strategy") == "block" else None
-
-
-def _main_group(values: Mapping[str, Any]) -> tuple[int, int]:
-    """Return bits, as they are stored, and group size (0: rows) of the first group of matrices."""
-    group, weights = _groups(values)[0], _main_weights(values)
-    is_plain = (group.get("format") or values.get("format")) in _PLAIN_FORMATS
-    is_grouped = weights.get("strategy") == "group"
-    bits = 8 if is_plain else weights.get("num_bits") or 8
-    return bits, (weights.get("group_size") or 0) if is_grouped else 0
-
-
-def _groups(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [group or {} for group in values["config_groups"].values()]
-
-
-def _bits_and_group(values: Mapping[str, Any]) -> tuple[int, int]:
-    return _bits(values), values.get("group_size") or values.get("q_group_size") or 0
 
 
 def _check_compressed_tensors(values: Mapping[str, Any]) -> None:
@@ -124,22 +152,29 @@ def _check_compressed_tensors(values: Mapping[str, Any]) -> None:
     if not values.get("config_groups"):
         raise _refusal("compressed-tensors", "do not say how (config_groups)", "config_groups with weights")
     for group in _groups(values):
-        form = group.get("format") or values.get("format")
-        if form not in _FORMATS:
-            raise _refusal("compressed-tensors", f"have the format {form}", ", ".join(_FORMATS[:4]))
-        weights = group.get("weights") or {}
-        kind, bits = _kind(weights)
-        if (kind, bits) not in _KINDS:
-            raise _refusal(
-                "compressed-tensors", f"are {kind} of {bits} bits", "int of 4 or 8 bits, float of 8"
-            )
-        strategy = weights.get("strategy") or "tensor"
-        if kind == "float" and strategy not in ("tensor", "channel", "block"):
-            raise _refusal("compressed-tensors", f"are float8 by {strategy}", "tensor, channel, block")
-        if kind == "int" and strategy == "block":
-            raise _refusal("compressed-tensors", "have a scale for each block", "tensor, channel, group")
-        if strategy == "block":
-            _check_block("compressed-tensors", "block_structure", weights.get("block_structure"))
+        _check_group(group)
+    blocks = [block for block in float8_blocks(values) if block is not None]
+    if len(blocks) > 1:  # which one is a matrix's would have to be guessed from the shape of its scales
+        shown = " and ".join(map(str, map(list, blocks)))
+        raise _refusal("compressed-tensors", f"have blocks of {shown} (block_structure)", "one size of them")
+
+
+def _check_group(group: _Group) -> None:
+    if group.form not in _FORMATS:
+        raise _refusal("compressed-tensors", f"have the format {group.form}", ", ".join(_FORMATS[:4]))
+    if (group.kind, group.bits) not in _KINDS:
+        raise _refusal(
+            "compressed-tensors",
+            f"are {group.kind} of {group.bits} bits",
+            "int of 4 or 8 bits, float of 8",
+        )
+    strategy = group.weights.get("strategy") or "tensor"
+    if group.kind == "float" and strategy not in ("tensor", "channel", "block"):
+        raise _refusal("compressed-tensors", f"are float8 by {strategy}", "tensor, channel, block")
+    if group.kind == "int" and strategy == "block":
+        raise _refusal("compressed-tensors", "have a scale for each block", "tensor, channel, group")
+    if strategy == "block":
+        _check_block("compressed-tensors", "block_structure", group.weights.get("block_structure"))
 
 
 def _check_fp8(values: Mapping[str, Any]) -> None:

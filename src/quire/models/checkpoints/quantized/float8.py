@@ -12,9 +12,8 @@ import functools
 import torch
 
 from quire.kernels.weights import Float8Weight, Weight
+from quire.models.checkpoints.quantized.description import Block
 from quire.models.checkpoints.quantized.matrices import MatrixFormat, Parts, Shape, require_shape, scales_of
-
-Block = tuple[int, int]
 
 _ACTIVATIONS = ("activation_scale", "input_scale", "output_scale")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.models.checkpoints.quantized.compressed_tensors import compressed_formats
-from quire.models.checkpoints.quantized.description import describe_quantization
+from quire.models.checkpoints.quantized.description import describe_quantization, float8_blocks
 from quire.models.checkpoints.quantized.float8 import float8_formats
 from quire.models.checkpoints.quantized.gptq import AWQ_FORMAT, gptq_format
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
@@ -18,14 +18,15 @@ def formats_of(quantization_config: Mapping[str, Any]) -> tuple[MatrixFormat, ..
     Raises:
         ModelError: see `describe_quantization`.
     """
-    stored = describe_quantization(quantization_config)
+    describe_quantization(quantization_config)
     if not quantization_config:
         return ()
     method = quantization_config["quant_method"]
     if method == "compressed-tensors":
-        return compressed_formats(stored.block)
+        return compressed_formats(float8_blocks(quantization_config))
     if method == "fp8":
-        return float8_formats(stored.block)
+        (block,) = float8_blocks(quantization_config)
+        return float8_formats(block)
     if method == "awq":
         return (AWQ_FORMAT,)
     return (gptq_format(quantization_config.get("checkpoint_format") or "gptq"),)
