@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import UnionType
 from typing import Any
 
 from quire.errors import ModelError
@@ -47,7 +48,7 @@ class _Number:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Is:
-    kind: type
+    kind: type | UnionType
     description: str
 
     def describe(self) -> str:
@@ -164,6 +165,7 @@ QUANTIZATION_RULES: dict[str, _Rule] = {
     "group_size": _GROUP_SIZE,
     "q_group_size": _GROUP_SIZE,
     "desc_act": _BOOLEAN,
+    "static_groups": _BOOLEAN,
     "checkpoint_format": _TEXT,
     "is_marlin_format": _BOOLEAN,
     "version": _TEXT,
@@ -184,6 +186,8 @@ GROUP_WEIGHTS_RULES: dict[str, _Rule] = {
     "strategy": _TEXT,
     "group_size": _GROUP_SIZE,
     "block_structure": _BLOCK,
+    "symmetric": _BOOLEAN,
+    "actorder": _Is(str | bool, "a text, true or false"),
 }
 
 

@@ -55,6 +55,8 @@ FLOAT8 = _compressed(num_bits=8, type="float", strategy="block", block_structure
             "config_groups.group_0.weights.num_bits",
             "'4'",
         ),
+        (_compressed(actorder=3), "config_groups.group_0.weights.actorder", "3"),
+        (_compressed(symmetric="no"), "config_groups.group_0.weights.symmetric", "'no'"),
         (
             _compressed(group_size=math.inf),
             "config_groups.group_0.weights.group_size",

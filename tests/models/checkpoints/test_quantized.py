@@ -289,7 +289,7 @@ def test_zeros_off_the_middle_make_int8_a_float(tmp_path: Path) -> None:
             assert torch.equal(dequantize(weight), (stored[source.name].float() - 3) * scales)
 
 
-def _change(path: Path, change: Callable[[Tensors], None]) -> None:
+def _change(path: Path, change: Callable[[Tensors], object]) -> None:
     weights = load_file(path / "model.safetensors")
     change(weights)
     save_file(weights, path / "model.safetensors")
@@ -318,6 +318,75 @@ def test_a_missing_part_is_named(gptq_model: Path) -> None:
     _change(gptq_model, lambda weights: weights.pop(f"{STEM}.qzeros"))
     with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.qzeros"):
         list(_matrices(gptq_model))
+
+
+def _with_config(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    values = json.loads((path / "config.json").read_text())
+    change(values["quantization_config"])
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def _of_weights(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    def change(config: dict[str, Any]) -> None:
+        config["config_groups"]["group_0"]["weights"].update(changes)
+
+    return change
+
+
+ORDERED: dict[str, Any] = {"desc_act": True}
+PLAIN_GROUPS = dataclasses.replace(
+    KINDS["int-quantized"],
+    config=_compressed(
+        format="int-quantized", weights={"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}
+    ),
+    group_size=32,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "missing"),
+    [
+        (KINDS["gptq"], lambda config: config.update(ORDERED), "g_idx"),
+        (KINDS["pack-quantized, group 32"], _of_weights(actorder="group"), "weight_g_idx"),
+        (KINDS["pack-quantized, group 32"], _of_weights(actorder=True), "weight_g_idx"),
+        (KINDS["pack-quantized, group 32"], _of_weights(symmetric=False), "weight_zero_point"),
+        (KINDS["pack-quantized, rows"], _of_weights(symmetric=False), "weight_zero_point"),
+        (PLAIN_GROUPS, _of_weights(symmetric=False), "weight_zero_point"),
+    ],
+)
+def test_what_the_config_promises_must_be_there(
+    kind: Kind, change: Callable[[dict[str, Any]], None], missing: str, tmp_path: Path
+) -> None:
+    """Without groups or zero points, the numbers would be others than those that were meant."""
+    path, _ = kind.write(tmp_path / "model")
+    _change(path, lambda weights: weights.pop(f"{STEM}.{missing}", None))
+    assert sum(1 for _ in _matrices(path)) > 0
+    _with_config(path, change)
+    with pytest.raises(ModelError, match=rf"lacks model\.layers\.\d\..*_proj\.{missing}"):
+        list(_matrices(path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (KINDS["gptq"], lambda config: config.update(desc_act=False)),
+        (KINDS["gptq"], lambda config: config.update(ORDERED, static_groups=True)),
+        (KINDS["gptq, rows"], lambda config: config.update(ORDERED)),
+        (KINDS["pack-quantized, group 32"], _of_weights(actorder="weight", symmetric=True)),
+        (KINDS["pack-quantized, group 32"], _of_weights(actorder="static")),
+        (KINDS["pack-quantized, group 32"], _of_weights(actorder=None, symmetric=None)),
+        (KINDS["pack-quantized, rows"], _of_weights(actorder="group")),
+    ],
+)
+def test_groups_of_runs_of_inputs_need_not_be_stored(
+    kind: Kind, change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    path, twin = kind.write(tmp_path / "model")
+    _change(path, lambda weights: [weights.pop(name) for name in list(weights) if name.endswith("g_idx")])
+    _with_config(path, change)
+    wanted = load_file(twin / "model.safetensors")
+    for source, weight in _matrices(path):
+        assert torch.equal(dequantize(weight), wanted[source.name])
 
 
 @pytest.mark.parametrize(

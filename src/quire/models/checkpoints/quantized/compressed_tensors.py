@@ -87,8 +87,8 @@ def _by_row(numbers: torch.Tensor, rows: int) -> torch.Tensor:
     return table.expand(rows, -1)
 
 
-def compressed_formats(blocks: Sequence[Block | None]) -> tuple[MatrixFormat, ...]:
-    """Return how a matrix may be stored.
+def compressed_formats(blocks: Sequence[Block | None]) -> tuple[MatrixFormat, MatrixFormat]:
+    """Return how a matrix may be stored: packed, or a number for each weight.
 
     Args:
         blocks: rows and inputs that share a scale in float8: at most one size, and None if there are matrices

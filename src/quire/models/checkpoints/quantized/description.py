@@ -16,6 +16,7 @@ from quire.models.config_entries import check_quantization
 
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+_PACKED_FORMAT = "pack-quantized"
 _PLAIN_FORMATS = ("int-quantized", "naive-quantized")  # an int8 for each weight, of however few bits
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _BITS = (4, 8)
@@ -83,6 +84,32 @@ def float8_blocks(values: Mapping[str, Any]) -> tuple[Block | None, ...]:
     return tuple({None if block is None else (block[0], block[1]): True for block in blocks})
 
 
+def promised_parts(values: Mapping[str, Any], *, is_packed: bool = True) -> tuple[str, ...]:
+    """Return the tensors, by the last words of their names, that all matrices have which some may lack.
+
+    Without them, a matrix would be read as if it were symmetric, or as if its groups were runs of inputs.
+
+    Args:
+        values: a `quantization_config` that `describe_quantization` accepts.
+        is_packed: of compressed-tensors' matrices, those in the format pack-quantized; else those in others.
+    """
+    if values.get("quant_method") == "gptq":
+        has_groups = (values.get("group_size") or 0) > 0
+        is_in_runs = not values.get("desc_act") or values.get("static_groups")
+        return ("g_idx",) if has_groups and not is_in_runs else ()
+    if values.get("quant_method") != "compressed-tensors":
+        return ()
+    groups = [group for group in _groups(values) if is_packed == (group.form == _PACKED_FORMAT)]
+    return tuple(
+        name
+        for name, is_promised in (
+            ("weight_zero_point", all(group.has_zeros for group in groups)),
+            ("weight_g_idx", is_packed and all(group.has_order for group in groups)),
+        )
+        if groups and is_promised
+    )
+
+
 def _in_float8(block: list[int] | None) -> StoredQuantization:
     if block is None:
         return StoredQuantization("fp8")
@@ -112,6 +139,23 @@ class _Group:
     def bits(self) -> int:
         return self.weights.get("num_bits") or 8
 
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale; 0: there are no groups."""
+        size = self.weights.get("group_size") or 0
+        strategy = self.weights.get("strategy") or ("group" if size > 0 else "channel")
+        return size if strategy == "group" else 0
+
+    @property
+    def has_zeros(self) -> bool:
+        return self.kind == "int" and self.weights.get("symmetric") is False
+
+    @property
+    def has_order(self) -> bool:
+        """Whether groups are no runs of inputs, which other orders ("weight", "static") leave them."""
+        order = self.weights.get("actorder")
+        return self.group_size > 0 and (order is True or str(order).lower() in ("group", "dynamic"))
+
 
 def _groups(values: Mapping[str, Any]) -> list[_Group]:
     """Return the groups whose weights are quantized; the others quantize activations only."""
@@ -126,8 +170,7 @@ def _of_group(group: _Group) -> StoredQuantization:
     if group.kind == "float":
         return _in_float8(_block_of(group.weights))
     bits = 8 if group.form in _PLAIN_FORMATS else group.bits
-    is_grouped = group.weights.get("strategy") == "group"
-    return _in_groups(bits, (group.weights.get("group_size") or 0) if is_grouped else 0)
+    return _in_groups(bits, group.group_size)
 
 
 def _width(stored: StoredQuantization) -> tuple[int, int]:

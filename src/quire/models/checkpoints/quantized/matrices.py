@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -33,6 +33,14 @@ class MatrixFormat:
     optional: tuple[str, ...]
     ignored: tuple[str, ...]
     decode: Callable[[Parts, Shape], Weight]
+
+    def requiring(self, names: Collection[str]) -> MatrixFormat:
+        """Return this format with some of the optional tensors among the needed ones."""
+        return dataclasses.replace(
+            self,
+            needed=(*self.needed, *names),
+            optional=tuple(name for name in self.optional if name not in names),
+        )
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
