@@ -57,3 +57,11 @@ SHORT_COUNTS_END = 1 << 14  # tokens that a request may have for counts of its t
 
 FLOAT8_INPUTS = 32
 """Inputs of float8 weights share a scale in multiples of these, the least that tensor cores multiply."""
+
+KERNEL_GROUPS = (128, 64, 32, 16)
+"""Inputs of weights in groups that share a scale and a zero."""
+
+
+def kernel_group(num_inputs: int, most: int = KERNEL_GROUPS[0]) -> int:
+    """Return the largest size of groups, up to `most`, that so many inputs can be cut into, or 0."""
+    return next((size for size in KERNEL_GROUPS if size <= most and num_inputs % size == 0), 0)

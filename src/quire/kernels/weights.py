@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quire.kernels.bounds import FLOAT8_INPUTS
+from quire.kernels.bounds import FLOAT8_INPUTS, KERNEL_GROUPS
 
 INT4_ZERO = 8.0  # the step that stands for 0 where quantization is symmetric
-KERNEL_GROUPS = (128, 64, 32, 16)  # inputs that share a scale and a zero in the kernels
 MAX_ZERO = 60_000.0  # kernels hold zeros in float16
 INT4_RANGE_SHARES = (1.0, 0.9, 0.8)  # of a group's range that 16 steps may span
 INT8_STEPS = 127  # the largest magnitude of a row, in steps

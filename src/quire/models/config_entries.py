@@ -164,6 +164,7 @@ QUANTIZATION_RULES: dict[str, _Rule] = {
     "w_bit": _BITS,
     "group_size": _GROUP_SIZE,
     "q_group_size": _GROUP_SIZE,
+    "sym": _BOOLEAN,
     "desc_act": _BOOLEAN,
     "static_groups": _BOOLEAN,
     "checkpoint_format": _TEXT,

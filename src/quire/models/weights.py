@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from quire.kernels.bounds import kernel_group
 from quire.models.config import DTYPE_BYTES, ModelConfig
 from quire.models.families import FAMILIES
 from quire.models.shard import WHOLE, Shard
@@ -110,12 +111,11 @@ def weight_bytes(
         shard: the part of the model that is held.
     """
     main = held_quantization(config, quantization, has_float8=has_float8)
-    if main == config.stored_quantization:
-        group_size = config.stored_group_size
+    main_size = config.stored_group_size if main == config.stored_quantization else group_size
     others = {(layer, field): (kind, size) for layer, field, kind, size in config.stored_otherwise}
     total = 0
     for spec in weight_specs(config, shard):
-        kind, size = "none", group_size
+        kind, size = "none", main_size
         if spec.field in QUANTIZED_FIELDS:
             kind = main
         elif spec.field in ("embedding", "output"):
@@ -124,13 +124,38 @@ def weight_bytes(
             total += _looked_up_bytes(spec, config, dtype, on_gpu=on_gpu)
             if not config.tie_word_embeddings:
                 continue
-        kind, size = others.get((spec.layer, spec.field), (kind, size))
+        place = spec.layer, spec.field
+        kind, size = others.get(place, (kind, size))
         for source in spec.sources:
+            held, held_size = kind, size
+            if kind in _IN_GROUPS:
+                is_stored = place in others or main == config.stored_quantization
+                wanted = (quantization, group_size) if is_stored else None
+                held, held_size = _in_fitting_groups(kind, size, source.held_shape[1], otherwise=wanted)
             is_packed = is_native or on_gpu
-            is_wide = not is_packed and kind in _IN_GROUPS and source.held_shape[1] % size == 0
-            held_as = ("none", "float32") if is_wide else (kind, dtype)
-            total += _bytes_as(*held_as, source.held_shape, size, on_gpu=on_gpu)
+            held_as = ("none", "float32") if held in _IN_GROUPS and not is_packed else (held, dtype)
+            total += _bytes_as(*held_as, source.held_shape, held_size, on_gpu=on_gpu)
     return total
+
+
+def _in_fitting_groups(
+    kind: str, size: int, inputs: int, *, otherwise: tuple[str, int] | None
+) -> tuple[str, int]:
+    """Return what matrices in groups of `size` are held as, and in groups of how many inputs.
+
+    Args:
+        kind: int4 or grouped_int8.
+        size: one of the kernels'.
+        inputs: of the matrix, or of the part that is held.
+        otherwise: quantization and group size of floats; None: `kind` is what floats are quantized to.
+    """
+    if otherwise is None:
+        return kind if inputs % size == 0 else "int8", size
+    fitting = kernel_group(inputs, size)  # smaller where a row was one group, or a rank holds parts of groups
+    if fitting:
+        return kind, fitting
+    kind, size = otherwise
+    return _in_fitting_groups(kind, size, inputs, otherwise=None) if kind in _IN_GROUPS else otherwise
 
 
 def _looked_up_bytes(spec: WeightSpec, config: ModelConfig, dtype: str, *, on_gpu: bool) -> int:
@@ -148,7 +173,7 @@ def held_quantization(config: ModelConfig, quantization: str, *, has_float8: boo
 
 
 def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int, *, on_gpu: bool) -> int:
-    """Return the bytes of a tensor that is held as `kind`, in int8 instead of int4 if groups do not fit."""
+    """Return the bytes of a tensor that is held as `kind`, in groups that divide its inputs."""
     if kind == "none":
         return math.prod(shape) * DTYPE_BYTES[dtype]
     rows, inputs = shape
@@ -156,7 +181,7 @@ def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int, *,
         return rows * (inputs + 4)
     if kind == "fp8_blocks":
         return rows * inputs + -(-rows // _FLOAT8_BLOCK) * -(-inputs // group_size) * 4
-    if kind in _IN_GROUPS and inputs % group_size == 0:
+    if kind in _IN_GROUPS:
         values = inputs // 2 if kind == "int4" else inputs
         if on_gpu:
             return rows * (values + inputs // group_size * 8)  # scale and zero in float32

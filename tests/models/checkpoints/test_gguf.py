@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.errors import ModelError, ModelNotFoundError
-from quire.kernels.memory import WeightMemory
 from quire.kernels.weights import GroupedWeight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
@@ -112,25 +111,17 @@ def test_embeddings_are_what_the_gguf_package_makes_of_them(
     ],
 )
 def test_the_memory_that_a_file_will_take_is_known_from_its_header(
-    other_kinds: dict[str, str], is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other_kinds: dict[str, str], is_tied: bool, tmp_path: Path, packed_bytes: list[int]
 ) -> None:
     path = make_checkpoint("qwen3", tmp_path / "model", **WIDE, tie_word_embeddings=is_tied)
     file, _ = write_gguf(path, "qwen3", "Q4_0", other_kinds=other_kinds)
     config = read_model_config(file)
-    packed: list[int] = []
-    allocate = WeightMemory.allocate
-
-    def noted(memory: WeightMemory, num_bytes: int) -> torch.Tensor:
-        packed.append(num_bytes)
-        return allocate(memory, num_bytes)
-
-    monkeypatch.setattr(WeightMemory, "allocate", noted)
     decoder = load_decoder(file, config, options=WeightOptions(kernels="native"))
     embedding = 0  # a quantized one stays in the file
     if "embed" in other_kinds:
         embedding = len(decoder.embedding) * config.hidden_size * 2
     planned = weight_bytes(config, config.dtype, "none", 128)
-    assert planned == pytest.approx(sum(packed) + embedding, rel=0.01)
+    assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.01)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint
 from quire.errors import ModelError
 from quire.kernels.linear import GroupedLinear, Linear
-from quire.kernels.memory import WeightMemory
 from quire.models import weights
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
@@ -133,25 +132,17 @@ def test_progress_does_not_count_the_weights_again_for_each_matrix(
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_the_memory_that_the_weights_take_is_what_is_planned(
-    stored: str, is_tied: bool, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: str, is_tied: bool, quantization: str, tmp_path: Path, packed_bytes: list[int]
 ) -> None:
     # Of the feed-forward layer's inputs, groups of 32 divide those of gate and up only.
     sizes = {"hidden_size": 256, "intermediate_size": 528, "tie_word_embeddings": is_tied}
     path = make_checkpoint("qwen3", tmp_path, dtype=stored, **sizes)
     config = read_model_config(path)
-    packed: list[int] = []
-    allocate = WeightMemory.allocate
-
-    def noted(memory: WeightMemory, num_bytes: int) -> torch.Tensor:
-        packed.append(num_bytes)
-        return allocate(memory, num_bytes)
-
-    monkeypatch.setattr(WeightMemory, "allocate", noted)
     options = WeightOptions("bfloat16", quantization=quantization, group_size=32, kernels="native")
     decoder = load_decoder(path, config, options=options)
     embedding = 0 if is_tied and stored == "bfloat16" else _vectors(decoder).nbytes  # mapped, and seldom read
     planned = weight_bytes(config, "bfloat16", quantization, 32)
-    assert planned == pytest.approx(sum(packed) + embedding, rel=0.01)
+    assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.01)
 
 
 def test_the_reference_holds_int4_as_what_it_stands_for(tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ class Kind:
     symmetric: bool = False
     shuffled: bool | str = False
 
-    def write(self, path: Path, family: str = "llama") -> tuple[Path, Path]:
+    def write(self, path: Path, family: str = "llama", **shape: int) -> tuple[Path, Path]:
         """Return directories of the quantized checkpoint and of its float32 twin."""
-        make_checkpoint(family, path, **SHAPE)
+        make_checkpoint(family, path, **SHAPE | shape)
         draw = functools.partial(
             random_steps,
             bits=self.bits,
@@ -82,6 +82,7 @@ PACK8 = functools.partial(pack_quantized, bits=8, symmetric=True)
 def _packed(encode: Callable[[Steps], Tensors], group_size: int, **kind: Any) -> Kind:
     strategy = {"strategy": "group", "group_size": group_size} if group_size > 0 else {"strategy": "channel"}
     weights = {"num_bits": kind.get("bits", 4), "type": "int", **strategy}
+    weights["symmetric"] = kind.get("symmetric", False)
     config = _compressed(format="pack-quantized", weights=weights)
     return Kind(config, encode, **{"read_as": GroupedWeight} | kind, group_size=group_size)
 
@@ -195,6 +196,34 @@ def test_the_memory_that_the_weights_will_take_is_known_from_the_config(kind: Ki
         for shape in (config, dataclasses.replace(config, stored_quantization="none"))
     )
     assert (planned < plain) == (form != "none")
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        _gptq_kind(32),
+        _gptq_kind(8),
+        _gptq_kind(24, bits=8),
+        _gptq_kind(48),
+        _gptq_kind(-1, symmetric=True),
+        dataclasses.replace(_gptq_kind(-1, bits=8), config=_gptq(8, group_size=-1, sym=False)),
+        _packed(SYMMETRIC, 8, symmetric=True),
+        _packed(ASYMMETRIC, -1),
+        _packed(functools.partial(pack_quantized, bits=8, symmetric=False), -1, bits=8),
+    ],
+    ids=lambda kind: kind.config,
+)
+def test_groups_that_kernels_do_not_have_are_planned_as_they_are_held(
+    kind: Kind, quantization: str, tmp_path: Path, packed_bytes: list[int]
+) -> None:
+    """Rows of 192 inputs are 3 groups of 64, not of 128."""
+    path, _ = kind.write(tmp_path / "model", hidden_size=192, intermediate_size=576, head_dim=48)
+    config = read_model_config(path)
+    options = WeightOptions("bfloat16", quantization, group_size=64, kernels="native")
+    embedding = len(load_decoder(path, config, options=options).embedding) * config.hidden_size * 2
+    planned = weight_bytes(config, "bfloat16", quantization, 64)
+    assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.01)
 
 
 @pytest.mark.parametrize(("group_size", "form"), [(32, "grouped_int8"), (-1, "int8")])

@@ -7,11 +7,12 @@ groups is visible in the stored tensors themselves.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelError
-from quire.kernels.bounds import FLOAT8_INPUTS
+from quire.kernels.bounds import FLOAT8_INPUTS, kernel_group
 from quire.models.config_entries import check_quantization
 
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
@@ -68,7 +69,8 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
         return max(map(_of_group, _groups(values)), key=_width, default=StoredQuantization())
     if method == "fp8":
         return _in_float8(values.get("weight_block_size"))
-    return _in_groups(_bits(values), values.get("group_size") or values.get("q_group_size") or 0)
+    size = values.get("group_size") or values.get("q_group_size") or 0
+    return _in_groups(_bits(values), size, has_zeros=values.get("sym") is False)
 
 
 def float8_blocks(values: Mapping[str, Any]) -> tuple[Block | None, ...]:
@@ -113,15 +115,15 @@ def promised_parts(values: Mapping[str, Any], *, is_packed: bool = True) -> tupl
 def _in_float8(block: list[int] | None) -> StoredQuantization:
     if block is None:
         return StoredQuantization("fp8")
-    return StoredQuantization("fp8_blocks", min(block[1], MAX_GROUP))
+    return StoredQuantization("fp8_blocks", math.gcd(block[1], MAX_GROUP))
 
 
-def _in_groups(bits: int, group_size: int) -> StoredQuantization:
+def _in_groups(bits: int, group_size: int, *, has_zeros: bool) -> StoredQuantization:
     """Return what becomes of numbers of `bits` in groups of `group_size` inputs; 0 or less: rows."""
-    if bits == 8 and group_size <= 0:
+    if bits == 8 and group_size <= 0 and not has_zeros:
         return StoredQuantization("int8")
-    kind = "int4" if bits == 4 else "grouped_int8"
-    return StoredQuantization(kind, min(group_size if group_size > 0 else MAX_GROUP, MAX_GROUP))
+    size = kernel_group(group_size) if group_size > 0 else MAX_GROUP
+    return StoredQuantization("int4" if bits == 4 else "grouped_int8", size) if size else StoredQuantization()
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -170,12 +172,14 @@ def _of_group(group: _Group) -> StoredQuantization:
     if group.kind == "float":
         return _in_float8(_block_of(group.weights))
     bits = 8 if group.form in _PLAIN_FORMATS else group.bits
-    return _in_groups(bits, group.group_size)
+    return _in_groups(bits, group.group_size, has_zeros=group.has_zeros)
 
 
 def _width(stored: StoredQuantization) -> tuple[int, int]:
-    """Return what sorts by the memory that weights take: a CPU holds float8 in 16 bits."""
-    return ("int4", "int8", "grouped_int8", "fp8_blocks", "fp8").index(stored.kind), -stored.group_size
+    """Return what sorts by the memory that weights take: a CPU holds float8 as floats."""
+    return ("int4", "int8", "grouped_int8", "fp8_blocks", "fp8", "none").index(
+        stored.kind
+    ), -stored.group_size
 
 
 def _block_of(weights: Mapping[str, Any]) -> list[int] | None:

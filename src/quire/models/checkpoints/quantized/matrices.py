@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from quire.kernels.weights import KERNEL_GROUPS, MAX_ZERO, GroupedWeight, Int8Weight, Weight
+from quire.kernels.bounds import kernel_group
+from quire.kernels.weights import MAX_ZERO, GroupedWeight, Int8Weight, Weight
 
 Parts = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]
@@ -119,17 +120,17 @@ def grouped(
     group_of = group_of.long()
     if len(group_of) != inputs or int(group_of.min()) < 0 or int(group_of.max()) >= groups:
         raise ValueError(f"its {len(group_of)} inputs' groups do not fit {inputs} inputs and {groups} groups")
-    kernel_group = _kernel_group(inputs // groups)
+    kept_group = kernel_group(inputs // groups)
     are_equal = inputs % groups == 0 and bool((group_of.bincount(minlength=groups) == inputs // groups).all())
     if bits == 8 and groups == 1 and bool((zeros == INT8_ZERO).all()):
         return Int8Weight((values ^ INT8_ZERO).view(torch.int8), scales[:, 0].contiguous())
-    if not are_equal or not kernel_group:
+    if not are_equal or not kept_group:
         return (values.float() - zeros[:, group_of]) * scales[:, group_of]
     order = None
     if bool((group_of.diff() < 0).any()):
         order = group_of.argsort(stable=True)
         values = values[:, order]
-    repeats = inputs // groups // kernel_group
+    repeats = inputs // groups // kept_group
     scales, zeros = (part.repeat_interleave(repeats, dim=1) for part in (scales, zeros))
     return GroupedWeight(values, scales, zeros, bits, order)
 
@@ -138,8 +139,3 @@ def require_shape(parts: Parts, name: str, shape: Shape) -> None:
     """Raise ValueError if the part `name` has another shape."""
     if tuple(parts[name].shape) != shape:
         raise ValueError(f"its {name} has shape {list(parts[name].shape)}; {list(shape)} is needed")
-
-
-def _kernel_group(group: int) -> int:
-    """Return the size of the kernels' groups that a group can be cut into, or 0."""
-    return next((size for size in KERNEL_GROUPS if group % size == 0), 0)
