@@ -53,6 +53,7 @@ def write_gguf(
     has_tokenizer: bool = False,
     max_tensors: int = 0,
     other_kinds: Mapping[str, str] | None = None,
+    rotated_features: int = 0,
     **metadata: Any,
 ) -> tuple[Path, Path]:
     """Convert the float32 checkpoint in directory `checkpoint`.
@@ -63,6 +64,7 @@ def write_gguf(
         kind: of the matrices, as ggml calls it: F32, BF16, Q8_0 and so on.
         max_tensors: in one file; 0: all.
         other_kinds: of the matrices in whose names in the checkpoint a key occurs.
+        rotated_features: of each head; 0: as many as the checkpoint's config says.
         has_tokenizer: write the checkpoint's tokenizer into the file too.
         metadata: more of it, {architecture}. before each name and dots for double underscores.
 
@@ -74,7 +76,7 @@ def write_gguf(
     file = checkpoint.with_name(checkpoint.name + ".gguf")
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(file, ARCHITECTURES[family], split_max_tensors=max_tensors)
-    _add_metadata(writer, config)
+    _add_metadata(writer, config, rotated_features)
     for name, value in metadata.items():
         writer.add_key_value(
             f"{ARCHITECTURES[family]}.{name.replace('__', '.')}",
@@ -102,7 +104,7 @@ def write_gguf(
     return file, twin
 
 
-def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], rotated_features: int) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or {}
@@ -115,7 +117,8 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    rotated = rotated_features or int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(rotated)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])

@@ -255,6 +255,18 @@ def test_scaled_rope_of_metadata(tmp_path: Path) -> None:
     assert (rope.kind, rope.factor, rope.original_max_len) == ("yarn", 4.0, 128)
 
 
+def test_as_many_features_are_rotated_as_the_metadata_say(tmp_path: Path) -> None:
+    """Also where dimension_count / head_dim * head_dim is less than dimension_count, as 30 / 88 * 88 is."""
+    for head_dim, rotated in ((88, 30), (88, 60), (176, 98), (128, 96), (88, 88)):
+        path = tmp_path / f"{head_dim}-{rotated}"
+        config = {"num_hidden_layers": 1, "head_dim": head_dim}
+        file, _ = write_gguf(
+            make_checkpoint("qwen3", path, **config), "qwen3", "F32", rotated_features=rotated
+        )
+        (rope,) = read_model_config(file).ropes
+        assert rope.rotary_dim == rotated
+
+
 @pytest.mark.parametrize("key", ["rope__scaling__factor", "rope__scale_linear"])
 def test_a_scaled_rope_without_a_type_is_linear(key: str, tmp_path: Path) -> None:
     file, _ = write_gguf(make_checkpoint("qwen3", tmp_path / "model"), "qwen3", "F32", **{key: 4.0})

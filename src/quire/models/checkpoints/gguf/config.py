@@ -107,8 +107,10 @@ def _rope(file: GGUFFile, architecture: str, values: dict[str, Any]) -> dict[str
 
     found: dict[str, Any] = {}
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    if entry("dimension_count") and head_dim:  # heads of no features are an error of the config
-        found["partial_rotary_factor"] = entry("dimension_count") / head_dim
+    rotated = entry("dimension_count")
+    if rotated and head_dim:  # heads of no features are an error of the config
+        # A config.json has the share of features that are rotated, rounded down: 30 / 88 of 88 are 29.
+        found["partial_rotary_factor"] = 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim
     original = entry("scaling.original_context_length")
     factor = entry("scaling.factor") or entry("scale_linear")  # the latter in files of 2023
     kind = entry("scaling.type") or ("linear" if factor else None)
