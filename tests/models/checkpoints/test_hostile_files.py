@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint, make_tokenizer
 from quire.errors import ModelError
-from quire.models.checkpoints.safetensors import INDEX_FILE, SINGLE_FILE, weight_files
+from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE
+from quire.models.checkpoints.safetensors import weight_files
 from quire.models.checkpoints.tokenizer_reading import MAX_TEMPLATE_BYTES, read_tokenizer
 
 JSON_FILES = (

@@ -80,8 +80,50 @@ def test_a_tied_output_layer_is_the_embedding(tmp_path: Path) -> None:
 
 def test_a_stored_copy_of_a_tied_output_layer_is_ignored(tmp_path: Path) -> None:
     path = make_checkpoint("qwen2", tmp_path)
-    _change(path, lm_head__weight=torch.zeros(384, 64))
-    assert _matrix(_load(path).output).abs().sum() > 0
+    copy = load_file(path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    _change(path, lm_head__weight=copy)
+    decoder = _load(path)
+    assert decoder.config.tie_word_embeddings
+    assert torch.equal(_matrix(decoder.output), copy)
+
+
+@pytest.mark.parametrize("sharded", [{}, {"max_shard_size": "60KB"}])
+@pytest.mark.parametrize("has_own", [True, False])
+def test_whether_an_output_layer_that_is_stored_is_the_embedding_transformers_decides(
+    has_own: bool, sharded: dict[str, Any], tmp_path: Path
+) -> None:
+    """One number in it differs."""
+    import transformers  # takes seconds
+
+    path = make_checkpoint("qwen2", tmp_path, tie_word_embeddings=False, **sharded)
+    for file in path.glob("*.safetensors"):
+        stored = load_file(file)
+        if "lm_head.weight" in stored:
+            output, output_file = stored, file
+        if "model.embed_tokens.weight" in stored:
+            embedding = stored["model.embed_tokens.weight"]
+    output["lm_head.weight"] = embedding.clone()
+    output["lm_head.weight"][-1, -1] += has_own
+    save_file(output, output_file, {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert is_tied != has_own
+    decoder = _load(path)
+    assert decoder.config.tie_word_embeddings == is_tied
+    assert torch.equal(_matrix(decoder.output), model.lm_head.weight)
+    assert torch.equal(_vectors(decoder), model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
+def test_files_of_a_tied_model_that_are_wrong_are_left_to_loading(file: str, tmp_path: Path) -> None:
+    path = make_checkpoint("qwen2", tmp_path)
+    wanted = read_model_config(path)
+    (path / "model.safetensors").unlink()
+    assert read_model_config(path) == wanted
+    (path / file).write_text('{"weight_map": {"lm_head.weight": "config.json", "x": 3}}')
+    assert read_model_config(path) == wanted
 
 
 def test_buffers_of_old_checkpoints_are_ignored(qwen3: Path) -> None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import struct
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.config import read_gguf_config
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.gguf.stored_kinds import with_stored_quantization
-from quire.models.checkpoints.json_files import read_json
+from quire.models.checkpoints.json_files import entry, read_json
+from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.quantized.description import describe_quantization
 from quire.models.config import ModelConfig
-from quire.models.families import model_config
+from quire.models.families import FAMILIES, model_config
+
+_COMPARED_BYTES = 1 << 20  # at a time, so that they stay in a cache
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -30,7 +39,10 @@ def read_model_config(path: Path) -> ModelConfig:
         config = model_config(values)
         stored = describe_quantization(values.get("quantization_config") or {})
         return dataclasses.replace(
-            config, stored_quantization=stored.kind, stored_group_size=stored.group_size
+            config,
+            stored_quantization=stored.kind,
+            stored_group_size=stored.group_size,
+            tie_word_embeddings=config.tie_word_embeddings and not _has_own_output(path, config),
         )
     values, kinds = read_gguf_config(gguf)
     try:
@@ -38,3 +50,47 @@ def read_model_config(path: Path) -> ModelConfig:
     except ModelError as error:
         raise ModelError(f"the metadata of {gguf}, taken as a config.json: {error}") from error
     return with_stored_quantization(config, kinds)
+
+
+def _has_own_output(path: Path, config: ModelConfig) -> bool:
+    """Return whether the files of a model hold an output layer that differs from the embedding.
+
+    Fine-tuning may have separated them without a word in config.json; then the output layer that is stored
+    counts, as for `transformers`. Where the files are wrong, loading them tells.
+    """
+    names = FAMILIES[config.family].weight_names
+    output = _stored(path, names["output"])
+    embedding = None if output is None else _stored(path, names["embedding"])
+    if output is None or embedding is None:
+        return False
+    if output[:2] != embedding[:2]:
+        return True
+    starts = range(0, len(output[2]), _COMPARED_BYTES)
+    return any(
+        output[2][start : start + _COMPARED_BYTES].tobytes()
+        != embedding[2][start : start + _COMPARED_BYTES].tobytes()
+        for start in starts
+    )
+
+
+def _stored(path: Path, name: str) -> tuple[str, list[int], npt.NDArray[np.uint8]] | None:
+    """Return type, shape and bytes of a tensor in a model's safetensors files, if it is there."""
+    file = find_file(path, SINGLE_FILE)
+    if file is None:
+        index = path / INDEX_FILE
+        named = (entry(read_json(index) or {}, "weight_map", dict, index) or {}).get(name)
+        file = find_file(path, named) if isinstance(named, str) else None
+    if file is None:
+        return None
+    try:
+        with safe_open(file, framework="numpy") as opened:  # checks the header
+            if name not in opened.keys():  # noqa: SIM118, it is no dictionary
+                return None
+        with file.open("rb") as raw:
+            (header_bytes,) = struct.unpack("<Q", raw.read(8))
+            described = json.loads(raw.read(header_bytes))[name]
+    except (SafetensorError, OSError):
+        return None
+    start, stop = described["data_offsets"]
+    octets = np.memmap(file, np.uint8, "r", offset=8 + header_bytes + start, shape=(stop - start,))
+    return described["dtype"], described["shape"], octets

@@ -8,6 +8,8 @@ from pathlib import Path, PurePath
 
 from quire.errors import ModelError
 
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 MAX_TEMPLATE_BYTES = 256 << 10  # of a chat template; the longest published ones have some 30 kB
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # of a model in the hub's cache: links, and what they lead to
 

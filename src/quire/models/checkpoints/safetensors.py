@@ -14,13 +14,11 @@ from quire.errors import ModelError
 from quire.kernels.weights import Weight
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.mapped_files import drop_pages
-from quire.models.checkpoints.model_files import find_file
+from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.quantized.formats import formats_of
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
 from quire.models.embedding import EncodedRows
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What decoding can raise over parts whose shapes and types were not foreseen.
 _INCONSISTENCIES = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError)
