@@ -83,6 +83,34 @@ def test_ids_and_text_equal_transformers(directory: Path, text: str, add_special
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("flags", [{"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize(
+    "processor",
+    [
+        processors.ByteLevel(trim_offsets=False),
+        processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]),
+    ],
+    ids=["adds nothing", "adds a token"],
+)
+def test_what_stands_around_a_text_is_for_tokenizer_json_to_say(
+    flags: dict[str, bool], processor: Any, tmp_path: Path
+) -> None:
+    """DeepSeek-R1-Distill-Qwen has add_bos_token true beside a tokenizer.json that adds none."""
+    make_tokenizer(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.post_processor = processor
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | flags))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    text = "the cache"
+    assert read_tokenizer(tmp_path).encode(text) == from_transformers(tmp_path).encode(text)
+
+
 def test_facts_equal_transformers(directory: Path) -> None:
     ours, theirs = read_tokenizer(directory), from_transformers(directory)
     assert ours.vocab_size == len(theirs)
