@@ -1,10 +1,12 @@
 """Tokens with drafts are those without, whatever the drafts are."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from step_driver import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -260,6 +262,42 @@ def test_a_draft_model_of_another_family_changes_no_token(models, prompts, tmp_p
     driver.run_proposing()
     assert trimmed(driver) == [output for output, _, _ in expected.values()]
     assert driver.num_drafts > 0
+
+
+def with_vocabulary(path, vocab_size):
+    """The float32 model at `path` with fewer token ids, or more: one of these is always the likeliest."""
+    weights = load_file(path / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = weights[name][:vocab_size]
+        direction = torch.full((1, rows.shape[1]), 1e3)
+        added = torch.cat([direction, -direction])[: vocab_size - len(rows)]
+        weights[name] = torch.cat([rows, added])
+    save_file(weights, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
+    return load_decoder(path, read_model_config(path), "float32")
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=5, temperature=0.8)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("draft_size", [300, VOCAB_SIZE + 2])
+def test_a_draft_model_with_fewer_or_more_token_ids_changes_no_token(
+    models, prompts, params, draft_size, tmp_path
+):
+    """The model itself drafts: some ids of the prompts it lacks, or likelier ones it alone has."""
+    model = models["float32"]
+    plain = make_driver(model)
+    add_all(plain, prompts, params)
+    plain.run(NUM_OUTPUT)
+    draft = with_vocabulary(make_checkpoint("qwen3", tmp_path, dtype="float32"), draft_size)
+    assert max(map(max, prompts)) >= 300
+    proposer = DraftModelProposer(draft, model_cache(draft), vocab_size=VOCAB_SIZE)
+    driver = ProposingDriver.of(model, proposer)
+    add_all(driver, prompts, params)
+    driver.run_proposing()
+    assert trimmed(driver) == outputs(plain)
+    assert driver.num_drafts > 40
+    if params is GREEDY and draft_size > VOCAB_SIZE:
+        assert driver.num_accepted == driver.num_drafts
 
 
 def test_a_draft_model_proposes_nothing_from_unsound_logits_or_past_its_blocks(models, prompts):

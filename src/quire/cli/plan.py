@@ -56,8 +56,9 @@ def plan(
         engine = on_one_device(engine)
     else:
         engine = on_cpu(engine) if engine.device == "cpu" else on_cuda(engine, gpu_bytes=available)
-    model = read_model_config(resolve_model(engine.model, weights=False, revision=engine.revision))
-    draft = find_draft_model(engine, model, weights=False)
+    path = resolve_model(engine.model, weights=False, revision=engine.revision)
+    model = read_model_config(path)
+    draft = find_draft_model(engine, model, path, weights=False)
     result = plan_memory(
         engine, model, draft_model=None if draft is None else draft.config, available_bytes=available
     )

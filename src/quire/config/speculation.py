@@ -42,7 +42,7 @@ class SpeculationConfig:
     )
     draft_model: str = knob(
         default="",
-        help="Model that drafts, given as for model; it must have the same vocabulary. Empty: none.",
+        help="Model that drafts, given as for model; it must have the same tokens. Empty: none.",
     )
 
     def __post_init__(self) -> None:

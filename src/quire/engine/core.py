@@ -75,7 +75,7 @@ class EngineCore:
         config = on_one_device(config)
         model_config = read_model_config(model_path)
         refuse_model_beside_eviction(config.scheduler, model_config)
-        draft_model = find_draft_model(config, model_config)
+        draft_model = find_draft_model(config, model_config, model_path)
         memory = watched_memory(config)
         plan_again = functools.partial(
             plan_memory_again,

@@ -30,17 +30,21 @@ class DraftModel:
     config: ModelConfig
 
 
-def find_draft_model(config: EngineConfig, model: ModelConfig, *, weights: bool = True) -> DraftModel | None:
+def find_draft_model(
+    config: EngineConfig, model: ModelConfig, model_path: Path, *, weights: bool = True
+) -> DraftModel | None:
     """Return the configured draft model, or None if there is none.
 
     Args:
         config: of the engine.
         model: the target model.
+        model_path: its directory or GGUF file.
         weights: download the weights too, if the model has to be downloaded.
 
     Raises:
-        ConfigError: its vocabulary has another size than the target model's.
-        ModelError: it cannot be found, is malformed or is not supported.
+        ConfigError: its vocabulary has another size than the target model's, and an id that both have stands
+            for different tokens.
+        ModelError: it cannot be found, is malformed or is not supported, or there is no tokenizer to compare.
     """
     name = config.speculation.draft_model
     if not name:
@@ -48,12 +52,35 @@ def find_draft_model(config: EngineConfig, model: ModelConfig, *, weights: bool 
     path = resolve_model(name, weights=weights)
     draft = read_model_config(path)
     if draft.vocab_size != model.vocab_size:
-        raise ConfigError(
-            f"SpeculationConfig.draft_model is {name!r}, with a vocabulary of {draft.vocab_size} tokens; "
-            f"{config.model!r} has {model.vocab_size}, and drafts need the same vocabulary: choose a model "
-            "of the same family"
-        )
+        own = resolve_model(config.tokenizer, weights=False) if config.tokenizer else model_path
+        _check_tokens(config, (model.vocab_size, _tokens(own)), (draft.vocab_size, _tokens(path)))
     return DraftModel(path, draft)
+
+
+def _tokens(path: Path) -> dict[int, str]:
+    """Return the tokens of a model by their ids."""
+    from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+
+    vocabulary = read_tokenizer(path).backend.get_vocab(with_added_tokens=True)
+    return {token_id: token for token, token_id in vocabulary.items()}
+
+
+def _check_tokens(
+    config: EngineConfig, target: tuple[int, dict[int, str]], draft: tuple[int, dict[int, str]]
+) -> None:
+    """Raise ConfigError unless each id that both vocabularies have, (size, tokens), is of the same token.
+
+    Models of one family may differ in how far a vocabulary is padded, or in tokens that were added last.
+    """
+    (size, tokens), (draft_size, draft_tokens) = target, draft
+    for token_id in sorted(tokens.keys() & draft_tokens.keys()):
+        if tokens[token_id] != draft_tokens[token_id]:
+            raise ConfigError(
+                f"SpeculationConfig.draft_model is {config.speculation.draft_model!r}, with a vocabulary of "
+                f"{draft_size} tokens; {config.model!r} has {size}, and token {token_id} is "
+                f"{tokens[token_id]!r:.50} there, not {draft_tokens[token_id]!r:.50}: choose a model of the "
+                "same family"
+            )
 
 
 def load_draft_model(config: EngineConfig, draft_model: DraftModel, plan: MemoryPlan) -> Decoder:
@@ -65,11 +92,21 @@ def load_draft_model(config: EngineConfig, draft_model: DraftModel, plan: Memory
 
 
 def build_proposer(
-    config: EngineConfig, draft_model: Decoder | None, plan: MemoryPlan, *, record: Record | None = None
+    config: EngineConfig,
+    draft_model: Decoder | None,
+    plan: MemoryPlan,
+    *,
+    vocab_size: int,
+    record: Record | None = None,
 ) -> Proposer | None:
     """Return the proposer of drafts, or None without speculation; allocates the draft model's KV cache.
 
-    `record` records the draft model's steps.
+    Args:
+        config: of the engine.
+        draft_model: the model that drafts, if any.
+        plan: of memory.
+        vocab_size: of the target model.
+        record: records the draft model's steps.
     """
     speculation = config.speculation
     if speculation.speculative_method in ("ngram", "suffix"):
@@ -87,7 +124,7 @@ def build_proposer(
     graphs = None
     if record is not None:
         graphs = DraftGraphs(draft_model, kv_cache, record, config.scheduler.max_num_batched_tokens)
-    return DraftModelProposer(draft_model, kv_cache, graphs)
+    return DraftModelProposer(draft_model, kv_cache, graphs, vocab_size=vocab_size)
 
 
 def _copying_proposer(speculation: SpeculationConfig, max_num_seqs: int) -> Proposer:

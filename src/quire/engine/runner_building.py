@@ -91,7 +91,9 @@ def build_runner(
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
-        proposer=build_proposer(config, models.draft, plan, record=record_drafts),
+        proposer=build_proposer(
+            config, models.draft, plan, vocab_size=models.target.config.vocab_size, record=record_drafts
+        ),
         connector=connector,
         eviction=scheduler.cache_eviction_config if scheduler.use_cache_eviction else None,
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,

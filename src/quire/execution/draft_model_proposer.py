@@ -1,4 +1,4 @@
-"""Drafts from a smaller model of the same vocabulary."""
+"""Drafts from a smaller model whose tokens are the same."""
 
 from __future__ import annotations
 
@@ -70,20 +70,31 @@ class DraftModelProposer(Proposer):
 
     A token that it has chosen stays on the device for the next one, and the host waits for all of them once.
 
+    A token id that only the target has, such as one that pads its vocabulary, is computed as the last one of
+    the model; one that only the model has is never proposed.
+
     Args:
-        model: of the target's vocabulary.
+        model: its tokens are those of the target, as far as both have ids.
         kv_cache: its own, with as many blocks, of as many tokens, as the target's.
         graphs: of the model and the cache; None: nothing is recorded.
+        vocab_size: number of token ids that the target has; None: as many as the model.
     """
 
     follows_tokens = True
 
     def __init__(
-        self, model: Decoder, kv_cache: PagedAttentionCache, graphs: DraftGraphs | None = None
+        self,
+        model: Decoder,
+        kv_cache: PagedAttentionCache,
+        graphs: DraftGraphs | None = None,
+        *,
+        vocab_size: int | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._graphs = graphs
+        self._num_ids = model.config.vocab_size
+        self._target_ids = self._num_ids if vocab_size is None else vocab_size
 
     @property
     @override
@@ -96,6 +107,8 @@ class DraftModelProposer(Proposer):
 
     @override
     def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool) -> None:
+        if self._target_ids > self._num_ids:
+            token_ids = token_ids.clamp(max=self._num_ids - 1)
         if self._graphs is not None and is_recorded:
             self._graphs.forward(token_ids, batch)
         else:
@@ -107,12 +120,13 @@ class DraftModelProposer(Proposer):
         positions_left = rows.num_blocks[rows.slots] * self._kv_cache.block_size - (rows.num_tokens - 1)
         count = np.minimum(rows.max_drafts, positions_left)
         last_known = rows.token_ids[rows.slots, rows.num_tokens - 1].astype(np.int64)
-        last = array_to_device(last_known, self._model.kernels.device)
+        last = array_to_device(np.minimum(last_known, self._num_ids - 1), self._model.kernels.device)
         drafts = last.new_full((num_drafts, len(count)), NO_TOKEN)
         for number in range(min(num_drafts, int(count.max(initial=0)))):
             live = np.flatnonzero(count > number)
             places = array_to_device(live, last.device)
-            maxima, chosen = self._logits(last[places], self._batch(rows, live, number)).max(dim=1)
+            logits = self._logits(last[places], self._batch(rows, live, number))
+            maxima, chosen = logits[:, : self._target_ids].max(dim=1)
             last[places] = chosen
             drafts[number, places] = torch.where(maxima.isfinite(), chosen, NO_TOKEN)
         return _until_missing(drafts.T.cpu().numpy().astype(np.int32))
