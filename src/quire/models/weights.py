@@ -14,6 +14,7 @@ from quire.models.shard import WHOLE, Shard
 
 _IN_GROUPS = ("int4", "grouped_int8")
 _FLOAT8 = ("fp8", "fp8_blocks")
+_FLOATS = ("none", 0)
 _FLOAT8_BLOCK = 128  # rows that share a scale
 QUANTIZED_FIELDS = ("qkv", "attention_output", "gate_up", "down", "expert_gate_up", "expert_down")
 _ADDED_ONCE = ("attention_output_bias", "down_bias")  # of layers whose results are summed over the ranks
@@ -110,28 +111,28 @@ def weight_bytes(
         on_gpu: held in a GPU's memory, where no file is mapped and no row decoded when it is looked up.
         shard: the part of the model that is held.
     """
-    main = held_quantization(config, quantization, has_float8=has_float8)
-    main_size = config.stored_group_size if main == config.stored_quantization else group_size
-    others = {(layer, field): (kind, size) for layer, field, kind, size in config.stored_otherwise}
+    stored = {(layer, field): (kind, size) for layer, field, kind, size in config.stored_otherwise}
+    main = config.stored_quantization, config.stored_group_size
     total = 0
     for spec in weight_specs(config, shard):
-        kind, size = "none", main_size
+        kind, size = stored.get((spec.layer, spec.field), main if spec.field in QUANTIZED_FIELDS else _FLOATS)
+        is_float = kind == "none" or (kind in _FLOAT8 and not has_float8)
+        wanted = "none", group_size
         if spec.field in QUANTIZED_FIELDS:
-            kind = main
+            wanted = quantization, group_size
         elif spec.field in ("embedding", "output"):
-            kind = output_quantization(quantization)
+            wanted = output_quantization(quantization), group_size
         if spec.field == "embedding":
             total += _looked_up_bytes(spec, config, dtype, on_gpu=on_gpu)
             if not config.tie_word_embeddings:
                 continue
-        place = spec.layer, spec.field
-        kind, size = others.get(place, (kind, size))
         for source in spec.sources:
-            held, held_size = kind, size
-            if kind in _IN_GROUPS:
-                is_stored = place in others or main == config.stored_quantization
-                wanted = (quantization, group_size) if is_stored else None
-                held, held_size = _in_fitting_groups(kind, size, source.held_shape[1], otherwise=wanted)
+            held, held_size = wanted if is_float else (kind, size)
+            if held in _IN_GROUPS:
+                otherwise = None if is_float else wanted
+                held, held_size = _in_fitting_groups(
+                    held, held_size, source.held_shape[1], otherwise=otherwise
+                )
             is_packed = is_native or on_gpu
             held_as = ("none", "float32") if held in _IN_GROUPS and not is_packed else (held, dtype)
             total += _bytes_as(*held_as, source.held_shape, held_size, on_gpu=on_gpu)

@@ -100,6 +100,7 @@ def test_embeddings_are_what_the_gguf_package_makes_of_them(
             assert torch.equal(vectors, wanted[held.start + token_ids % len(held)])
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(
     "other_kinds",
@@ -111,16 +112,17 @@ def test_embeddings_are_what_the_gguf_package_makes_of_them(
     ],
 )
 def test_the_memory_that_a_file_will_take_is_known_from_its_header(
-    other_kinds: dict[str, str], is_tied: bool, tmp_path: Path, packed_bytes: list[int]
+    other_kinds: dict[str, str], is_tied: bool, quantization: str, tmp_path: Path, packed_bytes: list[int]
 ) -> None:
     path = make_checkpoint("qwen3", tmp_path / "model", **WIDE, tie_word_embeddings=is_tied)
     file, _ = write_gguf(path, "qwen3", "Q4_0", other_kinds=other_kinds)
     config = read_model_config(file)
-    decoder = load_decoder(file, config, options=WeightOptions(kernels="native"))
+    options = WeightOptions(quantization=quantization, kernels="native")
+    decoder = load_decoder(file, config, options=options)
     embedding = 0  # a quantized one stays in the file
     if "embed" in other_kinds:
         embedding = len(decoder.embedding) * config.hidden_size * 2
-    planned = weight_bytes(config, config.dtype, "none", 128)
+    planned = weight_bytes(config, config.dtype, quantization, 128)
     assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.01)
 
 

@@ -126,6 +126,18 @@ KINDS = {
 }
 
 
+def _encode_mixed(steps: Steps) -> Tensors:
+    """Pack matrices of 256 inputs by row, in 8 bits, and others as they are, in 4."""
+    if steps.values.shape[1] < 256:
+        return SYMMETRIC(steps)
+    return PACK8(dataclasses.replace(steps, scales=steps.scales[:, :1]))
+
+
+MIXED = Kind(
+    KINDS["pack-quantized, group 32"].config, _encode_mixed, GroupedWeight, group_size=32, symmetric=True
+)
+
+
 def _matrices(path: Path) -> Iterator[tuple[WeightSource, Weight]]:
     config = read_model_config(path)
     specs = list(weight_specs(config))
@@ -224,6 +236,51 @@ def test_groups_that_kernels_do_not_have_are_planned_as_they_are_held(
     embedding = len(load_decoder(path, config, options=options).embedding) * config.hidden_size * 2
     planned = weight_bytes(config, "bfloat16", quantization, 64)
     assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.01)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("floats", ["layers.1.", "self_attn", "q_proj", "mlp"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "pack-quantized, with zeros", "int-quantized", "mixed"])
+def test_what_is_not_quantized_is_planned_as_it_is_held(
+    name: str, floats: str, quantization: str, tmp_path: Path, packed_bytes: list[int]
+) -> None:
+    """As lists of exceptions say; "mixed": 4 bits in groups, and 8 bits by row where inputs are 256."""
+    path, twin = MIXED.write(tmp_path / "model") if name == "mixed" else KINDS[name].write(tmp_path / "model")
+    wanted = load_file(twin / "model.safetensors")
+
+    def put_floats_back(weights: Tensors) -> None:
+        for stored in [stored for stored in weights if floats in stored and "_proj." in stored]:
+            del weights[stored]
+        weights.update({stored: weight for stored, weight in wanted.items() if floats in stored})
+
+    _change(path, put_floats_back)
+    if floats == "mlp":
+        _shard(path)
+    config = read_model_config(path)
+    assert config.stored_quantization != "none"
+    options = WeightOptions("bfloat16", quantization, group_size=64, kernels="native")
+    embedding = len(load_decoder(path, config, options=options).embedding) * config.hidden_size * 2
+    planned = weight_bytes(config, "bfloat16", quantization, 64)
+    assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.02)
+
+
+def _shard(path: Path) -> None:
+    """Divide the one file of a checkpoint in two."""
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in shards.items():
+        save_file({name: weights[name] for name in held}, path / file)
+    weight_map = {name: file for file, held in shards.items() for name in held}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_description_alone_is_planned_by_what_it_says(tmp_path: Path) -> None:
+    path, _ = KINDS["gptq"].write(tmp_path / "model")
+    wanted = read_model_config(path)
+    (path / "model.safetensors").unlink()
+    assert read_model_config(path) == wanted
 
 
 @pytest.mark.parametrize(("group_size", "form"), [(32, "grouped_int8"), (-1, "int8")])

@@ -18,6 +18,7 @@ from quire.models.checkpoints.gguf.stored_kinds import with_stored_quantization
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.quantized.description import describe_quantization
+from quire.models.checkpoints.quantized.stored_kinds import with_stored_tensors
 from quire.models.config import ModelConfig
 from quire.models.families import FAMILIES, model_config
 
@@ -37,13 +38,16 @@ def read_model_config(path: Path) -> ModelConfig:
         if values is None:
             raise ModelError(f"{path} holds no config.json; is it a Hugging Face model directory?")
         config = model_config(values)
-        stored = describe_quantization(values.get("quantization_config") or {})
-        return dataclasses.replace(
+        quantization = values.get("quantization_config") or {}
+        stored = describe_quantization(quantization)
+        config = dataclasses.replace(
             config,
             stored_quantization=stored.kind,
             stored_group_size=stored.group_size,
             tie_word_embeddings=config.tie_word_embeddings and not _has_own_output(path, config),
         )
+        headers = _headers(path) if quantization else {}
+        return with_stored_tensors(config, quantization, headers) if headers else config
     values, kinds = read_gguf_config(gguf)
     try:
         config = model_config(values)
@@ -75,22 +79,41 @@ def _has_own_output(path: Path, config: ModelConfig) -> bool:
 
 def _stored(path: Path, name: str) -> tuple[str, list[int], npt.NDArray[np.uint8]] | None:
     """Return type, shape and bytes of a tensor in a model's safetensors files, if it is there."""
-    file = find_file(path, SINGLE_FILE)
-    if file is None:
-        index = path / INDEX_FILE
-        named = (entry(read_json(index) or {}, "weight_map", dict, index) or {}).get(name)
-        file = find_file(path, named) if isinstance(named, str) else None
-    if file is None:
-        return None
-    try:
-        with safe_open(file, framework="numpy") as opened:  # checks the header
-            if name not in opened.keys():  # noqa: SIM118, it is no dictionary
-                return None
-        with file.open("rb") as raw:
-            (header_bytes,) = struct.unpack("<Q", raw.read(8))
-            described = json.loads(raw.read(header_bytes))[name]
-    except (SafetensorError, OSError):
-        return None
-    start, stop = described["data_offsets"]
-    octets = np.memmap(file, np.uint8, "r", offset=8 + header_bytes + start, shape=(stop - start,))
-    return described["dtype"], described["shape"], octets
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="numpy") as opened:  # checks the header
+                if name not in opened.keys():  # noqa: SIM118, it is no dictionary
+                    continue
+            with file.open("rb") as raw:
+                (header_bytes,) = struct.unpack("<Q", raw.read(8))
+                described = json.loads(raw.read(header_bytes))[name]
+        except (SafetensorError, OSError):
+            continue
+        start, stop = described["data_offsets"]
+        octets = np.memmap(file, np.uint8, "r", offset=8 + header_bytes + start, shape=(stop - start,))
+        return described["dtype"], described["shape"], octets
+    return None
+
+
+def _headers(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return type and shape of every tensor in a model's safetensors files, as far as these can be read."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                found |= {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+        except (SafetensorError, OSError):
+            continue
+    return found
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files of a model, as far as they are there."""
+    single = find_file(path, SINGLE_FILE)
+    if single is not None:
+        return [single]
+    index = path / INDEX_FILE
+    named = (entry(read_json(index) or {}, "weight_map", dict, index) or {}).values()
+    names = sorted({name for name in named if isinstance(name, str)})
+    return [file for file in (find_file(path, name) for name in names) if file is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import ModelError
@@ -68,9 +68,9 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
         # Which matrices belong to which group, regular expressions say; no matrix takes more than the widest.
         return max(map(_of_group, _groups(values)), key=_width, default=StoredQuantization())
     if method == "fp8":
-        return _in_float8(values.get("weight_block_size"))
+        return in_float8(values.get("weight_block_size"))
     size = values.get("group_size") or values.get("q_group_size") or 0
-    return _in_groups(_bits(values), size, has_zeros=values.get("sym") is False)
+    return in_groups(_bits(values), size, has_zeros=values.get("sym") is False)
 
 
 def float8_blocks(values: Mapping[str, Any]) -> tuple[Block | None, ...]:
@@ -112,13 +112,14 @@ def promised_parts(values: Mapping[str, Any], *, is_packed: bool = True) -> tupl
     )
 
 
-def _in_float8(block: list[int] | None) -> StoredQuantization:
+def in_float8(block: Sequence[int] | None) -> StoredQuantization:
+    """Return what becomes of float8, where `block` says how many rows and inputs share a scale, if any do."""
     if block is None:
         return StoredQuantization("fp8")
     return StoredQuantization("fp8_blocks", math.gcd(block[1], MAX_GROUP))
 
 
-def _in_groups(bits: int, group_size: int, *, has_zeros: bool) -> StoredQuantization:
+def in_groups(bits: int, group_size: int, *, has_zeros: bool) -> StoredQuantization:
     """Return what becomes of numbers of `bits` in groups of `group_size` inputs; 0 or less: rows."""
     if bits == 8 and group_size <= 0 and not has_zeros:
         return StoredQuantization("int8")
@@ -170,9 +171,9 @@ def _groups(values: Mapping[str, Any]) -> list[_Group]:
 
 def _of_group(group: _Group) -> StoredQuantization:
     if group.kind == "float":
-        return _in_float8(_block_of(group.weights))
+        return in_float8(_block_of(group.weights))
     bits = 8 if group.form in _PLAIN_FORMATS else group.bits
-    return _in_groups(bits, group.group_size, has_zeros=group.has_zeros)
+    return in_groups(bits, group.group_size, has_zeros=group.has_zeros)
 
 
 def _width(stored: StoredQuantization) -> tuple[int, int]:

@@ -1,0 +1,137 @@
+"""What the matrices of a checkpoint become in memory, by the tensors in it. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.models.checkpoints.quantized.description import (
+    StoredQuantization,
+    float8_blocks,
+    in_float8,
+    in_groups,
+)
+from quire.models.config import ModelConfig
+from quire.models.weights import QUANTIZED_FIELDS, WeightSource, WeightSpec, weight_specs
+
+Headers = Mapping[str, tuple[str, Sequence[int]]]
+"""Type, as safetensors calls it, and shape of each tensor, by its name."""
+
+FLOATS = StoredQuantization()
+_IN_GROUPS = ("int4", "grouped_int8")
+_FLOAT8 = ("fp8", "fp8_blocks")
+_PARTS = (
+    *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+    *("qweight", "scales"),
+)
+
+
+def with_stored_tensors(config: ModelConfig, values: Mapping[str, Any], headers: Headers) -> ModelConfig:
+    """Return `config` with what its matrices become.
+
+    Args:
+        config: the model's, with what its `quantization_config` says of most of them.
+        values: the `quantization_config`, which `describe_quantization` accepts.
+        headers: of the checkpoint's files. What is missing there, or does not have the shape that it should,
+            becomes what most matrices do; loading tells what is wrong.
+    """
+    most = StoredQuantization(config.stored_quantization, config.stored_group_size)
+    return with_kinds(
+        config,
+        {
+            (spec.layer, spec.field): joined(
+                [_of_matrix(source, values, headers, most) for source in spec.sources]
+            )
+            for spec in matrix_specs(config)
+        },
+    )
+
+
+def matrix_specs(config: ModelConfig) -> list[WeightSpec]:
+    """Return the tensors of a decoder that may be quantized in a checkpoint."""
+    return [spec for spec in weight_specs(config) if spec.field in (*QUANTIZED_FIELDS, "embedding", "output")]
+
+
+def with_kinds(config: ModelConfig, found: Mapping[tuple[int, str], StoredQuantization]) -> ModelConfig:
+    """Return `config` with what its matrices become, by layer and field of each."""
+    quantized = collections.Counter(
+        kind for (layer, _), kind in found.items() if layer >= 0 and kind != FLOATS
+    )
+    # A model is called quantized also if the smaller part of it is.
+    main = quantized.most_common(1)[0][0] if quantized else FLOATS
+    return dataclasses.replace(
+        config,
+        stored_quantization=main.kind,
+        stored_group_size=main.group_size,
+        stored_otherwise=tuple(
+            (layer, field, stored.kind, stored.group_size)
+            for (layer, field), stored in found.items()
+            if stored != (main if layer >= 0 else FLOATS)
+        ),
+    )
+
+
+def joined(parts: Sequence[StoredQuantization]) -> StoredQuantization:
+    """Return what a matrix becomes that is joined from parts of perhaps several kinds."""
+    if len(set(parts)) == 1:
+        return parts[0]
+    kinds = {part.kind for part in parts}
+    if kinds.issubset(_IN_GROUPS):
+        kind = "int4" if kinds == {"int4"} else "grouped_int8"
+        return StoredQuantization(kind, min(part.group_size for part in parts))
+    if kinds.issubset(_FLOAT8):
+        return StoredQuantization("fp8_blocks", math.gcd(*(part.group_size for part in parts)))
+    return FLOATS
+
+
+def _of_matrix(
+    source: WeightSource, values: Mapping[str, Any], headers: Headers, otherwise: StoredQuantization
+) -> StoredQuantization:
+    stem = source.name.removesuffix(".weight")
+    parts = {last: headers[f"{stem}.{last}"] for last in _PARTS if f"{stem}.{last}" in headers}
+    dtype, _ = parts.get("weight", ("", ()))
+    try:
+        if "qweight" in parts:
+            return _transposed(parts, values, source)
+        if "weight_packed" in parts:
+            return _in_equal_groups(_packed_bits(parts["weight_packed"][1][1], source), parts, source)
+        if dtype == "I8":
+            return _in_equal_groups(8, parts, source)
+        if dtype == "F8_E4M3":
+            return _in_blocks(parts, float8_blocks(values), source)
+    except (LookupError, ArithmeticError):
+        dtype = ""
+    return FLOATS if dtype else otherwise
+
+
+def _transposed(parts: Headers, values: Mapping[str, Any], source: WeightSource) -> StoredQuantization:
+    """Return what becomes of a matrix of GPTQ or AWQ, which has zero points in any case."""
+    bits = 4 if values.get("quant_method") == "awq" else _packed_bits(parts["qweight"][1][0], source)
+    return in_groups(bits, _group_size(parts["scales"][1][0], source), has_zeros=values.get("sym") is False)
+
+
+def _in_equal_groups(bits: int, parts: Headers, source: WeightSource) -> StoredQuantization:
+    """Return what becomes of integers with scales [], [1], [rows, 1] or [rows, groups]."""
+    _, scales = parts["weight_scale"]
+    groups = scales[1] if len(scales) > 1 else 1
+    return in_groups(bits, _group_size(groups, source), has_zeros="weight_zero_point" in parts)
+
+
+def _in_blocks(
+    parts: Headers, blocks: Sequence[tuple[int, int] | None], source: WeightSource
+) -> StoredQuantization:
+    _, scales = parts.get("weight_scale_inv") or parts["weight_scale"]
+    by_row = math.prod(scales) == 1 or (math.prod(scales) == source.shape[0] == scales[0])
+    return in_float8(None if by_row else next((block for block in blocks if block is not None), None))
+
+
+def _packed_bits(num_words: int, source: WeightSource) -> int:
+    return 8 if num_words * 4 >= source.shape[1] else 4
+
+
+def _group_size(groups: int, source: WeightSource) -> int:
+    """Return how many inputs share a scale; 0: all of a row."""
+    return 0 if groups == 1 else source.shape[1] // groups
