@@ -206,6 +206,21 @@ def test_ctrl_c_while_a_request_is_queued_leaves_nothing(llm, monkeypatch):
     assert not scheduler.has_unfinished_requests()
 
 
+def test_ctrl_c_while_a_request_is_registered_leaves_nothing(llm, monkeypatch):
+    outputs = requests_of(llm).outputs
+    add = outputs.add
+
+    def interrupted(*request):
+        state = add(*request)
+        signal.raise_signal(signal.SIGINT)
+        return state
+
+    monkeypatch.setattr(outputs, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("the cache", GREEDY)
+    assert not outputs
+
+
 def test_a_request_that_cannot_be_sent_leaves_nothing(llm, monkeypatch):
     send = requests_of(llm).client.send
 

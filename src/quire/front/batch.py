@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from quire.errors import QueueFullError
 from quire.front.input_processor import ProcessedRequest
+from quire.front.interrupt import deferred_interrupt
 from quire.front.live_requests import LiveRequests
 from quire.front.output_processor import RequestState
 from quire.request_output import RequestOutput
@@ -60,7 +61,8 @@ class Batch:
         num_live = sum(len(state.completions) for state in self._live.values())
         while self._pending and not self._must_wait and num_live < self._max_live_sequences:
             index, processed = self._pending.popleft()
-            state = self._live[index] = self._live_requests.submit(processed)
+            with deferred_interrupt():  # a request that is not in `_live` would not be discarded
+                state = self._live[index] = self._live_requests.submit(processed)
             num_live += len(state.completions)
 
     def _collect(self) -> None:
