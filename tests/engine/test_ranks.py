@@ -31,7 +31,7 @@ from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.errors import ConfigError, EngineDeadError
 from quire.kernels.batch import AttentionBatch
 from quire.models.shard import Shard
-from subprocesses import started
+from subprocesses import python_output, started
 
 LONG = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
 PROMPTS = ["the cache holds keys", "a", [5, 6, 7] * 20, "of the tokens that were computed before"]
@@ -282,6 +282,22 @@ def test_a_communicator_ends_when_the_number_of_its_file_is_another_ones():
         assert other.fileno() == file
         del communicator
         assert [fd for fd in os.listdir("/proc/self/fd") if "of-this-test" in target_of(fd)] == []
+
+
+@pytest.mark.parametrize("end", ["del communicator; os._exit(0)", "sys.exit()"])
+def test_a_fork_of_a_rank_ends(end):
+    program = f"""
+import os, sys
+from quire.engine.ranks.gloo import GlooCommunicator
+from quire.models.shard import Shard
+communicator = GlooCommunicator(Shard(0, 1), os.memfd_create("of-this-test"), timeout=5.0)
+child = os.fork()
+if child:
+    print(os.waitpid(child, 0)[1])
+else:
+    {end}
+"""
+    assert python_output(program) == "0\n"
 
 
 def target_of(descriptor: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import os
 from abc import abstractmethod
@@ -34,6 +35,7 @@ class GroupCommunicator(Communicator):
 
     def __init__(self, shard: Shard, rendezvous: int, *, timeout: float) -> None:
         self._file = os.dup(rendezvous)
+        self._owner = os.getpid()
         self._group: Any = None
         self._shard = shard
         self._to_all = _in_order(AllgatherOptions())
@@ -50,6 +52,8 @@ class GroupCommunicator(Communicator):
 
     def __del__(self) -> None:
         """Close the file after the group has ended, whose store opens it once more at its end."""
+        if os.getpid() != self._owner:
+            _keep_for_ever(self._group)
         self._group = None
         os.close(self._file)
 
@@ -98,6 +102,11 @@ def _in_order(options: Any) -> Any:
     """Have an exchange take place in the order of what else the device is asked for; the root is rank 0."""
     options.asyncOp = False
     return options
+
+
+def _keep_for_ever(group: Any) -> None:
+    """Let a group never end: in a fork, which has none of its threads, it would wait for them."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:
