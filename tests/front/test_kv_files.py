@@ -144,6 +144,20 @@ def test_kv_that_was_computed_otherwise_is_refused_with_the_reason(saved, tmp_pa
         assert llm.stats().kv_connector.num_stored_blocks == 0
 
 
+def test_kv_of_weights_that_were_replaced_under_the_engine_is_neither_saved_nor_restored(saved, tmp_path):
+    loaded = tmp_path / "loaded"
+    shutil.copytree(resolve_model("mini"), loaded)
+    with open_llm(str(loaded)) as llm:
+        other = Path(with_other_weights(tmp_path)) / "model.safetensors"
+        other.replace(loaded / "model.safetensors")
+        with pytest.raises(KVFileError, match="have been replaced"):
+            llm.save_kv(PROMPT, tmp_path / "prompt.kv")
+        with pytest.raises(KVFileError, match="have been replaced"):
+            llm.restore_kv(saved[0])
+        assert not (tmp_path / "prompt.kv").exists()
+        assert llm.stats().kv_connector.num_stored_blocks == 10, "of the prompt that was to be saved"
+
+
 def damaged(path: Path, directory: Path, offset: int) -> Path:
     copy = directory / "damaged.kv"
     content = bytearray(path.read_bytes())

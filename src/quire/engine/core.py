@@ -20,7 +20,7 @@ from quire.engine.devices import device_name, on_one_device, watched_memory
 from quire.engine.drafting import find_draft_model
 from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
-from quire.engine.kv_identity import kv_identity
+from quire.engine.kv_identity import loaded_kv_identity, model_files_key
 from quire.engine.memory_measurement import measure, telling_of_shortage
 from quire.engine.memory_plan import plan_memory_again
 from quire.engine.messages import EngineCoreRequest, EngineInfo
@@ -93,6 +93,7 @@ class EngineCore:
         self._connector = context.connector
         self._grammars = context.grammars
         scheduler_class(config)  # an error in its name is told before the weights are loaded
+        files = model_files_key(model_path)
         self.ranks = start_ranks(config)
         try:
             with telling_of_shortage(memory):
@@ -124,7 +125,7 @@ class EngineCore:
             self._close_ranks()
             raise
         self._kv_identity = functools.cache(
-            functools.partial(kv_identity, config, model_path, model_config, plan)
+            functools.partial(loaded_kv_identity, files, config, model_path, model_config, plan)
         )
         self._stats_failure_is_logged = False
         self._probes = False  # after a failed step

@@ -12,8 +12,9 @@ import numpy as np
 
 from quire.engine.devices import device_name
 from quire.engine.model_sizes import dtype_of
+from quire.errors import KVFileError
 from quire.kv.tiers.checksum import checksum
-from quire.models.checkpoints.gguf.location import find_gguf
+from quire.models.checkpoints.gguf.location import find_gguf, parts_of
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -30,6 +31,33 @@ def kv_identity(
     """Return the parts by name, in words. Reads all weights: that takes seconds for a large model."""
     weights = _digest_of_weights(model_path)
     return {"model": f"{model_config.architecture} {weights}", **_parts(config, model_config, plan)}
+
+
+def loaded_kv_identity(
+    files: str, config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
+) -> dict[str, str]:
+    """Return `kv_identity` of weights that have been loaded.
+
+    Args:
+        files: `model_files_key` from before that.
+
+    Raises:
+        KVFileError: the model's files have been replaced meanwhile, and say nothing of the KV of this engine.
+    """
+    identity = kv_identity(config, model_path, model_config, plan)
+    if model_files_key(model_path) != files:
+        raise KVFileError(
+            f"the files of {model_path} have been replaced since the engine loaded them, so that nobody can "
+            "say what its KV was computed by; start the engine again"
+        )
+    return identity
+
+
+def model_files_key(model_path: Path) -> str:
+    """Return what changes when a file of the model is replaced or written to; reads none of them."""
+    from quire.models.checkpoints.weight_cache import cache_key
+
+    return cache_key(model_path)
 
 
 def kv_fingerprint(
@@ -95,7 +123,7 @@ def _digest_of_weights(path: Path) -> str:
     gguf = find_gguf(path)
     digest = blake2b(digest_size=8)
     piece = np.empty(_PIECE_BYTES, dtype=np.uint8)
-    for name in sorted(weight_files(path)) if gguf is None else [gguf]:
+    for name in sorted(weight_files(path)) if gguf is None else parts_of(gguf):
         with name.open("rb") as file:
             while num_bytes := file.readinto(piece.data):
                 digest.update(checksum(piece[:num_bytes]))
