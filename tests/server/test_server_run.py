@@ -247,9 +247,14 @@ def test_what_does_not_finish_in_time_is_told_so(started, slow_steps, patience):
         assert server.process.stderr.readline().startswith("Loading")
         assert server.process.stderr.readline().startswith("Stopping: 1")
         server.process.send_signal(signal.SIGINT)
-    with pytest.raises(openai.APIError):
+        slow_steps.unlink()
+    with pytest.raises(openai.APIError) as told:
         list(stream)
-    assert server.ended()[0] == 0
+    status, _, err = server.ended()
+    assert status == 0
+    if patience:
+        assert told.value.code == "aborted"
+        assert "Traceback" not in err
 
 
 def engine_of(server):
@@ -337,6 +342,7 @@ def test_a_server_ends_although_its_engine_does_not(started, number):
 
 def test_what_the_end_waits_for_is_over_before_the_process_ends_itself():
     assert http_server.LAST_BYTES_TIMEOUT + serve_module._END_TIMEOUT < stopping.STOP_GRACE
+    assert serve_module._LAST_WORD_TIMEOUT < stopping.IMMEDIATE_GRACE
 
 
 def test_a_unix_socket_is_there_while_the_server_is(started, tmp_path):

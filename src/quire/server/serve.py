@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from quire.server.tracing import Tracing
 
 _COLLECTION_THRESHOLDS = (700, 10, 100)  # Python's own, but for fewer full collections
+_LAST_WORD_TIMEOUT = 0.5  # seconds; to tell clients, after a second signal, that their requests were aborted
 _END_TIMEOUT = 0.5  # seconds; for the engine to end by itself, when the last answers are sent
 
 
@@ -188,7 +189,7 @@ async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) 
         crashing = asyncio.create_task(context.llm.wait_for_crash_loop())
         await asyncio.wait({stopping, crashing}, return_when=asyncio.FIRST_COMPLETED)
         if stop.immediate.is_set():
-            server.last_bytes_timeout = 0.0
+            server.last_bytes_timeout = _LAST_WORD_TIMEOUT
     for task in (stopping, crashing):
         task.cancel()
     await asyncio.gather(stopping, crashing, return_exceptions=True)
