@@ -3,13 +3,17 @@
 import asyncio
 import json
 import logging
+import signal
+import subprocess
+import sys
 
 import pytest
-from fake_upstream import ANSWER, EVENTS, FakeEngine
+from fake_upstream import ANSWER, EVENTS, FakeEngine, running
 
 from quire.cluster.engines import Engine, Role
 from quire.config import RouterConfig
 from quire.errors import ConfigError
+from subprocesses import started
 
 BODY = {"model": "m", "prompt": "Hi"}
 STREAM = {**BODY, "stream": True}
@@ -284,3 +288,25 @@ async def test_a_target_with_a_host_of_its_own_goes_to_an_engine_all_the_same(ro
     assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     writer.close()
     assert [one.path for one in engine.seen] == ["/v1/models?a=b%20c"]
+
+
+async def test_a_client_that_does_not_read_does_not_hold_up_a_second_signal():
+    engine = FakeEngine("long stream")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    async with running(engine):
+        command = [sys.executable, "-m", "quire.cli.main", "route", "--engine", engine.url, "--port", "0"]
+        with started(command, **pipes) as process:
+            ready = await asyncio.to_thread(process.stdout.readline)
+            port = int(ready.split()[1].rpartition(":")[2])
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = json.dumps(STREAM).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+            writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            writer.transport.pause_reading()
+            await engine.may_go_on.wait()
+            process.send_signal(signal.SIGTERM)
+            while not (line := await asyncio.to_thread(process.stderr.readline)).startswith("Stopping: 1"):
+                assert line
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait) == 0
+            writer.close()

@@ -342,7 +342,7 @@ def test_a_server_ends_although_its_engine_does_not(started, number):
 
 def test_what_the_end_waits_for_is_over_before_the_process_ends_itself():
     assert http_server.LAST_BYTES_TIMEOUT + serve_module._END_TIMEOUT < stopping.STOP_GRACE
-    assert serve_module._LAST_WORD_TIMEOUT < stopping.IMMEDIATE_GRACE
+    assert http_server.LAST_WORD_TIMEOUT < stopping.IMMEDIATE_GRACE
 
 
 def test_a_unix_socket_is_there_while_the_server_is(started, tmp_path):

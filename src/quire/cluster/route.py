@@ -17,7 +17,7 @@ from quire.cluster.router import Router
 from quire.config import RouterConfig
 from quire.server.access_log import AccessLog, access_log
 from quire.server.connections import raise_descriptor_limit
-from quire.server.http_server import HttpServer
+from quire.server.http_server import LAST_WORD_TIMEOUT, HttpServer
 from quire.server.listening import Listener, listener
 from quire.server.monitoring import monitoring_socket
 from quire.server.probes import MonitoredServer
@@ -52,6 +52,8 @@ async def routing(
     bound: socket.socket,
     tls: ssl.SSLContext | None = None,
     log: AccessLog | None = None,
+    *,
+    immediate: asyncio.Event | None = None,
 ) -> AsyncIterator[Router]:
     """Serve a router on a socket for the duration of the context; yields it once it accepts connections.
 
@@ -60,6 +62,7 @@ async def routing(
         bound: socket to listen on.
         tls: with which clients' connections are encrypted; None: they are not.
         log: where each request is logged; None: nowhere.
+        immediate: set if the end is to be at once; None: it never is.
     """
     router = Router(config)
     server = HttpServer(create_app(router, log), config.connections, tls, log)
@@ -70,6 +73,8 @@ async def routing(
                 yield router
             finally:
                 router.stop_serving()
+                if immediate is not None and immediate.is_set():
+                    server.last_bytes_timeout = LAST_WORD_TIMEOUT
     finally:
         await router.close()
 
@@ -81,7 +86,7 @@ async def _route_until_stopped(
     with stop.installed():
         async with (
             listening.with_current_certificate(),
-            routing(config, listening.socket, listening.tls, log) as router,
+            routing(config, listening.socket, listening.tls, log, immediate=stop.immediate) as router,
             monitored(router, monitoring),
         ):
             _announce(router, listening.url)

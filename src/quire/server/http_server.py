@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 LAST_BYTES_TIMEOUT = 1.0
 """Seconds that clients have at the end for answers that are complete but not yet sent."""
 
+LAST_WORD_TIMEOUT = 0.5
+"""Seconds instead if the end is to be at once: clients can be told that their requests were aborted."""
+
 _LOOK_INTERVAL = 0.01  # seconds; between looks at whether they are
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from quire.server.tracing import Tracing
 
 _COLLECTION_THRESHOLDS = (700, 10, 100)  # Python's own, but for fewer full collections
-_LAST_WORD_TIMEOUT = 0.5  # seconds; to tell clients, after a second signal, that their requests were aborted
 _END_TIMEOUT = 0.5  # seconds; for the engine to end by itself, when the last answers are sent
 
 
@@ -176,7 +175,8 @@ async def _monitored(context: ServerContext, bound: socket.socket | None) -> Asy
 
 async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:
     """Serve until a signal stops the server, or engines die again and again."""
-    from quire.server.http_server import HttpServer  # slow: the engine process starts before
+    # slow: the engine process starts before
+    from quire.server.http_server import LAST_WORD_TIMEOUT, HttpServer
 
     context: ServerContext = app.state.context
     server = HttpServer(app, context.config.connections, listening.tls, app.state.access_log)
@@ -189,7 +189,7 @@ async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) 
         crashing = asyncio.create_task(context.llm.wait_for_crash_loop())
         await asyncio.wait({stopping, crashing}, return_when=asyncio.FIRST_COMPLETED)
         if stop.immediate.is_set():
-            server.last_bytes_timeout = _LAST_WORD_TIMEOUT
+            server.last_bytes_timeout = LAST_WORD_TIMEOUT
     for task in (stopping, crashing):
         task.cancel()
     await asyncio.gather(stopping, crashing, return_exceptions=True)
