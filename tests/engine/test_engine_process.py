@@ -397,6 +397,35 @@ def test_leaving_without_shutdown_ends_the_engine(checkpoint, sockets):
     assert not is_zombie(pid)
 
 
+def test_a_fork_of_the_front_is_told_that_it_has_no_engine(checkpoint):
+    program = """
+import os, sys, time
+import psutil
+from quire import LLM, SamplingParams
+from quire.errors import EngineDeadError
+from quire.front.process_client import SHUTDOWN_TIMEOUT
+llm = LLM(sys.argv[1], engine_process=True, num_kv_blocks=32, num_threads=1)
+params = SamplingParams(max_tokens=4, temperature=0.0)
+before = llm.generate("the", params)[0].outputs
+[engine] = psutil.Process().children()
+child = os.fork()
+if not child:
+    started = time.monotonic()
+    try:
+        llm.generate("the", params)
+    except EngineDeadError as error:
+        print(str(error).replace(str(os.getppid()), "N"), flush=True)
+    llm.shutdown()
+    assert time.monotonic() - started < SHUTDOWN_TIMEOUT
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert llm.generate("the", params)[0].outputs == before
+assert engine.is_running()
+"""
+    told = "the engine is of the process N, and this one, a fork of it, cannot use it; make another here\n"
+    assert python_output(program, checkpoint) == told
+
+
 def test_an_engine_that_the_garbage_collector_finds_ends(checkpoint):
     program = """
 import gc, sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import select
 import time
 import weakref
@@ -95,7 +96,8 @@ class EngineSupervisor:
     """An engine in a process of its own, replaced by another when it dies or hangs.
 
     The first engine is not replaced if it dies before it is ready: what it was started with is at fault, and
-    whoever started it learns the reason. Not thread-safe.
+    whoever started it learns the reason. Not thread-safe. In a fork, which must not end the engine and has no
+    thread of zmq's, nothing is sent, and nothing closed.
 
     Args:
         config: of the engine.
@@ -109,6 +111,7 @@ class EngineSupervisor:
     def __init__(
         self, config: EngineConfig, model_path: Path, *, read_clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._owner = os.getpid()
         self._num_started = 0  # engines after the first
         self.num_hangs = 0
         self._config = config
@@ -163,6 +166,10 @@ class EngineSupervisor:
         """Whether the engine has ended because of `suspend`."""
         return self._is_suspended and self._process is None
 
+    @property
+    def _is_in_fork(self) -> bool:
+        return os.getpid() != self._owner
+
     def suspend(self) -> None:
         """End the engine, and start none before `resume`."""
         self._is_suspended = True
@@ -186,7 +193,7 @@ class EngineSupervisor:
 
     def send(self, message: ToEngine) -> None:
         """Queue `message` for the engine; never blocks. While there is no engine, the message is lost."""
-        if self._process is not None:
+        if self._process is not None and not self._is_in_fork:
             self._process.send(message)
 
     def receive(self, timeout: float | None) -> list[FromEngine | EngineCrashed | EngineSuspended]:
@@ -196,8 +203,14 @@ class EngineSupervisor:
 
         Raises:
             CrashLoopError: too many engines have died; none is started any more.
-            EngineDeadError: the engine has died, and is not replaced; no messages are left.
+            EngineDeadError: the engine has died, and is not replaced; no messages are left. Or it is that of
+                another process, of which this is a fork.
         """
+        if self._is_in_fork:
+            raise EngineDeadError(
+                f"the engine is of the process {self._owner}, and this one, a fork of it, cannot use it; "
+                "make another here"
+            )
         if self._process is None:
             return self._start_when_due(timeout)
         self._spare.attend(self._read_clock)
@@ -220,6 +233,8 @@ class EngineSupervisor:
 
     def close(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Tell the engine to end, kill it after `timeout` seconds, and clean up."""
+        if self._is_in_fork:
+            return
         self.retire()
         if self._process is not None:
             self._forget(self._process, timeout)
