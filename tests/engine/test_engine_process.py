@@ -26,7 +26,7 @@ from quire.config import SpeculationConfig, SupervisionConfig
 from quire.engine import process
 from quire.engine.messages import GetStats, encode, input_address, output_address
 from quire.engine.process import Connection
-from quire.errors import ConfigError, EngineDeadError
+from quire.errors import ConfigError, EngineDeadError, ModelError
 from quire.front import spare, supervision
 from quire.front.process_client import EngineProcess
 from quire.structured_outputs import StructuredOutputsParams
@@ -395,6 +395,21 @@ def test_leaving_without_shutdown_ends_the_engine(checkpoint, sockets):
     del llm
     assert wait_for_end(pid)
     assert not is_zombie(pid)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda model: LLM(model, engine_process=True, **TINY), lambda model: AsyncLLM(tiny_config(model))],
+    ids=["LLM", "AsyncLLM"],
+)
+def test_a_front_that_cannot_be_built_leaves_no_engine(checkpoint, tmp_path, sockets, make):
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json") as kept:
+        make(str(model))
+    assert kept.value.__traceback__ is not None, "as a notebook keeps it"
+    assert not preloaded.other_children()
 
 
 def test_a_fork_of_the_front_is_told_that_it_has_no_engine(checkpoint):

@@ -62,11 +62,15 @@ class AsyncLLM:
         self.model_path, self.config = resolve_files(EngineConfig() if config is None else config)
         self._engine = EngineSupervisor(self.config, self.model_path)
 
-        # slow: meanwhile, the engine process imports torch
-        from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
-
         self._threads = PreparationThreads(self.config.scheduler)
-        tokenizer = engine_tokenizer(self.config, self.model_path)
+        try:
+            # slow: meanwhile, the engine process imports torch
+            from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
+
+            tokenizer = engine_tokenizer(self.config, self.model_path)
+        except BaseException:  # whoever keeps the traceback would keep the engine
+            self._engine.close()
+            raise
         self._requests = LiveRequests(self._engine, tokenizer, self.config)
         self._engine.watch_for(self._requests)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -49,10 +49,14 @@ class Session:
             else InProcessClient(config, model_path, on_progress=on_progress)
         )
 
-        # slow: meanwhile, an engine process imports torch
-        from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
+        try:
+            # slow: meanwhile, an engine process imports torch
+            from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
 
-        tokenizer = engine_tokenizer(config, model_path)
+            tokenizer = engine_tokenizer(config, model_path)
+        except BaseException:  # whoever keeps the traceback would keep the engine
+            client.close()
+            raise
         self.requests = LiveRequests(client, tokenizer, config)
         if isinstance(client, EngineSupervisor):
             client.watch_for(self.requests)
