@@ -257,6 +257,19 @@ def test_the_directory_is_bounded_over_all_models(tmp_path):
     assert [file.name[:2] for file in tmp_path.iterdir()] == ["67"], "what nobody uses is removed"
 
 
+def test_what_cannot_be_removed_does_not_keep_others_from_it(tmp_path):
+    (tmp_path / f"link{SUFFIX}").symlink_to(tmp_path / "nowhere")
+    unused = tmp_path / f"unused{SUFFIX}"
+    with unused.open("wb") as file:
+        file.truncate(CAPACITY)
+    directory = tmp_path / f"directory{SUFFIX}"
+    directory.mkdir()
+    os.utime(directory, (0, 0))  # so that it is tried first
+    tier = open_tier(tmp_path, capacity=CAPACITY + directory.stat().st_size)
+    assert write(tier, keys_of(0, 1)[0])
+    assert not unused.exists()
+
+
 # -- several processes -------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -116,14 +117,18 @@ class TierFile:
             os.close(directory)
 
     def _make_room(self, num_bytes: int, limit: int) -> bool:
-        others = [path for path in self._path.parent.glob(f"*{SUFFIX}") if path != self._path]
-        states = sorted(((path, path.stat()) for path in others), key=lambda state: state[1].st_mtime_ns)
+        states: list[tuple[Path, os.stat_result]] = []
+        for path in self._path.parent.glob(f"*{SUFFIX}"):
+            if path != self._path:
+                with contextlib.suppress(OSError):  # a link that leads nowhere, for example
+                    states.append((path, path.stat()))
+        states.sort(key=lambda state: state[1].st_mtime_ns)
         excess = num_bytes + sum(state.st_size for _, state in states) - limit
         for path, state in states:
             if excess <= 0:
                 break
-            if _remove_unused(path):
-                excess -= state.st_size
+            with contextlib.suppress(OSError):  # another user's file, for example
+                excess -= state.st_size * _remove_unused(path)
         return excess <= 0
 
 
