@@ -377,6 +377,21 @@ def test_an_engine_process_for_batches(checkpoint, sockets, preloaded_engines):
     assert not is_zombie(pid)
 
 
+def test_a_signal_handler_may_shut_the_engine_down(checkpoint, sockets, preloaded_engines, monkeypatch):
+    with LLM(checkpoint, engine_process=True, **TINY) as llm:
+        llm.wait_until_ready()
+        engine = requests_of(llm).client._process
+        receive = engine.receive
+
+        def interrupted(timeout):
+            llm.shutdown()
+            return receive(timeout)
+
+        monkeypatch.setattr(engine, "receive", interrupted)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            llm.generate("the", LONG)
+
+
 def interrupt_during(llm: LLM) -> None:
     front = requests_of(llm)
     receive = front.receive

@@ -84,8 +84,15 @@ class Session:
         """Wait for the engine's next outputs; in-process, run one step.
 
         If the engine ends, every live request fails.
+
+        Raises:
+            EngineDeadError: the session has been closed by a signal handler.
         """
-        self.requests.receive(None)
+        try:
+            self.requests.receive(None)
+        except Exception:  # whatever it meets if a signal handler has closed the session meanwhile
+            self.requests.raise_failure()
+            raise
         if self.requests.failure is not None:
             self.requests.client.close()
 
