@@ -221,6 +221,21 @@ def test_ctrl_c_while_a_request_is_registered_leaves_nothing(llm, monkeypatch):
     assert not outputs
 
 
+def test_ctrl_c_while_a_call_is_answered_leaves_nothing(llm, monkeypatch):
+    core = core_of(llm)
+    stats = core.stats
+
+    def interrupted():
+        monkeypatch.setattr(core, "stats", stats)
+        signal.raise_signal(signal.SIGINT)
+        return stats()
+
+    monkeypatch.setattr(core, "stats", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.stats()
+    assert llm.generate("the cache", GREEDY)
+
+
 def test_a_request_that_cannot_be_sent_leaves_nothing(llm, monkeypatch):
     send = requests_of(llm).client.send
 

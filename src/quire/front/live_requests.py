@@ -406,7 +406,7 @@ class LiveRequests:
                     self.last_step_time = time.monotonic()
                 if stats is not None:
                     self.latest_stats = stats
-                self._calls.pop(call_id)(message)
+                self._calls.pop(call_id, _ignore)(message)
             case LoadProgress(done, total):
                 self.on_progress(done, total)
             case Ready(info):
@@ -419,3 +419,7 @@ class LiveRequests:
                 self.resumption.note_suspension()
             case StartupFailed(error):
                 self.fail(error.to_exception())
+
+
+def _ignore(reply: Reply) -> None:
+    """Take the reply of a call whose caller was interrupted as soon as it was sent."""
