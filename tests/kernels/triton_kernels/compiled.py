@@ -12,7 +12,8 @@ import subprocesses
 def output_of(script: str, cache: Path, *arguments: str) -> str:
     """Return what a script beside this file prints, run by itself; fail with its errors if it fails.
 
-    `cache` is an empty directory, for what is compiled.
+    It starts with torch imported, and without Triton, which shall not interpret there. `cache` is an empty
+    directory, for what is compiled.
     """
     path = Path(__file__).with_name(script)
     settings = {
@@ -20,6 +21,6 @@ def output_of(script: str, cache: Path, *arguments: str) -> str:
         "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": str(path.parents[2]),
     }
-    done = subprocesses.run([sys.executable, str(path), *arguments], env=os.environ | settings)
+    done = subprocesses.run([sys.executable, str(path), *arguments], preload=True, env=os.environ | settings)
     assert done.returncode == 0, done.stderr
     return done.stdout
