@@ -1,12 +1,13 @@
-"""Compiles attention for a GPU of another compute capability than 9.0, as `python FILE 89`, with large heads.
+"""Compiles attention for a GPU of another compute capability than 9.0, as `python FILE 80`, with large heads.
 
-A process of its own, as Triton decides once whether it interprets. Prints what shared memory the largest
-program takes, in bytes.
+`python FILE 89 shared` only goes so far that it is known what shared memory programs take.
+
+A process of its own, as Triton decides once whether it interprets. Prints how many programs there are, and
+what shared memory the largest takes, in bytes.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 
@@ -22,6 +23,8 @@ from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.kernel import compile_only
 
 hopper.compile_only(int(sys.argv[1]))
+if sys.argv[2:] == ["shared"]:
+    hopper.count_shared_memory_only()
 with compile_only(2):
     for head_dim, dtype, group in (
         (128, torch.float32, 64),
@@ -41,6 +44,5 @@ with compile_only(2):
         )
         paged_attention(torch.empty(1, 16, 256, dtype=dtype), kv, batch, scale=0.125)
 kernels = attention_kernels.attend, attention_kernels.merge_parts, key_selection.weigh_key_blocks
-compiled = [list(kernel.device_caches[0][0].values()) for kernel in kernels]
-assert all(compiled)
-print(json.dumps({"shared": max(program.metadata.shared for program in itertools.chain(*compiled))}))
+compiled = [program for kernel in kernels for program in kernel.device_caches[0][0].values()]
+print(json.dumps({"programs": len(compiled), "shared": max(program.metadata.shared for program in compiled)}))
