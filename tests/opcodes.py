@@ -10,14 +10,17 @@ def num_opcodes(call: Callable[[], object]) -> int:
     """Return how many bytecode instructions a call runs; what C code does in between is not counted."""
     count = 0
 
-    def trace(frame, event, argument):
+    def trace_opcodes(frame, _event, _argument):
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return count_opcode
+
+    def count_opcode(_frame, event, _argument):
         nonlocal count
-        frame.f_trace_opcodes = True
         count += event == "opcode"
-        return trace
+        return count_opcode
 
     before = sys.gettrace()
-    sys.settrace(trace)
+    sys.settrace(trace_opcodes)
     try:
         call()
     finally:
