@@ -17,6 +17,7 @@ def hurry_the_interpreter() -> None:
     _patch_the_language_once(interpreter)
     _describe_types_once(interpreter)
     _match_operands_once(interpreter)
+    _look_at_classes_first(interpreter)
     _call_the_language_directly(interpreter)
 
 
@@ -138,6 +139,15 @@ def _match_operands_once(interpreter: ModuleType) -> None:
 
     for name in ("binary_op_type_checking_impl", "broadcast_impl_value"):
         setattr(semantic, name, once(getattr(semantic, name)))
+
+
+def _look_at_classes_first(interpreter: ModuleType) -> None:
+    """Let it see at once that most operands are no constants of the compiler, and that a type is itself."""
+    core = interpreter.tl.core
+    unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
+    plain = {core.tensor, core.block_type, core.pointer_type, core.dtype, int, float, bool, type(None)}
+    core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
 
 def _call_the_language_directly(interpreter: ModuleType) -> None:
