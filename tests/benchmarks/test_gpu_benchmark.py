@@ -127,7 +127,8 @@ def test_without_a_gpu_nothing_is_measured(
 
 def test_the_host_s_part_of_a_step_needs_no_gpu() -> None:
     script = Path(gpu.__file__).with_name("gpu_host.py")
-    done = subprocesses.run([sys.executable, str(script), "--num-requests", "1", "--num-steps", "4"])
+    command = [sys.executable, str(script), "--num-requests", "1", "--num-steps", "4"]
+    done = subprocesses.run(command, preload=True)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"decode, 1 requests: \d+\.\d{3} ms of the host\n", done.stdout)
 
@@ -169,7 +170,8 @@ def test_recordings_stand_beside_the_first_version_s() -> None:
 
 def test_what_recording_saves_the_host_needs_no_gpu() -> None:
     script = Path(gpu.__file__).with_name("gpu_launches.py")
-    done = subprocesses.run([sys.executable, str(script), "--num-tokens", "20", "--num-steps", "400"])
+    command = [sys.executable, str(script), "--num-tokens", "20", "--num-steps", "400"]
+    done = subprocesses.run(command, preload=True)
     assert done.returncode == 0, done.stderr
     *models, documents, dialogues = done.stdout.splitlines()
     figures = r"\S+: \d+\.\d\d ms of the host one by one, \d+\.\d\d ms recorded, \d\.\d\d"
