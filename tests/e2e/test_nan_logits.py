@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -11,6 +12,8 @@ from checkpoints import make_checkpoint
 from engine_checks import TINY
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.request_output import RequestOutput
+
+pytestmark = pytest.mark.usefixtures("preloaded_engines")
 
 LETTERS = StructuredOutputsParams(regex="[a-h]{30}")
 JSON = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "integer"}}})

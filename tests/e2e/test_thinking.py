@@ -14,6 +14,8 @@ from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.dialogue.thoughts import THOUGHT_FORMATS
 from quire.front.thoughts import ThoughtControl
 
+pytestmark = pytest.mark.usefixtures("preloaded_engines")
+
 MINI = Path(quire.__file__).parent / "mini"
 QUESTIONS = ["What is a KV cache?", "Count to three.", "Who are you?"]
 BUDGETS = [5, 0, 12]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import preloaded
 from host_choice import HostChoice
 from late_tokens import LateCopy, choose_on_device
 from quire import LLM, SamplingParams, StructuredOutputsParams
@@ -19,6 +20,8 @@ from quire.execution.adaptive_proposer import DraftedRequest, Waiting
 from quire.execution.device_sampling import DeviceSampler
 from quire.execution.persistent_batch import PersistentBatch
 from quire.execution.step_graphs import StepLogits
+
+pytestmark = pytest.mark.usefixtures("preloaded_engines")
 
 PROMPTS = ["What is 27 + 58?", "Copy: k x w q", "Hello", "Why is a request preempted?", "Reverse: a b c"]
 NGRAM: dict[str, Any] = {"speculative_method": "ngram", "num_speculative_tokens": 3, "ngram_min": 1}
@@ -132,7 +135,8 @@ def rounded(logprobs: str) -> str:
 @pytest.fixture(scope="module")
 def serial() -> dict[int, list[Any]]:
     """The tokens of serial steps, sampled on the host."""
-    return {id(params): tokens(params) for params in (PARAMS, SEQUENCES, CONSTRAINED, PENALIZED)}
+    with preloaded.engines():
+        return {id(params): tokens(params) for params in (PARAMS, SEQUENCES, CONSTRAINED, PENALIZED)}
 
 
 def test_tokens_stay_on_the_device_between_steps(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
