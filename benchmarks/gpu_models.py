@@ -113,5 +113,6 @@ def model_without_files(name: str, *, is_tiny: bool, **changes: Any) -> Iterator
         write_tokenizer(Path(directory))
         content = json.dumps(config(name, is_tiny=is_tiny, **changes), indent=1)
         Path(directory, "config.json").write_text(content, encoding="utf-8")
+        Path(directory, "model.safetensors").touch()  # by which engines know whether it is replaced
         with mock.patch.object(loading, "Checkpoint", RandomWeights):
             yield directory

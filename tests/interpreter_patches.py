@@ -95,7 +95,7 @@ def _match_operands_once(interpreter: ModuleType) -> None:
 
     def key_of(operand: Any) -> Any:
         if not isinstance(operand, core.tensor):
-            return type(operand), operand
+            return type(operand), operand, str(operand)  # -0.0 is equal to 0.0
         if not hasattr(operand.type, "key"):  # a block's type has one from the start
             operand.type.key = operand.type.name, getattr(operand.type, "address_space", None)
         return operand.type.key
