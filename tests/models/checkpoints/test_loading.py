@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,22 @@ def test_files_of_a_tied_model_that_are_wrong_are_left_to_loading(file: str, tmp
     assert read_model_config(path) == wanted
     (path / file).write_text('{"weight_map": {"lm_head.weight": "config.json", "x": 3}}')
     assert read_model_config(path) == wanted
+
+
+def test_a_header_of_a_tied_model_in_a_form_of_its_own_is_left_to_loading(tmp_path: Path) -> None:
+    """safetensors reads an array of type, shape and place, which its description does not have."""
+    path = make_checkpoint("qwen2", tmp_path)
+    file = path / "model.safetensors"
+    _change(path, lm_head__weight=load_file(file)["model.embed_tokens.weight"].clone())
+    stored = file.read_bytes()
+    (size,) = struct.unpack("<Q", stored[:8])
+    described = {
+        name: list(tensor.values()) if isinstance(tensor.get("shape"), list) else tensor
+        for name, tensor in json.loads(stored[8 : 8 + size]).items()
+    }
+    header = json.dumps(described).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + stored[8 + size :])
+    assert read_model_config(path).tie_word_embeddings
 
 
 def test_buffers_of_old_checkpoints_are_ignored(qwen3: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,11 @@ from quire.models.checkpoints.gguf.stored_kinds import with_stored_quantization
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.quantized.description import describe_quantization
-from quire.models.checkpoints.quantized.stored_kinds import with_stored_tensors
+from quire.models.checkpoints.quantized.stored_kinds import (
+    TensorHeader,
+    stored_names,
+    with_stored_tensors,
+)
 from quire.models.config import ModelConfig
 from quire.models.families import FAMILIES, model_config
 
@@ -46,7 +51,7 @@ def read_model_config(path: Path) -> ModelConfig:
             stored_group_size=stored.group_size,
             tie_word_embeddings=config.tie_word_embeddings and not _has_own_output(path, config),
         )
-        headers = _headers(path) if quantization else {}
+        headers = _headers(path, stored_names(config)) if quantization else {}
         return with_stored_tensors(config, quantization, headers) if headers else config
     values, kinds = read_gguf_config(gguf)
     try:
@@ -62,50 +67,44 @@ def _has_own_output(path: Path, config: ModelConfig) -> bool:
     Fine-tuning may have separated them without a word in config.json; then the output layer that is stored
     counts, as for `transformers`. Where the files are wrong, loading them tells.
     """
-    names = FAMILIES[config.family].weight_names
-    output = _stored(path, names["output"])
-    embedding = None if output is None else _stored(path, names["embedding"])
-    if output is None or embedding is None:
+    names = [FAMILIES[config.family].weight_names[field] for field in ("output", "embedding")]
+    headers = _headers(path, names)
+    if len(headers) < len(names):
         return False
-    if output[:2] != embedding[:2]:
+    output, embedding = (headers[name] for name in names)
+    if (output.dtype, output.shape) != (embedding.dtype, embedding.shape):
         return True
-    starts = range(0, len(output[2]), _COMPARED_BYTES)
+    try:
+        octets, others = (_octets(headers[name].file, name) for name in names)
+    except (OSError, ValueError, TypeError):  # safetensors reads some headers that are no such objects
+        return False
+    starts = range(0, len(octets), _COMPARED_BYTES)
     return any(
-        output[2][start : start + _COMPARED_BYTES].tobytes()
-        != embedding[2][start : start + _COMPARED_BYTES].tobytes()
+        octets[start : start + _COMPARED_BYTES].tobytes() != others[start : start + _COMPARED_BYTES].tobytes()
         for start in starts
     )
 
 
-def _stored(path: Path, name: str) -> tuple[str, list[int], npt.NDArray[np.uint8]] | None:
-    """Return type, shape and bytes of a tensor in a model's safetensors files, if it is there."""
-    for file in _weight_files(path):
-        try:
-            with safe_open(file, framework="numpy") as opened:  # checks the header
-                if name not in opened.keys():  # noqa: SIM118, it is no dictionary
-                    continue
-            with file.open("rb") as raw:
-                (header_bytes,) = struct.unpack("<Q", raw.read(8))
-                described = json.loads(raw.read(header_bytes))[name]
-        except (SafetensorError, OSError):
-            continue
-        start, stop = described["data_offsets"]
-        octets = np.memmap(file, np.uint8, "r", offset=8 + header_bytes + start, shape=(stop - start,))
-        return described["dtype"], described["shape"], octets
-    return None
-
-
-def _headers(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return type and shape of every tensor in a model's safetensors files, as far as these can be read."""
-    found: dict[str, tuple[str, list[int]]] = {}
+def _headers(path: Path, names: Collection[str]) -> dict[str, TensorHeader]:
+    """Return what a model's safetensors files say of those tensors of these names that can be read."""
+    found: dict[str, TensorHeader] = {}
     for file in _weight_files(path):
         try:
             with safe_open(file, framework="numpy") as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                found |= {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+                for name in set(opened.keys()).intersection(names):
+                    part = opened.get_slice(name)
+                    found[name] = TensorHeader(file, part.get_dtype(), part.get_shape())
         except (SafetensorError, OSError):
             continue
     return found
+
+
+def _octets(file: Path, name: str) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a tensor in a file whose header `safe_open` has checked."""
+    with file.open("rb") as raw:
+        (header_bytes,) = struct.unpack("<Q", raw.read(8))
+        start, stop = json.loads(raw.read(header_bytes))[name]["data_offsets"]
+    return np.memmap(file, np.uint8, "r", offset=8 + header_bytes + start, shape=(stop - start,))
 
 
 def _weight_files(path: Path) -> list[Path]:

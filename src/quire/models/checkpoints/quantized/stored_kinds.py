@@ -6,7 +6,8 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from quire.models.checkpoints.quantized.description import (
     StoredQuantization,
@@ -17,8 +18,17 @@ from quire.models.checkpoints.quantized.description import (
 from quire.models.config import ModelConfig
 from quire.models.weights import QUANTIZED_FIELDS, WeightSource, WeightSpec, weight_specs
 
-Headers = Mapping[str, tuple[str, Sequence[int]]]
-"""Type, as safetensors calls it, and shape of each tensor, by its name."""
+
+class TensorHeader(NamedTuple):
+    """What a file says of a tensor: its type, as safetensors calls it, and its shape."""
+
+    file: Path
+    dtype: str
+    shape: Sequence[int]
+
+
+Headers = Mapping[str, TensorHeader]
+"""By the tensors' names."""
 
 FLOATS = StoredQuantization()
 _IN_GROUPS = ("int4", "grouped_int8")
@@ -48,6 +58,12 @@ def with_stored_tensors(config: ModelConfig, values: Mapping[str, Any], headers:
             for spec in matrix_specs(config)
         },
     )
+
+
+def stored_names(config: ModelConfig) -> set[str]:
+    """Return the names that tensors have in which the matrices are stored, however they are."""
+    stems = {_stem(source) for spec in matrix_specs(config) for source in spec.sources}
+    return {f"{stem}.{last}" for stem in stems for last in _PARTS}
 
 
 def matrix_specs(config: ModelConfig) -> list[WeightSpec]:
@@ -90,14 +106,14 @@ def joined(parts: Sequence[StoredQuantization]) -> StoredQuantization:
 def _of_matrix(
     source: WeightSource, values: Mapping[str, Any], headers: Headers, otherwise: StoredQuantization
 ) -> StoredQuantization:
-    stem = source.name.removesuffix(".weight")
+    stem = _stem(source)
     parts = {last: headers[f"{stem}.{last}"] for last in _PARTS if f"{stem}.{last}" in headers}
-    dtype, _ = parts.get("weight", ("", ()))
+    dtype = parts["weight"].dtype if "weight" in parts else ""
     try:
         if "qweight" in parts:
             return _transposed(parts, values, source)
         if "weight_packed" in parts:
-            return _in_equal_groups(_packed_bits(parts["weight_packed"][1][1], source), parts, source)
+            return _in_equal_groups(_packed_bits(parts["weight_packed"].shape[1], source), parts, source)
         if dtype == "I8":
             return _in_equal_groups(8, parts, source)
         if dtype == "F8_E4M3":
@@ -109,13 +125,14 @@ def _of_matrix(
 
 def _transposed(parts: Headers, values: Mapping[str, Any], source: WeightSource) -> StoredQuantization:
     """Return what becomes of a matrix of GPTQ or AWQ, which has zero points in any case."""
-    bits = 4 if values.get("quant_method") == "awq" else _packed_bits(parts["qweight"][1][0], source)
-    return in_groups(bits, _group_size(parts["scales"][1][0], source), has_zeros=values.get("sym") is False)
+    bits = 4 if values.get("quant_method") == "awq" else _packed_bits(parts["qweight"].shape[0], source)
+    group_size = _group_size(parts["scales"].shape[0], source)
+    return in_groups(bits, group_size, has_zeros=values.get("sym") is False)
 
 
 def _in_equal_groups(bits: int, parts: Headers, source: WeightSource) -> StoredQuantization:
     """Return what becomes of integers with scales [], [1], [rows, 1] or [rows, groups]."""
-    _, scales = parts["weight_scale"]
+    scales = parts["weight_scale"].shape
     groups = scales[1] if len(scales) > 1 else 1
     return in_groups(bits, _group_size(groups, source), has_zeros="weight_zero_point" in parts)
 
@@ -123,9 +140,13 @@ def _in_equal_groups(bits: int, parts: Headers, source: WeightSource) -> StoredQ
 def _in_blocks(
     parts: Headers, blocks: Sequence[tuple[int, int] | None], source: WeightSource
 ) -> StoredQuantization:
-    _, scales = parts.get("weight_scale_inv") or parts["weight_scale"]
+    scales = (parts.get("weight_scale_inv") or parts["weight_scale"]).shape
     by_row = math.prod(scales) == 1 or (math.prod(scales) == source.shape[0] == scales[0])
     return in_float8(None if by_row else next((block for block in blocks if block is not None), None))
+
+
+def _stem(source: WeightSource) -> str:
+    return source.name.removesuffix(".weight")
 
 
 def _packed_bits(num_words: int, source: WeightSource) -> int:
