@@ -95,8 +95,10 @@ async def test_kv_that_no_peer_will_read_is_released(http, llm):
     released = await http.delete("/v1/kv_transfers/a%2Fb")
     assert released.json() == {"id": "a/b", "object": "kv_transfer", "released": True}
     assert llm.released == ["a/b"]
-    response = await http.delete("/v1/kv_transfers/" + "x" * 129)
-    assert (response.status_code, "at most 128" in response.json()["error"]["message"]) == (400, True)
+    for invalid in ("x" * 129, "%2F", "a%20b", "%00", "%FF"):
+        response = await http.delete(f"/v1/kv_transfers/{invalid}")
+        message = response.json()["error"]["message"]
+        assert (response.status_code, "transfer_id is invalid" in message) == (400, True)
     llm.info.kv_transfer_address = None
     response = await http.delete("/v1/kv_transfers/a")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "kv_transfer_not_found")
