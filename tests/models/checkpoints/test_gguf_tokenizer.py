@@ -135,6 +135,15 @@ def test_a_token_at_the_end_where_the_file_asks_for_it(
     assert read_tokenizer(no).encode("the") == ids
 
 
+@pytest.mark.parametrize("text", ["$B:1", "$A", "$", "a:b", ":", "<s>:1"])
+def test_the_text_of_a_token_around_a_prompt_says_nothing_else(tmp_path: Path, text: str) -> None:
+    """`tokenizers` would take some of these for a prompt, or for a second one, which ends it in a panic."""
+    tokens = ["x", "xx", text, "</s>"]
+    entries = {"ggml__pre": "gpt-2", "ggml__merges": ["x x"], "ggml__add_bos_token": True}
+    entries |= {"ggml__add_eos_token": True, "ggml__bos_token_id": 2, "ggml__eos_token_id": 3}
+    assert read_tokenizer(_write(tmp_path / "m.gguf", "gpt2", tokens, **entries)).encode("x") == [2, 0, 3]
+
+
 def test_tokens_with_a_role_are_found_by_the_keys_that_llama_cpp_writes(
     published: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ tokenizers' own.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -78,8 +79,8 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
     eos = _special(file, "eos", tokens) if file.entry(f"{_PREFIX}add_eos_token", bool) else []
     if bos or eos:
         backend.post_processor = processors.TemplateProcessing(
-            single=[token for token, _ in bos] + ["$A"] + [token for token, _ in eos],
-            special_tokens=[*bos, *eos],
+            single=[token["id"] for token in bos] + ["$A"] + [token["id"] for token in eos],
+            special_tokens=bos + eos,
         )
     return backend
 
@@ -143,11 +144,14 @@ def _sentence_piece(file: GGUFFile) -> tokenizers.Tokenizer:
     return backend
 
 
-def _special(file: GGUFFile, name: str, tokens: list[str]) -> list[tuple[str, int]]:
-    """Return text and id of a token that stands around a text, if the file names it."""
+def _special(file: GGUFFile, name: str, tokens: list[str]) -> list[dict[str, Any]]:
+    """Return the token that stands around a text in this role, if the file names it, for a template.
+
+    There it goes by the role: its text may be one that means something else there, such as "$B".
+    """
     key = f"{_PREFIX}{name}_token_id"
     ids = special_ids(file.metadata.get(key), source=f"{file.path}: {key}", vocab_size=len(tokens))
-    return [(tokens[token_id], token_id) for token_id in ids[:1]]
+    return [{"id": name, "ids": [token_id], "tokens": [tokens[token_id]]} for token_id in ids[:1]]
 
 
 def _vocabulary(file: GGUFFile) -> dict[str, int]:
