@@ -362,6 +362,19 @@ def test_a_peer_that_is_late_is_not_asked_again_before_it_has_answered(make_peer
     assert again.best == (("127.0.0.1", 1), 2)
 
 
+def cached_pull() -> PrefixPull:
+    load = PrefixLoad("r", ("127.0.0.1", 1), bytes(16), [3])
+    return PrefixPull(load, time.monotonic() + SOON, host_mark())
+
+
+def test_a_peer_is_not_doubted_for_want_of_threads_here(make_peer):
+    peer, pull = make_peer(Opener()), cached_pull()
+    with no_threads_to_spare():
+        peer.pull(pull)
+    assert pull.has_failed
+    assert not peer.links.is_doubtful
+
+
 def test_a_peer_that_does_not_deliver_what_it_has_found_is_asked_more_and_more_rarely(make_peer, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(links, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -384,8 +397,7 @@ def test_a_peer_that_does_not_deliver_what_it_has_found_is_asked_more_and_more_r
     def doubt_after(error: Exception | None, *, is_cancelled: bool = False) -> float:
         """Return for how many seconds it is not asked after a pull."""
         faults[:] = filter(None, [error])
-        load = PrefixLoad("r", ("127.0.0.1", 1), bytes(16), [3])
-        pull = PrefixPull(load, time.monotonic() + SOON, host_mark())
+        pull = cached_pull()
         if is_cancelled:
             pull.cancel()
         has_ended.clear()

@@ -148,7 +148,7 @@ class Peer:
     def _note_end(self, pull: PeerPull) -> None:
         if pull.transfer_id:
             self.give_back(pull.transfer_id, pull.request_id)
-        elif not (pull.is_cancelled or pull.was_refused):
+        elif pull.has_begun and not (pull.is_cancelled or pull.was_refused):
             self.links.note_delivery(has_come=not pull.has_failed)
 
     # -- heartbeats ----------------------------------------------------------------------------------------

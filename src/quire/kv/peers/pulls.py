@@ -63,6 +63,7 @@ class PeerPull(ABC):
         self.block_ids = np.array(block_ids, dtype=np.int64)
         self.deadline = deadline
         self.seconds = 0.0  # that reading took
+        self.has_begun = False
         self.has_ended = False  # nothing is written to the blocks any more
         self.has_failed = False
         self.was_refused = False  # the peer has it no more
@@ -94,6 +95,7 @@ class PeerPull(ABC):
             if self._is_cancelled:
                 return
             self._link = link
+        self.has_begun = True
         began = time.monotonic()
         try:
             self._read(link, memory, layouts)
