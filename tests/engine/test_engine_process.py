@@ -24,7 +24,7 @@ from engine_checks import TINY, engine_pid, is_zombie, requests_of, tiny_config,
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import SpeculationConfig, SupervisionConfig
 from quire.engine import process
-from quire.engine.messages import GetStats, encode, input_address, output_address
+from quire.engine.messages import GetStats, Ready, StepOutputs, encode, input_address, output_address
 from quire.engine.process import Connection
 from quire.errors import ConfigError, EngineDeadError, ModelError
 from quire.front import spare, supervision
@@ -349,6 +349,25 @@ async def test_an_engine_killed_at_start_is_noticed(checkpoint, sockets):
             await llm.wait_until_ready()
     assert not is_zombie(pid)
     await llm.shutdown()
+
+
+@pytest.mark.parametrize("kind", [Ready, StepOutputs])
+def test_ctrl_c_while_a_message_is_taken_loses_none(checkpoint, preloaded_engines, monkeypatch, kind):
+    drain, to_interrupt = EngineProcess._drain, [kind]
+
+    def interrupted(self):
+        messages = drain(self)
+        if to_interrupt and any(isinstance(message, to_interrupt[0]) for message in messages):
+            to_interrupt.clear()
+            signal.raise_signal(signal.SIGINT)
+        return messages
+
+    monkeypatch.setattr(EngineProcess, "_drain", interrupted)
+    with LLM(checkpoint, engine_process=True, **TINY) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("the cache", SamplingParams(max_tokens=50, ignore_eos=True))
+        assert llm.generate("the cache", SamplingParams(max_tokens=2, ignore_eos=True))
+        assert not llm.stats().num_running
 
 
 def test_an_engine_process_for_batches(checkpoint, sockets, preloaded_engines):

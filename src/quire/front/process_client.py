@@ -39,6 +39,7 @@ from quire.engine.process_end import describe_end
 from quire.errors import ConfigError, EngineDeadError
 from quire.front.descriptors import is_readable
 from quire.front.engine_launch import end_process, has_ended, kill_group, start_process
+from quire.front.interrupt import interruptible
 
 STARTUP_FAILURE_TIMEOUT = 200
 """Milliseconds to wait for the last messages of an engine process that ended before it was ready."""
@@ -157,7 +158,8 @@ class EngineProcess:
         poller = zmq.Poller()
         poller.register(self._output, zmq.POLLIN)
         poller.register(self.death_fd, zmq.POLLIN)
-        ready = dict(poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
+        with interruptible():
+            ready = dict(poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
         if self.death_fd in ready and not self._ready:
             self._output.poll(STARTUP_FAILURE_TIMEOUT)
         messages = self._drain()

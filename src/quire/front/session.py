@@ -10,6 +10,7 @@ from quire.config import EngineConfig
 from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache, ToEngine
 from quire.engine.runner_building import ProgressCallback
 from quire.front.inprocess_client import InProcessClient
+from quire.front.interrupt import deferred_interrupt
 from quire.front.live_requests import EngineClient, LiveRequests
 from quire.front.supervision import EngineSupervisor
 from quire.models.checkpoints.engine_files import resolve_files
@@ -89,7 +90,8 @@ class Session:
             EngineDeadError: the session has been closed by a signal handler.
         """
         try:
-            self.requests.receive(None)
+            with deferred_interrupt():  # or a message might be lost that has been taken and not processed
+                self.requests.receive(None)
         except Exception:  # whatever it meets if a signal handler has closed the session meanwhile
             self.requests.raise_failure()
             raise

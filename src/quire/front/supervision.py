@@ -16,6 +16,7 @@ from typing import Protocol
 from quire.config import EngineConfig, SupervisionConfig
 from quire.engine.messages import FromEngine, Ready, StartupFailed, StepOutputs, ToEngine
 from quire.errors import CrashLoopError, EngineDeadError
+from quire.front.interrupt import interruptible
 from quire.front.process_client import SHUTDOWN_TIMEOUT, EngineProcess
 from quire.front.spare import SpareKeeper
 
@@ -264,14 +265,16 @@ class EngineSupervisor:
 
     def _start_when_due(self, timeout: float | None) -> list[FromEngine | EngineCrashed | EngineSuspended]:
         if self._is_suspended:
-            self._events.poll(timeout)
+            with interruptible():
+                self._events.poll(timeout)
             self._spare.attend(self._read_clock)
             return []
         if self._start_at is None:
             raise EngineDeadError("the engine has been shut down")
         wait = self._start_at - self._read_clock()
         if wait > 0 and timeout != 0:
-            time.sleep(wait if timeout is None else min(wait, timeout))
+            with interruptible():
+                time.sleep(wait if timeout is None else min(wait, timeout))
             wait = self._start_at - self._read_clock()
         if wait > 0:
             return []
