@@ -169,7 +169,7 @@ class Peer:
 
     def _news_interval(self) -> float:
         """Return the seconds until the peer is to be asked again."""
-        if self._awaited_pulls.num_queued:
+        if self._awaited_pulls.num_queued and not self.links.is_down:
             return READY_INTERVAL
         return min(RENEW_INTERVAL, self._lease_timeout / RENEWALS_PER_TIMEOUT)
 
