@@ -290,7 +290,7 @@ class AsyncLLM:
         return await self._explaining.explain(groups, limit)
 
     async def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; while any block is in use, do nothing and return False.
+        """Clear the prefix cache and KV tier; while any block is in use, do nothing and return False.
 
         Raises:
             EngineDeadError: the engine has ended, or another is being started.

@@ -176,7 +176,7 @@ class LLM:
         return self._session.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; while any block is in use, do nothing and return False.
+        """Clear the prefix cache and KV tier; while any block is in use, do nothing and return False.
 
         Raises:
             EngineDeadError: the engine has ended.
