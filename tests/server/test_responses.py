@@ -275,7 +275,8 @@ async def test_a_failure_within_a_stream(client):
 
 
 async def test_what_has_no_effect_is_named(http):
-    body = {"model": "fake", "input": "Hi", "reasoning": {"summary": "detailed"}, "service_tier": "flex"}
+    reasoning = {"summary": "detailed", "effort": "low"}
+    body = {"model": "fake", "input": "Hi", "reasoning": reasoning, "service_tier": "flex"}
     answer = await http.post("/v1/responses", json=body)
     assert answer.status_code == 200
-    assert answer.headers["X-Ignored-Parameters"] == "service_tier, reasoning.summary"
+    assert answer.headers["X-Ignored-Parameters"] == "service_tier, reasoning.summary, reasoning.effort"

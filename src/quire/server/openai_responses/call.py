@@ -106,7 +106,9 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
         self._params = self._conversation.params
         can_think = self._context.thought_format is not None
         template, leniency = self._context.chat_template, leniency_of(request)
-        body.thinking_options().note_effort_without_effect(template, leniency, can_think=can_think)
+        body.thinking_options().note_effort_without_effect(
+            template, leniency, can_think=can_think, param="reasoning.effort"
+        )
 
     @property
     def id(self) -> str:
