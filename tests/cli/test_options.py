@@ -218,6 +218,10 @@ def test_messages_speak_of_flags():
         "the limit is --max-model-len 9, of /my/max_tokens"
     )
     assert in_flags("top_k is -1; it must be from 0", "top_k") == "--top-k is -1; it must be from 0"
+    of_a_file = "keys.toml, line 3: TenantConfig has no field 'x'; known names: kv_transfer, max_pin_time"
+    assert in_flags(of_a_file) == of_a_file
+    typo = "keys.toml, line 3: TenantConfig has no field 'kv_transfe'; did you mean 'kv_transfer'?"
+    assert in_flags(typo) == typo
 
 
 def test_the_configuration_page_is_current():

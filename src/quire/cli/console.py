@@ -41,6 +41,7 @@ _UNMISTAKABLE = "|".join(
     field.name for cls in _NAMED_BARE for field in dataclasses.fields(cls) if "_" in field.name
 )
 _FIELD = re.compile(rf"\b([A-Z]\w*(?:Config|Params))\.(\w+)|(?<![\w./-])({_UNMISTAKABLE})\b(?!\.\w)")
+_KNOWN_NAMES = re.compile(r"; (?:known names: |did you mean ')")  # those of a file are no flags
 _PREFIXES = {  # of the flags of configurations whose fields' names say too little by themselves
     CacheEvictionConfig.__name__: "eviction_",
     KVCrushConfig.__name__: "kvcrush_",
@@ -72,7 +73,9 @@ def in_flags(message: str, param: str | None = None) -> str:
     def flag(match: re.Match[str]) -> str:
         return flag_name(match[3] or parameter_name(match[1], match[2]))
 
-    return _FIELD.sub(flag, message)
+    known = _KNOWN_NAMES.search(message)
+    end = known.start() if known else len(message)
+    return _FIELD.sub(flag, message[:end]) + message[end:]
 
 
 def print_error(message: str) -> None:
