@@ -22,7 +22,11 @@ class TenantConfig:
         default=1.0,
         help="Share of the engine with the fair policy, relative to other tenants' weights.",
     )
-    admin: bool = knob(default=False, help="Whether it sees the requests of all tenants.")
+    admin: bool = knob(
+        default=False,
+        help="Whether it sees and may end the requests of all tenants, sees their figures, and may clear the "
+        "prefix cache and, with engine_control, pause the engine.",
+    )
     kv_transfer: bool = knob(
         default=False,
         help="Whether it may send kv_transfer_params, which have the engine connect to addresses in them: "
