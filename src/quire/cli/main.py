@@ -17,7 +17,7 @@ MANUAL = """
 Quire serves large language models: paged KV cache, continuous batching, one command.
 
 MODEL is the built-in model "mini" (the default), a local directory with a checkpoint in Hugging Face's
-format, or a name on the Hugging Face hub.
+format, a GGUF file, or a name on the Hugging Face hub.
 
 Examples:
   quire generate "What is a KV block?"    one answer, streamed
