@@ -390,3 +390,21 @@ def test_a_device_that_fails_while_tokens_are_awaited_fails_the_step(
     monkeypatch.setattr(LateCopy, "wait", failing)
     assert tokens(PARAMS, overlap_steps=True) == serial[id(PARAMS)]
     assert len(in_main_thread) > 15
+
+
+def test_tokens_are_not_lost_if_a_device_cannot_say_whether_they_have_arrived(
+    serial: dict[int, Any], unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host goes on with must be what clients were sent."""
+    has_arrived = LateCopy.has_arrived
+    num_asked = itertools.count()
+
+    def failing(self: LateCopy) -> bool:
+        if next(num_asked) % 5 == 3:
+            raise RuntimeError("the device does not answer")
+        arrived: bool = has_arrived.fget(self)  # type: ignore[attr-defined]
+        return arrived
+
+    monkeypatch.setattr(LateCopy, "has_arrived", property(failing))
+    assert tokens(PARAMS, overlap_steps=True) == serial[id(PARAMS)]
+    assert next(num_asked) > 20
