@@ -15,6 +15,7 @@ from quire import LLM, AdaptiveRKVConfig, CacheEvictionConfig, SamplingParams
 from quire.execution.model_runner import ModelRunner
 from quire.execution.recorded_choice import NUM_RECORDED_EDITS, RecordedChoice
 from quire.execution.step_graphs import StepGraphs
+from quire.kernels.cuda_graphs import CudaGraphs
 from quire.kernels.triton.device import is_interpreted
 
 PROMPTS = [[7 + (11 * number + 3 * place) % 300 for place in range(length)] for number, length in enumerate(
@@ -137,6 +138,18 @@ def test_chunks_of_prompts_are_replayed(
     replayed = [graph for one in graphs for graph in one._graphs.values() if graph.replay is not None]
     assert any(graph.arrays.logit_rows is not None and graph.logits is not None for graph in replayed)
     assert any(graph.logits is None for graph in replayed) == has_draft_model
+
+
+@pytest.mark.skipif(is_interpreted, reason="tests/kernels/test_cuda_graphs.py has this")
+def test_a_graph_is_recorded_after_one_that_cuda_has_ended_with_an_error() -> None:
+    graphs, number = CudaGraphs(), torch.zeros(1, device="cuda")
+    number.add_(0)  # its kernel is loaded
+    graphs.record(lambda: number.add_(1))
+    with pytest.raises(RuntimeError):
+        graphs.record(torch.cuda.synchronize)  # which ends it
+    torch.cuda.empty_cache()
+    graphs.record(lambda: number.add_(1))()
+    assert number.item() == 1
 
 
 @pytest.mark.skipif(is_interpreted, reason="tests/execution/test_recorded_choice.py has this")

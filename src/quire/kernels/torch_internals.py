@@ -38,6 +38,27 @@ def int8_product(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return torch_operator("_int_mm")(rows, columns)  # type: ignore[no-any-return]
 
 
+def end_failed_recording(pool: tuple[int, int]) -> bool:
+    """Have torch's allocator end a recording to a pool of memory, if it takes it for under way.
+
+    It does so if CUDA has ended the recording with an error, at least up to torch 2.13. Then it would give no
+    memory back to the GPU any more, also where it runs out, and `torch.cuda.empty_cache` would raise.
+
+    Returns:
+        Whether it did.
+
+    Raises:
+        ImportError: this build of torch lacks a function.
+    """
+    device = torch.cuda.current_device()
+    try:
+        torch_operator("_C._cuda_endAllocateToPool")(device, pool)
+    except RuntimeError:  # it has ended it
+        return False
+    torch_operator("_C._cuda_releasePool")(device, pool)
+    return True
+
+
 @functools.cache
 def torch_operator(name: str) -> Any:
     """Return `torch.<name>`.
