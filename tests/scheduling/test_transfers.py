@@ -288,6 +288,27 @@ def test_a_load_is_called_off_again_if_the_step_that_said_so_did_not_reach_the_r
     scene.check_naive("b")
 
 
+@pytest.mark.parametrize("kv_load_failure", ["recompute", "fail"])
+@pytest.mark.parametrize("is_told", [False, True], ids=["not told", "told"])
+@pytest.mark.parametrize("how", ["never applied", "failed in the runner"])
+def test_a_load_is_given_up_that_was_asked_for_in_a_step_that_failed(how, is_told, kv_load_failure):
+    """Nobody waits until it has timed out, whether or not the runner was told of it."""
+    scene = scene_with_stored_prompt(load_steps=2, scene_settings={"kv_load_failure": kv_load_failure})
+    scene.add("a", PROMPT)
+    scene.add("b", range(20, 24), max_tokens=6)
+    plan = scene.plan()
+    if is_told:
+        scene.compute(plan)
+    if how == "failed in the runner":
+        scene.apply(plan, _nothing_computed())
+    scene.finish(max_steps=20)
+    if kv_load_failure == "fail":
+        assert "was asked for in a step that failed" in scene.errors["a"]
+        scene.check_naive("b")
+    else:
+        scene.check_naive("a", "b")
+
+
 def _nothing_computed():
     return ModelRunnerOutput([], np.empty((0, 1), np.int32), is_applied=False)
 

@@ -25,14 +25,15 @@ class LostSteps:
     fences: Fences
     outbox: Outbox
 
-    def drop(self, most_in_flight: int) -> None:
-        """Take back all steps in flight, if they are more than there can be."""
+    def drop(self, most_in_flight: int) -> list[SchedulerOutput]:
+        """Take back all steps in flight, if they are more than there can be, and return them."""
         if len(self.in_flight) <= most_in_flight:
-            return
+            return []
         lost = self.in_flight.clear()
         for step in lost:
             self.void(step)
         self.fences.lift(lost[-1].step)
+        return lost
 
     def withdraw_newest(self) -> None:
         """Take back the step that was planned last."""

@@ -104,6 +104,8 @@ class ResultsPhase:
         if computed.kv_connector_output is not None:
             news = valid_news(computed.kv_connector_output, self.kv.pool.num_blocks)
             self.transfer_phase.take(news, scheduler_output)
+        if not computed.is_applied:
+            self.transfer_phase.give_up_asked_for_in(scheduler_output)
         self._send_back_leaners(scheduler_output, computed)
         computed = without_past_errors(scheduler_output, computed, self.running)
         self.beam_phase.fail(computed)

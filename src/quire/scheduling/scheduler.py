@@ -81,7 +81,8 @@ class Scheduler(SchedulerInterface):
         Steps planned before those and never applied are taken for lost: their requests are preempted.
         """
         self._clock.advance()
-        self._lost_steps.drop(most_in_flight=int(self._config.overlap_steps))
+        for lost in self._lost_steps.drop(most_in_flight=int(self._config.overlap_steps)):
+            self._transfer_phase.give_up_asked_for_in(lost)
         self._timeout_phase.expire()
         self._transfer_phase.expire()
         self._queue_compiled()

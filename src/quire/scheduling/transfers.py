@@ -60,6 +60,11 @@ class TransferPhase:
         self.holdings.renew(self.connector.leases_renewed())
         self.holdings.end_expired_leases()
 
+    def give_up_asked_for_in(self, lost: SchedulerOutput) -> None:
+        """Give up the loads that a step has asked for which the runner may not have seen."""
+        for load in [load for load in self.loads.coming() if load.first_step == lost.step]:
+            self.give_up(load, "was asked for in a step that failed")
+
     def cancel_all_loads(self) -> None:
         """Give up all loads of waiting requests: what they bring is out of date."""
         for load in list(self.loads):
