@@ -275,6 +275,32 @@ def test_a_step_that_cannot_be_recorded_is_computed(
     assert stats.num_replayed + stats.num_launched == 8
 
 
+def test_nothing_is_left_of_a_step_that_has_failed_before_its_arrays_were_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step of the same size is another request's, at other places."""
+    model = load("qwen3", tmp_path)
+    found = []
+    driver = driver_of(model, Recorder().record)
+    driver.add("first", range(40, 53), GREEDY)
+    driver.step({"first": 13})
+
+    def fail(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "logits", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            driver.step({"first": 1})
+    driver.finish("first")
+    for one in (driver_of(model), driver):
+        one.add("second", range(5, 10), GREEDY)
+        for count in (5, 1, 1, 1):
+            one.step({"second": count})
+        found.append((one.requests["second"].output, one.requests["second"].logprobs))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("works_by_layer", [False, True])
 def test_steps_are_replayed_beside_a_connector_that_moves_whole_blocks(
     works_by_layer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -244,7 +244,7 @@ class StaticArrays(StepArrays):
                 octets[place].view(array.dtype).reshape(array.shape) for place, array in placed
             ]
         self.makers_of_others: dict[Hashable, MakeArrays] = {}
-        """What was asked for beside the arrays that there are; these are made once, and stay as they are."""
+        """What the step has asked for beside the arrays that there are; these are made once, for it only."""
 
     @property
     def num_bytes(self) -> int:
@@ -263,7 +263,10 @@ class StaticArrays(StepArrays):
         return None if found is None else found.arrays[0]
 
     def fill(self, made: Mapping[Hashable, HostArrays]) -> None:
-        """Copy arrays of the same sizes to the device; nobody waits for it."""
+        """Copy arrays of the same sizes to the device, for another step; nobody waits for it."""
+        for name in self.makers_of_others:  # of a step that has failed, else others are known by now
+            self._on_device.pop(name, None)
+        self.makers_of_others = {}
         for name, (arrays, _) in made.items():
             for to_copy, array in zip(self._to_copy[name], arrays, strict=True):
                 to_copy[...] = array
