@@ -109,7 +109,8 @@ def test_the_error_names_the_limit(shared, bomb, knob):
 
 
 def test_a_limit_can_be_raised():
-    renderer = renderer_of("{% set n = 10 ** 8 %}{{ ('a' * n) | length }}", chat_template_memory=256)
+    source = "{% set n = 10 ** 8 %}{{ ('a' * n) | length }}"
+    renderer = renderer_of(source, chat_template_memory=256, chat_template_timeout=20.0)
     assert rendered(renderer, "") == "100000000"
     renderer.close()
 
