@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.kernels.weights import Int8Weight, Weight
-from quire.models.checkpoints.quantized.description import Block
+from quire.models.checkpoints.quantized.description import Block, block_of
 from quire.models.checkpoints.quantized.float8 import decode_float8
 from quire.models.checkpoints.quantized.matrices import (
     MatrixFormat,
@@ -38,9 +38,7 @@ def _decode_plain(parts: Parts, shape: Shape, *, blocks: Sequence[Block | None])
         raise ValueError(f"its weight is stored as {values.dtype}; only int8 and float8_e4m3fn are supported")
     if "weight_zero_point" in parts and bool(parts["weight_zero_point"].any()):
         raise ValueError("its weight is stored as float8 and has a weight_zero_point")
-    scales = parts["weight_scale"]
-    by_row = scales.numel() == 1 or (scales.numel() == shape[0] == len(scales))
-    block = next((known for known in blocks if (known is None) == by_row), next(iter(blocks), None))
+    block = block_of(blocks, parts["weight_scale"].shape, shape[0])
     return decode_float8(parts, shape, scale="weight_scale", block=block)
 
 

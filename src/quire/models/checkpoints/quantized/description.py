@@ -80,10 +80,23 @@ def float8_blocks(values: Mapping[str, Any]) -> tuple[Block | None, ...]:
         values: a `quantization_config` that `describe_quantization` accepts.
     """
     if values.get("quant_method") == "compressed-tensors":
-        blocks = [_block_of(group.weights) for group in _groups(values) if group.kind == "float"]
+        blocks = [_block_structure(group.weights) for group in _groups(values) if group.kind == "float"]
     else:
         blocks = [values.get("weight_block_size")]
     return tuple({None if block is None else (block[0], block[1]): True for block in blocks})
+
+
+def block_of(blocks: Sequence[Block | None], scales: Sequence[int], num_rows: int) -> Block | None:
+    """Return the rows and inputs that share a scale in a matrix of float8; None: a row or the matrix has one.
+
+    Args:
+        blocks: of the checkpoint, see `float8_blocks`.
+        scales: the shape of the matrix's scales.
+        num_rows: of the matrix.
+    """
+    count = math.prod(scales)
+    by_row = count == 1 or (count == num_rows == scales[0])
+    return next((block for block in blocks if (block is None) == by_row), next(iter(blocks), None))
 
 
 def promised_parts(values: Mapping[str, Any], *, is_packed: bool = True) -> tuple[str, ...]:
@@ -171,7 +184,7 @@ def _groups(values: Mapping[str, Any]) -> list[_Group]:
 
 def _of_group(group: _Group) -> StoredQuantization:
     if group.kind == "float":
-        return in_float8(_block_of(group.weights))
+        return in_float8(_block_structure(group.weights))
     bits = 8 if group.form in _PLAIN_FORMATS else group.bits
     return in_groups(bits, group.group_size, has_zeros=group.has_zeros)
 
@@ -183,7 +196,7 @@ def _width(stored: StoredQuantization) -> tuple[int, int]:
     ), -stored.group_size
 
 
-def _block_of(weights: Mapping[str, Any]) -> list[int] | None:
+def _block_structure(weights: Mapping[str, Any]) -> list[int] | None:
     return weights.get("block_structure") if weights.get("strategy") == "block" else None
 
 

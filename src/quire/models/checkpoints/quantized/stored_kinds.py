@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from quire.models.checkpoints.quantized.description import (
     StoredQuantization,
+    block_of,
     float8_blocks,
     in_float8,
     in_groups,
@@ -141,8 +142,7 @@ def _in_blocks(
     parts: Headers, blocks: Sequence[tuple[int, int] | None], source: WeightSource
 ) -> StoredQuantization:
     scales = (parts.get("weight_scale_inv") or parts["weight_scale"]).shape
-    by_row = math.prod(scales) == 1 or (math.prod(scales) == source.shape[0] == scales[0])
-    return in_float8(None if by_row else next((block for block in blocks if block is not None), None))
+    return in_float8(block_of(blocks, scales, source.shape[0]))
 
 
 def _stem(source: WeightSource) -> str:
