@@ -128,7 +128,7 @@ class TierFile:
             if excess <= 0:
                 break
             with contextlib.suppress(OSError):  # another user's file, for example
-                excess -= state.st_size * _remove_unused(path)
+                excess -= state.st_size if _remove_unused(path) else 0
         return excess <= 0
 
 
