@@ -35,7 +35,7 @@ class EngineCollector(Collector):
         yield from _families(self._gauges(), self._counters())
         yield from _families((), _recovery_counters(self._recovery))
         if self._stats.graphs is not None:
-            yield from _families(*_of_graphs(self._stats.graphs))
+            yield from _families(_graph_gauges(self._stats.graphs), _graph_counters(self._stats.graphs))
             yield _steps_by_launch(self._stats.graphs)
         connector = self._stats.kv_connector
         if isinstance(connector, KVConnectorStats):
@@ -292,15 +292,18 @@ def _peers_by_transport(stats: KVPeerStats) -> Metric:
     return family
 
 
-def _of_graphs(stats: GraphStats) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Return the gauges and the counters."""
-    graphs = ("quire_gpu_graphs", "Number of recorded steps (CUDA graphs) that are kept.", stats.num_graphs)
-    failures = (
-        "quire_gpu_graph_failures",
-        "Number of steps that could not be recorded as a CUDA graph.",
-        stats.num_failures,
+def _graph_gauges(stats: GraphStats) -> tuple[Row, ...]:
+    return (("quire_gpu_graphs", "Number of recorded steps (CUDA graphs) that are kept.", stats.num_graphs),)
+
+
+def _graph_counters(stats: GraphStats) -> tuple[Row, ...]:
+    return (
+        (
+            "quire_gpu_graph_failures",
+            "Number of steps that could not be recorded as a CUDA graph.",
+            stats.num_failures,
+        ),
     )
-    return (graphs,), (failures,)
 
 
 def _steps_by_launch(stats: GraphStats) -> Metric:
