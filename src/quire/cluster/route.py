@@ -17,7 +17,7 @@ from quire.cluster.router import Router
 from quire.config import RouterConfig
 from quire.server.access_log import AccessLog, access_log
 from quire.server.connections import raise_descriptor_limit
-from quire.server.http_server import LAST_WORD_TIMEOUT, HttpServer
+from quire.server.http_server import HttpServer
 from quire.server.listening import Listener, listener
 from quire.server.monitoring import monitoring_socket
 from quire.server.probes import MonitoredServer
@@ -74,7 +74,7 @@ async def routing(
             finally:
                 router.stop_serving()
                 if immediate is not None and immediate.is_set():
-                    server.last_bytes_timeout = LAST_WORD_TIMEOUT
+                    server.hasten_end()
     finally:
         await router.close()
 

@@ -41,9 +41,6 @@ class HttpServer:
         limits: what connections may take.
         tls: with which connections are encrypted; None: they are not.
         log: where a request is logged that does not get as far as `app`; None: nowhere.
-
-    Attributes:
-        last_bytes_timeout: seconds that unfinished answers have at the end; may be changed until then.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         log: AccessLog | None = None,
     ) -> None:
-        self.last_bytes_timeout = LAST_BYTES_TIMEOUT
+        self._last_bytes_timeout = LAST_BYTES_TIMEOUT
         self._config = uvicorn.Config(
             app,
             interface="asgi3",
@@ -69,6 +66,10 @@ class HttpServer:
         self._limits = limits
         self._tls = tls
         self._log = log
+
+    def hasten_end(self) -> None:
+        """Have the end be at once: clients have only the time to be told that requests were aborted."""
+        self._last_bytes_timeout = LAST_WORD_TIMEOUT
 
     @contextlib.asynccontextmanager
     async def serving(self, bound: socket.socket) -> AsyncIterator[None]:
@@ -126,7 +127,7 @@ class HttpServer:
         for connection in list(state.connections):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.last_bytes_timeout):
+            async with asyncio.timeout(self._last_bytes_timeout):
                 while state.connections or state.tasks:
                     await asyncio.sleep(_LOOK_INTERVAL)
         if state.tasks:

@@ -175,8 +175,7 @@ async def _monitored(context: ServerContext, bound: socket.socket | None) -> Asy
 
 async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:
     """Serve until a signal stops the server, or engines die again and again."""
-    # slow: the engine process starts before
-    from quire.server.http_server import LAST_WORD_TIMEOUT, HttpServer
+    from quire.server.http_server import HttpServer  # slow: the engine process starts before
 
     context: ServerContext = app.state.context
     server = HttpServer(app, context.config.connections, listening.tls, app.state.access_log)
@@ -189,7 +188,7 @@ async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) 
         crashing = asyncio.create_task(context.llm.wait_for_crash_loop())
         await asyncio.wait({stopping, crashing}, return_when=asyncio.FIRST_COMPLETED)
         if stop.immediate.is_set():
-            server.last_bytes_timeout = LAST_WORD_TIMEOUT
+            server.hasten_end()
     for task in (stopping, crashing):
         task.cancel()
     await asyncio.gather(stopping, crashing, return_exceptions=True)
