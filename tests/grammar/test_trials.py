@@ -24,7 +24,8 @@ BOMB = StructuredOutputsParams(json=json.dumps({"allOf": PATTERNS}))  # takes mi
 
 
 @pytest.fixture
-def tried():
+def tried(monkeypatch):
+    monkeypatch.setattr(trials, "QUICK_CPU_SECONDS", 0.3)  # on a busy machine, 0.03 can be too few
     grammars = TriedGrammars(BACKEND, cpu_seconds=0.4)
     yield grammars
     grammars.close()
