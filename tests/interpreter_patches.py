@@ -1,4 +1,4 @@
-"""Triton's interpreter, without work that tests need not wait for, and with the same bits on every CPU."""
+"""Triton's interpreter, without work that tests need not wait for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 
 def hurry_the_interpreter() -> None:
-    """Let the interpreter do once what it does again and again, and not look for overflows of integers.
-
-    Its products are also made independent of the CPU.
-    """
+    """Let the interpreter do once what it does again and again, and not look for overflows of integers."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:  # no test that was collected uses it
         return
@@ -24,7 +19,6 @@ def hurry_the_interpreter() -> None:
     _match_operands_once(interpreter)
     _look_at_classes_first(interpreter)
     _call_the_language_directly(interpreter)
-    _round_products_once(interpreter)
 
 
 def _patch_the_language_once(interpreter: ModuleType) -> None:
@@ -170,20 +164,3 @@ def _call_the_language_directly(interpreter: ModuleType) -> None:
         scope.set_attr(owner, name, call)
 
     interpreter._patch_attr = patch_attribute
-
-
-def _round_products_once(interpreter: ModuleType) -> None:
-    """Let a number of a product of float32 tiles not depend on how many rows and columns the tiles have.
-
-    It does not on a GPU; but numpy sums in an order of its own for each shape on CPUs without AVX-512. In
-    float64, what is summed in another order differs too little for float32 to show it.
-    """
-    create_dot = interpreter.InterpreterBuilder.create_dot
-
-    def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        if not a.data.dtype == b.data.dtype == d.data.dtype == np.float32:
-            return create_dot(self, a, b, d, *options)
-        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_dot = dot
