@@ -67,6 +67,8 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         "smollm3",
         {"use_sliding_window": True, "sliding_window": 13, "attention_bias": True, "mlp_bias": True},
     ),
+    ("gemma-silu", "gemma", {"hidden_act": "silu"}),
+    ("gemma-legacy-gelu", "gemma", {"hidden_act": "gelu"}),
     ("gemma3-default-layers", "gemma3", {"layer_types": None, "num_hidden_layers": 7}),
     ("mixtral-window", "mixtral", {"sliding_window": 15}),
     (

@@ -167,7 +167,7 @@ def _common(hf: HFConfig, architecture: str, family: str) -> ModelConfig:
         intermediate_size=hf["intermediate_size"],
         max_model_len=hf["max_position_embeddings"],
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        activation=_activation(hf),
+        activation=_activation(hf.get("hidden_act") or "silu"),
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         attention_scale=head_dim**-0.5,
         sliding_windows=(0,) * layers,
@@ -184,10 +184,9 @@ def _stored_dtype(hf: HFConfig) -> str:
     return str(dtype)
 
 
-def _activation(hf: HFConfig) -> str:
-    name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+def _activation(name: str) -> str:
     if name not in _ACTIVATIONS:
-        raise ModelError(f"config.json says activation {name!r}; {nearest_name(str(name), _ACTIVATIONS)}")
+        raise ModelError(f"config.json says activation {name!r}; {nearest_name(name, _ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
@@ -258,18 +257,20 @@ def _mixtral(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    named = hf.get("hidden_act") or "gelu"  # in old files, it means the approximation
     return replace(
         _with_attention_biases(hf, base),
         norm_offset=1.0,
         embedding_scale=math.sqrt(base.hidden_size),
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
-        activation=_activation({"hidden_act": hf.get("hidden_activation") or "gelu_pytorch_tanh"}),
+        activation=_activation("gelu_pytorch_tanh" if named == "gelu" else named),
     )
 
 
 def _gemma2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return replace(
         _gemma(hf, base),
+        activation=_activation(hf.get("hidden_activation") or "gelu_pytorch_tanh"),
         post_norm=True,
         attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
         attention_softcap=hf.get("attn_logit_softcapping") or 0.0,
