@@ -69,6 +69,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("gemma-silu", "gemma", {"hidden_act": "silu"}),
     ("gemma-legacy-gelu", "gemma", {"hidden_act": "gelu"}),
+    ("gemma2-other-hidden-act", "gemma2", {"hidden_act": "relu2"}),
     ("gemma3-default-layers", "gemma3", {"layer_types": None, "num_hidden_layers": 7}),
     ("mixtral-window", "mixtral", {"sliding_window": 15}),
     (

@@ -167,7 +167,7 @@ def _common(hf: HFConfig, architecture: str, family: str) -> ModelConfig:
         intermediate_size=hf["intermediate_size"],
         max_model_len=hf["max_position_embeddings"],
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        activation=_activation(hf.get("hidden_act") or "silu"),
+        activation=_activation(hf.get("hidden_activation") or hf.get("hidden_act") or "silu"),
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         attention_scale=head_dim**-0.5,
         sliding_windows=(0,) * layers,
@@ -258,18 +258,22 @@ def _mixtral(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     named = hf.get("hidden_act") or "gelu"  # in old files, it means the approximation
+    activation = _activation("gelu_pytorch_tanh" if named == "gelu" else named)
+    return replace(_like_gemma(hf, base), activation=activation)
+
+
+def _like_gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return replace(
         _with_attention_biases(hf, base),
         norm_offset=1.0,
         embedding_scale=math.sqrt(base.hidden_size),
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
-        activation=_activation("gelu_pytorch_tanh" if named == "gelu" else named),
     )
 
 
 def _gemma2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return replace(
-        _gemma(hf, base),
+        _like_gemma(hf, base),
         activation=_activation(hf.get("hidden_activation") or "gelu_pytorch_tanh"),
         post_norm=True,
         attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
