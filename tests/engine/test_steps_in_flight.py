@@ -398,15 +398,13 @@ def test_tokens_are_not_lost_if_a_device_cannot_say_whether_they_have_arrived(
     """What the host goes on with must be what clients were sent."""
     has_arrived = LateCopy.has_arrived
     num_asked = itertools.count()
-    failed: list[LateCopy] = []
 
     def failing(self: LateCopy) -> bool:
         if next(num_asked) % 5 == 3:
-            failed.append(self)
             raise RuntimeError("the device does not answer")
         arrived: bool = has_arrived.fget(self)  # type: ignore[attr-defined]
         return arrived
 
     monkeypatch.setattr(LateCopy, "has_arrived", property(failing))
     assert tokens(PARAMS, overlap_steps=True) == serial[id(PARAMS)]
-    assert failed
+    assert next(num_asked) > 3  # how often depends on how busy the machine is
