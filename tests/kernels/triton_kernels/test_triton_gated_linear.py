@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 from triton_inputs import DEVICE, poisoned, random, strided
 
 from pairwise import pairwise
@@ -41,7 +41,6 @@ def products_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if not is_interpreted:
         return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
     create_dot = interpreter.InterpreterBuilder.create_dot
 
     def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
