@@ -6,6 +6,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
+def next_power_of_2(count: int) -> int:
+    """Return the smallest power of two that is at least `count`, which is at least 1.
+
+    Triton's function of this name is one of its compiler's, too, and takes ten times as long on the host.
+    """
+    return 1 << (count - 1).bit_length()
+
+
 def size_class(count: int) -> int:
     """Return `count` rounded up to one of four sizes between two powers of two: at most a quarter more."""
     return _rounded_up(count, 4)
@@ -33,5 +41,5 @@ CHUNK_SIZES = SizeClasses(wide_size_class, coarse_size_class)  # of steps with c
 
 
 def _rounded_up(count: int, sizes_per_octave: int) -> int:
-    step = max(1, (1 << (count - 1).bit_length()) // (2 * sizes_per_octave))
+    step = max(1, next_power_of_2(count) // (2 * sizes_per_octave))
     return -(-count // step) * step

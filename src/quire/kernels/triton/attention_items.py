@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import GPU_PART_BYTES, TILE
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.sparse_prefill import KeySelection
 from quire.kernels.step_arrays import HostArrays, lengthened
 from quire.kernels.tiles import HeadLayout
@@ -243,12 +244,7 @@ def _note_visits(items: Int32Array, selection: KeySelection) -> int:
 
 def padded_features(head_dim: int) -> int:
     """Return the features of a head's tile, as many as products need at least."""
-    return max(16, power_of_two(head_dim))
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()
+    return max(16, next_power_of_2(head_dim))
 
 
 _NO_SEQUENCES: Int64Array = np.zeros(0, dtype=np.int64)

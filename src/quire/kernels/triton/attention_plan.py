@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.tiles import HeadLayout
-from quire.kernels.triton.attention_items import padded_features, power_of_two
+from quire.kernels.triton.attention_items import padded_features
 from quire.kernels.triton.attention_planner import AttentionPlanner
 
 ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, prefill chunks
@@ -76,7 +77,7 @@ def _row_classes(heads: HeadLayout, is_float32: bool, is_converted: bool) -> tup
     if is_float32:
         least, most = 1, MOST_FLOAT32_ROWS
     fitting = tuple(rows for rows in ROW_CLASSES if max(heads.group, least) <= rows <= most)
-    return fitting or (power_of_two(heads.group),)
+    return fitting or (next_power_of_2(heads.group),)
 
 
 def _tile_class(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from quire.kernels.triton.device import kernel_device
 from quire.kernels.triton.expert_products import expert_product_kernel
@@ -77,7 +76,7 @@ class ExpertMatrices:
         how = self._format
         rows, row_scales = _as_multiplied(rows, how)
         weights, scales, zeros = (*self._tables, None, None)[:3]
-        expert_product_kernel[triton.cdiv(self.out_features, tile.features), routing.num_tiles](
+        expert_product_kernel[-(-self.out_features // tile.features), routing.num_tiles](
             rows,
             row_scales,
             weights,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 
 from quire.kernels.experts import Mixture
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import MULTIPROCESSORS, await_previous, loop_end
 from quire.kernels.triton.kernel import kernel
 
@@ -145,7 +145,7 @@ def route(scores: torch.Tensor, mixture: Mixture, tile_rows: int) -> Routing:
     num_pairs = num_rows * k
     chosen = scores.new_empty(num_rows, k, dtype=torch.int32)
     weights = scores.new_empty(num_rows, k, dtype=torch.float32)
-    width = max(int(triton.next_power_of_2(num_experts)), 2)
+    width = max(next_power_of_2(num_experts), 2)
     choose_experts_kernel[(num_rows,)](
         scores,
         chosen,
@@ -155,14 +155,14 @@ def route(scores: torch.Tensor, mixture: Mixture, tile_rows: int) -> Routing:
         K=k,
         NORMALIZE=mixture.normalize,
         EXPERTS=width,
-        CHOSEN=triton.next_power_of_2(k),
+        CHOSEN=next_power_of_2(k),
         num_warps=1,
     )
     pairs = torch.empty_like(chosen).flatten()
     num_tiles = most_tiles(num_pairs, num_experts, tile_rows)
     tiles = chosen.new_empty(3, num_tiles)
     part = next((part for part in _PARTS if num_pairs <= part * MULTIPROCESSORS), _PARTS[-1])
-    sort_by_expert_kernel[(triton.cdiv(num_pairs, part),)](
+    sort_by_expert_kernel[(-(-num_pairs // part),)](
         chosen,
         pairs,
         tiles,

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import triton
 from typing_extensions import override
 
 from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.input_order import take_order
 from quire.kernels.memory import WeightMemory
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.expert_matrices import ExpertMatrices
 from quire.kernels.triton.expert_products import add_results_kernel
 from quire.kernels.triton.expert_routing import MAX_EXPERTS, route
@@ -75,7 +75,7 @@ class FusedExperts(Experts):
         k = self._mixture.experts_per_token
         num_pairs = len(rows) * k
         # Most experts that get rows get less than twice the mean: then one tile has them.
-        rows_of_expert = triton.cdiv(2 * num_pairs, self._mixture.num_experts)
+        rows_of_expert = -(-2 * num_pairs // self._mixture.num_experts)
         tiles = self._gate_up.tile(rows_of_expert), self._down.tile(rows_of_expert)
         routing = route(scores, self._mixture, tiles[0].rows)
         inner = rows.new_empty(num_pairs, self._down.in_features)
@@ -85,8 +85,8 @@ class FusedExperts(Experts):
         results = rows.new_empty(num_pairs, self._down.out_features)
         self._down.multiply(inner, routing, tiles[1], results)
         num_features = results.shape[1]
-        block = min(triton.next_power_of_2(num_features), _BLOCK)
-        add_results_kernel[len(rows), triton.cdiv(num_features, block)](
+        block = min(next_power_of_2(num_features), _BLOCK)
+        add_results_kernel[len(rows), -(-num_features // block)](
             results, routing.weights, out, num_features, out.stride(0), K=k, BLOCK=block
         )
         return out

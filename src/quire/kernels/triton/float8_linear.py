@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from typing_extensions import override
 
 from quire.errors import ConfigError
 from quire.kernels.bounds import FLOAT8_INPUTS
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import compute_capability, is_interpreted, kernel_device
 from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel
 from quire.kernels.triton.tiled_linear import QUANTIZED_ROWS, ProductFormat, TiledLinear, tile_of
@@ -86,10 +86,10 @@ def quantize_float8_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, 
     `group` is a power of two, or n.
     """
     num_rows, num_features = rows.shape
-    num_groups = triton.cdiv(num_features, group)
+    num_groups = -(-num_features // group)
     values = rows.new_empty(rows.shape, dtype=torch.float8_e4m3fn)
     scales = rows.new_empty((num_groups, num_rows), dtype=torch.float32)
-    quantize_float8_kernel[(triton.cdiv(num_rows, QUANTIZED_ROWS),)](
+    quantize_float8_kernel[(-(-num_rows // QUANTIZED_ROWS),)](
         rows,
         values,
         scales,
@@ -97,8 +97,8 @@ def quantize_float8_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, 
         num_features,
         rows.stride(0),
         ROWS=QUANTIZED_ROWS,
-        GROUPS=triton.next_power_of_2(num_groups),
-        GROUP=triton.next_power_of_2(group),
+        GROUPS=next_power_of_2(num_groups),
+        GROUP=next_power_of_2(group),
         num_warps=8,
     )
     return values, scales

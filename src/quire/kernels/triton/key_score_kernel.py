@@ -10,8 +10,9 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.devices import array_to_device
 from quire.kernels.key_scores import KeyScores
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.attention_call import AttentionCall
-from quire.kernels.triton.attention_items import Int64Array, numbered, padded_features, power_of_two
+from quire.kernels.triton.attention_items import Int64Array, numbered, padded_features
 from quire.kernels.triton.attention_kernels import (
     TILE,
     finite_or_zero,
@@ -47,7 +48,7 @@ def write_key_scores(call: AttentionCall, batch: AttentionBatch, statistics: tor
     assert scores is not None
     if scores.layer_rows.device != device:
         raise ValueError(f"the key scores are on {scores.layer_rows.device}, and the query on {device}")
-    group = power_of_two(call.heads.group)
+    group = next_power_of_2(call.heads.group)
     tokens = max(1, (_FLOAT32_ROWS if call.is_float32 else _ROWS) // group)
     key = _NAME, tokens, call.window
     if key not in batch.plans:

@@ -13,10 +13,11 @@ import triton.language as tl
 
 from quire.kernels import bounds
 from quire.kernels.batch import AttentionBatch
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.sparse_prefill import KeySelection, query_blocks
 from quire.kernels.step_arrays import HostArrays
 from quire.kernels.triton.attention_call import AttentionCall, SelectedKeys
-from quire.kernels.triton.attention_items import padded_features, power_of_two
+from quire.kernels.triton.attention_items import padded_features
 from quire.kernels.triton.attention_kernels import (
     ITEM_FIELDS,
     TILE,
@@ -107,7 +108,7 @@ def _masses(
     num_key_blocks: int,
 ) -> torch.Tensor:
     """Return the masses of key blocks for query blocks, [Q, heads, key blocks] int64, see `add_masses`."""
-    num_rows, group = selection.block_size // selection.stride, power_of_two(call.heads.group)
+    num_rows, group = selection.block_size // selection.stride, next_power_of_2(call.heads.group)
     features = padded_features(call.heads.head_dim)
     is_large = features > 128 and not has_large_tiles()
     rows_of_program = _ROWS // 2 if is_large and has_little_shared_memory() else _ROWS
@@ -117,7 +118,7 @@ def _masses(
     grid = (
         len(blocks),
         call.heads.num_kv_heads * (group // heads_of_program),
-        triton.cdiv(num_key_blocks, _KEY_BLOCKS.value),
+        -(-num_key_blocks // _KEY_BLOCKS.value),
     )
     weigh_key_blocks[grid](
         call.query,
@@ -157,7 +158,7 @@ def _masses(
         num_key_blocks,
         SIZE=selection.block_size,
         HEAD_ROWS=num_rows,
-        ROWS=power_of_two(num_rows),
+        ROWS=next_power_of_2(num_rows),
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -344,7 +345,7 @@ def list_visits(call: AttentionCall, tiles: TileClass) -> tuple[torch.Tensor | N
         visits.stride(0),
         counts,
         GROUP=call.heads.group,
-        TOKENS=power_of_two(max(1, tiles.rows // call.heads.group)),
+        TOKENS=next_power_of_2(max(1, tiles.rows // call.heads.group)),
         SEEN_TILES=selected.block_size // TILE.value,
         num_warps=4,
     )

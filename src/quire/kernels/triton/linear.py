@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from typing_extensions import override
 
 from quire.kernels.linear import quantization_of
 from quire.kernels.memory import WeightMemory
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import is_interpreted, kernel_device
 from quire.kernels.triton.float8_linear import Float8Linear
 from quire.kernels.triton.products import grouped_linear_kernel, linear_kernel, quantize_rows_kernel
@@ -194,7 +194,7 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, num_features = rows.shape
     values = rows.new_empty(rows.shape, dtype=torch.int8)
     scales = rows.new_empty(num_rows, dtype=torch.float32)
-    quantize_rows_kernel[(triton.cdiv(num_rows, QUANTIZED_ROWS),)](
+    quantize_rows_kernel[(-(-num_rows // QUANTIZED_ROWS),)](
         rows,
         values,
         scales,
@@ -202,7 +202,7 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         num_features,
         rows.stride(0),
         ROWS=QUANTIZED_ROWS,
-        BLOCK=triton.next_power_of_2(num_features),
+        BLOCK=next_power_of_2(num_features),
         num_warps=8,
     )
     return values, scales

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.token_choice import NUM_EDIT_NUMBERS, LogitChanges, LogitEdits, LogitMasks
 from quire.kernels.triton.device import await_previous, is_interpreted
 from quire.kernels.triton.kernel import kernel
@@ -70,8 +70,8 @@ def _forbid(logits: torch.Tensor, masks: LogitMasks) -> None:
             f"have {-(-vocab_size // 32)} columns or more, and a row's numbers adjacent"
         )
     if num_rows and len(bitmask):
-        part = min(int(triton.next_power_of_2(vocab_size)), _PART)
-        _forbid_kernel[(num_rows, triton.cdiv(vocab_size, part))](
+        part = min(next_power_of_2(vocab_size), _PART)
+        _forbid_kernel[(num_rows, -(-vocab_size // part))](
             logits, bitmask, masks.mask_of_row, vocab_size, logits.stride(0), bitmask.stride(0), PART=part
         )
 
@@ -88,7 +88,7 @@ def _edit(logits: torch.Tensor, edits: LogitEdits) -> None:
         )
     num_edits = numbers.shape[1]
     if len(logits) and num_edits:
-        _edit_kernel[(triton.cdiv(num_edits, _EDITS),)](
+        _edit_kernel[(-(-num_edits // _EDITS),)](
             logits,
             numbers,
             edits.tokens_before,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.token_choice import RowLogprobs
 from quire.kernels.triton import row_scans
 from quire.kernels.triton.device import await_previous
@@ -97,7 +97,7 @@ def _likeliest(
     if len(rows):
         _fill_heads_kernel[(len(rows),)](
             logits, rows, maxima, counts, values, ids, count, logits.stride(0), VOCAB_SIZE=vocab_size,
-            WIDTH=MAX_HEAD_TOKENS, PART=min(int(triton.next_power_of_2(vocab_size)), SEARCH_PART),
+            WIDTH=MAX_HEAD_TOKENS, PART=min(next_power_of_2(vocab_size), SEARCH_PART),
             STEPS=SEARCH_STEPS, num_warps=SEARCH_WARPS,
         )  # fmt: skip
     values, order = values[:, :count].sort(dim=1, descending=True, stable=True)

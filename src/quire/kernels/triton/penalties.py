@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from quire.kernels.seen_tokens import in_prompt
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.token_choice import RowPenalties
 from quire.kernels.triton.device import await_previous, is_interpreted, loop_end
 from quire.kernels.triton.kernel import kernel
@@ -83,8 +83,8 @@ def penalize(logits: torch.Tensor, penalties: RowPenalties) -> None:
             "and contiguous"
         )
     if num_rows:
-        part = min(int(triton.next_power_of_2(vocab_size)), _PART)
-        _penalize_kernel[(num_rows, triton.cdiv(vocab_size, part))](
+        part = min(next_power_of_2(vocab_size), _PART)
+        _penalize_kernel[(num_rows, -(-vocab_size // part))](
             logits, seen, penalties.seen_of_row, drafts, penalties.repetition, penalties.frequency,
             penalties.presence, vocab_size, logits.stride(0), 0 if drafts is None else drafts.shape[1],
             PART=part, IN_PROMPT=in_prompt(seen.dtype),

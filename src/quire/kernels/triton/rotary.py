@@ -15,6 +15,7 @@ from quire.kernels.batch import AttentionBatch
 from quire.kernels.kv_layer import KVLayer
 from quire.kernels.page_quantizers import BUILT_IN_QUANTIZERS, Int8PageQuantizer
 from quire.kernels.reference import write_kv
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.step_arrays import HostArrays
 from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.device import (
@@ -235,7 +236,7 @@ def rotary_and_write_kv(
     slot_blocks, slot_offsets = _places(batch, kv, qkv.device)
     num_vectors = num_tokens * (heads.num_heads + 2 * heads.num_kv_heads)
     if num_tokens:
-        _rotary_and_write_kv_kernel[(triton.cdiv(num_vectors, _BLOCK),)](
+        _rotary_and_write_kv_kernel[(-(-num_vectors // _BLOCK),)](
             qkv,
             q_norm,
             k_norm,
@@ -259,8 +260,8 @@ def rotary_and_write_kv(
             HEAD_DIM=heads.head_dim,
             HALF=half,
             BLOCK=_BLOCK,
-            HALF_BLOCK=triton.next_power_of_2(max(half, 1)),
-            REST_BLOCK=triton.next_power_of_2(max(heads.head_dim - 2 * half, 1)),
+            HALF_BLOCK=next_power_of_2(max(half, 1)),
+            REST_BLOCK=next_power_of_2(max(heads.head_dim - 2 * half, 1)),
             NORMS_Q=q_norm is not None,
             NORMS_K=k_norm is not None,
             ROTATES=cos is not None,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
 from quire.kernels.sampling import LOWEST, group_size
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import await_previous, is_interpreted
 from quire.kernels.triton.kernel import kernel
 from quire.step import NO_TOKEN
@@ -193,7 +194,7 @@ def largest(
     With `needs_finite`, the token of a row whose largest logit is not finite is `NO_TOKEN`.
     """
     num_rows, vocab_size = _num_rows(logits, rows), logits.shape[1]
-    num_parts = triton.cdiv(vocab_size, _PART)
+    num_parts = -(-vocab_size // _PART)
     ids = logits.new_empty(num_rows, num_parts, dtype=torch.int64)
     best = logits.new_empty(num_rows, num_parts)
     if num_rows:
@@ -207,7 +208,7 @@ def largest(
         ids, best = ids.new_empty(num_rows, 1), best.new_empty(num_rows, 1)
         _largest_kernel[(num_rows, 1)](
             parts, parts_of_ids, None, ids, best, num_parts, num_parts,
-            HAS_ROWS=False, HAS_IDS=True, NEEDS_FINITE=needs_finite, PART=triton.next_power_of_2(num_parts),
+            HAS_ROWS=False, HAS_IDS=True, NEEDS_FINITE=needs_finite, PART=next_power_of_2(num_parts),
         )  # fmt: skip
     return ids[:, 0], best[:, 0]
 
@@ -239,7 +240,7 @@ def sum_exp(
 ) -> torch.Tensor:
     """Return [S] float64, as `SamplingKernels.sum_exp` says."""
     num_rows, vocab_size = _num_rows(logits, rows), logits.shape[1]
-    parts = logits.new_empty(num_rows, triton.cdiv(vocab_size, _PART), dtype=torch.float64)
+    parts = logits.new_empty(num_rows, -(-vocab_size // _PART), dtype=torch.float64)
     if num_rows:
         _sum_exp_kernel[tuple(parts.shape)](
             logits, maxima, temperatures, rows, parts, vocab_size, logits.stride(0),
@@ -251,7 +252,7 @@ def sum_exp(
 def ranks(logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """Return [S] int64, as `SamplingKernels.ranks` says."""
     num_rows, vocab_size = _num_rows(logits, rows), logits.shape[1]
-    parts = logits.new_empty(num_rows, triton.cdiv(vocab_size, _PART), dtype=torch.int64)
+    parts = logits.new_empty(num_rows, -(-vocab_size // _PART), dtype=torch.int64)
     if num_rows:
         _before_kernel[tuple(parts.shape)](
             logits, token_ids, rows, parts, vocab_size, logits.stride(0),
@@ -269,10 +270,10 @@ def _thresholds(logits: torch.Tensor, rows: torch.Tensor | None, num_rows: int) 
     size = group_size(vocab_size)
     if not size or not num_rows:
         return logits.new_full((num_rows,), LOWEST)
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     groups = max(_part(vocab_size) // padded, 1)
-    maxima = logits.new_empty(num_rows, triton.cdiv(vocab_size, size))
-    _group_maxima_kernel[(num_rows, triton.cdiv(maxima.shape[1], groups))](
+    maxima = logits.new_empty(num_rows, -(-vocab_size // size))
+    _group_maxima_kernel[(num_rows, -(-maxima.shape[1] // groups))](
         logits, rows, maxima, vocab_size, maxima.shape[1], size, logits.stride(0),
         HAS_ROWS=rows is not None, GROUPS=groups, SIZE=padded,
     )  # fmt: skip
@@ -284,7 +285,7 @@ def _added_up(parts: torch.Tensor) -> torch.Tensor:
     num_rows, num_parts = parts.shape
     sums = parts.new_empty(num_rows)
     if num_rows:
-        _add_up_kernel[(num_rows,)](parts, sums, num_parts, BLOCK=triton.next_power_of_2(num_parts))
+        _add_up_kernel[(num_rows,)](parts, sums, num_parts, BLOCK=next_power_of_2(num_parts))
     return sums
 
 
@@ -294,4 +295,4 @@ def _num_rows(logits: torch.Tensor, rows: torch.Tensor | None) -> int:
 
 def _part(vocab_size: int) -> int:
     """Return how many logits a program reads."""
-    return min(int(triton.next_power_of_2(vocab_size)), _PART)
+    return min(next_power_of_2(vocab_size), _PART)

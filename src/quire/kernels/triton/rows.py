@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import await_previous, rounded
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.tensors import check_norm_weight, check_rows
@@ -166,7 +167,7 @@ def _norm(
         check_norm_weight(weight, num_features)
     if not num_rows:
         return
-    block = triton.next_power_of_2(num_features)
+    block = next_power_of_2(num_features)
     _rms_norm_kernel[(num_rows,)](
         rows,
         delta,
@@ -205,8 +206,8 @@ def gated_activation(
     if twice % 2:
         raise ValueError(f"gate_up has {twice} columns; there must be as many for gate as for up")
     if num_rows:
-        block = min(triton.next_power_of_2(num_features), _ACTIVATION_BLOCK)
-        _gated_activation_kernel[(num_rows, triton.cdiv(num_features, block))](
+        block = min(next_power_of_2(num_features), _ACTIVATION_BLOCK)
+        _gated_activation_kernel[(num_rows, -(-num_features // block))](
             gate_up,
             out,
             num_features,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.token_choice import RowDraws
 from quire.kernels.triton.device import await_previous
 from quire.kernels.triton.kernel import kernel
@@ -146,6 +147,6 @@ def search_tails(
         _search_kernel[(num_rows,)](
             logits, maxima, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms,
             token_ids, logits.stride(0),
-            VOCAB_SIZE=vocab_size, PART=min(int(triton.next_power_of_2(vocab_size)), SEARCH_PART),
+            VOCAB_SIZE=vocab_size, PART=min(next_power_of_2(vocab_size), SEARCH_PART),
             STEPS=SEARCH_STEPS, num_warps=SEARCH_WARPS,
         )  # fmt: skip

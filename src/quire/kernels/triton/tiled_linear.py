@@ -8,10 +8,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-import triton
 from typing_extensions import override
 
 from quire.kernels.linear import Linear
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import has_large_tiles, is_interpreted, kernel_device
 from quire.kernels.triton.tensors import check_rows
 from quire.kernels.weights import Weight
@@ -50,7 +50,7 @@ def tile_of(num_rows: int, in_features: int, out_features: int, dtype: torch.dty
         return Tile(64, 16, 256, 4, 4) if in_features >= _MANY_INPUTS else Tile(64, 16, 128, 4, 6)
     inputs = 32 if dtype == torch.float32 else 64 if dtype.itemsize == 2 else 128
     if num_rows <= 64:
-        return Tile(64, max(triton.next_power_of_2(num_rows), 16), inputs, 4, 5)
+        return Tile(64, max(next_power_of_2(num_rows), 16), inputs, 4, 5)
     return Tile(128, 128, inputs, 8, 3)
 
 
@@ -128,4 +128,4 @@ class TiledLinear(Linear):
 
     def grid(self, num_rows: int, tile: Tile) -> tuple[int, int]:
         """Return how many programs compute the products of so many rows: by features, by rows."""
-        return triton.cdiv(self.out_features, tile.features), triton.cdiv(num_rows, tile.rows)
+        return -(-self.out_features // tile.features), -(-num_rows // tile.rows)

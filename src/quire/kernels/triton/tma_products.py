@@ -6,10 +6,10 @@ The sums are those of `quire.kernels.triton.products` and `float8_products`, bit
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import (
     MULTIPROCESSORS,
     await_previous,
@@ -161,12 +161,12 @@ def fetched_tile_of(num_rows: int, out_features: int, dtype: torch.dtype) -> Til
     """
     if is_interpreted:
         return Tile(256, 16, 128, 4, 1)
-    num_rows = max(64, triton.next_power_of_2(num_rows))
+    num_rows = max(64, next_power_of_2(num_rows))
     for features, rows in _SIZES:
         if rows > num_rows:
             continue
         chosen = features, rows
-        if triton.cdiv(out_features, features) * triton.cdiv(num_rows, rows) <= MULTIPROCESSORS:
+        if -(-out_features // features) * -(-num_rows // rows) <= MULTIPROCESSORS:
             break
     features, rows = chosen
     if (features, rows) == _SIZES[-1] and dtype.itemsize == 2:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import triton
 import triton.language as tl
 from typing_extensions import override
 
@@ -128,7 +127,7 @@ class TritonChoice(TokenChoice):
     def input_ids(self, encoded: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         token_ids = torch.empty_like(encoded)
         if len(encoded):
-            _input_ids_kernel[(triton.cdiv(len(encoded), _BLOCK),)](
+            _input_ids_kernel[(-(-len(encoded) // _BLOCK),)](
                 encoded, last, token_ids, len(encoded), BLOCK=_BLOCK
             )
         if compiles_only():
@@ -138,9 +137,7 @@ class TritonChoice(TokenChoice):
     @override
     def keep_last(self, token_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor) -> None:
         if len(slots):
-            _keep_last_kernel[(triton.cdiv(len(slots), _BLOCK),)](
-                token_ids, slots, last, len(slots), BLOCK=_BLOCK
-            )
+            _keep_last_kernel[(-(-len(slots) // _BLOCK),)](token_ids, slots, last, len(slots), BLOCK=_BLOCK)
 
     @override
     def logprobs(
