@@ -68,7 +68,7 @@ def paged_attention(
         statistics = torch.empty(*query.shape[:2], 2, dtype=torch.float32, device=query.device)
     for tiles in plan.classes:
         _attend(call, plan, tiles, out, statistics)
-        if len(tiles.merges):
+        if tiles.merges.shape[0]:
             _merge(call, tiles, out, statistics)
     if statistics is not None:
         write_key_scores(call, batch, statistics)
@@ -83,9 +83,10 @@ def _attend(
     statistics: torch.Tensor | None,
 ) -> None:
     features = padded_features(call.heads.head_dim)
-    num_warps, num_stages = _warps_and_stages(call, tiles.rows, features, len(tiles.items))
+    num_items = tiles.items.shape[0]
+    num_warps, num_stages = _warps_and_stages(call, tiles.rows, features, num_items)
     visits, num_visits = list_visits(call, tiles)
-    attend[len(tiles.items), call.heads.num_kv_heads](
+    attend[num_items, call.heads.num_kv_heads](
         call.query,
         *call.query.stride()[:2],
         *call.layer.keys,
@@ -123,7 +124,8 @@ def _attend(
 def _merge(call: AttentionCall, tiles: TileClass, out: torch.Tensor, statistics: torch.Tensor | None) -> None:
     features = padded_features(call.heads.head_dim)
     share = min(features, _MERGED_FEATURES)
-    merge_parts[len(tiles.merges), call.heads.num_kv_heads, features // share](
+    num_merges = tiles.merges.shape[0]
+    merge_parts[num_merges, call.heads.num_kv_heads, features // share](
         tiles.part_sums,
         tiles.part_statistics,
         tiles.merges,
@@ -138,7 +140,7 @@ def _merge(call: AttentionCall, tiles: TileClass, out: torch.Tensor, statistics:
         STAGES=3 if has_little_shared_memory() else 4,
         HAS_SINKS=call.how.sinks is not None,
         HAS_STATISTICS=statistics is not None,
-        num_warps=_warps_and_stages(call, tiles.rows, share, len(tiles.merges))[0],
+        num_warps=_warps_and_stages(call, tiles.rows, share, num_merges)[0],
         enable_fp_fusion=False,
     )
 

@@ -19,18 +19,11 @@ _LEAST_CAPABILITY = 90  # of GPUs that can launch kernels early: that of Hopper
 _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 
 
-class _Launched:
-    """A kernel whose launches are compiled and not computed while `compile_only` is entered."""
-
-    def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        """Called by `kernel[grid](...)`; see `JITFunction.run`."""
-        return super().run(*args, grid=grid, warmup=warmup or _compiles_only.get(), **options)  # type: ignore[misc]
-
-
-class _CompiledKernel(_Launched, JITFunction):  # type: ignore[misc]
-    def run(self, *args: Any, **options: Any) -> Any:
+class _CompiledKernel(JITFunction):  # type: ignore[misc]
+    def run(self, *args: Any, warmup: bool, **options: Any) -> Any:
+        warmup = warmup or _compiles_only.get()
         try:
-            return super().run(*args, launch_pdl=launches_early(), **options)
+            return super().run(*args, warmup=warmup, launch_pdl=launches_early(), **options)
         except triton.OutOfResources as error:
             raise ConfigError(
                 f"{self.__name__} needs more {error.name} ({error.required:,}) than this GPU has "
@@ -39,8 +32,9 @@ class _CompiledKernel(_Launched, JITFunction):  # type: ignore[misc]
             ) from error
 
 
-class _InterpretedKernel(_Launched, InterpretedFunction):  # type: ignore[misc]
-    pass
+class _InterpretedKernel(InterpretedFunction):  # type: ignore[misc]
+    def run(self, *args: Any, warmup: bool, **options: Any) -> Any:
+        return super().run(*args, warmup=warmup or _compiles_only.get(), **options)
 
 
 def launches_early() -> bool:

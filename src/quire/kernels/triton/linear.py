@@ -230,15 +230,16 @@ def _multiply(
     if can_fetch(rows, weight):
         multiply_fetched(layer, rows, row_scales, out, activation)
         return
-    tile = tile_of(len(rows), layer.in_features, layer.out_features, weight.dtype)
-    linear_kernel[layer.grid(len(rows), tile)](
+    num_rows = rows.shape[0]
+    tile = tile_of(num_rows, layer.in_features, layer.out_features, weight.dtype)
+    linear_kernel[layer.grid(num_rows, tile)](
         rows,
         row_scales,
         weight,
         weight_scales,
         layer.bias,
         out,
-        len(rows),
+        num_rows,
         layer.out_features,
         rows.stride(0),
         out.stride(0),

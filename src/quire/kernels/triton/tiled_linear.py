@@ -109,7 +109,7 @@ class TiledLinear(Linear):
         self, rows: torch.Tensor, out: torch.Tensor | None, num_results: int, activation: str
     ) -> torch.Tensor:
         check_rows("rows", rows)
-        shape = len(rows), num_results
+        shape = rows.shape[0], num_results
         if out is None:
             out = rows.new_empty(shape)
         check_rows("out", out)
@@ -118,7 +118,7 @@ class TiledLinear(Linear):
                 f"rows are {list(rows.shape)} and out is {list(out.shape)}; the layer takes "
                 f"{self.in_features} features to {shape[1]}"
             )
-        if len(rows):
+        if shape[0]:
             self._multiply(rows, out, activation)
         return out
 

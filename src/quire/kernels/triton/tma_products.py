@@ -98,7 +98,7 @@ def tma_linear_kernel(
 def can_fetch(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether there are enough rows to fetch tiles, and the GPU can."""
     return (
-        len(rows) >= FEWEST_ROWS
+        rows.shape[0] >= FEWEST_ROWS
         and has_large_tiles()
         and rows.dtype.itemsize <= 2  # others are multiplied without tensor cores
         and all(
@@ -120,10 +120,11 @@ def multiply_fetched(
     With an `activation`, write what these become; see `TiledLinear.gated`.
     """
     weight, *scales = layer.tables
-    tile = fetched_tile_of(len(rows), layer.out_features, weight.dtype)
+    num_rows = rows.shape[0]
+    tile = fetched_tile_of(num_rows, layer.out_features, weight.dtype)
     how = layer.format
     inputs = how.run or tile.inputs
-    num_feature_tiles, num_row_tiles = layer.grid(len(rows), tile)
+    num_feature_tiles, num_row_tiles = layer.grid(num_rows, tile)
     fetched = tile.features, inputs
     if fetched not in layer.descriptors:
         layer.descriptors[fetched] = TensorDescriptor.from_tensor(weight, list(fetched))
@@ -134,7 +135,7 @@ def multiply_fetched(
         scales[0] if scales else None,
         layer.bias,
         out,
-        len(rows),
+        num_rows,
         layer.out_features,
         out.stride(0),
         IN_FEATURES=layer.in_features,
