@@ -29,6 +29,7 @@ from quire.execution.profile_run import (
     _compute_all,
     _MadeUpSteps,
     _most_tokens_that_the_host_slows_down,
+    _Row,
     _Times,
     profile_run,
 )
@@ -39,6 +40,7 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder, LayerHook
 from quire.sampling_params import SamplingParams
+from quire.step import SchedulerOutput
 
 VOCAB_SIZE = 384
 EVICTION = CacheEvictionConfig(start_size=4, recent_size=8, max_cache_size=32)
@@ -162,6 +164,29 @@ def test_steps_that_are_timed_are_not_replayed(model: Decoder, monkeypatch: pyte
     assert not watched.recorded
 
 
+def test_a_step_that_is_computed_again_takes_no_new_requests(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long the host takes to ask for it is what it takes while requests run."""
+    watched = Watched(monkeypatch)
+    plans: list[SchedulerOutput] = []
+    execute = ModelRunner.execute
+
+    def watch(runner: ModelRunner, output: SchedulerOutput, *args: Any) -> Any:
+        plans.append(output)
+        return execute(runner, output, *args)
+
+    monkeypatch.setattr(ModelRunner, "execute", watch)
+    limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=61, draft_length=0)
+    steps = _MadeUpSteps(runner_of(model, limits), VOCAB_SIZE)
+    rows = [_Row(60, 1), _Row(0, 30), _Row(0, 1)]
+    for _ in range(2):
+        assert len(steps.compute(rows, SamplingParams(temperature=0.0), times=3)) == 3
+    assert [len(plan.scheduled_new_reqs) for plan in plans] == [3, 0, 0] * 2
+    assert [len(plan.finished_req_ids) for plan in plans] == [0, 0, 0, 3, 0, 0]
+    assert watched.steps == [(32, 3, 61)] * 6
+
+
 def test_steps_that_are_not_recorded_are_not_timed(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=61, draft_length=0)
@@ -192,8 +217,12 @@ def test_steps_are_recorded_that_the_device_computes_before_the_host_has_asked_f
         def __init__(self) -> None:
             self.rows: list[Any] = []
 
-        def compute(self, rows: list[Any], params: SamplingParams) -> _Times:
+        def compute(self, rows: list[Any], params: SamplingParams, *, times: int) -> list[_Times]:
             assert params.is_greedy, "how long drawing takes depends on made-up logits"
+            assert times > 1, "the first one loads kernels"
+            return [self._time(rows) for _ in range(times)]
+
+        def _time(self, rows: list[Any]) -> _Times:
             self.rows.append(rows)
             until_asked = 0.02 if len(self.rows) % 3 == 0 else 0.01
             num_tokens = sum(row.num_tokens for row in rows)

@@ -105,8 +105,7 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
     most = _most_tokens_that_the_host_slows_down(steps, limits)
     runner.most_recorded_tokens = most
     if most:
-        for _ in range(TIMES):
-            steps.compute(_recorded_chunk(most, limits), _PLAIN)
+        steps.compute(_recorded_chunk(most, limits), _PLAIN, times=TIMES)
     return most
 
 
@@ -128,13 +127,11 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
     for rows in _chunks(limits):
         steps.compute(rows, _PLAIN)
     for rows in _decodes(limits):
-        for _ in range(times):
-            steps.compute(rows, _PLAIN)
+        steps.compute(rows, _PLAIN, times=times)
     longest_draft = min(limits.longest_draft, longest - 1, most - 1)
     if longest_draft:
         num_rows = min(limits.max_num_seqs, limits.max_drafts // longest_draft, most // (1 + longest_draft))
-        for _ in range(times):
-            steps.compute([_Row(0, 1)] * num_rows, _PLAIN, num_drafts=longest_draft)
+        steps.compute([_Row(0, 1)] * num_rows, _PLAIN, times=times, num_drafts=longest_draft)
 
 
 def _most_tokens_that_the_host_slows_down(steps: _MadeUpSteps, limits: StepLimits) -> int:
@@ -144,8 +141,7 @@ def _most_tokens_that_the_host_slows_down(steps: _MadeUpSteps, limits: StepLimit
         rows = _rows_of(num_tokens, limits)
         if sum(row.num_tokens for row in rows) < num_tokens:
             break
-        steps.compute(rows, _GREEDY)  # its kernels are loaded
-        timed = [steps.compute(rows, _GREEDY) for _ in range(TIMES)]
+        _, *timed = steps.compute(rows, _GREEDY, times=1 + TIMES)  # the first one loads its kernels
         if min(one.until_computed for one in timed) * SHARE_OF_HOST > min(one.until_asked for one in timed):
             break
         most = num_tokens
@@ -221,7 +217,7 @@ class _Times:
 
 
 class _MadeUpSteps:
-    """Has a runner compute steps whose requests last for one step each."""
+    """Has a runner compute steps, each with new requests."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         self._runner = runner
@@ -230,15 +226,25 @@ class _MadeUpSteps:
         self._running: list[str] = []
 
     def compute(
-        self, rows: list[_Row], params: SamplingParams, *, num_drafts: int = 0, scores: bool = False
-    ) -> _Times:
+        self,
+        rows: list[_Row],
+        params: SamplingParams,
+        *,
+        times: int = 1,
+        num_drafts: int = 0,
+        scores: bool = False,
+    ) -> list[_Times]:
         """Compute a step, every row of which samples, and wait for it.
 
         Args:
             rows: of requests whose prompts end there.
             params: of all; with all there is, there is a grammar that allows everything, too.
+            times: that it is computed: each further time as if it had been lost.
             num_drafts: of each row; as many are proposed after it.
             scores: whether the keys of the cache are scored, if any are evicted.
+
+        Returns:
+            What each time took.
         """
         new = [self._request(slot, row, params, num_drafts) for slot, row in enumerate(rows)]
         request_ids = [request.request_id for request in new]
@@ -264,6 +270,11 @@ class _MadeUpSteps:
         )
         self._running = request_ids
         allowed = self._grammar(request_ids, 1 + num_drafts) if params is _ALL_THERE_IS else None
+        taken = [self._computed(output, allowed)]
+        again = dataclasses.replace(output, finished_req_ids=[], scheduled_new_reqs=[])
+        return taken + [self._computed(again, allowed) for _ in range(1, times)]
+
+    def _computed(self, output: SchedulerOutput, allowed: GrammarOutput | None) -> _Times:
         started = time.perf_counter()
         result = self._runner.execute(output, lambda: allowed)
         until_asked = time.perf_counter() - started
