@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from quire.errors import ConfigError
+from quire.kernels.triton import kernel
 from quire.kernels.triton.kernel import _CompiledKernel
+from quire.kernels.triton.kernel_set import TritonKernels
 
 
 def attend(pointer: Any) -> None:
@@ -26,3 +29,27 @@ def test_a_kernel_that_needs_too_much_is_told_with_the_knobs(monkeypatch: pytest
         match=r"^attend needs more shared memory \(106,624\) than this GPU has \(101,376\); set .*dtype to",
     ):
         _CompiledKernel(attend)[1,](None)
+
+
+def test_nobody_waits_for_the_hash_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def hash_files() -> None:
+        assert may_end.wait(30)
+        has_ended.set()
+
+    monkeypatch.setattr(kernel, "triton_key", hash_files)
+    monkeypatch.setattr(kernel, "is_interpreted", False)
+    TritonKernels()
+    assert not has_ended.is_set()
+    may_end.set()
+    assert has_ended.wait(30)
+
+
+def test_kernels_are_there_though_the_system_refuses_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(kernel, "is_interpreted", False)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert TritonKernels().name == "triton"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
 import triton
+from triton.runtime.cache import triton_key
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -50,6 +52,16 @@ def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
     """
     kind = _InterpretedKernel if is_interpreted else _CompiledKernel
     return lambda function: kind(function, **options)
+
+
+def hash_compiler_ahead() -> None:
+    """Let a thread compute the hash of Triton's own files, which the keys of all compiled kernels begin with.
+
+    They are some hundred megabytes, for which the first kernel would wait.
+    """
+    if not is_interpreted:
+        with contextlib.suppress(RuntimeError):  # no more threads: the first kernel computes it
+            threading.Thread(target=triton_key, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.device import kernel_device
 from quire.kernels.triton.experts import FusedExperts
 from quire.kernels.triton.gated_linear import gated_linear
-from quire.kernels.triton.kernel import compile_only, compiles_only
+from quire.kernels.triton.kernel import compile_only, compiles_only, hash_compiler_ahead
 from quire.kernels.triton.linear import linear
 from quire.kernels.triton.rotary import rotary_and_write_kv
 from quire.kernels.triton.token_choice import TritonChoice
@@ -47,6 +47,7 @@ class TritonKernels(KernelSet):
 
     def __init__(self) -> None:
         self.device = kernel_device()
+        hash_compiler_ahead()
 
     @override
     def use_threads(self, num_threads: int) -> None:
