@@ -1,10 +1,13 @@
 """What steps with prompts cost the host of a GPU, recorded and not, and how many are, measured without a GPU.
 
-    python benchmarks/gpu_launches.py [--num-tokens 200] [--num-decodes 64] [--num-steps 2500]
+    python benchmarks/gpu_launches.py [--measure launches start replays] [--num-tokens 200] [--num-decodes 64]
+        [--num-steps 2500]
 
 First a chunk of a prompt beside decodes: the host plans attention, and asks for each kernel, or for the
 recording of all. The models have as many layers as those that people run, and are tiny otherwise. Kernels are
 compiled for an H100, which needs none, and not launched: what calls of CUDA take is missing, in both figures.
+
+The same of all the steps that are made up before the first request (`quire.execution.profile_run`).
 
 Then requests that begin one after the other, each when another has ended: how many of the steps in which one
 begins are replayed from the recording of an earlier one, and how many rows these add that are nobody's. Steps
@@ -29,6 +32,8 @@ from timing import least_seconds
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from quire.execution.model_runner import ModelRunner
+from quire.execution.profile_run import StepLimits, profile_run
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.cores import usable_cores
@@ -43,7 +48,11 @@ from quire.models.decoder import Decoder
 BLOCK_SIZE = 16
 CONTEXT = 600  # tokens of a decode
 REPEATS = 20
+REPEATS_OF_START = 3
 MOST_TOKENS = 4_096
+MAX_NUM_SEQS = 256
+MAX_MODEL_LEN = 4_096
+MEASUREMENTS = "launches", "start", "replays"
 
 
 class Hopper:
@@ -188,28 +197,70 @@ def measure(name: str, num_decodes: int, num_tokens: int) -> tuple[float, float]
     return one_by_one, recorded
 
 
+def print_launches(name: str, num_decodes: int, num_tokens: int) -> None:
+    """Print what a step with a chunk costs the host."""
+    one_by_one, recorded = measure(name, num_decodes, num_tokens)
+    print(
+        f"{name}: {one_by_one * 1e3:.2f} ms of the host one by one, {recorded * 1e3:.2f} ms recorded, "
+        f"{recorded / one_by_one:.2f}",
+        flush=True,
+    )
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Stand for what compiles kernels beside `as_if_launched`, which does."""
+    from quire.kernels.triton.kernel_set import TritonKernels
+
+    with mock.patch.object(TritonKernels, "compiles_only", new=True):
+        yield
+
+
+def start_seconds(name: str) -> float:
+    """Return the seconds of all steps before the first request, whose kernels are compiled."""
+    model, cache = model_of(name, num_hidden_layers=CONFIGS[name]["num_hidden_layers"])
+    limits = StepLimits(MAX_NUM_SEQS, MOST_TOKENS, MAX_MODEL_LEN, 0)
+
+    def make_up_steps() -> None:
+        runner = ModelRunner(
+            model,
+            cache,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            record=Recordings().record,
+        )
+        with mock.patch.object(runner, "compile_only", compiling):
+            profile_run(runner, model.config.vocab_size, limits)
+
+    with as_if_launched():  # ends when all kernels are compiled
+        make_up_steps()
+    with as_if_launched():
+        return least_seconds(make_up_steps, REPEATS_OF_START)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--measure", nargs="+", choices=MEASUREMENTS, default=MEASUREMENTS)
     parser.add_argument("--num-tokens", type=int, default=200, help="of the chunk; default: 200")
     parser.add_argument("--num-decodes", type=int, default=64, help="beside it; default: 64")
     parser.add_argument("--num-steps", type=int, default=2_500, help="with requests; default: 2500")
     options = parser.parse_args()
     driver.set_active(Hopper())
     device.kernel_device = functools.partial(torch.device, "cpu")
-    for name in CONFIGS:
-        with torch.inference_mode():
-            one_by_one, recorded = measure(name, options.num_decodes, options.num_tokens)
-        print(
-            f"{name}: {one_by_one * 1e3:.2f} ms of the host one by one, {recorded * 1e3:.2f} ms recorded, "
-            f"{recorded / one_by_one:.2f}",
-            flush=True,
-        )
     with torch.inference_mode():
-        print_replays("documents", 64, options.num_steps)
-        print_replays("dialogues", 16, options.num_steps)
+        if "launches" in options.measure:
+            for name in CONFIGS:
+                print_launches(name, options.num_decodes, options.num_tokens)
+        if "start" in options.measure:
+            seconds = start_seconds("Qwen3-0.6B")
+            print(f"Qwen3-0.6B: {seconds:.2f} s of the host before the first request", flush=True)
+        if "replays" in options.measure:
+            print_replays("documents", 64, options.num_steps)
+            print_replays("dialogues", 16, options.num_steps)
 
 
 if __name__ == "__main__":

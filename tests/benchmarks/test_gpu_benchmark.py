@@ -170,7 +170,8 @@ def test_recordings_stand_beside_the_first_version_s() -> None:
 
 def test_what_recording_saves_the_host_needs_no_gpu() -> None:
     script = Path(gpu.__file__).with_name("gpu_launches.py")
-    command = [sys.executable, str(script), "--num-tokens", "20", "--num-steps", "400"]
+    options = ["--measure", "launches", "replays", "--num-tokens", "20", "--num-steps", "400"]
+    command = [sys.executable, str(script), *options]
     done = subprocesses.run(command, preload=True)
     assert done.returncode == 0, done.stderr
     *models, documents, dialogues = done.stdout.splitlines()
