@@ -96,7 +96,9 @@ def test_requests_that_come_and_go_have_the_tokens_of_others(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In rows for 4, some of which are nobody's, and in other slots each time."""
-    monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(lambda _: MAX_NUM_SEQS, size_class))
+    monkeypatch.setattr(
+        step_graphs, "DECODE_SIZES", SizeClasses(lambda _: MAX_NUM_SEQS, size_class, size_class)
+    )
     replayed = replayed_choices(monkeypatch)
     found: list[dict[str, Any]] = []
     for record in (None, Recorder().record):

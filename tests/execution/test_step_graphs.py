@@ -25,7 +25,7 @@ from quire.execution.ngram_proposer import NgramProposer
 from quire.execution.proposer import RowsToContinue
 from quire.execution.step_graphs import StepGraphs, StepLogits
 from quire.kernels.batch import AttentionBatch
-from quire.kernels.size_classes import SizeClasses, coarse_size_class, size_class
+from quire.kernels.size_classes import CHUNK_SIZES, SizeClasses, coarse_size_class, size_class
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.memory_tier import MemoryTier
 from quire.models.checkpoints.config_reading import read_model_config
@@ -102,8 +102,10 @@ def test_replayed_steps_have_the_bits_of_others(
 
     Rows and block tables are rounded up, so that some are nobody's.
     """
-    monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class))
-    monkeypatch.setattr(step_graphs, "CHUNK_SIZES", SizeClasses(in_eights, coarse_size_class))
+    monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class, size_class))
+    monkeypatch.setattr(
+        step_graphs, "CHUNK_SIZES", SizeClasses(in_eights, coarse_size_class, coarse_size_class)
+    )
     model = load(family, tmp_path, **options)
     expected = outputs(driver_of(model), lengths, 5, budget=7)
     recorder = Recorder()
@@ -226,7 +228,7 @@ def test_steps_that_report_prompt_logprobs_are_not_recorded(tmp_path: Path) -> N
 
 
 def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class))
+    monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class, size_class))
     model = load("qwen3", tmp_path)
     expected = outputs(driver_of(model), [4, 9], 12)
 
@@ -406,3 +408,8 @@ def test_blocks_that_the_cache_lacks_are_refused_before_a_replay(tmp_path: Path)
 def test_sizes_are_at_most_a_quarter_more() -> None:
     sizes = [size_class(count) for count in (0, 1, 2, 3, 5, 8, 9, 17, 33, 100)]
     assert sizes == [0, 1, 2, 3, 5, 8, 10, 20, 40, 112]
+
+
+def test_sizes_of_chunks_are_few() -> None:
+    assert [coarse_size_class(count) for count in (0, 1, 16, 17, 65)] == [0, 16, 16, 64, 256]
+    assert [CHUNK_SIZES.parts(count) for count in (0, 1, 256, 257)] == [0, 256, 256, 1024]

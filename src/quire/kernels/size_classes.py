@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,9 +25,9 @@ def wide_size_class(count: int) -> int:
     return _rounded_up(count, 2)
 
 
-def coarse_size_class(count: int) -> int:
-    """Return `count` rounded up to 16, 64, 256 and so on; 0 stays."""
-    return 1 << max(4, -(-(count - 1).bit_length() // 2) * 2) if count else 0
+def coarse_size_class(count: int, least: int = 16) -> int:
+    """Return `count` rounded up to 16, 64, 256 and so on, and to `least`, which is one of these; 0 stays."""
+    return max(least, 1 << -(-(count - 1).bit_length() // 2) * 2) if count else 0
 
 
 class SizeClasses(NamedTuple):
@@ -34,10 +35,13 @@ class SizeClasses(NamedTuple):
 
     rows: Callable[[int], int]  # of the step's tensors, and both sides of its block tables
     plans: Callable[[int], int]  # pieces that attention is cut into; those that are added do nothing
+    parts: Callable[[int], int]  # what is kept of pieces; those that are added take only memory
 
 
-DECODE_SIZES = SizeClasses(size_class, size_class)
-CHUNK_SIZES = SizeClasses(wide_size_class, coarse_size_class)  # of steps with chunks of prompts
+DECODE_SIZES = SizeClasses(size_class, size_class, size_class)
+CHUNK_SIZES = SizeClasses(  # of steps with chunks of prompts
+    wide_size_class, coarse_size_class, functools.partial(coarse_size_class, least=256)
+)
 
 
 def _rounded_up(count: int, sizes_per_octave: int) -> int:

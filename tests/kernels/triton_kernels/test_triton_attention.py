@@ -248,7 +248,7 @@ def test_what_is_added_to_a_plan_does_nothing_and_its_memory_is_bounded(
     def coarse(query: torch.Tensor, kv: Any, batch: AttentionBatch, **options: Any) -> torch.Tensor:
         if not batch.num_cached_tokens.any():
             return after_prompts(query, kv, batch, **options)
-        padded = batch.padded(SizeClasses(lambda count: count + 3, coarse_size_class))
+        padded = batch.padded(SizeClasses(lambda count: count + 3, coarse_size_class, coarse_size_class))
         rows = torch.cat([query, query.new_zeros(3, *query.shape[1:])])
         attended = paged_attention(rows, kv, padded, **options | {"out": None})
         (plan,) = padded.plans.values()

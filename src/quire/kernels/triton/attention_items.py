@@ -101,7 +101,7 @@ def plan_arrays(
             items = _with_rows_of_nobody(items, batch)
         arrays.append(lengthened(items, batch.sizes.plans(len(items)), _NO_ITEM))
         arrays.append(lengthened(merges, batch.sizes.plans(len(merges))))
-        numbers.append(min(batch.sizes.plans(num_parts), most_parts))
+        numbers.append(min(batch.sizes.parts(num_parts), most_parts))
     has_gaps = any(tiles.has_gaps for tiles in cut)
     return HostArrays(tuple(arrays), (*numbers, *num_visits, int(has_gaps)))
 
