@@ -203,7 +203,7 @@ def test_lengths_that_do_not_fit_the_model_are_refused():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_field_is_a_flag_with_help(command: str):
-    group = typer.main.get_command(app).commands["bench"]
+    group = typer.main.get_command(app).get_command(None, "bench")
     params = {param.name: param for param in group.commands[command].params}
     fields = [(owner, field) for cls in COMMANDS[command] for owner, field, _ in config_fields(cls)]
     names = [parameter_name(owner.__name__, field.name) for owner, field in fields]

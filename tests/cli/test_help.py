@@ -99,6 +99,23 @@ def test_the_command_line_imports_nothing_slow():
     assert python_output(code) == "[]\n"
 
 
+def test_a_command_imports_no_other_one_and_no_scheduler():
+    code = (
+        "import sys; from quire.cli.main import app\n"
+        "sys.argv = ['quire', 'serve', '--help']\n"
+        "try: app()\n"
+        "finally:\n"
+        "    import quire.front.async_llm\n"
+        "    rooms = 'quire.cli.', 'quire.scheduling.'\n"
+        "    loaded = [name for name in sys.modules if name.startswith(rooms)]\n"
+        "    print(*sorted(loaded), sep='\\n')"
+    )
+    loaded = set(python_output(code).splitlines())
+    assert "quire.cli.serve" in loaded
+    assert not loaded & {"quire.cli.chat", "quire.cli.evaluate", "quire.cli.generate", "quire.cli.kv"}
+    assert "quire.scheduling.scheduler" not in loaded
+
+
 def test_errors_have_no_traceback_in_a_real_process():
     command = [sys.executable, "-m", "quire.cli.main", "plan", "/no/such/model"]
     result = run(command, preload=True)

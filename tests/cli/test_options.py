@@ -52,8 +52,8 @@ POSITIONAL_MODEL = {"serve", "chat", "plan", "eval"}
 
 
 def params_of(command: str) -> dict[str, Any]:
-    group = typer.main.get_command(app)
-    return {param.name: param for param in group.commands[command].params}
+    found = typer.main.get_command(app).get_command(None, command)
+    return {param.name: param for param in found.params}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typing_extensions import override
 
 import quire
-from quire.cli import chat, evaluate, generate, kv, local_models, plan, replay, route, serve
-from quire.cli.bench import commands as bench
 from quire.cli.manual import ManualCommand, ManualGroup
 
 MANUAL = """
@@ -35,29 +35,59 @@ Examples:
 "quire COMMAND --help" explains a command and all of its options.
 """
 
+COMMANDS = {
+    "serve": ("quire.cli.serve", "serve"),
+    "route": ("quire.cli.route", "route"),
+    "generate": ("quire.cli.generate", "generate"),
+    "chat": ("quire.cli.chat", "chat"),
+    "list": ("quire.cli.local_models", "list_models"),
+    "pull": ("quire.cli.local_models", "pull"),
+    "plan": ("quire.cli.plan", "plan"),
+    "eval": ("quire.cli.evaluate", "evaluate"),
+    "replay": ("quire.cli.replay", "replay"),
+    "bench": ("quire.cli.bench.commands", "app"),
+    "kv": ("quire.cli.kv", "app"),
+}
+"""The module of each command, and its name there: a function, or an application with commands of its own."""
+
+
+class _Commands(ManualGroup):
+    """Imports a command when it is asked for: nobody waits for the others."""
+
+    @override
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    @override
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        wanted = [cmd_name] if cmd_name in COMMANDS else COMMANDS  # all: one with a similar name is suggested
+        for name in wanted:
+            if name not in self.commands:
+                self.commands[name] = _imported(name)
+        return super().get_command(ctx, cmd_name)
+
+
+def _imported(name: str) -> Any:
+    """Return what typer makes of a command."""
+    module, attribute = COMMANDS[name]
+    command = getattr(importlib.import_module(module), attribute)
+    parent = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    if isinstance(command, typer.Typer):
+        parent.add_typer(command, name=name)
+    else:
+        parent.command(name, cls=ManualCommand)(command)
+    return typer.main.get_group(parent).commands[name]
+
+
 app = typer.Typer(
     name="quire",
     help=MANUAL,
     add_completion=True,
-    cls=ManualGroup,
+    cls=_Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _name, _command in (
-    ("serve", serve.serve),
-    ("route", route.route),
-    ("generate", generate.generate),
-    ("chat", chat.chat),
-    ("list", local_models.list_models),
-    ("pull", local_models.pull),
-    ("plan", plan.plan),
-    ("eval", evaluate.evaluate),
-    ("replay", replay.replay),
-):
-    app.command(_name, cls=ManualCommand)(_command)
-app.add_typer(bench.app, name="bench")
-app.add_typer(kv.app, name="kv")
 
 
 def _print_version(wanted: bool) -> None:
