@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import AsyncIterator
@@ -103,8 +104,10 @@ class FakeAsyncLLM:
 
 
 def install_fake_async_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeAsyncLLM]:
-    """Put the fake where commands import `AsyncLLM` from."""
+    """Put the fake where commands import `AsyncLLM` from, and have them start no process ahead."""
     FakeAsyncLLM.instances = []
+    for command in ("quire.cli.chat", "quire.cli.generate"):
+        monkeypatch.setattr(f"{command}.started_ahead", contextlib.nullcontext)
     module = types.ModuleType("quire.front.async_llm")
     module.AsyncLLM = FakeAsyncLLM
     monkeypatch.setitem(sys.modules, "quire.front.async_llm", module)

@@ -15,6 +15,7 @@ from quire.cli.options import config_options
 from quire.cli.progress import LoadingBar
 from quire.config import EngineConfig
 from quire.errors import ContextLengthError, InvalidRequestError, QuireError
+from quire.front.engine_launch import started_ahead
 from quire.request_output import RequestMetrics
 from quire.sampling_params import SamplingParams
 from quire.status import FinishReason
@@ -53,9 +54,9 @@ def chat(
       quire chat
       quire chat Qwen/Qwen3-0.6B --system "Answer in one sentence." --temperature 0.7
     """
-    from quire.front.async_llm import AsyncLLM
+    with started_ahead(), asyncio.Runner() as runner:
+        from quire.front.async_llm import AsyncLLM
 
-    with asyncio.Runner() as runner:
         llm = runner.run(_started(AsyncLLM, engine))
         try:
             _read_and_answer(runner, llm, ChatHistory(system), sampling)

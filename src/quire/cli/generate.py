@@ -18,6 +18,7 @@ from quire.cli.progress import LoadingBar
 from quire.cli.prompts import STDIN, InputPrompt, read_prompts
 from quire.config import EngineConfig
 from quire.errors import EngineDeadError, InvalidRequestError, QueueFullError, QuireError
+from quire.front.engine_launch import started_ahead
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 
@@ -68,7 +69,7 @@ def generate(
     """
     with usage_errors():
         asked = read_prompts(prompts or [], source)
-    with _answers(target, asked, sampling) as answers:
+    with _answers(target, asked, sampling) as answers, started_ahead():
         errors = asyncio.run(_answer_all(engine, asked, _sender(sampling, raw=raw), answers))
     for error in errors:
         print_error(error)

@@ -24,13 +24,6 @@ STACKS_SIGNAL = signal.SIGUSR1
 """Has the engine process write the stacks of its threads to its log."""
 
 
-SPARE_OPTION = "--spare"
-"""Has an engine process import what it needs before it reads its start message, which may never come."""
-
-SPARE_IMPORTED = b"+"
-"""What such a process writes to its standard output when it has imported everything."""
-
-
 class ErrorInfo(msgspec.Struct, array_like=True, gc=False):
     """An exception that can be sent to another process; `kind` is the name of its class."""
 

@@ -30,7 +30,6 @@ import zmq
 
 from quire.engine.failure_log import log_failed_start
 from quire.engine.messages import (
-    SPARE_OPTION,
     STACKS_SIGNAL,
     Acknowledge,
     EngineFailed,
@@ -50,6 +49,7 @@ from quire.engine.messages import (
 )
 from quire.engine.output_window import OutputWindow
 from quire.engine.spare import wait_as_spare
+from quire.engine.spare_signs import SPARE_OPTION
 from quire.errors import EngineDeadError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import select
 import sys
 import threading
 
-from quire.engine.messages import SPARE_IMPORTED
+from quire.engine.spare_signs import SPARE_IMPORTED
 
 logger = logging.getLogger(__name__)
 

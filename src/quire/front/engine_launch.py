@@ -7,9 +7,28 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
-from quire.engine.messages import SPARE_OPTION
+from quire.engine.spare_signs import SPARE_OPTION
 from quire.front.descriptors import is_readable
+
+_ahead: list[subprocess.Popen[bytes]] = []  # one at most
+
+
+@contextlib.contextmanager
+def started_ahead() -> Iterator[None]:
+    """Start the first engine process of a block at once: it runs while the block imports what it needs.
+
+    It ends with the block if nobody has taken it by `start_process`. Not for blocks in several threads.
+    """
+    process = _start([])
+    _ahead.append(process)
+    try:
+        yield
+    finally:
+        if process in _ahead:
+            _ahead.remove(process)
+            end_process(os.getpid(), process)
 
 
 def start_process(*, is_spare: bool = False) -> subprocess.Popen[bytes]:
@@ -18,7 +37,12 @@ def start_process(*, is_spare: bool = False) -> subprocess.Popen[bytes]:
     Args:
         is_spare: let it import what it needs while it waits.
     """
-    options = [SPARE_OPTION] if is_spare else []
+    if is_spare:
+        return _start([SPARE_OPTION])
+    return _ahead.pop() if _ahead else _start([])
+
+
+def _start(options: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "quire.engine.process", str(os.getpid()), *options],
         stdin=subprocess.PIPE,
