@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +247,23 @@ def test_no_process_outlives_its_renderer():
     gc.collect()
     assert processes() == before
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_process_whose_parent_ends_says_nothing(
+    has_started: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It ends while the process starts, or before it has read an answer."""
+    start = json.dumps(
+        {"source": TEMPLATE, "special_tokens": {}, "memory_bytes": 1 << 30, "cpu_seconds": 60.0}
+    ).encode()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "quire.models.template_process"]
+        process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
+    with ours:
+        if has_started:
+            ours.sendall(start + b"\n")
+            assert ours.recv(1, socket.MSG_PEEK)  # not read
+    assert process.wait(60) == 0
+    assert capfd.readouterr().err == ""

@@ -22,7 +22,17 @@ from quire.models.template_messages import MAX_ANSWER_BYTES, Conversation, Templ
 
 def main() -> None:
     """Render what standard input asks for, until it closes."""
-    start: TemplateStart = json.loads(sys.stdin.buffer.readline())
+    try:
+        _answer_all()
+    except ConnectionError:  # the parent has ended, and did not read all answers
+        os._exit(0)
+
+
+def _answer_all() -> None:
+    first = sys.stdin.buffer.readline()
+    if not first:
+        return  # the parent has ended while this process started
+    start: TemplateStart = json.loads(first)
     limit_memory(start["memory_bytes"])
     templates: list[ChatTemplate] = []
 
