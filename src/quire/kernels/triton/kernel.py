@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,6 +13,7 @@ import triton
 from triton.runtime.cache import triton_key
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
+from typing_extensions import override
 
 from quire.errors import ConfigError
 from quire.kernels.triton.device import compute_capability, is_interpreted
@@ -64,6 +65,25 @@ def hash_compiler_ahead() -> None:
             threading.Thread(target=triton_key, daemon=True).start()
 
 
+class _CompilerThreads(ThreadPoolExecutor):
+    """Threads for `triton.AsyncCompileMode`, which have what launches a kernel compiled, too.
+
+    Triton 3.6 makes that from C, for each combination of types of arguments, when a kernel is launched for
+    the first time: one after the other, a third of a second each. Now it finds it in its cache then.
+    """
+
+    @override
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        return super().submit(_compiled_with_launcher, compile_kernel)
+
+
+def _compiled_with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    """Return the kernel."""
+    compiled = compile_kernel()
+    triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+    return compiled
+
+
 @contextlib.contextmanager
 def compile_only(num_threads: int) -> Iterator[None]:
     """Let this thread's launches compile their kernels, on `num_threads` threads, and compute nothing.
@@ -73,7 +93,7 @@ def compile_only(num_threads: int) -> Iterator[None]:
     """
     token = _compiles_only.set(True)
     try:
-        with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        with _CompilerThreads(num_threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             yield
     finally:
         _compiles_only.reset(token)
