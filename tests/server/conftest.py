@@ -5,30 +5,7 @@ from fake_llm import FakeLLM
 from live_server import MAX_BODY_BYTES, served
 
 from quire.config import ServerConfig
-from quire.server import app as server_app
 from quire.server.app import create_app
-
-
-@pytest.fixture(scope="session", autouse=True)
-def documents_made_once():
-    """Applications describe the same routes, and that takes much longer than most tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_app, "openapi_document", once_for_each(server_app.openapi_document))
-        patch.setattr(server_app, "docs_page", once_for_each(server_app.docs_page))
-        yield
-
-
-def once_for_each(function):
-    """Call a function once for the same objects, which need not be hashable."""
-    made = {}  # holds the arguments too, so that nothing else gets their identities
-
-    def remembered(*arguments):
-        key = tuple(one if isinstance(one, str) else id(one) for one in arguments)
-        if key not in made:
-            made[key] = arguments, function(*arguments)
-        return made[key][1]
-
-    return remembered
 
 
 @pytest.fixture

@@ -63,9 +63,11 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         llm = AsyncLLM(engine_config)  # outside the event loop: Ctrl-C must be able to end a download
         threading.Thread(target=_try_chat_template, args=(llm.tokenizer,), daemon=True).start()
 
-        from quire.server.app import create_app  # slow: meanwhile the engine process loads
+        import quire.server.http_server  # noqa: F401 - slow: meanwhile the engine process loads
+        from quire.server.app import api_documents, create_app  # slow, too
         from quire.server.sampling_defaults import read_sampling_defaults
 
+        api_documents(server_config.root_path)  # so that they are there when the engine is
         defaults = read_sampling_defaults(server_config, llm.model_path)
         if str(defaults):
             print(f"Defaults of requests: {defaults}", file=sys.stderr, flush=True)
@@ -175,7 +177,7 @@ async def _monitored(context: ServerContext, bound: socket.socket | None) -> Asy
 
 async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:
     """Serve until a signal stops the server, or engines die again and again."""
-    from quire.server.http_server import HttpServer  # slow: the engine process starts before
+    from quire.server.http_server import HttpServer
 
     context: ServerContext = app.state.context
     server = HttpServer(app, context.config.connections, listening.tls, app.state.access_log)
