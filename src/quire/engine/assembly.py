@@ -32,6 +32,7 @@ SLOW_MODULES = (
     "quire.kv.paged_cache",
     "quire.kv.peers.connector",  # which engines with a KV tier look at, too
     "quire.models.checkpoints.loading",
+    "quire.scheduling.scheduler",
 )
 """Modules that are imported where an engine is built, because the front shall not import them."""
 
