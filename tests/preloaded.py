@@ -47,6 +47,9 @@ MODULES = (
     "quire.kernels.cpu.kernel_set",
     "quire.models.chat_template",
     "quire.models.checkpoints.loading",
+    "quire.scheduling.scheduler",
+    "quire.server.app",
+    "quire.server.http_server",
     "quire.server.serve",
 )
 
