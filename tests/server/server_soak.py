@@ -304,11 +304,14 @@ def engines_of(front: psutil.Process) -> list[psutil.Process]:
 def held_by(front: psutil.Process) -> dict[str, Any]:
     """Return what must be the same in the end: descriptors, threads, processes, and files others see."""
     commands = [child.cmdline() for child in front.children(recursive=True)]
-    modules = {command[command.index("-m") + 1] for command in commands}
+    modules = Counter(command[command.index("-m") + 1] for command in commands)
+    descriptors = descriptors_of(front)
+    # There are as many as conversations have come at once, up to some; each has a socket.
+    descriptors["socket"] -= modules["quire.models.template_process"]
     return {
-        "descriptors": descriptors_of(front),
+        "descriptors": descriptors,
         "threads": front.num_threads(),
-        "processes": sorted(modules - {"quire.grammar.trial_process"}),  # started when needed
+        "processes": sorted(modules.keys() - {"quire.grammar.trial_process"}),  # started when needed
         "files": sorted(os.listdir("/dev/shm")) + sorted(os.listdir(tempfile.gettempdir())),
     }
 
