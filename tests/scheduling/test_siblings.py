@@ -106,6 +106,29 @@ def test_siblings_go_on_when_their_leader_fails_in_the_runner():
     scene.check_naive("s1")
 
 
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_siblings_take_nothing_that_a_step_in_flight_computes_of_their_leader(fails, caching):
+    """The leader has been preempted behind its first token; what it computes again may come to nothing."""
+    scene = Scene(overlap_steps=True, enable_prefix_caching=caching, max_num_batched_tokens=11)
+    scene.add("s0", PROMPT)
+    scene.step()
+    assert scene.scheduler.reset_prefix_cache(True)
+    scene.add("s1", PROMPT, shares_prompt_with="s0")
+    if fails:
+        scene.runner.fail.add("s0")
+    first = scene.plan()
+    assert dict(first.num_scheduled_tokens) == {"s0": 11}
+    second = scene.plan()
+    assert dict(second.num_scheduled_tokens) == {"s0": 1, "s1": 10}
+    computed = [scene.compute(plan) for plan in (first, second)]
+    for plan, of_plan in zip((first, second), computed, strict=True):
+        scene.apply(plan, of_plan)
+    scene.finish()
+    assert scene.reasons["s0"] is (FinishReason.ERROR if fails else FinishReason.LENGTH)
+    scene.check_naive("s1", *([] if fails else ["s0"]))
+
+
 def test_a_sibling_that_is_aborted_while_it_waits_is_forgotten():
     scene = scene_of_siblings(3)
     scene.scheduler.finish_requests("s1", RequestStatus.FINISHED_ABORTED)

@@ -182,8 +182,9 @@ class AdmissionPhase:
     def _leader_of(self, request: Request) -> int | None:
         """Return the slot of the request whose prompt this one shares, if the KV of that is there.
 
-        It is not while the other one, having been preempted, computes its prompt again. The prompts are
-        compared: an id may be in use anew by a request that has nothing to do with this one.
+        It is not while the other one, having been preempted, computes its prompt again, nor until the step
+        that ends it has been applied: what that loads or computes may fail. The prompts are compared: an id
+        may be in use anew by a request that has nothing to do with this one.
         """
         running = self.running
         if self.eviction is not None:  # it would lack the scores that the leader has of its prompt
@@ -195,7 +196,10 @@ class AdmissionPhase:
         is_same = np.array_equal(leader.prompt_array, request.prompt_array)
         if not is_same or leader.cache_salt != request.cache_salt:
             return None
-        num_there = min(int(running.num_computed[slot]), self.kv.capacity(slot))
+        num_computed = self.in_flight.num_computed_before(slot)
+        if num_computed is None:
+            num_computed = int(running.num_computed[slot])
+        num_there = min(num_computed, self.kv.capacity(slot))
         return slot if num_there >= request.num_prompt_tokens - 1 else None
 
     def _with_filling(self, request: Request, prefix: Prefix) -> Prefix:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 from quire.step import SchedulerOutput
 
 
@@ -21,6 +23,13 @@ class StepsInFlight:
     def await_tokens(self) -> bool:
         """Whether requests wait for the tokens of one of the steps, for drafts."""
         return any(step.may_have_drafts and step.awaits_tokens.any() for step in self._steps)
+
+    def num_computed_before(self, slot: int) -> int | None:
+        """Return how many tokens of a slot had been computed before these steps; None: it is in none."""
+        for step in self._steps:
+            for row in np.flatnonzero(step.slots == slot).tolist():
+                return int(step.num_computed_tokens[row])
+        return None
 
     def launch(self, step: SchedulerOutput) -> None:
         """Add the step that has just been planned."""
