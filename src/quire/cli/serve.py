@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from quire.cli.options import config_options
 from quire.config import EngineConfig, ServerConfig
-from quire.front.engine_launch import started_ahead
-from quire.server.connections import raise_descriptor_limit
 
 
 @config_options(
@@ -24,8 +22,6 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
       quire serve --config server.yaml
       quire serve ./my-model --api-key "$KEY" --policy priority
     """
-    raise_descriptor_limit()  # which the engine process inherits
-    with started_ahead():
-        from quire.server.serve import serve as run_server
+    from quire.server.serve import serve as run_server
 
-        run_server(engine, server)
+    run_server(engine, server)

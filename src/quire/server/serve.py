@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, QuireError
-from quire.front.async_llm import AsyncLLM
+from quire.front.engine_launch import started_ahead
 from quire.server.access_log import access_log
 from quire.server.connections import raise_descriptor_limit
 from quire.server.listening import Listener, listener
@@ -24,6 +24,7 @@ from quire.server.stopping import StopSignals, announce_stop, cancelled_at_end, 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from quire.front.async_llm import AsyncLLM
     from quire.models.tokenizer import Tokenizer
     from quire.server.batches.directory import BatchDirectory
     from quire.server.context import ServerContext
@@ -55,16 +56,20 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     tracing = _tracing(server_config)
     batch_directory = _batch_directory(server_config)
     with (
+        started_ahead(),
         listener(server_config.host, server_config.port, server_config.edge) as listening,
         monitoring_socket(server_config.host, server_config.edge.monitoring_port) as monitoring,
         access_log(server_config.edge.access_log) as log,
     ):
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
+
+        from quire.front.async_llm import AsyncLLM  # slow: the engine process runs already
+
         llm = AsyncLLM(engine_config)  # outside the event loop: Ctrl-C must be able to end a download
         threading.Thread(target=_try_chat_template, args=(llm.tokenizer,), daemon=True).start()
 
-        import quire.server.http_server  # noqa: F401 - slow: meanwhile the engine process loads
-        from quire.server.app import api_documents, create_app  # slow, too
+        import quire.server.http_server  # noqa: F401 - slow, too
+        from quire.server.app import api_documents, create_app
         from quire.server.sampling_defaults import read_sampling_defaults
 
         api_documents(server_config.root_path)  # so that they are there when the engine is
