@@ -68,6 +68,29 @@ def test_xattention_selects_before_the_last_dense_tokens(computed, count, prompt
     assert selection is None if end is None else selection.end.tolist() == [end]
 
 
+def sparse_places(computed, count, prompt, last_dense, size=64):
+    """The places of a chunk that select their keys, as the specification says it."""
+    after = computed + count
+    if after < prompt:
+        return set() if prompt - after < last_dense else set(range(computed, after))
+    dense_blocks = {place // size for place in range(max(prompt - last_dense, 0), prompt)}
+    return {place for place in range(computed, prompt) if place // size not in dense_blocks}
+
+
+@pytest.mark.parametrize("last_dense", [0, 1, 64, 100])
+def test_xattention_is_dense_in_query_blocks_with_one_of_the_last_dense_tokens(last_dense):
+    rng = np.random.default_rng(last_dense)
+    computed, count, prompt = rng.integers(0, 500, 300), rng.integers(1, 300, 300), rng.integers(1, 600, 300)
+    count[::3] = np.maximum(prompt - computed, 1)[::3]  # many chunks that end their prompts
+    sparse = SparsePrefill(
+        SparseAttentionConfig(mode="xattention", num_last_dense_tokens_in_prefill=last_dense), BLOCK_SIZE
+    )
+    end = sparse.key_selection(computed, count, prompt).end
+    for row in range(300):
+        found = range(computed[row], min(end[row], computed[row] + count[row]))
+        assert set(found) == sparse_places(computed[row], count[row], prompt[row], last_dense)
+
+
 def test_a_threshold_of_zero_is_dense():
     sparse = SparsePrefill(SparseAttentionConfig(mode="xattention", xattention_threshold=0.0), BLOCK_SIZE)
     assert sparse.key_selection(*np.array([[0], [512], [2000]])) is None

@@ -46,7 +46,7 @@ class SparsePrefill:
     ) -> KeySelection | None:
         """Return which tokens select their keys; None if none does.
 
-        Of the chunk that ends a prompt, query blocks with one of the last
+        Of the chunk that ends a prompt, query blocks that have one of the last
         `num_last_dense_tokens_in_prefill` tokens see all keys; so does every earlier chunk that reaches into
         these tokens.
         """
@@ -55,9 +55,11 @@ class SparsePrefill:
             return None
         size = config.xattention_block_size
         chunk_end = num_computed + num_tokens
-        dense_from = np.maximum(num_prompt - config.num_last_dense_tokens_in_prefill, 0)
+        num_dense = config.num_last_dense_tokens_in_prefill
+        dense_from = np.maximum(num_prompt - num_dense, 0)
+        end_of_sparse_blocks = dense_from // size * size if num_dense else num_prompt
         end = np.where(chunk_end <= dense_from, chunk_end, 0)
-        end = np.where(chunk_end >= num_prompt, dense_from // size * size, end)
+        end = np.where(chunk_end >= num_prompt, end_of_sparse_blocks, end)
         if not (end > num_computed).any():
             return None
         return KeySelection(end, config.xattention_threshold, size, config.xattention_stride)
