@@ -45,10 +45,10 @@ def config_of(
 class Comparison:
     """One sequence of random weights and keys, by both versions; tokens are numbered from 0."""
 
-    def __init__(self, config, seed, *, ties=False) -> None:
+    def __init__(self, config, seed, *, ties=False, share_of_zeros=0.0) -> None:
         self.config = config
         self.random = np.random.default_rng(seed)
-        self.ties = ties
+        self.ties, self.share_of_zeros = ties, share_of_zeros
         self.lengths = EvictionLengths(config, BLOCK)
         self.selection = BlockSelection(config, self.lengths, NUM_LAYERS)
         anchors = np.random.Generator(np.random.PCG64(7))
@@ -65,6 +65,7 @@ class Comparison:
         weights = self.random.random(self.held.shape, dtype=np.float32)
         if self.ties:
             weights = np.floor(weights * 3).astype(np.float32)
+        weights *= self.random.random(self.held.shape) >= self.share_of_zeros
         self.selection.register(weights, num_new if window is None else window)
         for layer, naive in enumerate(self.naive):
             of_token = dict(zip(self.held[layer].tolist(), weights[layer].tolist(), strict=True))
@@ -92,8 +93,8 @@ class Comparison:
         return diversity(self.keys[layer][:, tokens], BLOCK, rest)
 
 
-def run(config, *, prompt, steps=40, seed=0, ties=False):
-    comparison = Comparison(config, seed, ties=ties)
+def run(config, *, prompt, steps=40, seed=0, **weights):
+    comparison = Comparison(config, seed, **weights)
     window = config.snapkv_window_size
     comparison.step(prompt, min(window, prompt) if window else None)
     for _ in range(steps):
@@ -136,6 +137,14 @@ def test_of_equal_scores_the_first_block_goes(mode, anchor):
 def test_adaptive_rkv_shares_the_places_between_mass_and_diversity(mass, window_size):
     config = config_of("adaptive_rkv", attention_mass=mass, window_size=window_size, budget=2)
     assert run(config, prompt=60, seed=3).num_evictions > 5
+
+
+@pytest.mark.parametrize("mass", [0.3, 1.0])
+@pytest.mark.parametrize("share_of_zeros", [0.97, 1.0])
+def test_adaptive_rkv_keeps_no_block_for_a_mass_of_zero(mass, share_of_zeros):
+    """Where nothing is attended to, all places go to the most diverse blocks."""
+    config = config_of("adaptive_rkv", attention_mass=mass, window_size=2)
+    assert run(config, prompt=60, share_of_zeros=share_of_zeros).num_evictions > 5
 
 
 @pytest.mark.parametrize("num_rest", [1, 20, 75])

@@ -102,8 +102,8 @@ class BlockSelection:
         self, layer: int, scores: FloatArray, overflow: int, diversity: Diversity
     ) -> Int64Array:
         by_score = np.argsort(-scores, kind="stable")
-        running_sum = np.cumsum(scores[by_score])
-        num_needed = int(np.searchsorted(running_sum, self._adaptive.attention_mass * running_sum[-1])) + 1
+        sum_before = np.cumsum(np.append(0.0, scores[by_score]))[:-1]
+        num_needed = int(np.count_nonzero(sum_before < self._adaptive.attention_mass * np.cumsum(scores)[-1]))
         num_kept = len(scores) - overflow
         rest = np.sort(by_score[min(num_needed, num_kept) :])
         num_places = len(rest) - overflow
