@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
@@ -13,13 +15,17 @@ from quire.config import (
     ConnectionConfig,
     EdgeConfig,
     EngineConfig,
+    KVCrushAnchorPointMode,
     KVCrushConfig,
     SchedulerConfig,
     ServerConfig,
+    SparseAttentionConfig,
+    SparseAttentionMode,
     SpeculationConfig,
     SupervisionConfig,
 )
 from quire.errors import ConfigError, InvalidRequestError
+from quire.front.openvino.generation_config import GenerationConfig, StructuredOutputConfig
 from quire.sampling_params import SamplingParams
 
 CONFIGS = [
@@ -41,10 +47,136 @@ def test_an_unknown_name_is_refused_with_the_nearest(cls):
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
-def test_fields_are_keyword_only_and_slotted(cls):
-    with pytest.raises(TypeError):
-        cls(1)
+def test_fields_are_slotted_and_but_for_those_of_openvino_genai_keyword_only(cls):
+    if cls not in (CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig):
+        with pytest.raises(TypeError):
+            cls(1)
     assert not hasattr(cls(), "__dict__")
+
+
+def test_configurations_of_the_cache_take_values_in_openvino_genais_order():
+    crush = KVCrushConfig(3, KVCrushAnchorPointMode.MEAN, 5)
+    given = CacheEvictionConfig(32, 64, 128, AggregationMode.SUM, True, 4, crush)
+    assert given == CacheEvictionConfig(
+        start_size=32,
+        recent_size=64,
+        max_cache_size=128,
+        aggregation_mode="sum",
+        apply_rotation=True,
+        snapkv_window_size=4,
+        kvcrush_config=KVCrushConfig(budget=3, anchor_point_mode="mean", rng_seed=5),
+    )
+    given.kvcrush_config = None
+    assert given.kvcrush_config == CacheEvictionConfig(kvcrush_config=None).kvcrush_config == KVCrushConfig()
+    assert AdaptiveRKVConfig(0.5, 3) == AdaptiveRKVConfig(attention_mass=0.5, window_size=3)
+    assert SparseAttentionConfig(SparseAttentionMode.XATTENTION, 1, 32, 64, 0.5, 128, 16) == (
+        SparseAttentionConfig(
+            mode="xattention",
+            num_last_dense_tokens_in_prefill=1,
+            num_retained_start_tokens_in_cache=32,
+            num_retained_recent_tokens_in_cache=64,
+            xattention_threshold=0.5,
+            xattention_block_size=128,
+            xattention_stride=16,
+        )
+    )
+    with pytest.raises(TypeError, match="positional"):
+        AdaptiveRKVConfig(0.5, 3, 1)
+    with pytest.raises(TypeError, match="attention_mass"):
+        AdaptiveRKVConfig(0.5, attention_mass=0.4)
+
+
+def test_nested_configurations_can_be_set_and_are_checked_when_they_are_used():
+    config = SchedulerConfig(use_cache_eviction=True, use_sparse_attention=True)
+    config.cache_eviction_config.apply_rotation = True
+    config.cache_eviction_config.kvcrush_config.budget = 2
+    config.cache_eviction_config.adaptive_rkv_config.window_size = 3
+    config.sparse_attention_config.mode = SparseAttentionMode.XATTENTION
+    kept = EngineConfig(scheduler=config).scheduler
+    assert kept == config
+    for holder, name, value in (
+        (config.cache_eviction_config, "recent_size", 0),
+        (config.cache_eviction_config, "max_cache_size", 160),
+        (config.cache_eviction_config, "kvcrush_config", 2),
+        (config.cache_eviction_config.kvcrush_config, "budget", -1),
+        (config.cache_eviction_config.adaptive_rkv_config, "attention_mass", 2.0),
+        (config.sparse_attention_config, "xattention_block_size", 7),
+    ):
+        before = getattr(holder, name)
+        setattr(holder, name, value)
+        with pytest.raises(ConfigError, match=name):
+            EngineConfig(scheduler=config)
+        with pytest.raises(ConfigError, match=name):
+            config.validate()
+        setattr(holder, name, before)
+    assert EngineConfig(scheduler=config).scheduler == kept
+
+
+def test_an_engine_keeps_its_own_copies_of_nested_configurations():
+    config = SchedulerConfig()
+    kept = EngineConfig(scheduler=config).scheduler
+    config.cache_eviction_config.kvcrush_config.budget = 2
+    config.sparse_attention_config.xattention_stride = 16
+    assert kept == SchedulerConfig() != config
+
+
+SETTABLE = [
+    SchedulerConfig, CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig, SparseAttentionConfig,
+    GenerationConfig, StructuredOutputConfig,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", SETTABLE)
+def test_settable_configurations_can_be_hashed_copied_and_pickled(cls):
+    one, other = cls(), cls()
+    name = dataclasses.fields(cls)[0].name
+    named = {one: "one"}
+    assert (one == other, hash(one) == hash(other), len({one, other})) == (True, True, 1)
+    setattr(one, name, 77)
+    assert named[one] == "one", "its hash has not changed"
+    assert one != other
+    by_pickle = [pickle.loads(pickle.dumps(one, protocol)) for protocol in range(6)]
+    function, arguments, state = one.__reduce__()
+    assert function(*arguments).__class__ is cls
+    assert state[1][name] == 77
+    for made in (copy.copy(one), copy.deepcopy(one), *by_pickle):
+        assert made == one
+        assert made is not one
+        assert made != other
+    config = SchedulerConfig()
+    copy.deepcopy(config).cache_eviction_config.apply_rotation = True
+    assert config == SchedulerConfig()
+
+
+@pytest.mark.parametrize("cls", SETTABLE)
+def test_settable_configurations_name_all_fields_as_text(cls):
+    text = cls().to_string()
+    assert text.startswith(cls.__name__ + " {")
+    for field in dataclasses.fields(cls):
+        assert f"\n  {field.name}: " in text
+
+
+def test_text_of_a_configuration_shows_choices_by_name_and_nested_ones_further_in():
+    text = SchedulerConfig(cache_eviction_config=CacheEvictionConfig(max_cache_size=512)).to_string()
+    assert "\n  use_cache_eviction: false\n" in text
+    assert "\n  cache_eviction_config: CacheEvictionConfig {\n    start_size: 32\n" in text
+    assert "\n    aggregation_mode: NORM_SUM\n" in text
+    assert "\n    kvcrush_config: KVCrushConfig {\n      budget: 0\n" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "only"), [("num_linear_attention_blocks", 0), ("cache_interval_multiplier", None)]
+)
+def test_what_openvino_genai_has_besides_can_be_read_and_set_to_its_default_only(name, only):
+    config = SchedulerConfig(**{name: only})
+    assert getattr(config, name) == only
+    setattr(config, name, only)
+    for change in (lambda: setattr(config, name, 3), lambda: SchedulerConfig(**{name: 3})):
+        with pytest.raises(ConfigError, match=f"SchedulerConfig.{name} is 3, but Quire does not support it"):
+            change()
+    assert config == SchedulerConfig()
+    with pytest.raises(AttributeError, match="no attribute 'cache_interval'"):
+        config.cache_interval  # noqa: B018
 
 
 @pytest.mark.parametrize("cls", [EngineConfig, SpeculationConfig, ServerConfig, SamplingParams])

@@ -88,7 +88,7 @@ class Limits:
     def refusal(self, value: Any) -> str:
         """Return what is wrong with a value that is not allowed: a sentence that its name begins."""
         most = self.bounds.get("max_length", math.inf)
-        if isinstance(value, str | tuple) and len(value) > most:
+        if isinstance(value, str | tuple | frozenset) and len(value) > most:
             held = (
                 f"has {len(value)} characters"
                 if isinstance(value, str)

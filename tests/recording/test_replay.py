@@ -248,7 +248,7 @@ def test_damage_is_told_or_makes_a_difference(recorded, tmp_path, seed):
 
 def test_another_version_is_refused(recorded, tmp_path):
     path = rewritten(recorded, tmp_path / "newer", lambda header: header.update(version=99))
-    with pytest.raises(RecordingError, match="is of version 99; this version of Quire reads 4"):
+    with pytest.raises(RecordingError, match="is of version 99; this version of Quire reads 5"):
         replay(path)
 
 

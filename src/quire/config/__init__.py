@@ -21,6 +21,7 @@ from quire.config.connections import ConnectionConfig
 from quire.config.edge import EdgeConfig, host_name
 from quire.config.engine import BUILT_IN_MODEL, EngineConfig, EngineRole
 from quire.config.fields import (
+    SettableConfig,
     check_limits,
     config,
     knob,
@@ -54,6 +55,7 @@ __all__ = [
     "SchedulerConfig",
     "ScorePooling",
     "ServerConfig",
+    "SettableConfig",
     "SparseAttentionConfig",
     "SparseAttentionMode",
     "SpeculationConfig",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Gt, Le
 
-from quire.config.fields import check_limits, config, knob, refuse_partial_blocks
+from quire.config.fields import SettableConfig, check_limits, knob, refuse_partial_blocks, settable_config
 from quire.errors import ConfigError
 from quire.limits import NonNegativeInt, PositiveInt
 
@@ -37,8 +37,8 @@ class KVCrushAnchorPointMode(enum.StrEnum):
     ALTERNATING = "alternating"  # 0, 1, 0, 1, ...
 
 
-@config
-class KVCrushConfig:
+@settable_config(kw_only=False)
+class KVCrushConfig(SettableConfig):
     """Blocks that stay although their score is low, chosen to be unlike each other (Jha et al. 2025)."""
 
     budget: NonNegativeInt = knob(
@@ -60,8 +60,8 @@ class KVCrushConfig:
         check_limits(self)
 
 
-@config
-class AdaptiveRKVConfig:
+@settable_config(kw_only=False)
+class AdaptiveRKVConfig(SettableConfig):
     """How the aggregation mode adaptive_rkv chooses blocks."""
 
     attention_mass: Annotated[float, Gt(0), Le(1)] = knob(
@@ -78,8 +78,11 @@ class AdaptiveRKVConfig:
         check_limits(self)
 
 
-@config
-class CacheEvictionConfig:
+_PARTS = {"kvcrush_config": KVCrushConfig, "adaptive_rkv_config": AdaptiveRKVConfig}
+
+
+@settable_config(kw_only=False)
+class CacheEvictionConfig(SettableConfig):
     """Which KV blocks a sequence keeps when it exceeds a length: see `SchedulerConfig.use_cache_eviction`.
 
     A sequence keeps its first `start_size` and its last `recent_size` tokens; of the blocks between, those
@@ -117,20 +120,31 @@ class CacheEvictionConfig:
         unit="tokens",
         help="Number of tokens at the end of a prompt whose attention scores the others. 0: all.",
     )
+    kvcrush_config: KVCrushConfig = knob(
+        default_factory=KVCrushConfig, help="Which blocks KVCrush retains. None: the defaults."
+    )
+    adaptive_rkv_config: AdaptiveRKVConfig = knob(
+        default_factory=AdaptiveRKVConfig, help="How adaptive_rkv chooses. None: the defaults."
+    )
     score_pooling: ScorePooling = knob(
         default=ScorePooling.FORWARD,
         help="Tokens of which the highest attention weight counts for a token: forward (it and the six after "
         "it), or centered (it and three on each side).",
     )
-    kvcrush_config: KVCrushConfig | None = knob(
-        default=None, help="Which blocks KVCrush retains. None: it is off."
-    )
-    adaptive_rkv_config: AdaptiveRKVConfig | None = knob(
-        default=None, help="How adaptive_rkv chooses. None: the defaults."
-    )
 
     def __post_init__(self) -> None:
+        self.validate()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is None and name in _PARTS:
+            value = _PARTS[name]()
+        SettableConfig.__setattr__(self, name, value)  # the class has slots: no super()
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value outside its limits, its own or of a configuration that it holds."""
         check_limits(self)
+        check_limits(self.kvcrush_config)
+        check_limits(self.adaptive_rkv_config)
         if self.get_evictable_size() <= 0:
             raise ConfigError(
                 f"CacheEvictionConfig.max_cache_size is {self.max_cache_size}; it must be above start_size + "

@@ -234,7 +234,7 @@ class EngineConfig:
                 f"but kv_tier is {self.kv_tier!r}; set kv_tier to 'disk', or leave kv_tier_memory_size at 0"
             )
         self._refuse_beside_connector()
-        object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler).validate())
+        object.__setattr__(self, "scheduler", self.scheduler.copied().validate())
         if self.scheduler.use_cache_eviction:
             self._refuse_beside_eviction()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 from quire.errors import ConfigError, nearest_name
 from quire.limits import violation
@@ -65,10 +67,12 @@ def _with_checked_names(cls: type[T]) -> type[T]:
     known = frozenset(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
 
     @functools.wraps(generated_init)
-    def checked_init(self: Any, /, **values: Any) -> None:
-        if not known.issuperset(values):
-            refuse_unknown_names(cls, values)
-        generated_init(self, **values)
+    def checked_init(self: Any, /, *values: Any, **named: Any) -> None:
+        if not known.issuperset(named):
+            if isinstance(self, SettableConfig):
+                named = self.without_unsupported(named)
+            refuse_unknown_names(cls, named)
+        generated_init(self, *values, **named)
 
     cls.__init__ = checked_init  # type: ignore[assignment]
     return cls
@@ -80,10 +84,89 @@ def config(cls: type[T]) -> type[T]:
     return _with_checked_names(dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls))
 
 
+class SettableConfig:
+    """What the configurations have in common that are used as in OpenVINO GenAI.
+
+    Attributes can be set, to nothing but fields; whoever uses the configuration checks its values then. Equal
+    values make equal configurations, with equal hashes, and setting an attribute leaves the hash as it is.
+    """
+
+    __slots__ = ()
+    UNSUPPORTED: ClassVar[Mapping[str, Any]] = {}
+    """Names that OpenVINO GenAI has beside the fields, with the only value that each may have."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.without_unsupported({name: value}):
+            refuse_unknown_names(type(self), {name: value})
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.UNSUPPORTED:
+            return self.UNSUPPORTED[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self),), (None, self._values())  # type: ignore[attr-defined]
+
+    def to_string(self) -> str:
+        """Return the fields and their values, a line each."""
+        lines = [f"  {name}: {_as_text(value)}\n" for name, value in self._values().items()]
+        return f"{type(self).__name__} {{\n{''.join(lines)}}}"
+
+    def copied(self) -> Self:
+        """Return a copy of it and of the configurations that it holds.
+
+        Raises:
+            ConfigError: one that it holds has an invalid value.
+        """
+        nested = {name: one for name, one in self._values().items() if isinstance(one, SettableConfig)}
+        copies = {name: one.copied() for name, one in nested.items()}
+        return dataclasses.replace(self, **copies)  # type: ignore[type-var]
+
+    def without_unsupported(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values to be set by name, but those of `UNSUPPORTED`.
+
+        Raises:
+            ConfigError: one of these would change.
+        """
+        for name in named.keys() & self.UNSUPPORTED.keys():
+            if named[name] != self.UNSUPPORTED[name]:
+                raise ConfigError(
+                    f"{type(self).__name__}.{name} is {named[name]!r:.80}, but Quire does not support it; "
+                    f"leave it at {self.UNSUPPORTED[name]!r}"
+                )
+        return {name: value for name, value in named.items() if name not in self.UNSUPPORTED}
+
+    def _values(self) -> dict[str, Any]:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in fields}
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, SettableConfig):
+        return value.to_string().replace("\n", "\n  ")
+    if isinstance(value, enum.Enum):
+        return value.name
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, knob, stands_for))
-def settable_config(cls: type[T]) -> type[T]:
-    """Like `config`, but fields can be set after construction, as in OpenVINO GenAI."""
-    return _with_checked_names(dataclasses.dataclass(kw_only=True, slots=True)(cls))
+def settable_config(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
+    """Like `config`, for a `SettableConfig`: its attributes can be set.
+
+    Args:
+        kw_only: whether fields can be given by keyword only, not in their order.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        made = dataclasses.dataclass(kw_only=kw_only, slots=True)(cls)
+        made.__hash__ = SettableConfig.__hash__  # type: ignore[assignment, method-assign]
+        return _with_checked_names(made)
+
+    return decorate
 
 
 def check_limits(owner: Any) -> None:

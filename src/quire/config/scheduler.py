@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Le, Lt
 
 from quire.config.cache_eviction import CacheEvictionConfig
-from quire.config.fields import check_limits, knob, refuse_unknown_names, settable_config
+from quire.config.fields import SettableConfig, check_limits, knob, settable_config
 from quire.config.sparse_attention import SparseAttentionConfig
 from quire.limits import BuiltIn, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -18,8 +19,8 @@ _CPU_STEP_TOKENS, _GPU_STEP_TOKENS, _LARGE_GPU_STEP_TOKENS = 512, 2_048, 8_192
 _LARGE_GPU_BYTES = 64 * 10**9
 
 
-@settable_config
-class SchedulerConfig:
+@settable_config()
+class SchedulerConfig(SettableConfig):
     """Which requests run in a step, and how large the KV cache is.
 
     Fields can be set as attributes after construction without arguments, as in OpenVINO GenAI, or given as
@@ -30,6 +31,11 @@ class SchedulerConfig:
         ConfigError: there is no field of that name. Values outside their limits are refused by `validate` and
             by `EngineConfig`.
     """
+
+    UNSUPPORTED: ClassVar[Mapping[str, Any]] = {  # no model has linear attention
+        "num_linear_attention_blocks": 0,
+        "cache_interval_multiplier": None,
+    }
 
     max_num_batched_tokens: NonNegativeInt = knob(
         default=0,
@@ -189,10 +195,6 @@ class SchedulerConfig:
         default_factory=SparseAttentionConfig, help="Which keys are left out, with use_sparse_attention."
     )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        refuse_unknown_names(SchedulerConfig, {name: value})
-        object.__setattr__(self, name, value)
-
     def validate(self) -> Self:
         """Return self if every value is within its limits.
 
@@ -200,6 +202,8 @@ class SchedulerConfig:
             ConfigError: names the first field that is not, its value and its limits.
         """
         check_limits(self)
+        self.cache_eviction_config.validate()
+        self.sparse_attention_config.validate()
         if self.use_cache_eviction:
             self.cache_eviction_config.refuse_block_size(self.block_size)
         if self.use_sparse_attention:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from quire.config.fields import check_limits, config, knob, refuse_partial_blocks
+from quire.config.fields import SettableConfig, check_limits, knob, refuse_partial_blocks, settable_config
 from quire.limits import NonNegativeInt
 
 
@@ -18,8 +18,8 @@ class SparseAttentionMode(enum.StrEnum):
     XATTENTION = "xattention"  # each head selects the key blocks that matter to a block of queries
 
 
-@config
-class SparseAttentionConfig:
+@settable_config(kw_only=False)
+class SparseAttentionConfig(SettableConfig):
     """Which keys the tokens of a prompt leave out: see `SchedulerConfig.use_sparse_attention`.
 
     The names beginning with `num_retained` belong to the mode trishape, those with `xattention` to the other.
@@ -60,6 +60,10 @@ class SparseAttentionConfig:
     )
 
     def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for the first value outside its limits."""
         check_limits(self)
 
     def refuse_block_size(self, block_size: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.config import AdaptiveRKVConfig, AggregationMode
+from quire.config import AggregationMode
 from quire.kernels import bounds
 from quire.kv.eviction import diversity
 from quire.kv.eviction.lengths import eviction_lengths
@@ -48,7 +48,7 @@ def _kept_bytes(config: CacheEvictionConfig) -> int:
         case AggregationMode.NORM_SUM:
             return 2 * SCORE_BYTES * 9 // 8
         case AggregationMode.ADAPTIVE_RKV:
-            return FLOAT32_BYTES * (config.adaptive_rkv_config or AdaptiveRKVConfig()).window_size
+            return FLOAT32_BYTES * config.adaptive_rkv_config.window_size
 
 
 def eviction_bytes(

@@ -22,7 +22,7 @@ from quire.recording.recorded_context import Answer
 T = TypeVar("T")
 
 MAGIC = b"quire recording\n"
-VERSION = 4
+VERSION = 5
 LENGTH_BYTES = 4
 
 

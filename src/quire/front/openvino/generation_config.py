@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self
 
-from quire.config import knob, refuse_unknown_names, settable_config, stands_for
+from quire.config import SettableConfig, knob, refuse_unknown_names, settable_config, stands_for
 from quire.errors import ConfigError, InvalidRequestError
 from quire.limits import PositiveInt, violation
 from quire.sampling_params import SamplingParams, TokenId
 from quire.structured_outputs import StructuredOutputsParams
 
 
-@settable_config
-class StructuredOutputConfig:
+@settable_config()
+class StructuredOutputConfig(SettableConfig):
     """A grammar that constrains the output; exactly one field must be set."""
 
     json_schema: str | None = knob(default=None, help="JSON schema, as text.")
@@ -33,8 +33,8 @@ class StructuredOutputConfig:
         return StructuredOutputsParams(json=self.json_schema, regex=self.regex, grammar=self.grammar)
 
 
-@settable_config
-class GenerationConfig:
+@settable_config()
+class GenerationConfig(SettableConfig):
     """Generation parameters, set as keyword arguments or attributes.
 
     `max_new_tokens` takes precedence over `max_length`. Without `do_sample`, decoding is greedy, or a beam

@@ -24,7 +24,7 @@ class EvictionLengths:
         self._max_blocks = config.max_cache_size // block_size
         self.num_retained_blocks = 0
         """Blocks that KVCrush retains of those that overflow, if they are at least so many."""
-        if config.kvcrush_config is not None and config.aggregation_mode != AggregationMode.ADAPTIVE_RKV:
+        if config.aggregation_mode != AggregationMode.ADAPTIVE_RKV:
             self.num_retained_blocks = config.kvcrush_config.budget
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from quire.config import AdaptiveRKVConfig, AggregationMode, CacheEvictionConfig, ScorePooling
+from quire.config import AggregationMode, CacheEvictionConfig, ScorePooling
 
 FloatArray = npt.NDArray[np.float64]
 WeightArray = npt.NDArray[np.float32]
@@ -202,8 +202,7 @@ def token_scores_of(config: CacheEvictionConfig, num_layers: int) -> TokenScores
         case AggregationMode.NORM_SUM:
             return NormalizedScores(num_layers, config.snapkv_window_size, pooling)
         case AggregationMode.ADAPTIVE_RKV:
-            adaptive = config.adaptive_rkv_config or AdaptiveRKVConfig()
-            return WindowedScores(num_layers, adaptive.window_size, pooling)
+            return WindowedScores(num_layers, config.adaptive_rkv_config.window_size, pooling)
 
 
 def _widened(array: FloatArray, width: int) -> FloatArray:

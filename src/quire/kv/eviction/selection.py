@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.config import AdaptiveRKVConfig, AggregationMode, CacheEvictionConfig
+from quire.config import AggregationMode, CacheEvictionConfig
 from quire.kv.eviction.kvcrush import Int64Array, KVCrush
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.kv.eviction.scores import FloatArray, SummedScores, WeightArray, token_scores_of
@@ -31,10 +31,10 @@ class BlockSelection:
     def __init__(self, config: CacheEvictionConfig, lengths: EvictionLengths, num_layers: int) -> None:
         self._config = config
         self._lengths = lengths
-        self._adaptive = config.adaptive_rkv_config or AdaptiveRKVConfig()
+        self._adaptive = config.adaptive_rkv_config
         self._scores = token_scores_of(config, num_layers)
         self._kvcrush = None
-        if lengths.num_retained_blocks and config.kvcrush_config is not None:
+        if lengths.num_retained_blocks:
             self._kvcrush = KVCrush(config.kvcrush_config, lengths.block_size)
 
     def register(self, weights: WeightArray, num_queries: int) -> None:
