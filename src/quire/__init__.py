@@ -25,8 +25,20 @@ if TYPE_CHECKING:
     )
     from quire.front.async_llm import AsyncLLM
     from quire.front.llm import LLM
-    from quire.front.openvino.generation_config import GenerationConfig, StructuredOutputConfig
+    from quire.front.openvino.chat_history import ChatHistory
+    from quire.front.openvino.generation_config import GenerationConfig, StopCriteria, StructuredOutputConfig
+    from quire.front.openvino.generation_handle import GenerationHandle
     from quire.front.openvino.pipeline import ContinuousBatchingPipeline
+    from quire.front.openvino.results import (
+        EncodedGenerationResult,
+        GenerationFinishReason,
+        GenerationOutput,
+        GenerationResult,
+        GenerationStatus,
+        PerfMetrics,
+        PipelineMetrics,
+    )
+    from quire.front.openvino.streaming import StreamerBase, StreamingStatus, TextStreamer
     from quire.request_options import RequestOptions
     from quire.request_output import CompletionOutput, RequestOutput
     from quire.sampling_params import SamplingParams
@@ -40,12 +52,21 @@ __all__ = [
     "AggregationMode",
     "AsyncLLM",
     "CacheEvictionConfig",
+    "ChatHistory",
     "CompletionOutput",
     "ContinuousBatchingPipeline",
+    "EncodedGenerationResult",
     "EngineConfig",
     "GenerationConfig",
+    "GenerationFinishReason",
+    "GenerationHandle",
+    "GenerationOutput",
+    "GenerationResult",
+    "GenerationStatus",
     "KVCrushAnchorPointMode",
     "KVCrushConfig",
+    "PerfMetrics",
+    "PipelineMetrics",
     "RequestOptions",
     "RequestOutput",
     "SamplingParams",
@@ -54,8 +75,12 @@ __all__ = [
     "ServerConfig",
     "SparseAttentionConfig",
     "SparseAttentionMode",
+    "StopCriteria",
+    "StreamerBase",
+    "StreamingStatus",
     "StructuredOutputConfig",
     "StructuredOutputsParams",
+    "TextStreamer",
 ]
 
 _HOMES = {
@@ -80,6 +105,19 @@ _HOMES = {
     "SparseAttentionMode": "quire.config",
     "StructuredOutputConfig": "quire.front.openvino.generation_config",
     "StructuredOutputsParams": "quire.structured_outputs",
+    "ChatHistory": "quire.front.openvino.chat_history",
+    "EncodedGenerationResult": "quire.front.openvino.results",
+    "GenerationFinishReason": "quire.front.openvino.results",
+    "GenerationHandle": "quire.front.openvino.generation_handle",
+    "GenerationOutput": "quire.front.openvino.results",
+    "GenerationResult": "quire.front.openvino.results",
+    "GenerationStatus": "quire.front.openvino.results",
+    "PerfMetrics": "quire.front.openvino.results",
+    "PipelineMetrics": "quire.front.openvino.results",
+    "StopCriteria": "quire.front.openvino.generation_config",
+    "StreamerBase": "quire.front.openvino.streaming",
+    "StreamingStatus": "quire.front.openvino.streaming",
+    "TextStreamer": "quire.front.openvino.streaming",
 }
 
 __getattr__, __dir__ = lazy_attributes(globals(), _HOMES)

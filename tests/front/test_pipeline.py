@@ -11,7 +11,7 @@ import pytest
 from engine_checks import check_after_every_step, core_of, requests_of
 from quire import LLM, ContinuousBatchingPipeline, GenerationConfig, SamplingParams, SchedulerConfig
 from quire.errors import ConfigError, DuplicateRequestError, InvalidRequestError
-from quire.front.openvino.generation_handle import GenerationStatus
+from quire.front.openvino.results import GenerationFinishReason, GenerationStatus
 from quire.status import FinishReason
 
 SCHEDULER = SchedulerConfig(num_kv_blocks=64, max_num_batched_tokens=32, max_num_seqs=8)
@@ -40,7 +40,8 @@ def nothing_is_left(pipeline):
 
 
 def config(**fields) -> GenerationConfig:
-    return GenerationConfig(**{"max_new_tokens": 10, "ignore_eos": True, **fields})
+    plain = {"max_new_tokens": 10, "ignore_eos": True, "apply_chat_template": False}
+    return GenerationConfig(**{**plain, **fields})
 
 
 def run(pipeline) -> None:
@@ -85,7 +86,7 @@ def test_requests_step_by_step(pipeline, llm):
     output = first.read_all()[0]
     assert len(output.generated_log_probs) == 4
     assert output.score == sum(output.generated_log_probs) < 0
-    assert output.finish_reason is FinishReason.LENGTH
+    assert output.finish_reason is GenerationFinishReason.LENGTH
     assert second.read_all()[0].generated_log_probs == []
 
 
@@ -259,8 +260,8 @@ def test_refusals_leave_nothing(pipeline):
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("num_assistant_tokens", ""),
-        ("no_repeat_ngram_size", ""),
+        ("assistant_tokens", "did you mean 'num_assistant_tokens'"),
+        ("generator", ""),
         ("max_new_token", "did you mean 'max_new_tokens'"),
     ],
 )
@@ -283,5 +284,5 @@ def test_the_constructor_refuses(checkpoint):
 
 
 def test_the_configuration_is_a_copy(pipeline):
-    pipeline.get_config().max_num_seqs = 1
-    assert pipeline.get_config() == SCHEDULER
+    pipeline.get_config().max_new_tokens = 1
+    assert pipeline.get_config() == GenerationConfig(eos_token_id=2, stop_token_ids={2})

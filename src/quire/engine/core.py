@@ -21,6 +21,7 @@ from quire.engine.drafting import find_draft_model
 from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.kv_identity import loaded_kv_identity, model_files_key
+from quire.engine.memory_checks import cache_knob
 from quire.engine.memory_measurement import measure, telling_of_shortage
 from quire.engine.memory_plan import plan_memory_again
 from quire.engine.messages import EngineCoreRequest, EngineInfo
@@ -149,6 +150,7 @@ class EngineCore:
             reads_priority=self.scheduler.reads_priority,
             reads_kv_transfer_params=not isinstance(self._connector, TierConnector | None),
             device=device_name(config),
+            cache_knob=cache_knob(config, plan),
         )
 
     def add(self, request: EngineCoreRequest) -> None:

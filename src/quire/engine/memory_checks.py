@@ -48,6 +48,12 @@ def check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
         )
 
 
+def cache_knob(config: EngineConfig, plan: MemoryPlan) -> str:
+    """Return the field that keeps sequences shorter than the model's maximum; empty if the cache does not."""
+    is_shortened = not config.max_model_len and plan.max_model_len < plan.model_max_len
+    return _size_knob(config) if is_shortened else ""
+
+
 def _size_knob(config: EngineConfig) -> str:
     """Return the name of the field that determined the size of the cache."""
     if config.scheduler.num_kv_blocks:

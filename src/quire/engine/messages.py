@@ -72,6 +72,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     `reads_priority`: whether any policy does; if none does, requests with a priority are refused.
     `reads_kv_transfer_params`: whether a KV connector may; if none does, they have no effect.
     `device`: what the model runs on, for people to read.
+    `cache_knob`: the field that makes the KV cache too small for sequences as long as the model's maximum;
+    empty: none does.
     """
 
     model: str
@@ -88,6 +90,15 @@ class EngineInfo(msgspec.Struct, frozen=True):
     reads_priority: bool = True
     reads_kv_transfer_params: bool = True
     device: str = "cpu"
+    cache_knob: str = ""
+
+    @property
+    def length_limit(self) -> str:
+        """What limits prompt and output together, in words, with the knob to turn."""
+        if self.cache_knob:
+            blocks = f"{self.num_blocks} blocks of {self.block_size}"
+            return f"the KV cache of {blocks} holds no longer sequence; raise {self.cache_knob}"
+        return f"max_model_len is {self.max_model_len}"
 
 
 class EngineStart(msgspec.Struct):

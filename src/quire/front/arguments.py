@@ -160,6 +160,12 @@ def one_for_each(batch: Sequence[Any], given: T | Sequence[T] | None, kind: type
         raise InvalidRequestError(
             f"there are {len(batch)} prompts but {len(given)} {name}; give one, or one for each", param=name
         )
+    for one in given:
+        if not isinstance(one, kind):
+            raise InvalidRequestError(
+                f"{name} must be {kind.__name__} or a sequence of them; one of them is {type(one).__name__}",
+                param=name,
+            )
     return list(given)
 
 

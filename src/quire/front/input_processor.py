@@ -101,7 +101,7 @@ class InputProcessor:
         serial = next(self._serial)
         request_id = f"request-{os.urandom(8).hex()}" if request_id is None else request_id
         require_text(request_id, "request_id", allow_empty=False)
-        truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info.max_model_len)
+        truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info)
         if isinstance(prompt, str):
             self._check_length(len(prompt) and 1)
             token_ids, prompt_text = self._encode_prompt(prompt, truncation, add_special_tokens)
@@ -165,7 +165,7 @@ class InputProcessor:
             InvalidRequestError: the conversation or its parameters are invalid, or the template refuses it.
         """
         require_chat(messages, tools, chat_template_kwargs)
-        truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info.max_model_len)
+        truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info)
         if truncation is None:
             self._check_conversation(messages)
         if add_generation_prompt is None:
@@ -237,7 +237,7 @@ class InputProcessor:
         if len(text) > limit and self._bound.least_num_tokens(text, limit) > limit:
             raise ContextLengthError(
                 f"the prompt has {len(text)} characters, which are more than {limit} tokens; with at least "
-                f"one output token, the limit is {limit} (max_model_len is {self.info.max_model_len})",
+                f"one output token, the limit is {limit} ({self.info.length_limit})",
                 param="prompt",
             )
         encoding = self._tokenizer.tokenize(text, add_special_tokens=add_special_tokens)
@@ -267,7 +267,7 @@ class InputProcessor:
         if len(messages) > limit:
             raise ContextLengthError(
                 f"the conversation has {len(messages)} messages, and its prompt may have {limit} tokens "
-                f"(max_model_len is {self.info.max_model_len}); send at most {limit} messages",
+                f"({self.info.length_limit}); send at most {limit} messages",
                 param="prompt",
             )
         length = sum(len(content) for one in messages if isinstance(content := one.get("content"), str))
@@ -275,7 +275,7 @@ class InputProcessor:
         if most is not None and length > most:
             raise ContextLengthError(
                 f"the conversation has {length} characters; a prompt has at most {limit} tokens, which are "
-                f"at most {most} characters (max_model_len is {self.info.max_model_len})",
+                f"at most {most} characters ({self.info.length_limit})",
                 param="prompt",
             )
 
@@ -291,7 +291,7 @@ class InputProcessor:
         if num_tokens > limit:
             raise ContextLengthError(
                 f"the prompt has {num_tokens} tokens; with at least one output token, the limit is {limit} "
-                f"(max_model_len is {self.info.max_model_len})",
+                f"({self.info.length_limit})",
                 param="prompt",
             )
 
@@ -360,14 +360,14 @@ class InputProcessor:
         if params.max_tokens is not None and params.max_tokens > room and not shorten_output:
             raise ContextLengthError(
                 f"the prompt has {prompt_length} tokens and max_tokens is {params.max_tokens}, together "
-                f"{prompt_length + params.max_tokens}; the limit is max_model_len {limit}, which leaves "
-                f"max_tokens {room}",
+                f"{prompt_length + params.max_tokens}; the limit is {limit}, which leaves max_tokens {room} "
+                f"({self.info.length_limit})",
                 param="max_tokens",
             )
         if params.min_tokens > room:
             raise InvalidRequestError(
-                f"min_tokens is {params.min_tokens}; after a prompt of {prompt_length} tokens, max_model_len "
-                f"{limit} leaves {room}",
+                f"min_tokens is {params.min_tokens}; after a prompt of {prompt_length} tokens, the limit of "
+                f"{limit} leaves {room} ({self.info.length_limit})",
                 param="min_tokens",
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)

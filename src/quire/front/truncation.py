@@ -12,6 +12,8 @@ from quire.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import tokenizers
 
+    from quire.engine.messages import EngineInfo
+
 TruncationSide = Literal["left", "right"]
 
 MARGIN = 64
@@ -46,7 +48,7 @@ class Truncation:
 
 
 def truncation_of(
-    num_tokens: int | None, side: TruncationSide, params: SamplingParams, max_model_len: int
+    num_tokens: int | None, side: TruncationSide, params: SamplingParams, info: EngineInfo
 ) -> Truncation | None:
     """Return what a request asks for.
 
@@ -54,7 +56,7 @@ def truncation_of(
         num_tokens: of the prompt that are kept; -1: as many as fit beside `max_tokens`; None: all.
         side: that is cut off.
         params: of the request.
-        max_model_len: in tokens, prompt and output together.
+        info: of the engine, with the maximum length.
 
     Raises:
         InvalidRequestError: that cannot be.
@@ -67,12 +69,13 @@ def truncation_of(
         )
     if num_tokens == -1:
         wanted = getattr(params, "max_tokens", None) or 1
-        return Truncation(max_model_len - (wanted if wanted < max_model_len else 1), side)
-    limit = max_model_len - 1
+        longest = info.max_model_len
+        return Truncation(longest - (wanted if wanted < longest else 1), side)
+    limit = info.max_model_len - 1
     if type(num_tokens) is not int or not 1 <= num_tokens <= limit:
         raise InvalidRequestError(
             f"truncate_prompt_tokens is {num_tokens!r:.80}; it must be -1, or from 1 to {limit}, which "
-            f"leaves room for one output token (max_model_len is {max_model_len})",
+            f"leaves room for one output token ({info.length_limit})",
             param="truncate_prompt_tokens",
         )
     return Truncation(num_tokens, side)

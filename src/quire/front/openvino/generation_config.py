@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any, Self
+import enum
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
-from quire.config import SettableConfig, knob, refuse_unknown_names, settable_config, stands_for
-from quire.errors import ConfigError, InvalidRequestError
-from quire.limits import PositiveInt, violation
-from quire.sampling_params import SamplingParams, TokenId
+from annotated_types import Ge, Le
+
+from quire.config import SettableConfig, knob, settable_config, stands_for
+from quire.errors import ConfigError, InvalidRequestError, ModelError
+from quire.limits import NonNegativeInt, PositiveInt, violation
+from quire.models.checkpoints.json_files import read_json
+from quire.sampling_params import MAX_BEAM_WIDTH, SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
+
+UNSET = 2**64 - 1
+"""What OpenVINO GenAI has for no limit."""
+
+_OF_SAMPLING = ("temperature", "top_p", "min_p")
+_OF_BEAM_SEARCH = ("num_beam_groups", "diversity_penalty", "length_penalty")
+_STOP_CRITERIA_BY_EARLY_STOPPING: dict[bool | str, str] = {True: "early", False: "heuristic"}
+
+
+class StopCriteria(enum.StrEnum):
+    """When a beam search ends; see `SamplingParams.stop_criteria`."""
+
+    EARLY = "early"
+    HEURISTIC = "heuristic"
+    NEVER = "never"
 
 
 @settable_config()
 class StructuredOutputConfig(SettableConfig):
     """A grammar that constrains the output; exactly one field must be set."""
 
+    UNSUPPORTED: ClassVar[Mapping[str, Any]] = {"structural_tags_config": None, "compound_grammar": None}
+
     json_schema: str | None = knob(default=None, help="JSON schema, as text.")
     regex: str | None = knob(default=None, help="Regular expression that the whole output must match.")
     grammar: str | None = knob(default=None, help="Context-free grammar, in Lark or GBNF notation.")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        refuse_unknown_names(StructuredOutputConfig, {name: value})
-        object.__setattr__(self, name, value)
 
     def params(self) -> StructuredOutputsParams:
         """Return the equivalent `StructuredOutputsParams`.
@@ -35,38 +55,58 @@ class StructuredOutputConfig(SettableConfig):
 
 @settable_config()
 class GenerationConfig(SettableConfig):
-    """Generation parameters, set as keyword arguments or attributes.
+    """Generation parameters, set as keyword arguments or attributes; None stands for the default.
 
     `max_new_tokens` takes precedence over `max_length`. Without `do_sample`, decoding is greedy, or a beam
-    search if `num_beams` is above 1.
+    search if `num_beams` is above 1; what belongs to another way of decoding has no effect. What OpenVINO
+    GenAI has besides can be set to its default only.
+
+    Args:
+        json_path: file to take values from first, such as a model's `generation_config.json`.
+
+    Raises:
+        ConfigError: there is no field of that name, or it is not supported.
+        ModelError: the file cannot be read.
     """
 
-    max_new_tokens: int | None = stands_for(
-        SamplingParams,
-        "max_tokens",
-        default=None,
-        help="Maximum number of tokens to generate. None: up to max_length or max_model_len.",
-    )
-    max_length: PositiveInt | None = knob(
-        default=None,
+    UNSUPPORTED: ClassVar[Mapping[str, Any]] = {
+        "adapters": None,
+        "assistant_confidence_threshold": 0.0,
+        "branching_factor": 1,
+        "parsers": [],
+        "pruning_ratio": 0,
+        "relevance_weight": 0.5,
+        "return_omni_outputs": False,
+        "tree_depth": 0,
+    }
+
+    max_new_tokens: PositiveInt = knob(
+        default=UNSET,
         unit="tokens",
-        help="Maximum number of tokens, prompt and output together.",
+        help="Maximum number of tokens to generate. 2^64 - 1: up to max_length or max_model_len.",
+    )
+    max_length: PositiveInt = knob(
+        default=UNSET,
+        unit="tokens",
+        help="Maximum number of tokens, prompt and output together. 2^64 - 1: max_model_len.",
     )
     min_new_tokens: int = stands_for(SamplingParams, "min_tokens", default=0)
     ignore_eos: bool = stands_for(SamplingParams, "ignore_eos", default=False)
-    eos_token_id: TokenId | None = knob(
-        default=None, help="End-of-sequence token id. None: the model's own ids."
+    eos_token_id: Annotated[int, Ge(-1), Le(2**31 - 1)] = knob(
+        default=-1, help="End-of-sequence token id. -1: the model's own ids."
     )
-    stop_strings: tuple[str, ...] = stands_for(SamplingParams, "stop", default=())
+    stop_strings: frozenset[str] = stands_for(SamplingParams, "stop", default=frozenset())
     include_stop_str_in_output: bool = stands_for(SamplingParams, "include_stop_str_in_output", default=False)
-    stop_token_ids: tuple[int, ...] = stands_for(SamplingParams, "stop_token_ids", default=())
+    stop_token_ids: frozenset[int] = stands_for(SamplingParams, "stop_token_ids", default=frozenset())
     repetition_penalty: float = stands_for(SamplingParams, "repetition_penalty", default=1.0)
     presence_penalty: float = stands_for(SamplingParams, "presence_penalty", default=0.0)
     frequency_penalty: float = stands_for(SamplingParams, "frequency_penalty", default=0.0)
     do_sample: bool = knob(default=False, help="Sample tokens. Off: always choose the most likely token.")
     temperature: float = stands_for(SamplingParams, "temperature", default=1.0)
     top_p: float = stands_for(SamplingParams, "top_p", default=1.0)
-    top_k: int = stands_for(SamplingParams, "top_k", default=0)
+    top_k: NonNegativeInt = knob(
+        default=UNSET, unit="tokens", help="Sample among the k most likely tokens. 0 or 2^64 - 1: all."
+    )
     min_p: float = stands_for(SamplingParams, "min_p", default=0.0)
     rng_seed: int = stands_for(SamplingParams, "seed", default=0)
     num_return_sequences: int = stands_for(
@@ -75,13 +115,19 @@ class GenerationConfig(SettableConfig):
         default=1,
         help="Number of completions per prompt; more than 1 needs do_sample or num_beams.",
     )
-    num_beams: PositiveInt = knob(
+    num_beams: Annotated[int, Ge(1), Le(MAX_BEAM_WIDTH)] = knob(
         default=1, unit="beams", help="Number of beams in beam search. 1: no beam search."
     )
     num_beam_groups: int = stands_for(SamplingParams, "num_beam_groups", default=1)
     diversity_penalty: float = stands_for(SamplingParams, "diversity_penalty", default=0.0)
     length_penalty: float = stands_for(SamplingParams, "length_penalty", default=1.0)
-    stop_criteria: str = stands_for(SamplingParams, "stop_criteria", default="heuristic")
+    stop_criteria: StopCriteria = knob(
+        default=StopCriteria.HEURISTIC,
+        help="When beam search ends; see `SamplingParams.stop_criteria`.",
+    )
+    no_repeat_ngram_size: NonNegativeInt = knob(
+        default=UNSET, unit="tokens", help="Not supported, but as 0 or 2^64 - 1: no limit."
+    )
     logprobs: int = stands_for(
         SamplingParams,
         "logprobs",
@@ -89,21 +135,89 @@ class GenerationConfig(SettableConfig):
         help="Above 0: return the log-probabilities of the generated tokens. 0: none.",
     )
     echo: bool = knob(default=False, help="Prepend the prompt to the output.")
+    apply_chat_template: bool = knob(
+        default=True,
+        help="Make a text that `generate` is given the user's turn of a conversation, if the model has a "
+        "chat template.",
+    )
     structured_output_config: StructuredOutputConfig | None = knob(
         default=None, help="Grammar that constrains the output."
     )
+    num_assistant_tokens: NonNegativeInt | None = knob(
+        default=None,
+        unit="tokens",
+        help="Above 0: let drafts speed the request up, which needs a pipeline with prompt_lookup; the "
+        "output is the same. Their length is the pipeline's.",
+    )
+    max_ngram_size: NonNegativeInt = knob(
+        default=0, unit="tokens", help="Above 0, with num_assistant_tokens: drafts come from the prompt."
+    )
+
+    def __init__(self, json_path: str | Path | None = None, /, **values: Any) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, field.default)
+        if json_path is not None:
+            try:
+                self.update_generation_config(**_read(Path(json_path)))
+            except TypeError as error:
+                raise ModelError(f"{json_path} holds a value of a wrong type: {error}") from error
+        self.update_generation_config(**values)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_unknown_names(GenerationConfig, {name: value})
-        if name == "stop_strings" and isinstance(value, str):
-            value = (value,)
-        object.__setattr__(self, name, value)
+        if value is None and name in _DEFAULTS:
+            value = _DEFAULTS[name]
+        elif name == "stop_strings" and isinstance(value, str):
+            value = frozenset((value,))
+        elif name in ("stop_strings", "stop_token_ids") and isinstance(value, list | tuple | set):
+            with contextlib.suppress(TypeError):  # what cannot be in a set is refused later
+                value = frozenset(value)
+        SettableConfig.__setattr__(self, name, value)  # the class has slots: no super()
+
+    def update_generation_config(self, **values: Any) -> None:
+        """Set several fields; `eos_token_id` as by `set_eos_token_id`.
+
+        Raises:
+            ConfigError: there is no field of that name, or it is not supported.
+        """
+        for name, value in values.items():
+            setattr(self, name, value)
+        if "eos_token_id" in values and self.eos_token_id != -1:
+            self.set_eos_token_id(self.eos_token_id)
+
+    def set_eos_token_id(self, eos_token_id: int) -> None:
+        """Set the end-of-sequence token, which is then one of the stop tokens too."""
+        self.eos_token_id = eos_token_id
+        self.stop_token_ids = self.stop_token_ids | {eos_token_id}
+
+    def is_greedy_decoding(self) -> bool:
+        """Whether the most likely token is chosen each time."""
+        return not self.do_sample and not self.is_beam_search()
+
+    def is_beam_search(self) -> bool:
+        """Whether there is more than one beam."""
+        return self.num_beams > 1
+
+    def is_multinomial(self) -> bool:
+        """Whether tokens are sampled."""
+        return self.do_sample
+
+    def is_assisting_generation(self) -> bool:
+        """Whether drafts are asked for."""
+        return bool(self.num_assistant_tokens)
+
+    def is_prompt_lookup(self) -> bool:
+        """Whether drafts out of the prompt are asked for."""
+        return self.is_assisting_generation() and self.max_ngram_size > 0
+
+    def is_tree_search(self) -> bool:
+        """Whether drafts branch; they never do here."""
+        return False
 
     def validate(self) -> Self:
         """Return self if all values are valid.
 
         Raises:
-            ConfigError: fields contradict each other.
+            ConfigError: fields contradict each other, or a value is not supported.
             InvalidRequestError: a value is out of range.
         """
         if (found := violation(self)) is not None:
@@ -119,30 +233,80 @@ class GenerationConfig(SettableConfig):
                 f"num_return_sequences is {self.num_return_sequences}, but without do_sample all completions "
                 "would be the same; set do_sample=True, or num_beams, or num_return_sequences=1"
             )
-        if self.structured_output_config is not None and self.eos_token_id is not None:
+        if self.no_repeat_ngram_size not in (0, UNSET):
             raise ConfigError(
-                f"eos_token_id is {self.eos_token_id}, but structured_output_config needs the "
-                "model's own end-of-sequence ids; leave eos_token_id out"
+                f"no_repeat_ngram_size is {self.no_repeat_ngram_size}, but Quire does not support it; leave "
+                "it out, or set repetition_penalty"
             )
-        self.sampling_params(self.max_new_tokens)
+        if self.max_ngram_size and not self.is_assisting_generation():
+            raise ConfigError(
+                f"max_ngram_size is {self.max_ngram_size}, but num_assistant_tokens is "
+                f"{self.num_assistant_tokens}; set it to the number of draft tokens, or max_ngram_size to 0"
+            )
+        self.sampling_params(self.max_new_tokens, {self.eos_token_id} - {-1})
         return self
 
-    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
-        """Return the equivalent `SamplingParams`, with at most `max_tokens` output tokens."""
-        replaces_eos = self.eos_token_id is not None and not self.ignore_eos
+    def sampling_params(self, max_tokens: int, model_eos_token_ids: Collection[int]) -> SamplingParams:
+        """Return the equivalent `SamplingParams`.
+
+        Args:
+            max_tokens: most tokens of output; `UNSET`: as many as fit.
+            model_eos_token_ids: that end a sequence unless `eos_token_id` is another.
+
+        Raises:
+            ConfigError: fields contradict each other.
+            InvalidRequestError: a value is out of range.
+        """
+        own_eos = {self.eos_token_id} - {-1}
+        stop_token_ids = self.stop_token_ids - own_eos if self.ignore_eos else self.stop_token_ids | own_eos
+        replaces_eos = bool(own_eos) and not (
+            model_eos_token_ids and stop_token_ids.issuperset(model_eos_token_ids)
+        )
         structure = self.structured_output_config
-        own = {
-            "max_tokens": max_tokens,
-            "temperature": self.temperature if self.do_sample else 0.0,
-            "stop_token_ids": (*self.stop_token_ids, *((self.eos_token_id,) if replaces_eos else ())),
+        if structure is not None and replaces_eos and model_eos_token_ids and not self.ignore_eos:
+            raise ConfigError(
+                f"eos_token_id is {self.eos_token_id}, but structured_output_config needs the "
+                f"model's own end-of-sequence ids, {sorted(model_eos_token_ids)}; leave eos_token_id out"
+            )
+        own: dict[str, Any] = {
+            "max_tokens": None if max_tokens == UNSET else max_tokens,
+            "stop": tuple(sorted(self.stop_strings)),
+            "stop_token_ids": tuple(sorted(stop_token_ids)),
             "ignore_eos": self.ignore_eos or replaces_eos,
             "logprobs": self.logprobs or None,
-            "beam_width": self.num_beams if self.num_beams > 1 else 0,
             "structured_outputs": None if structure is None else structure.params(),
+            "temperature": self.temperature if self.do_sample else 0.0,
         }
+        if self.do_sample:
+            own["top_k"] = 0 if self.top_k == UNSET else self.top_k
+        if self.is_beam_search():
+            own |= {"beam_width": self.num_beams, "stop_criteria": str(self.stop_criteria)}
+        unused = _OF_SAMPLING * (not self.do_sample) + _OF_BEAM_SEARCH * (not self.is_beam_search())
         same = {
             field.metadata["stands_for"][1]: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if "stands_for" in field.metadata
+            if "stands_for" in field.metadata and field.name not in unused
         }
         return SamplingParams(**{**same, **own})
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(GenerationConfig)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the fields that a `generation_config.json` has; it may have others.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    entries = read_json(path)
+    if entries is None:
+        raise ModelError(f"there is no file {path}")
+    known = {*_DEFAULTS, *GenerationConfig.UNSUPPORTED}
+    values = {name: value for name, value in entries.items() if name in known}
+    if isinstance(early := entries.get("early_stopping"), bool | str):
+        values["stop_criteria"] = _STOP_CRITERIA_BY_EARLY_STOPPING.get(early, early)
+    if isinstance(eos := values.get("eos_token_id"), list) and eos:
+        values["eos_token_id"] = eos[0]
+        values.setdefault("stop_token_ids", eos)
+    return values

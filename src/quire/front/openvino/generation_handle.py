@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Callable, Sequence
+from typing import Never
 
+from quire.errors import InvalidRequestError
+from quire.front.openvino.results import (
+    GenerationFinishReason,
+    GenerationOutput,
+    GenerationStatus,
+    PerfMetrics,
+)
 from quire.front.output_processor import CompletionState, RequestState
 from quire.request_output import TokenLogprobs
 from quire.status import FinishReason
-
-
-class GenerationStatus(enum.Enum):
-    """Status of a request of the pipeline."""
-
-    RUNNING = enum.auto()
-    FINISHED = enum.auto()
-    IGNORED = enum.auto()  # it failed; see `GenerationOutput.error` or the log
-    CANCEL = enum.auto()  # ended by `GenerationHandle.cancel`
-    STOP = enum.auto()  # ended by `GenerationHandle.stop`
-
-
-@dataclasses.dataclass(slots=True)
-class GenerationOutput:
-    """Generated tokens of one completion.
-
-    `generated_log_probs` is empty unless `GenerationConfig.logprobs` is set. `score` is their sum in nats; a
-    hypothesis of a beam search has it in any case.
-    """
-
-    generated_ids: list[int]
-    generated_log_probs: list[float]
-    score: float
-    finish_reason: FinishReason | None
-    error: str | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class GenerationResult:
-    """Result of `ContinuousBatchingPipeline.generate` for one prompt; lists have an item per completion.
-
-    `scores` are cumulative log-probabilities in nats, 0 if unknown.
-    """
-
-    request_id: int
-    texts: list[str]
-    scores: list[float]
-    finish_reasons: list[FinishReason | None]
-    status: GenerationStatus
 
 
 class GenerationHandle:
@@ -57,16 +24,23 @@ class GenerationHandle:
         state: of the request.
         end: aborts the request.
         echoed_token_ids: prepended to each completion.
+        load_time: of the model, in seconds.
     """
 
     def __init__(
-        self, state: RequestState, end: Callable[[RequestState], None], echoed_token_ids: list[int]
+        self,
+        state: RequestState,
+        end: Callable[[RequestState], None],
+        echoed_token_ids: list[int],
+        load_time: float,
     ) -> None:
         self._state = state
         self._end = end
         self._echoed = echoed_token_ids
+        self._load_time = load_time
         self._num_read = [0] * len(state.completions)
         self._ended_by: GenerationStatus | None = None
+        self._reason_of_end = GenerationFinishReason.STOP
 
     def get_status(self) -> GenerationStatus:
         """Return the status of the request."""
@@ -96,9 +70,26 @@ class GenerationHandle:
         """Return all tokens so far of each completion, read or not, including the echoed prompt."""
         return [self._output(completion, 0) for completion in self._completions()]
 
-    def stop(self) -> None:
-        """End the request and keep its output."""
+    def get_perf_metrics(self) -> PerfMetrics:
+        """Return times and numbers of tokens, as far as they are known: most once the request has ended."""
+        snapshot = self._state.snapshot()
+        return PerfMetrics.of(
+            snapshot.metrics, load_time=self._load_time, num_input_tokens=len(snapshot.prompt_token_ids)
+        )
+
+    def get_vlm_perf_metrics(self) -> Never:
+        """Raise `InvalidRequestError`: no request has images or videos."""
+        raise InvalidRequestError("get_vlm_perf_metrics: images and videos are not supported")
+
+    def stop(self, finish_reason: GenerationFinishReason = GenerationFinishReason.STOP) -> None:
+        """End the request and keep its output; completions that were running have `finish_reason`."""
+        if self.get_status() is GenerationStatus.RUNNING:
+            self._reason_of_end = finish_reason
         self._end_as(GenerationStatus.STOP)
+
+    def drop(self) -> None:
+        """End the request and keep its output: the older name of `stop`."""
+        self.stop()
 
     def cancel(self) -> None:
         """End the request and discard its output."""
@@ -120,9 +111,14 @@ class GenerationHandle:
             generated_ids=token_ids if start else [*self._echoed, *token_ids],
             generated_log_probs=chosen,
             score=sum(chosen) if chosen else completion.cumulative_logprob or 0.0,
-            finish_reason=completion.finish_reason,
+            finish_reason=self._finish_reason(completion),
             error=completion.error,
         )
+
+    def _finish_reason(self, completion: CompletionState) -> GenerationFinishReason:
+        if completion.finish_reason is None and self._ended_by is not None:
+            return self._reason_of_end
+        return GenerationFinishReason.of(completion.finish_reason)
 
 
 def status_of(reasons: Sequence[FinishReason | None]) -> GenerationStatus:

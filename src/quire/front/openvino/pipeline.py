@@ -4,45 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.config import BUILT_IN_MODEL, EngineConfig, SchedulerConfig, refuse_unknown_names
-from quire.errors import ConfigError, InvalidRequestError
+from quire.config import (
+    BUILT_IN_MODEL,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    refuse_unknown_names,
+)
+from quire.errors import ConfigError, InvalidRequestError, nearest_name
 from quire.front.arguments import TextOrTokenIds, one_for_each, prompts_of
 from quire.front.batch import Batch
 from quire.front.input_processor import ProcessedRequest
 from quire.front.interrupt import deferred_interrupt
-from quire.front.openvino.generation_config import GenerationConfig
-from quire.front.openvino.generation_handle import (
-    GenerationHandle,
+from quire.front.openvino.chat_history import ChatHistory
+from quire.front.openvino.generation_config import UNSET, GenerationConfig
+from quire.front.openvino.generation_handle import GenerationHandle, status_of
+from quire.front.openvino.results import (
+    EncodedGenerationResult,
+    GenerationFinishReason,
     GenerationResult,
-    status_of,
+    GenerationStatus,
+    PerfMetrics,
+    PipelineMetrics,
 )
+from quire.front.openvino.streaming import Stream, Streamer, StreamingStatus
 from quire.front.output_processor import RequestState
 from quire.front.session import Session
+from quire.models.checkpoints.hub import resolve_model
 from quire.request_output import RequestOutput
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 DEVICES = ("CPU",)
 
-Streamer = Callable[[str], bool | None]
-"""Called with each new piece of text; if it returns a true value, generation stops."""
+Inputs = TextOrTokenIds | ChatHistory | Sequence[Mapping[str, Any]]
+"""A text, token ids (a tensor of them, too), or a conversation."""
 
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class PipelineMetrics:
-    """State of the pipeline after the last step; cache usage is in percent of the KV blocks."""
-
-    requests: int = 0
-    scheduled_requests: int = 0
-    cache_usage: float = 0.0
-    max_cache_usage: float = 0.0
-    avg_cache_usage: float = 0.0
-    cache_size_in_bytes: int = 0
+_ALWAYS_EMPTY = ("tokenizer_properties", "vision_encoder_properties")
+_MAX_MEASURED_STEPS = 1000  # of which `avg_cache_usage` is the mean
 
 
 class ContinuousBatchingPipeline:
@@ -54,7 +64,9 @@ class ContinuousBatchingPipeline:
         models_path: "mini", a local directory, a GGUF file, or a name on the Hugging Face hub.
         scheduler_config: scheduling, and the size of the KV cache.
         device: "CPU".
-        properties: other fields of `EngineConfig`, by name.
+        properties: other fields of `EngineConfig`, by name; and `prompt_lookup`, whether drafts out of the
+            prompt speed requests up (`SpeculationConfig`'s method ngram).
+        more_properties: further ones, as keywords.
 
     Raises:
         ConfigError: the device or a property is unknown, or a value is invalid.
@@ -67,36 +79,42 @@ class ContinuousBatchingPipeline:
         scheduler_config: SchedulerConfig | None = None,
         device: str = "CPU",
         properties: Mapping[str, Any] | None = None,
+        **more_properties: Any,
     ) -> None:
+        started = time.monotonic()
         if device not in DEVICES:
             raise ConfigError(f"device is {device!r}; this version runs on: {', '.join(DEVICES)}")
-        properties = {} if properties is None else properties
-        refuse_unknown_names(EngineConfig, properties)
-        for name in ("model", "device", "scheduler"):
-            if name in properties:
-                raise ConfigError(f"properties contain {name!r}, which has its own argument")
         config = EngineConfig(
             model=str(models_path),
             device="cpu",
-            scheduler=scheduler_config or SchedulerConfig(),
-            **properties,
+            scheduler=SchedulerConfig() if scheduler_config is None else scheduler_config,
+            **_engine_fields({} if properties is None else properties, more_properties),
         )
-        self._scheduler_config = config.scheduler
+        self._model = config.model
+        self._speculation = config.speculation
+        self._max_live_sequences = 2 * config.scheduler.max_num_seqs
         self._session = Session(config)
         info = self._session.wait_until_ready()
+        self._load_time = time.monotonic() - started
         self._metrics = PipelineMetrics(cache_size_in_bytes=info.kv_cache_bytes)
-        self._num_steps = 0
+        self._cache_usages: deque[float] = deque(maxlen=_MAX_MEASURED_STEPS)
         self._conversation: list[dict[str, Any]] | None = None
+        self._warned_of_draft_lengths = False
 
     def add_request(
-        self, request_id: int, prompt: TextOrTokenIds, generation_config: GenerationConfig | None = None
+        self,
+        request_id: int,
+        prompt: TextOrTokenIds | None = None,
+        generation_config: GenerationConfig | None = None,
+        **named: Any,
     ) -> GenerationHandle:
-        """Queue a request.
+        """Queue a request. A text is taken as it is: the chat template is not applied.
 
         Args:
             request_id: unique among unfinished requests.
-            prompt: text, or token ids.
+            prompt: text, or token ids; `input_ids` is another name of it.
             generation_config: None: the defaults.
+            named: `input_ids`, in place of `prompt`.
 
         Raises:
             InvalidRequestError: the request is invalid, or too long.
@@ -104,17 +122,18 @@ class ContinuousBatchingPipeline:
             QueueFullError: too many requests are waiting.
             ConfigError: fields of `generation_config` contradict each other.
         """
-        config = GenerationConfig() if generation_config is None else generation_config
+        [given] = _inputs_of(_given(prompt, named, ("input_ids",)))
+        [config] = one_for_each([given], generation_config, GenerationConfig, "generation_config")
         live_requests = self._session.requests
         with self._session.turn:
-            processed = self._prepare(request_id, prompt, config)
+            processed = self._prepare(request_id, given, config)
             with deferred_interrupt():  # may also receive outputs for other handles
                 state = live_requests.submit(processed)
                 live_requests.receive(0)
         if state.failure is not None:
             raise state.failure
         echoed = state.processed.core_request.prompt_token_ids if config.echo else []
-        return GenerationHandle(state, self._discard, echoed)
+        return GenerationHandle(state, self._discard, echoed, self._load_time)
 
     def step(self) -> None:
         """Run one step of the engine. Ctrl-C takes effect after the step."""
@@ -132,50 +151,73 @@ class ContinuousBatchingPipeline:
 
     def generate(
         self,
-        prompts: TextOrTokenIds | Sequence[TextOrTokenIds],
-        generation_configs: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        prompts: Inputs | Sequence[Inputs] | None = None,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         streamer: Streamer | None = None,
+        **named: Any,
     ) -> list[GenerationResult]:
         """Complete prompts and return their results in the same order.
 
-        Between `start_chat` and `finish_chat`, the prompt is the user's next turn, and is added to the
-        conversation with its answer. A request that fails by itself has finish reason "error". Ctrl-C or any
-        other exception aborts all requests; the pipeline stays usable.
+        A text is the user's turn of a conversation if the model has a chat template, unless its
+        `apply_chat_template` is off. Between `start_chat` and `finish_chat`, it is the user's next turn, and
+        is added to the conversation with its answer. A request that fails by itself has finish reason
+        "error". Ctrl-C or any other exception aborts all requests; the pipeline stays usable.
 
         Args:
-            prompts: one or several; each is text, or token ids.
-            generation_configs: for all prompts, or one for each; None: the defaults.
-            streamer: called with new text; only for one prompt with one completion. It ends the request if it
-                returns a true value.
+            prompts: one or several; each is text, token ids, or a conversation: a `ChatHistory` or a list of
+                messages. `prompt`, `input_ids` and `histories` are other names of it.
+            generation_config: for all prompts, or one for each; None: the defaults.
+            streamer: gets the output while it is generated, see `Streamer`; only for one prompt with one
+                completion, without beam search.
+            named: one of these names, in place of `prompts`.
+
+        Returns:
+            For each prompt a `GenerationResult`; an `EncodedGenerationResult` for token ids.
 
         Raises:
             InvalidRequestError: a prompt or its parameters are invalid; nothing was run.
             ConfigError: fields of a generation config contradict each other; nothing was run.
             EngineDeadError: the engine has ended.
         """
-        batch = prompts_of(prompts)
-        configs = one_for_each(batch, generation_configs, GenerationConfig, "generation_configs")
+        batch = _inputs_of(_given(prompts, named, ("prompt", "input_ids", "histories")))
+        configs = one_for_each(batch, generation_config, GenerationConfig, "generation_config")
+        stream = Stream(streamer)
         self._check_batch(batch, configs, streamer)
         with self._session.turn:
-            requests = [
-                self._prepare_any(request_id, prompt, config)
-                for request_id, prompt, config in zip(self._new_ids(len(batch)), batch, configs, strict=True)
-            ]
-            outputs = self._run(requests, streamer)
-            if self._conversation is not None:
+            requests, times = [], []
+            for request_id, given, config in zip(self._new_ids(len(batch)), batch, configs, strict=True):
+                started = time.monotonic()
+                requests.append(self._prepare(request_id, self._conversation_of(given, config), config))
+                times.append(time.monotonic() - started)
+            outputs = self._run(requests, stream)
+            if self._conversation is not None and stream.status is not StreamingStatus.CANCEL:
                 self._conversation += [
                     {"role": "user", "content": batch[0]},
                     {"role": "assistant", "content": outputs[0].outputs[0].text},
                 ]
-        return [_result(self.get_tokenizer(), *pair) for pair in zip(outputs, configs, strict=True)]
+        return [
+            self._result(*of_one, stream.status)
+            for of_one in zip(batch, outputs, configs, times, strict=True)
+        ]
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer."""
         return self._session.tokenizer
 
-    def get_config(self) -> SchedulerConfig:
-        """Return a copy of the scheduler's configuration."""
-        return dataclasses.replace(self._scheduler_config)
+    def get_config(self) -> GenerationConfig:
+        """Return the model's own generation parameters: of its `generation_config.json` and its tokenizer.
+
+        Raises:
+            ModelError: the file cannot be read.
+            ConfigError: it asks for something that is not supported.
+        """
+        file = resolve_model(self._model, weights=False) / "generation_config.json"
+        config = GenerationConfig(file) if file.is_file() else GenerationConfig()
+        own = self.get_tokenizer().eos_token_ids
+        if config.eos_token_id == -1 and own:
+            config.eos_token_id = min(own)
+            config.stop_token_ids = config.stop_token_ids.union(own)
+        return config
 
     def get_metrics(self) -> PipelineMetrics:
         """Return the state after the last step."""
@@ -196,10 +238,13 @@ class ContinuousBatchingPipeline:
     def _check_batch(
         self, batch: list[Any], configs: list[GenerationConfig], streamer: Streamer | None
     ) -> None:
-        if streamer is not None and (len(batch) != 1 or configs[0].num_return_sequences != 1):
+        if streamer is not None and (
+            len(batch) != 1 or configs[0].num_return_sequences != 1 or configs[0].is_beam_search()
+        ):
             raise InvalidRequestError(
-                f"a streamer takes one prompt and one completion, not {len(batch)} prompts with "
-                f"{[config.num_return_sequences for config in configs]} completions",
+                f"a streamer takes one prompt and one completion without beam search, not {len(batch)} "
+                f"prompts with {[config.num_return_sequences for config in configs]} completions and "
+                f"{[config.num_beams for config in configs]} beams",
                 param="streamer",
             )
         if self._conversation is not None and (len(batch) != 1 or not isinstance(batch[0], str)):
@@ -215,81 +260,207 @@ class ContinuousBatchingPipeline:
         unused = (number for number in itertools.count() if str(number) not in live)
         return list(itertools.islice(unused, count))
 
-    def _prepare_any(
-        self, request_id: int, prompt: TextOrTokenIds, config: GenerationConfig
-    ) -> ProcessedRequest:
-        """Prepare a prompt, or the next turn of the conversation."""
-        if self._conversation is None:
-            return self._prepare(request_id, prompt, config)
-        messages = [*self._conversation, {"role": "user", "content": prompt}]
-        text = self.get_tokenizer().apply_chat_template(messages)
-        token_ids = self.get_tokenizer().encode(text, add_special_tokens=False)
-        return self._prepare_tokens(request_id, token_ids, text, config)
+    def _conversation_of(self, given: Any, config: GenerationConfig) -> Any:
+        """Return the conversation that a text is the last turn of; anything else as it is."""
+        if isinstance(given, ChatHistory) and not (given and config.apply_chat_template):
+            problem = "it needs the chat template, but apply_chat_template is off" if given else "it is empty"
+            raise InvalidRequestError(f"a conversation cannot be completed: {problem}", param="prompts")
+        if not isinstance(given, str):
+            return given
+        if self._conversation is not None:
+            return ChatHistory([*self._conversation, {"role": "user", "content": given}])
+        if config.apply_chat_template and self.get_tokenizer().has_chat_template:
+            return ChatHistory([{"role": "user", "content": given}])
+        return given
 
-    def _prepare(self, request_id: int, prompt: TextOrTokenIds, config: GenerationConfig) -> ProcessedRequest:
-        if not isinstance(prompt, str):
-            return self._prepare_tokens(request_id, prompt, None, config)
-        token_ids = self.get_tokenizer().encode(prompt) if prompt else []
-        return self._prepare_tokens(request_id, token_ids, prompt, config)
-
-    def _prepare_tokens(
-        self, request_id: int, token_ids: Sequence[int], text: str | None, config: GenerationConfig
+    def _prepare(
+        self, request_id: int, given: TextOrTokenIds | ChatHistory, config: GenerationConfig
     ) -> ProcessedRequest:
         config.validate()
-        max_tokens = config.max_new_tokens
-        if max_tokens is None and config.max_length is not None:
-            max_tokens = config.max_length - len(token_ids)
-            if max_tokens < 1:
-                raise InvalidRequestError(
-                    f"the prompt has {len(token_ids)} tokens and max_length is {config.max_length}, "
-                    "which leaves none to generate; raise max_length, or set max_new_tokens",
-                    param="max_length",
-                )
-        params = config.sampling_params(max_tokens)
-        return self._session.requests.prepare(token_ids, params, request_id=str(request_id), prompt_text=text)
+        self._check_drafts(config)
+        requests = self._session.requests
+        eos_token_ids = self.get_tokenizer().eos_token_ids
+        params = config.sampling_params(config.max_new_tokens, eos_token_ids)
+        identity = {"request_id": str(request_id)}
+        if isinstance(given, ChatHistory):
+            tools, variables = given.get_tools() or None, given.get_extra_context()
+            processed = requests.prepare_chat(
+                given.get_messages(), params, tools=tools, chat_template_kwargs=variables, **identity
+            )
+        else:
+            processed = requests.prepare(given, params, **identity)
+        if config.max_new_tokens != UNSET or config.max_length == UNSET:
+            return processed
+        token_ids = processed.core_request.prompt_token_ids
+        max_tokens = config.max_length - len(token_ids)
+        if max_tokens < 1:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens and max_length is {config.max_length}, "
+                "which leaves none to generate; raise max_length, or set max_new_tokens",
+                param="max_length",
+            )
+        params = config.sampling_params(max_tokens, eos_token_ids)
+        return requests.prepare(token_ids, params, prompt_text=processed.prompt, **identity)
 
-    def _run(self, requests: list[ProcessedRequest], streamer: Streamer | None) -> list[RequestOutput]:
+    def _check_drafts(self, config: GenerationConfig) -> None:
+        """Refuse drafts that the pipeline does not make; warn of others than it makes."""
+        if not config.is_assisting_generation():
+            return
+        made = self._speculation
+        if made.speculative_method == "none":
+            raise ConfigError(
+                f"num_assistant_tokens is {config.num_assistant_tokens}, but the pipeline makes no drafts; "
+                'build it with properties={"prompt_lookup": True}, or leave num_assistant_tokens out'
+            )
+        lengths = (config.num_assistant_tokens, config.max_ngram_size or made.ngram_max)
+        if lengths != (made.num_speculative_tokens, made.ngram_max) and not self._warned_of_draft_lengths:
+            self._warned_of_draft_lengths = True
+            logger.warning(
+                "num_assistant_tokens is %s and max_ngram_size %s, but all requests of this pipeline have "
+                "drafts of up to %s tokens out of n-grams of up to %s; the output is the same. To change "
+                "them, build it with the property speculation=SpeculationConfig(...)",
+                config.num_assistant_tokens,
+                config.max_ngram_size,
+                made.num_speculative_tokens,
+                made.ngram_max,
+            )
+
+    def _run(self, requests: list[ProcessedRequest], stream: Stream) -> list[RequestOutput]:
         live_requests = self._session.requests
-        batch = Batch(live_requests, requests, 2 * self._scheduler_config.max_num_seqs)
-        num_streamed = 0
+        batch = Batch(live_requests, requests, self._max_live_sequences)
 
         def step_and_stream() -> None:
-            nonlocal num_streamed, streamer
             self.step()
-            for state in batch.live.values() if streamer is not None else ():
-                text = state.completions[0].text
-                if len(text) > num_streamed and streamer is not None and streamer(text[num_streamed:]):
+            for state in batch.live.values():
+                if stream.push(state.completions[0]):
                     live_requests.abort(state.request_id)
-                    streamer = None  # stop immediately: withheld text is not streamed either
-                num_streamed = len(text)
 
-        return batch.run(step_and_stream)
+        try:
+            return batch.run(step_and_stream)
+        finally:
+            stream.end()
+
+    def _result(
+        self,
+        given: Any,
+        output: RequestOutput,
+        config: GenerationConfig,
+        tokenization_time: float,
+        streaming: StreamingStatus,
+    ) -> GenerationResult:
+        reasons = [completion.finish_reason for completion in output.outputs]
+        status = status_of(reasons)
+        named_reasons = [GenerationFinishReason.of(reason) for reason in reasons]
+        if status is GenerationStatus.STOP and streaming is StreamingStatus.CANCEL:
+            status = GenerationStatus.CANCEL
+        if status is GenerationStatus.STOP and streaming is StreamingStatus.TOOL_CALL_STOP:
+            named_reasons = [GenerationFinishReason.TOOL_CALL]
+        echoed = ""
+        if config.echo:
+            echoed = output.prompt or self.get_tokenizer().decode(output.prompt_token_ids)
+        result = GenerationResult(
+            m_request_id=int(output.request_id),
+            texts=[echoed + completion.text for completion in output.outputs],
+            m_scores=[one.cumulative_logprob or 0.0 for one in output.outputs],
+            finish_reasons=named_reasons,
+            m_status=status,
+            perf_metrics=PerfMetrics.of(
+                output.metrics,
+                load_time=self._load_time,
+                num_input_tokens=len(output.prompt_token_ids),
+                tokenization_time=tokenization_time,
+            ),
+        )
+        if isinstance(given, str | ChatHistory):
+            return result
+        prompt = output.prompt_token_ids if config.echo else []
+        token_ids = [[*prompt, *completion.token_ids] for completion in output.outputs]
+        fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+        return EncodedGenerationResult(**fields, token_ids=token_ids)
 
     def _measure(self) -> None:
         """Update the metrics after a step."""
         stats = self._session.stats()
         usage = 100 * stats.kv_cache_usage
-        self._num_steps += 1
-        before = self._metrics
-        self._metrics = dataclasses.replace(
-            before,
+        self._cache_usages.append(usage)
+        self._metrics = PipelineMetrics(
             requests=stats.num_running + stats.num_waiting,
             scheduled_requests=stats.num_running,
             cache_usage=usage,
-            max_cache_usage=max(before.max_cache_usage, usage),
-            avg_cache_usage=before.avg_cache_usage + (usage - before.avg_cache_usage) / self._num_steps,
+            max_cache_usage=max(self._metrics.max_cache_usage, usage),
+            avg_cache_usage=statistics.fmean(self._cache_usages),
+            cache_size_in_bytes=self._metrics.cache_size_in_bytes,
         )
 
 
-def _result(tokenizer: Tokenizer, output: RequestOutput, config: GenerationConfig) -> GenerationResult:
-    echoed = ""
-    if config.echo:
-        echoed = output.prompt or tokenizer.decode(output.prompt_token_ids)
-    reasons = [completion.finish_reason for completion in output.outputs]
-    return GenerationResult(
-        request_id=int(output.request_id),
-        texts=[echoed + completion.text for completion in output.outputs],
-        scores=[one.cumulative_logprob or 0.0 for one in output.outputs],
-        finish_reasons=reasons,
-        status=status_of(reasons),
-    )
+def _engine_fields(properties: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `EngineConfig` that the pipeline's properties stand for.
+
+    Raises:
+        ConfigError: one is unknown, or has its own argument.
+    """
+    if not isinstance(properties, Mapping):
+        raise ConfigError(f"properties must be a dictionary, not {type(properties).__name__}")
+    given = {**properties, **more}
+    fields = {name: value for name, value in given.items() if value or name not in _ALWAYS_EMPTY}
+    if fields.pop("prompt_lookup", False):
+        if "speculation" in fields:
+            raise ConfigError("properties contain prompt_lookup and speculation; give one of them")
+        fields["speculation"] = SpeculationConfig(speculative_method="ngram")
+    refuse_unknown_names(EngineConfig, fields)
+    for name in ("model", "device", "scheduler"):
+        if name in fields:
+            raise ConfigError(f"properties contain {name!r}, which has its own argument")
+    return fields
+
+
+def _given(value: Any, named: Mapping[str, Any], other_names: Sequence[str]) -> Any:
+    """Return an argument that may have been given by one of its other names.
+
+    Raises:
+        InvalidRequestError: it was given twice or not at all, or there is no argument of a name.
+    """
+    for name in named:
+        if name in ("images", "videos", "videos_metadata"):
+            raise InvalidRequestError(f"{name}: images and videos are not supported", param=name)
+        if name not in other_names:
+            raise InvalidRequestError(
+                f"there is no argument {name!r}; {nearest_name(name, other_names)}", param=name
+            )
+    given = [one for one in (value, *named.values()) if one is not None]
+    if len(given) != 1:
+        raise InvalidRequestError(
+            f"{len(given)} prompts arguments are given; give one, by its position or as one of "
+            f"{', '.join(other_names)}",
+            param="prompts",
+        )
+    return given[0]
+
+
+def _inputs_of(given: Any) -> list[Any]:
+    """Return prompts, each a text, token ids or a `ChatHistory`, of what the caller gives.
+
+    Raises:
+        InvalidRequestError: it is none of these.
+    """
+    one = _input_of(given)
+    if isinstance(one, ChatHistory):
+        return [one]
+    return [_input_of(each) for each in prompts_of(one)]
+
+
+def _input_of(given: Any) -> Any:
+    """Return a conversation as a `ChatHistory`, and a tensor [n] or [1, n] as a list; others as they are."""
+    if isinstance(given, list | tuple) and given and isinstance(given[0], Mapping) and "role" in given[0]:
+        return ChatHistory(given)
+    tensor: Any = given if hasattr(given, "tolist") else getattr(given, "data", None)
+    if not hasattr(tensor, "tolist") or not hasattr(tensor, "shape"):
+        return given
+    shape = tuple(tensor.shape)
+    if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
+        raise InvalidRequestError(
+            f"a tensor of token ids has the shape {list(shape)}; it must be [n] or [1, n]: give one tensor "
+            "for each prompt",
+            param="prompts",
+        )
+    return tensor.reshape(-1).tolist()

@@ -1,0 +1,125 @@
+"""Streamers, which get the output of `ContinuousBatchingPipeline.generate` while it is generated."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.errors import InvalidRequestError
+from quire.front.output_processor import CompletionState
+
+
+class StreamingStatus(enum.Enum):
+    """What a streamer asks for after each piece of output."""
+
+    RUNNING = 0
+    STOP = 1  # end the request
+    CANCEL = 2  # end the request, and leave the turn out of the conversation
+    TOOL_CALL_STOP = 3  # end the request: it calls a tool
+
+
+class StreamerBase:
+    """Base of streamers that take tokens: `write` gets each new token, or a list if there are several."""
+
+    def write(self, token: int | list[int]) -> StreamingStatus | bool | None:
+        """Take new tokens, and say whether to go on; by default each is given to `put`, the older name."""
+        tokens = token if isinstance(token, list) else [token]
+        return StreamingStatus.STOP if any(map(self.put, tokens)) else StreamingStatus.RUNNING
+
+    def put(self, token: int) -> bool:
+        """Take a new token; return whether to stop."""
+        raise NotImplementedError(f"{type(self).__name__} has neither write nor put")
+
+    def end(self) -> None:
+        """Take note that nothing more comes; by default nothing is done."""
+
+
+class TextStreamer(StreamerBase):
+    """Gives text to a function as soon as its characters are whole.
+
+    Args:
+        tokenizer: with `decode`, which turns token ids into text.
+        callback: called with new text; its answer says whether to go on.
+    """
+
+    def __init__(self, tokenizer: Any, callback: Callable[[str], Any]) -> None:
+        self._tokenizer = tokenizer
+        self._callback = callback
+        self._token_ids: list[int] = []
+        self._num_shown = 0
+
+    def write(self, token: int | list[int]) -> StreamingStatus:
+        """Show the text that the tokens end; see `StreamingStatus` for the answer."""
+        self._token_ids += token if isinstance(token, list) else [token]
+        text = self._tokenizer.decode(self._token_ids)
+        return StreamingStatus.RUNNING if text.endswith("\ufffd") else self._show(text)
+
+    def end(self) -> None:
+        """Show what is left, and forget the tokens."""
+        self._show(self._tokenizer.decode(self._token_ids))
+        self._token_ids, self._num_shown = [], 0
+
+    def _show(self, text: str) -> StreamingStatus:
+        new, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
+        return status_of_answer(self._callback(new)) if new else StreamingStatus.RUNNING
+
+
+Streamer = StreamerBase | Callable[[str], StreamingStatus | int | bool | None]
+"""Called with new text, or with new tokens. If it returns a status other than RUNNING, the number of one, or
+any other true value, generation ends."""
+
+
+class Stream:
+    """Gives a streamer what is new of a completion.
+
+    Args:
+        streamer: until it asks for an end; None: nobody is told.
+
+    Attributes:
+        status: what it has asked for.
+
+    Raises:
+        InvalidRequestError: it is no streamer.
+    """
+
+    def __init__(self, streamer: Streamer | None) -> None:
+        if streamer is not None and not isinstance(streamer, StreamerBase) and not callable(streamer):
+            raise InvalidRequestError(
+                f"streamer must be a function or a StreamerBase, not {type(streamer).__name__}",
+                param="streamer",
+            )
+        self._streamer = streamer
+        self._num_given = 0
+        self.status = StreamingStatus.RUNNING
+
+    def push(self, completion: CompletionState) -> bool:
+        """Give what is new; return whether the streamer has asked for an end just now."""
+        if self._streamer is None or self.status is not StreamingStatus.RUNNING:
+            return False
+        takes_tokens = isinstance(self._streamer, StreamerBase)
+        output: Sequence[Any] = completion.token_ids if takes_tokens else completion.text
+        new, self._num_given = output[self._num_given :], max(self._num_given, len(output))
+        if new:
+            self.status = status_of_answer(self._give(new))
+        return self.status is not StreamingStatus.RUNNING
+
+    def end(self) -> None:
+        """Say that nothing more comes."""
+        if isinstance(self._streamer, StreamerBase):
+            self._streamer.end()
+
+    def _give(self, new: Any) -> Any:
+        if isinstance(self._streamer, StreamerBase):
+            return self._streamer.write(new[0] if len(new) == 1 else list(new))
+        assert self._streamer is not None
+        return self._streamer(new)
+
+
+def status_of_answer(answer: Any) -> StreamingStatus:
+    """Return what a streamer's answer asks for."""
+    if isinstance(answer, StreamingStatus):
+        return answer
+    if type(answer) is int and answer in {status.value for status in StreamingStatus}:
+        return StreamingStatus(answer)
+    return StreamingStatus.STOP if answer else StreamingStatus.RUNNING
