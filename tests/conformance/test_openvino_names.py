@@ -111,6 +111,10 @@ ARGUMENTS = {  # in their order
     "TextStreamer": "tokenizer callback",
     "ChatHistory": "messages",
 }
+COMPOUND = (
+    "AnyText Concat ConstString EBNF JSONSchema QwenXMLParametersFormat Regex Tag TagsWithSeparator "
+    "TriggeredTags Union"
+)
 RAW = (
     "chat_template_durations detokenization_durations generate_durations grammar_compile_times "
     "inference_durations m_batch_sizes m_durations m_new_token_times m_times_to_first_token "
@@ -157,6 +161,10 @@ def test_an_enumeration_has_its_members_in_order(cls):
     names = ENUMERATIONS[cls].split()
     assert list(kind.__members__)[: len(names)] == names
     assert [kind[name].name for name in names] == names
+    assert [int(kind[name]) for name in names] == list(range(len(names)))
+    assert [kind(number).name for number in range(len(names))] == names
+    with pytest.raises(ValueError, match=str(99)):
+        kind(99)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -195,6 +203,12 @@ def test_what_is_not_supported_is_refused_by_name(name):
 def test_structures_of_several_grammars_are_refused_by_name(name):
     with pytest.raises(ConfigError, match=f"StructuredOutputConfig.{name} is .* does not support"):
         quire.StructuredOutputConfig(**{name: "a"})
+
+
+@pytest.mark.parametrize("name", COMPOUND.split())
+def test_parts_of_compound_grammars_are_refused(name):
+    with pytest.raises(ConfigError, match="compound grammars are not supported"):
+        getattr(quire.StructuredOutputConfig, name)("a")
 
 
 def test_no_repeat_ngrams_are_refused_when_used():

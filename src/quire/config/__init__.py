@@ -21,6 +21,7 @@ from quire.config.connections import ConnectionConfig
 from quire.config.edge import EdgeConfig, host_name
 from quire.config.engine import BUILT_IN_MODEL, EngineConfig, EngineRole
 from quire.config.fields import (
+    Choice,
     SettableConfig,
     check_limits,
     config,
@@ -45,6 +46,7 @@ __all__ = [
     "BatchConfig",
     "CacheEvictionConfig",
     "ChatTemplateConfig",
+    "Choice",
     "ConnectionConfig",
     "EdgeConfig",
     "EngineConfig",

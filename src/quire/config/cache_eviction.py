@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated, Any
 
 from annotated_types import Gt, Le
 
-from quire.config.fields import SettableConfig, check_limits, knob, refuse_partial_blocks, settable_config
+from quire.config.fields import (
+    Choice,
+    SettableConfig,
+    check_limits,
+    knob,
+    refuse_partial_blocks,
+    settable_config,
+)
 from quire.errors import ConfigError
 from quire.limits import NonNegativeInt, PositiveInt
 
 
-class AggregationMode(enum.StrEnum):
+class AggregationMode(Choice):
     """How the attention weights that a token gets in each step make up its score."""
 
     SUM = "sum"  # added up
@@ -20,14 +26,14 @@ class AggregationMode(enum.StrEnum):
     ADAPTIVE_RKV = "adaptive_rkv"  # the mean of the last steps; diverse blocks stay beside attended ones
 
 
-class ScorePooling(enum.StrEnum):
+class ScorePooling(Choice):
     """Seven tokens whose highest attention weight counts for one, so that neighbours stay together."""
 
     FORWARD = "forward"  # itself and the six after it, as in OpenVINO GenAI
     CENTERED = "centered"  # itself, the three before and the three after it, as in SnapKV (Li et al. 2024)
 
 
-class KVCrushAnchorPointMode(enum.StrEnum):
+class KVCrushAnchorPointMode(Choice):
     """Which bits KVCrush measures the distance of a block's bits from."""
 
     RANDOM = "random"

@@ -84,6 +84,18 @@ def config(cls: type[T]) -> type[T]:
     return _with_checked_names(dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls))
 
 
+class Choice(enum.StrEnum):
+    """One of several, written as text; it also has a number, as in OpenVINO GenAI: its place among them."""
+
+    def __int__(self) -> int:
+        return list(type(self)).index(self)
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        members = list(cls)
+        return members[value] if type(value) is int and 0 <= value < len(members) else None
+
+
 class SettableConfig:
     """What the configurations have in common that are used as in OpenVINO GenAI.
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from quire.config.fields import SettableConfig, check_limits, knob, refuse_partial_blocks, settable_config
+from quire.config.fields import (
+    Choice,
+    SettableConfig,
+    check_limits,
+    knob,
+    refuse_partial_blocks,
+    settable_config,
+)
 from quire.limits import NonNegativeInt
 
 
-class SparseAttentionMode(enum.StrEnum):
+class SparseAttentionMode(Choice):
     """How the tokens of a prompt leave out keys."""
 
     TRISHAPE = "trishape"  # all tokens of a chunk see the first and the most recent keys

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Never, Self
 
 from annotated_types import Ge, Le
 
-from quire.config import SettableConfig, knob, settable_config, stands_for
+from quire.config import Choice, SettableConfig, knob, settable_config, stands_for
 from quire.errors import ConfigError, InvalidRequestError, ModelError
 from quire.limits import NonNegativeInt, PositiveInt, violation
 from quire.models.checkpoints.json_files import read_json
@@ -26,7 +25,7 @@ _OF_BEAM_SEARCH = ("num_beam_groups", "diversity_penalty", "length_penalty")
 _STOP_CRITERIA_BY_EARLY_STOPPING: dict[bool | str, str] = {True: "early", False: "heuristic"}
 
 
-class StopCriteria(enum.StrEnum):
+class StopCriteria(Choice):
     """When a beam search ends; see `SamplingParams.stop_criteria`."""
 
     EARLY = "early"
@@ -51,6 +50,20 @@ class StructuredOutputConfig(SettableConfig):
             InvalidRequestError: not exactly one field is set, or its value is invalid.
         """
         return StructuredOutputsParams(json=self.json_schema, regex=self.regex, grammar=self.grammar)
+
+
+def _refuse_compound(*parts: Any, **named_parts: Any) -> Never:
+    raise ConfigError(
+        "compound grammars are not supported; write a whole one, in Lark notation, as "
+        "StructuredOutputConfig.grammar"
+    )
+
+
+for _name in (
+    "AnyText", "Concat", "ConstString", "EBNF", "JSONSchema", "QwenXMLParametersFormat", "Regex", "Tag",
+    "TagsWithSeparator", "TriggeredTags", "Union",
+):  # fmt: skip
+    setattr(StructuredOutputConfig, _name, staticmethod(_refuse_compound))
 
 
 @settable_config()

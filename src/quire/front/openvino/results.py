@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import statistics
 from typing import Any, NamedTuple
 
+from quire.config import Choice
 from quire.request_output import RequestMetrics
 from quire.status import FinishReason
 
 
-class GenerationStatus(enum.Enum):
+class GenerationStatus(Choice):
     """Status of a request of the pipeline."""
 
-    RUNNING = 0
-    FINISHED = 1
-    IGNORED = 2  # it failed; see `GenerationOutput.error` or the log
-    CANCEL = 3  # ended by `GenerationHandle.cancel` or a streamer
-    STOP = 4  # ended by `GenerationHandle.stop` or a streamer
+    RUNNING = "running"
+    FINISHED = "finished"
+    IGNORED = "ignored"  # it failed; see `GenerationOutput.error` or the log
+    CANCEL = "cancel"  # ended by `GenerationHandle.cancel` or a streamer
+    STOP = "stop"  # ended by `GenerationHandle.stop` or a streamer
 
 
-class GenerationFinishReason(enum.StrEnum):
+class GenerationFinishReason(Choice):
     """Why a completion ended."""
 
     NONE = "none"  # it has not

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.config import Choice
 from quire.errors import InvalidRequestError
 from quire.front.output_processor import CompletionState
 
 
-class StreamingStatus(enum.Enum):
+class StreamingStatus(Choice):
     """What a streamer asks for after each piece of output."""
 
-    RUNNING = 0
-    STOP = 1  # end the request
-    CANCEL = 2  # end the request, and leave the turn out of the conversation
-    TOOL_CALL_STOP = 3  # end the request: it calls a tool
+    RUNNING = "running"
+    STOP = "stop"  # end the request
+    CANCEL = "cancel"  # end the request, and leave the turn out of the conversation
+    TOOL_CALL_STOP = "tool_call_stop"  # end the request: it calls a tool
 
 
 class StreamerBase:
@@ -120,6 +120,6 @@ def status_of_answer(answer: Any) -> StreamingStatus:
     """Return what a streamer's answer asks for."""
     if isinstance(answer, StreamingStatus):
         return answer
-    if type(answer) is int and answer in {status.value for status in StreamingStatus}:
+    if type(answer) is int and answer in range(len(StreamingStatus)):
         return StreamingStatus(answer)
     return StreamingStatus.STOP if answer else StreamingStatus.RUNNING
