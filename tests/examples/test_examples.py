@@ -56,6 +56,22 @@ def test_structured_output_keeps_to_each_constraint() -> None:
     assert re.fullmatch(r'document: \{"sum": \d{1,3}, "even": (true|false)\}', document)
 
 
+def test_a_program_for_openvino_genai_shows_what_it_says() -> None:
+    block, total, at_most, sentence, document, held, same = run("openvino_genai")
+    assert re.fullmatch(r"What is a KV block\? .*KV cache.*", block)
+    assert total == "What is 27 + 58? 85"
+    assert at_most == "at most 2 requests at a time"
+    text, num_pieces = re.fullmatch(r"(.+\.) \(STOP, (\d+) pieces\)", sentence).groups()
+    assert "requests join and leave the batch" in text
+    assert int(num_pieces) > 1
+    assert re.fullmatch(r'\{"sum": \d{1,3}, "even": (true|false)\}', document)
+    found = re.fullmatch(r"(\d+) tokens in at most (\d+) blocks of 16", held)
+    num_tokens, num_blocks = map(int, found.groups())
+    assert num_tokens > 300
+    assert num_blocks <= 128 // 16 + 1
+    assert same == "the same answer with prompt lookup: True"
+
+
 def test_custom_policy_serves_short_prompts_first() -> None:
     lengths = [int(line.removesuffix(" prompt tokens")) for line in run("custom_policy")]
     assert len(lengths) == 4

@@ -456,6 +456,38 @@ def test_a_history_keeps_copies():
         history.pop()
 
 
+def test_the_tokenizer_has_openvino_genais_names(pipeline, llm):
+    tokenizer, own = pipeline.get_tokenizer(), llm.get_tokenizer()
+    encoded = tokenizer.encode("the cache", add_special_tokens=False)
+    assert encoded == own.encode("the cache", add_special_tokens=False)
+    assert encoded.input_ids.tolist() == [list(encoded)]
+    assert encoded.attention_mask.tolist() == [[1] * len(encoded)]
+    for given in (encoded, np.array(encoded), tuple(encoded)):
+        assert tokenizer.decode(given) == "the cache"
+    for given in (encoded.input_ids, [list(encoded)], torch.tensor([encoded])):
+        assert tokenizer.decode(given) == ["the cache"]
+    ends = [own.eos_token_ids[0], *encoded]
+    assert tokenizer.decode(ends) == own.decode(ends) != tokenizer.decode(ends, False)
+    text = own.apply_chat_template(MESSAGES)
+    assert tokenizer.apply_chat_template(ChatHistory(MESSAGES), True) == text
+    assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == own.apply_chat_template(
+        MESSAGES, add_generation_prompt=False
+    )
+    assert tokenizer.chat_template == tokenizer.get_original_chat_template() == own.chat_template_source
+    assert tokenizer.get_eos_token_id() in own.eos_token_ids
+    assert own.decode([tokenizer.get_eos_token_id()], skip_special_tokens=False) == tokenizer.get_eos_token()
+    for name in ("bos", "pad"):
+        token, token_id = (getattr(tokenizer, f"get_{name}_token{end}")() for end in ("", "_id"))
+        assert own.token_name(token_id) == token if token else token_id == -1
+    assert tokenizer.vocab_size == own.vocab_size
+    with pytest.raises(InvalidRequestError, match="one text, not list"):
+        tokenizer.encode(["a"])
+    with pytest.raises(InvalidRequestError, match="the model's chat template"):
+        tokenizer.apply_chat_template(MESSAGES, True, "{{ 1 }}")
+    handle = pipeline.add_request(0, tokenizer.encode("the").input_ids, config())
+    handle.cancel()
+
+
 # -- the pipeline ------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.config import (
     BUILT_IN_MODEL,
@@ -36,13 +36,11 @@ from quire.front.openvino.results import (
     PipelineMetrics,
 )
 from quire.front.openvino.streaming import Stream, Streamer, StreamingStatus
+from quire.front.openvino.tokenizer import Tokenizer
 from quire.front.output_processor import RequestState
 from quire.front.session import Session
 from quire.models.checkpoints.hub import resolve_model
 from quire.request_output import RequestOutput
-
-if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +200,7 @@ class ContinuousBatchingPipeline:
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer."""
-        return self._session.tokenizer
+        return Tokenizer(self._session.tokenizer)
 
     def get_config(self) -> GenerationConfig:
         """Return the model's own generation parameters: of its `generation_config.json` and its tokenizer.
@@ -213,7 +211,7 @@ class ContinuousBatchingPipeline:
         """
         file = resolve_model(self._model, weights=False) / "generation_config.json"
         config = GenerationConfig(file) if file.is_file() else GenerationConfig()
-        own = self.get_tokenizer().eos_token_ids
+        own = self._session.tokenizer.eos_token_ids
         if config.eos_token_id == -1 and own:
             config.eos_token_id = min(own)
             config.stop_token_ids = config.stop_token_ids.union(own)
@@ -269,7 +267,7 @@ class ContinuousBatchingPipeline:
             return given
         if self._conversation is not None:
             return ChatHistory([*self._conversation, {"role": "user", "content": given}])
-        if config.apply_chat_template and self.get_tokenizer().has_chat_template:
+        if config.apply_chat_template and self._session.tokenizer.has_chat_template:
             return ChatHistory([{"role": "user", "content": given}])
         return given
 
@@ -279,7 +277,7 @@ class ContinuousBatchingPipeline:
         config.validate()
         self._check_drafts(config)
         requests = self._session.requests
-        eos_token_ids = self.get_tokenizer().eos_token_ids
+        eos_token_ids = self._session.tokenizer.eos_token_ids
         params = config.sampling_params(config.max_new_tokens, eos_token_ids)
         identity = {"request_id": str(request_id)}
         if isinstance(given, ChatHistory):
@@ -357,7 +355,7 @@ class ContinuousBatchingPipeline:
             named_reasons = [GenerationFinishReason.TOOL_CALL]
         echoed = ""
         if config.echo:
-            echoed = output.prompt or self.get_tokenizer().decode(output.prompt_token_ids)
+            echoed = output.prompt or self._session.tokenizer.decode(output.prompt_token_ids)
         result = GenerationResult(
             m_request_id=int(output.request_id),
             texts=[echoed + completion.text for completion in output.outputs],

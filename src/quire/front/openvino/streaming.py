@@ -121,5 +121,5 @@ def status_of_answer(answer: Any) -> StreamingStatus:
     if isinstance(answer, StreamingStatus):
         return answer
     if type(answer) is int and answer in range(len(StreamingStatus)):
-        return StreamingStatus(answer)
+        return list(StreamingStatus)[answer]
     return StreamingStatus.STOP if answer else StreamingStatus.RUNNING
