@@ -164,6 +164,7 @@ def test_a_result_has_openvino_genais_names(pipeline):
     assert result.m_scores == result.scores
     assert result.m_request_id == result.request_id == 0
     assert result.m_status is result.status is GenerationStatus.FINISHED
+    assert str(result.m_status) == f"{result.m_status}" == "GenerationStatus.FINISHED"
     assert result.finish_reasons == [GenerationFinishReason.LENGTH]
     assert result.extended_perf_metrics is None
     result.m_generation_ids, result.m_scores = ["a"], [1.0]
@@ -239,16 +240,36 @@ def test_ways_of_decoding():
     assert not made.is_tree_search()
 
 
-def test_what_belongs_to_another_way_of_decoding_has_no_effect(pipeline):
+def test_what_sampling_would_need_has_no_effect_without_it(pipeline):
     (greedy,) = pipeline.generate("the", config())
-    others = {"length_penalty": 0.5, "stop_criteria": StopCriteria.EARLY, "temperature": 0.3, "top_k": 4}
-    assert pipeline.generate("the", config(**others))[0].texts == greedy.texts
+    assert pipeline.generate("the", config(temperature=0.3, top_k=4, min_p=0.5))[0].texts == greedy.texts
     beams = {"num_beams": 2, "num_return_sequences": 2, "stop_criteria": StopCriteria.NEVER}
     (expected,) = pipeline.generate("the", config(**beams))
     (found,) = pipeline.generate("the", config(**beams, top_p=0.3, top_k=4, min_p=0.5))
     assert found.texts == expected.texts
     assert found.m_scores == expected.m_scores
     assert len(found.texts) == 2
+
+
+def test_scores_are_of_all_tokens_so_far_and_of_beams_by_length(pipeline, llm):
+    handle = pipeline.add_request(0, [5, 6, 7], config(logprobs=1))
+    read = []
+    while pipeline.has_non_finished_requests():
+        pipeline.step()
+        read += handle.read().values()
+    sums = np.cumsum([output.generated_log_probs[0] for output in read])
+    assert [output.score for output in read] == pytest.approx(sums.tolist())
+    params = SamplingParams(
+        beam_width=2, n=2, max_tokens=6, temperature=0.0, length_penalty=2.0, ignore_eos=True
+    )
+    expected = [one.cumulative_logprob / 6**2 for one in llm.generate([[5, 6, 7]], params)[0].outputs]
+    beams = {"num_beams": 2, "num_return_sequences": 2, "length_penalty": 2.0, "max_new_tokens": 6}
+    (result,) = pipeline.generate([[5, 6, 7]], config(**beams))
+    assert result.m_scores == pytest.approx(expected)
+    handle = pipeline.add_request(0, [5, 6, 7], config(**beams))
+    while pipeline.has_non_finished_requests():
+        pipeline.step()
+    assert [output.score for output in handle.read_all()] == result.m_scores
 
 
 def test_sets_of_stop_strings_and_tokens(pipeline):
@@ -303,8 +324,9 @@ def test_ignore_eos_ignores_the_end_of_sequence_that_is_named(pipeline):
     third = free.m_generation_ids[0][2]
     (ended,) = pipeline.generate([[5, 6, 7]], config(eos_token_id=third, ignore_eos=False))
     assert ended.m_generation_ids[0] == free.m_generation_ids[0][: free.m_generation_ids[0].index(third) + 1]
-    (ignored,) = pipeline.generate([[5, 6, 7]], config(eos_token_id=third))
-    assert ignored.m_generation_ids == free.m_generation_ids
+    for ending in ({"eos_token_id": third}, {"stop_token_ids": {third}}):
+        (ignored,) = pipeline.generate([[5, 6, 7]], config(**ending))
+        assert ignored.m_generation_ids == free.m_generation_ids
 
 
 def test_parameters_from_a_file(tmp_path):
@@ -356,7 +378,8 @@ class Tokens(StreamerBase):
         self.answers = list(answers)
 
     def write(self, token):
-        self.token_ids += token if isinstance(token, list) else [token]
+        assert type(token) is list
+        self.token_ids += token
         return self.answers.pop(0) if self.answers else StreamingStatus.RUNNING
 
     def end(self) -> None:

@@ -21,7 +21,6 @@ UNSET = 2**64 - 1
 """What OpenVINO GenAI has for no limit."""
 
 _OF_SAMPLING = ("temperature", "top_p", "min_p")
-_OF_BEAM_SEARCH = ("num_beam_groups", "diversity_penalty", "length_penalty")
 _STOP_CRITERIA_BY_EARLY_STOPPING: dict[bool | str, str] = {True: "early", False: "heuristic"}
 
 
@@ -71,8 +70,8 @@ class GenerationConfig(SettableConfig):
     """Generation parameters, set as keyword arguments or attributes; None stands for the default.
 
     `max_new_tokens` takes precedence over `max_length`. Without `do_sample`, decoding is greedy, or a beam
-    search if `num_beams` is above 1; what belongs to another way of decoding has no effect. What OpenVINO
-    GenAI has besides can be set to its default only.
+    search if `num_beams` is above 1, and what sampling would need has no effect. What OpenVINO GenAI has
+    besides can be set to its default only.
 
     Args:
         json_path: file to take values from first, such as a model's `generation_config.json`.
@@ -104,7 +103,9 @@ class GenerationConfig(SettableConfig):
         help="Maximum number of tokens, prompt and output together. 2^64 - 1: max_model_len.",
     )
     min_new_tokens: int = stands_for(SamplingParams, "min_tokens", default=0)
-    ignore_eos: bool = stands_for(SamplingParams, "ignore_eos", default=False)
+    ignore_eos: bool = stands_for(
+        SamplingParams, "ignore_eos", default=False, help="Continue after end-of-sequence and stop tokens."
+    )
     eos_token_id: Annotated[int, Ge(-1), Le(2**31 - 1)] = knob(
         default=-1, help="End-of-sequence token id. -1: the model's own ids."
     )
@@ -256,10 +257,10 @@ class GenerationConfig(SettableConfig):
                 f"max_ngram_size is {self.max_ngram_size}, but num_assistant_tokens is "
                 f"{self.num_assistant_tokens}; set it to the number of draft tokens, or max_ngram_size to 0"
             )
-        self.sampling_params(self.max_new_tokens, {self.eos_token_id} - {-1})
+        self.sampling_params(self.max_new_tokens)
         return self
 
-    def sampling_params(self, max_tokens: int, model_eos_token_ids: Collection[int]) -> SamplingParams:
+    def sampling_params(self, max_tokens: int, model_eos_token_ids: Collection[int] = ()) -> SamplingParams:
         """Return the equivalent `SamplingParams`.
 
         Args:
@@ -270,13 +271,11 @@ class GenerationConfig(SettableConfig):
             ConfigError: fields contradict each other.
             InvalidRequestError: a value is out of range.
         """
-        own_eos = {self.eos_token_id} - {-1}
-        stop_token_ids = self.stop_token_ids - own_eos if self.ignore_eos else self.stop_token_ids | own_eos
-        replaces_eos = bool(own_eos) and not (
-            model_eos_token_ids and stop_token_ids.issuperset(model_eos_token_ids)
-        )
+        own_eos = frozenset({self.eos_token_id} - {-1})
+        stop_token_ids = frozenset() if self.ignore_eos else self.stop_token_ids | own_eos
+        replaces_eos = bool(own_eos) and not stop_token_ids.issuperset(model_eos_token_ids)
         structure = self.structured_output_config
-        if structure is not None and replaces_eos and model_eos_token_ids and not self.ignore_eos:
+        if structure is not None and replaces_eos and not self.ignore_eos:
             raise ConfigError(
                 f"eos_token_id is {self.eos_token_id}, but structured_output_config needs the "
                 f"model's own end-of-sequence ids, {sorted(model_eos_token_ids)}; leave eos_token_id out"
@@ -289,16 +288,15 @@ class GenerationConfig(SettableConfig):
             "logprobs": self.logprobs or None,
             "structured_outputs": None if structure is None else structure.params(),
             "temperature": self.temperature if self.do_sample else 0.0,
+            "beam_width": self.num_beams if self.is_beam_search() else 0,
+            "stop_criteria": str(self.stop_criteria),
         }
         if self.do_sample:
             own["top_k"] = 0 if self.top_k == UNSET else self.top_k
-        if self.is_beam_search():
-            own |= {"beam_width": self.num_beams, "stop_criteria": str(self.stop_criteria)}
-        unused = _OF_SAMPLING * (not self.do_sample) + _OF_BEAM_SEARCH * (not self.is_beam_search())
         same = {
             field.metadata["stands_for"][1]: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if "stands_for" in field.metadata and field.name not in unused
+            if "stands_for" in field.metadata and (self.do_sample or field.name not in _OF_SAMPLING)
         }
         return SamplingParams(**{**same, **own})
 

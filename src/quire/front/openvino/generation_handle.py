@@ -13,7 +13,7 @@ from quire.front.openvino.results import (
     PerfMetrics,
 )
 from quire.front.output_processor import CompletionState, RequestState
-from quire.request_output import TokenLogprobs
+from quire.request_output import CompletionOutput, TokenLogprobs
 from quire.status import FinishReason
 
 
@@ -106,11 +106,11 @@ class GenerationHandle:
     def _output(self, completion: CompletionState, start: int) -> GenerationOutput:
         token_ids = completion.token_ids[start:]
         logprobs = None if completion.logprobs is None else completion.logprobs[start:]
-        chosen = chosen_logprobs(token_ids, logprobs)
+        params = self._state.processed.params
         return GenerationOutput(
             generated_ids=token_ids if start else [*self._echoed, *token_ids],
-            generated_log_probs=chosen,
-            score=sum(chosen) if chosen else completion.cumulative_logprob or 0.0,
+            generated_log_probs=chosen_logprobs(token_ids, logprobs),
+            score=score_of(completion, params.length_penalty if params.beam_width else 0.0),
             finish_reason=self._finish_reason(completion),
             error=completion.error,
         )
@@ -128,6 +128,12 @@ def status_of(reasons: Sequence[FinishReason | None]) -> GenerationStatus:
     if FinishReason.ERROR in reasons:
         return GenerationStatus.IGNORED
     return GenerationStatus.STOP if FinishReason.ABORT in reasons else GenerationStatus.FINISHED
+
+
+def score_of(completion: CompletionState | CompletionOutput, length_penalty: float) -> float:
+    """Return the sum of log-probabilities / length ^ `length_penalty`, which is 0 without beam search."""
+    total = completion.cumulative_logprob or 0.0
+    return total / max(len(completion.token_ids), 1) ** length_penalty
 
 
 def chosen_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> list[float]:

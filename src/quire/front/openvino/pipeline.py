@@ -26,7 +26,7 @@ from quire.front.input_processor import ProcessedRequest
 from quire.front.interrupt import deferred_interrupt
 from quire.front.openvino.chat_history import ChatHistory
 from quire.front.openvino.generation_config import UNSET, GenerationConfig
-from quire.front.openvino.generation_handle import GenerationHandle, status_of
+from quire.front.openvino.generation_handle import GenerationHandle, score_of, status_of
 from quire.front.openvino.results import (
     EncodedGenerationResult,
     GenerationFinishReason,
@@ -353,13 +353,14 @@ class ContinuousBatchingPipeline:
             status = GenerationStatus.CANCEL
         if status is GenerationStatus.STOP and streaming is StreamingStatus.TOOL_CALL_STOP:
             named_reasons = [GenerationFinishReason.TOOL_CALL]
+        length_penalty = config.length_penalty if config.is_beam_search() else 0.0
         echoed = ""
         if config.echo:
             echoed = output.prompt or self._session.tokenizer.decode(output.prompt_token_ids)
         result = GenerationResult(
             m_request_id=int(output.request_id),
             texts=[echoed + completion.text for completion in output.outputs],
-            m_scores=[one.cumulative_logprob or 0.0 for one in output.outputs],
+            m_scores=[score_of(one, length_penalty) for one in output.outputs],
             finish_reasons=named_reasons,
             m_status=status,
             perf_metrics=PerfMetrics.of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import statistics
 from typing import Any, NamedTuple
 
@@ -11,7 +12,13 @@ from quire.request_output import RequestMetrics
 from quire.status import FinishReason
 
 
-class GenerationStatus(Choice):
+class Named(Choice):
+    """A choice that shows as its name, such as GenerationStatus.STOP."""
+
+    __str__ = enum.Enum.__str__
+
+
+class GenerationStatus(Named):
     """Status of a request of the pipeline."""
 
     RUNNING = "running"
@@ -21,7 +28,7 @@ class GenerationStatus(Choice):
     STOP = "stop"  # ended by `GenerationHandle.stop` or a streamer
 
 
-class GenerationFinishReason(Choice):
+class GenerationFinishReason(Named):
     """Why a completion ended."""
 
     NONE = "none"  # it has not
@@ -205,8 +212,9 @@ def _milliseconds(durations: list[float]) -> MeanStdPair:
 class GenerationOutput:
     """Generated tokens of one completion.
 
-    `generated_log_probs` is empty unless `GenerationConfig.logprobs` is set. `score` is their sum in nats; a
-    hypothesis of a beam search has it in any case.
+    `generated_log_probs` is empty unless `GenerationConfig.logprobs` is set. `score` is the sum of those of
+    all tokens so far, in nats; of a hypothesis of a beam search, it is divided by length ^ `length_penalty`,
+    and known in any case.
     """
 
     generated_ids: list[int]
@@ -221,8 +229,8 @@ class GenerationResult:
     """Result of `ContinuousBatchingPipeline.generate` for one text; lists have an item per completion.
 
     `texts`, `scores`, `status` and `request_id` are shorter names of what OpenVINO GenAI calls
-    `m_generation_ids`, `m_scores`, `m_status` and `m_request_id`. Scores are cumulative log-probabilities in
-    nats, 0 if unknown. `extended_perf_metrics`, those of a draft model, are None.
+    `m_generation_ids`, `m_scores`, `m_status` and `m_request_id`. Scores are as in
+    `GenerationOutput`, 0 if unknown. `extended_perf_metrics`, those of a draft model, are None.
     """
 
     m_request_id: int = 0

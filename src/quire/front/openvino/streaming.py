@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.config import Choice
 from quire.errors import InvalidRequestError
+from quire.front.openvino.results import Named
 from quire.front.output_processor import CompletionState
 
 
-class StreamingStatus(Choice):
+class StreamingStatus(Named):
     """What a streamer asks for after each piece of output."""
 
     RUNNING = "running"
@@ -20,7 +20,7 @@ class StreamingStatus(Choice):
 
 
 class StreamerBase:
-    """Base of streamers that take tokens: `write` gets each new token, or a list if there are several."""
+    """Base of streamers that take tokens: `write` gets a list of new ones after each step."""
 
     def write(self, token: int | list[int]) -> StreamingStatus | bool | None:
         """Take new tokens, and say whether to go on; by default each is given to `put`, the older name."""
@@ -111,7 +111,7 @@ class Stream:
 
     def _give(self, new: Any) -> Any:
         if isinstance(self._streamer, StreamerBase):
-            return self._streamer.write(new[0] if len(new) == 1 else list(new))
+            return self._streamer.write(list(new))
         assert self._streamer is not None
         return self._streamer(new)
 
