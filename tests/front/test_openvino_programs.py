@@ -29,6 +29,7 @@ from quire import (
 )
 from quire.config import SpeculationConfig
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelError
+from quire.front.openvino.tokenizer import Tokenizer
 
 UNSET = 2**64 - 1
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the"}]
@@ -517,7 +518,7 @@ def test_the_tokenizer_has_openvino_genais_names(pipeline, llm):
 def test_the_error_for_a_small_cache_names_the_cache(checkpoint):
     small = ContinuousBatchingPipeline(checkpoint, SchedulerConfig(num_kv_blocks=4), num_threads=1)
     for prompt, fields in (([5] * 64, {}), ([5], {"max_new_tokens": 70}), ([5] * 60, {"min_new_tokens": 9})):
-        with pytest.raises(InvalidRequestError, match=r"4 blocks of 16 .*SchedulerConfig.num_kv_blocks"):
+        with pytest.raises(InvalidRequestError, match=r"4 x 16 tokens .*SchedulerConfig.num_kv_blocks"):
             small.generate([prompt], GenerationConfig(**fields))
     large = ContinuousBatchingPipeline(checkpoint, SchedulerConfig(num_kv_blocks=4), max_model_len=64)
     with pytest.raises(ContextLengthError, match="max_model_len is 64"):
@@ -556,5 +557,5 @@ def test_the_constructor_takes_properties_by_keyword_and_refuses_others(checkpoi
     ):
         with pytest.raises(ConfigError, match=message):
             ContinuousBatchingPipeline(checkpoint, SchedulerConfig(), "CPU", **options)
-    with pytest.raises(ConfigError, match="scheduler is 'a'"):
-        ContinuousBatchingPipeline(checkpoint, "a", "CPU")
+    with pytest.raises(ConfigError, match=r"must be SchedulerConfig, not Tokenizer; another"):
+        ContinuousBatchingPipeline(checkpoint, Tokenizer(None), SchedulerConfig(), "CPU")

@@ -147,6 +147,45 @@ def test_adaptive_rkv_keeps_no_block_for_a_mass_of_zero(mass, share_of_zeros):
     assert run(config, prompt=60, share_of_zeros=share_of_zeros).num_evictions > 5
 
 
+def evicted_of_prompt(config, weights, chunks):
+    """The tokens that the naive version evicts of a prompt whose chunks are each registered by themselves."""
+    naive = NaiveLayer(config, BLOCK, None)
+    window = config.snapkv_window_size
+    first_scoring = max(len(weights) - window, 0) if window else 0
+    start = 0
+    for end in chunks:
+        queries = range(max(start, first_scoring), end)
+        if queries:
+            sums = weights[queries, :end].sum(axis=0).tolist()
+            naive.see(list(range(start, end)), sums.__getitem__, len(queries) if window else None)
+        else:
+            naive.held += range(start, end)
+        start = end
+    keys = np.random.default_rng(1).normal(size=(NUM_HEADS, len(weights), HEAD_DIM))
+    return naive.evict(keys)
+
+
+@pytest.mark.parametrize("mode", AggregationMode)
+@pytest.mark.parametrize("window", [0, 8])
+def test_registering_each_chunk_is_the_same_if_one_has_all_queries_that_score(mode, window):
+    """OpenVINO GenAI registers each chunk of a prompt; Quire adds them up, see docs/cache-eviction.md."""
+    config, num_differing = config_of(mode, window=window, attention_mass=0.5), 0
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        prompt = int(random.integers(44, 76))
+        weights = np.tril(random.random((prompt, prompt)) ** 8)
+        cuts = np.sort(
+            random.choice(np.arange(1, prompt), int(random.integers(1, 4)), replace=False)
+        ).tolist()
+        whole, in_chunks = (evicted_of_prompt(config, weights, ends) for ends in ([prompt], [*cuts, prompt]))
+        assert whole
+        if window and prompt - cuts[-1] >= window:
+            assert whole == in_chunks
+        else:
+            num_differing += whole != in_chunks
+    assert num_differing
+
+
 @pytest.mark.parametrize("num_rest", [1, 20, 75])
 def test_diversity_is_that_of_the_whole_matrix_of_similarities(num_rest):
     keys = np.random.default_rng(5).normal(size=(3, 600, 6)).astype(np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import dataclasses
 import enum
@@ -114,7 +115,7 @@ class SettableConfig:
 
     def __getattr__(self, name: str) -> Any:
         if name in self.UNSUPPORTED:
-            return self.UNSUPPORTED[name]
+            return copy.copy(self.UNSUPPORTED[name])
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __hash__(self) -> int:

@@ -96,8 +96,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     def length_limit(self) -> str:
         """What limits prompt and output together, in words, with the knob to turn."""
         if self.cache_knob:
-            blocks = f"{self.num_blocks} blocks of {self.block_size}"
-            return f"the KV cache of {blocks} holds no longer sequence; raise {self.cache_knob}"
+            size = f"{self.num_blocks} x {self.block_size} tokens"
+            return f"the KV cache of {size} holds no longer sequence; raise {self.cache_knob}"
         return f"max_model_len is {self.max_model_len}"
 
 

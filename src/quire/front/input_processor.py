@@ -356,18 +356,18 @@ class InputProcessor:
 
     def _max_tokens(self, params: SamplingParams, prompt_length: int, *, shorten_output: bool) -> int:
         limit = self.info.max_model_len
+        named = f"{limit} ({self.info.length_limit})" if self.info.cache_knob else f"max_model_len {limit}"
         room = limit - prompt_length
         if params.max_tokens is not None and params.max_tokens > room and not shorten_output:
             raise ContextLengthError(
                 f"the prompt has {prompt_length} tokens and max_tokens is {params.max_tokens}, together "
-                f"{prompt_length + params.max_tokens}; the limit is {limit}, which leaves max_tokens {room} "
-                f"({self.info.length_limit})",
+                f"{prompt_length + params.max_tokens}; the limit is {named}, which leaves max_tokens {room}",
                 param="max_tokens",
             )
         if params.min_tokens > room:
             raise InvalidRequestError(
-                f"min_tokens is {params.min_tokens}; after a prompt of {prompt_length} tokens, the limit of "
-                f"{limit} leaves {room} ({self.info.length_limit})",
+                f"min_tokens is {params.min_tokens}; after a prompt of {prompt_length} tokens, {named} "
+                f"leaves {room}",
                 param="min_tokens",
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)

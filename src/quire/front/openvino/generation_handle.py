@@ -133,7 +133,8 @@ def status_of(reasons: Sequence[FinishReason | None]) -> GenerationStatus:
 def score_of(completion: CompletionState | CompletionOutput, length_penalty: float) -> float:
     """Return the sum of log-probabilities / length ^ `length_penalty`, which is 0 without beam search."""
     total = completion.cumulative_logprob or 0.0
-    return total / max(len(completion.token_ids), 1) ** length_penalty
+    score: float = total / max(len(completion.token_ids), 1) ** length_penalty
+    return score
 
 
 def chosen_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import statistics
@@ -80,12 +79,18 @@ class ContinuousBatchingPipeline:
         **more_properties: Any,
     ) -> None:
         started = time.monotonic()
+        scheduler_config = SchedulerConfig() if scheduler_config is None else scheduler_config
+        if not isinstance(scheduler_config, SchedulerConfig):
+            raise ConfigError(
+                f"scheduler_config must be SchedulerConfig, not {type(scheduler_config).__name__}; another "
+                "tokenizer is given as properties={'tokenizer': directory}"
+            )
         if device not in DEVICES:
             raise ConfigError(f"device is {device!r}; this version runs on: {', '.join(DEVICES)}")
         config = EngineConfig(
             model=str(models_path),
             device="cpu",
-            scheduler=SchedulerConfig() if scheduler_config is None else scheduler_config,
+            scheduler=scheduler_config,
             **_engine_fields({} if properties is None else properties, more_properties),
         )
         self._model = config.model
@@ -357,24 +362,23 @@ class ContinuousBatchingPipeline:
         echoed = ""
         if config.echo:
             echoed = output.prompt or self._session.tokenizer.decode(output.prompt_token_ids)
-        result = GenerationResult(
-            m_request_id=int(output.request_id),
-            texts=[echoed + completion.text for completion in output.outputs],
-            m_scores=[score_of(one, length_penalty) for one in output.outputs],
-            finish_reasons=named_reasons,
-            m_status=status,
-            perf_metrics=PerfMetrics.of(
+        fields: dict[str, Any] = {
+            "m_request_id": int(output.request_id),
+            "texts": [echoed + completion.text for completion in output.outputs],
+            "m_scores": [score_of(one, length_penalty) for one in output.outputs],
+            "finish_reasons": named_reasons,
+            "m_status": status,
+            "perf_metrics": PerfMetrics.of(
                 output.metrics,
                 load_time=self._load_time,
                 num_input_tokens=len(output.prompt_token_ids),
                 tokenization_time=tokenization_time,
             ),
-        )
+        }
         if isinstance(given, str | ChatHistory):
-            return result
+            return GenerationResult(**fields)
         prompt = output.prompt_token_ids if config.echo else []
         token_ids = [[*prompt, *completion.token_ids] for completion in output.outputs]
-        fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         return EncodedGenerationResult(**fields, token_ids=token_ids)
 
     def _measure(self) -> None:
@@ -453,7 +457,7 @@ def _input_of(given: Any) -> Any:
     if isinstance(given, list | tuple) and given and isinstance(given[0], Mapping) and "role" in given[0]:
         return ChatHistory(given)
     tensor: Any = given if hasattr(given, "tolist") else getattr(given, "data", None)
-    if not hasattr(tensor, "tolist") or not hasattr(tensor, "shape"):
+    if not hasattr(tensor, "tolist") or not hasattr(tensor, "reshape"):
         return given
     shape = tuple(tensor.shape)
     if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
