@@ -29,7 +29,8 @@ SCHEMAS = {
 @dataclasses.dataclass
 class Said:
     content: str
-    calls: list[tuple[str, str]]
+    calls: list[tuple[str, str]]  # that are complete
+    has_calls: bool = False  # and that is what the answer has
 
 
 def said(name, pieces, schemas=SCHEMAS, *, is_cut_off=False):
@@ -37,30 +38,31 @@ def said(name, pieces, schemas=SCHEMAS, *, is_cut_off=False):
     parser = AnswerParser(FORMATS[name], schemas)
     events = [event for piece in pieces for event in parser.feed(piece)]
     events += parser.finish(is_cut_off=is_cut_off)
-    content, calls, is_open = "", [], False
+    content, calls, num_told, written = "", [], 0, None
     for event in events:
         match event:
             case ContentDelta(text=text):
                 assert text
-                assert not is_open
+                assert written is None
                 content += text
             case CallBegin(index=index, name=called):
-                assert index == len(calls)
-                assert not is_open
-                calls.append((called, ""))
-                is_open = True
+                assert index == num_told
+                assert written is None
+                num_told += 1
+                written = ""
             case ArgumentsDelta(index=index, text=text):
                 assert text
-                assert is_open
-                assert index == len(calls) - 1
-                calls[-1] = (calls[-1][0], calls[-1][1] + text)
-            case CallEnd(index=index):
-                assert is_open
-                assert index == len(calls) - 1
-                is_open = False
-    assert not is_open
-    assert parser.num_calls == len(calls)
-    return Said(content, calls)
+                assert index == num_told - 1
+                written += text
+            case CallEnd(index=index, is_complete=is_complete):
+                assert index == num_told - 1
+                if is_complete:
+                    assert isinstance(json.loads(written), dict)
+                    calls.append((called, written))
+                written = None
+    assert written is None
+    assert parser.has_calls <= bool(calls)
+    return Said(content, calls, parser.has_calls)
 
 
 def object_call(name, arguments, key="arguments"):
@@ -93,6 +95,12 @@ SAMPLES = [
     ("hermes", '<tool_call>{"name": "pi', '<tool_call>{"name": "pi', []),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "ping", "parameters": {"b": 2}}</tool_call>', "",
      [("ping", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', "",
+     [("f", {"a": "x\ny"})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', "", [("f", {"a": 1})]),
+    ("hermes", '<tool_call>\n{"name": "ping"}\n{"name": "f", "parameters": null}\n</tool_call>', "",
+     [PING, ("f", {})]),
     ("llama3_json", object_call("ping", {"x": [1.5e3, True, None]}, "parameters"), "",
      [("ping", {"x": [1500.0, True, None]})]),
     ("llama3_json", f'<|python_tag|>{object_call(*WEATHER)}; {object_call(*PING, "parameters")}', "",
@@ -146,16 +154,17 @@ SAMPLES = [
                        "where": {"a": [1]}, "level": "high", "part": "soon", "more": "5"}), PING]),
 ]  # fmt: skip
 
-# format, answer, content, calls with the arguments as they were broken off
+# format, answer, content, complete calls
 BROKEN = [
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": <b>}}</tool_call>z', "z", [("f", '{"a": ')]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', "", [("f", '{"a": 1}')]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {] <tool_call>{"name": "ping"}</tool_call>', "",
-     [("f", "{"), ("ping", "{}")]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', "",
-     [("f", '{"a": "x\\ny"}')]),
-    ("mistral", '[TOOL_CALLS][{"name": "f"}, no', ", no", [("f", "{}")]),
-    ("qwen3_coder", "<tool_call><function=f><parameter=a>x", "", [("f", '{"a": "x')]),
-    ("pythonic", "[ping(a=1, b=", "", [("ping", '{"a": 1, "b": ')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": <b>}}</tool_call>z',
+     '<tool_call>{"name": "f", "arguments": {"a": <b>}}</tool_call>z', []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b',
+     '<tool_call>{"name": "f", "arguments": {"a": "b', []),
+    ("hermes", 'Hm\n<tool_call>{"name": "f", "arguments": {] <tool_call>{"name": "ping"}</tool_call>',
+     'Hm\n<tool_call>{"name": "f", "arguments": {]', [("ping", "{}")]),
+    ("hermes", '<tool_call>{"name": "ping"}\n{"name": "f", "arguments": [1]}</tool_call>',
+     '{"name": "f", "arguments": [1]}</tool_call>', [("ping", "{}")]),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>x", "<tool_call><function=f><parameter=a>x", []),
+    ("pythonic", "[ping(a=1, b=", "[ping(a=1, b=", []),
+    ("pythonic", "[ping(a=1), ping(b=<)] <", ", ping(b=<)] <", [("ping", '{"a": 1}')]),
 ]  # fmt: skip

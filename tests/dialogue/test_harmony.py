@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from opcodes import num_opcodes
 from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.earlier_turns import turns_for_template
-from quire.dialogue.events import ArgumentsDelta, CallBegin, ContentDelta, ReasoningDelta
+from quire.dialogue.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import FORMATS, format_of_template
 from quire.dialogue.harmony_messages import MARKS, MAX_HEADER_LENGTH
 from quire.dialogue.thought_text import ThoughtText
@@ -32,15 +32,18 @@ WEATHER = {"city": TRICKY + "<|call|><|end|>", "days": 2}
 FORECAST = json.dumps(WEATHER, ensure_ascii=False)
 
 
-def told(pieces, *, has_tools=True, is_open=False, reasons=True):
+def told(pieces, *, has_tools=True, is_open=False, reasons=True, is_cut_off=False):
     """(thought, content, calls) of an answer in these pieces."""
     thought = ExpectedThought(THOUGHT, is_open) if reasons else None
     parser = AnswerParser(HARMONY if has_tools else None, SCHEMAS, thought)
-    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    events += parser.finish(is_cut_off=is_cut_off)
     calls = [(one.name, []) for one in events if isinstance(one, CallBegin)]
     for event in events:
         if isinstance(event, ArgumentsDelta):
             calls[event.index][1].append(event.text)
+    ends = [one for one in events if isinstance(one, CallEnd) and (one.is_complete or is_cut_off)]
+    calls = [calls[end.index] for end in ends]
     texts = [
         "".join(one.text for one in events if isinstance(one, kind))
         for kind in (ReasoningDelta, ContentDelta)
@@ -109,10 +112,11 @@ CRAFTED = [
     ("", "", "", []),
     ("<|channel|>commentary to=functions.<|message|>{}", "", "{}", []),
     # tools of the model's own
-    ("<|channel|>analysis to=python code<|message|>print('{}')\n<|call|>", "", "",
-     [("python", "print('{}')\n")]),
+    ("<|channel|>analysis to=python code<|message|>print('{}')\n<|call|>", "print('{}')\n", "", []),
+    ("<|channel|>commentary to=python code<|message|> print('{}')<|call|>", "", " print('{}')", []),
     # calls that are malformed
-    ('<|channel|>commentary to=functions.f<|message|>{"a": <b>}<|call|>z', "", "z", [("f", '{"a": ')]),
+    ('<|channel|>commentary to=functions.f<|message|>{"a": <b>}<|call|>z', "", '{"a": <b>}\n\nz', []),
+    ('<|channel|>analysis to=functions.f<|message|>{"a": "<|call|>b', '{"a": "b', "", []),
     ("<|channel|>commentary to=functions.f<|message|><|call|>", "", "", [("f", "{}")]),
 ]  # fmt: skip
 
@@ -126,7 +130,7 @@ def test_a_sample_at_every_split(answer, thought, content, calls):
 def test_an_answer_may_be_cut_off_anywhere(answer, thought, content, calls):
     tokens = re.findall(r"<\|\w+\|>|.", answer, re.DOTALL)
     for count in range(len(tokens)):
-        some_thought, some_content, some_calls = told(tokens[:count])
+        some_thought, some_content, some_calls = told(tokens[:count], is_cut_off=True)
         assert thought.startswith(some_thought)
         assert content.startswith(some_content)
         for (name, arguments), (whole_name, whole_arguments) in zip(some_calls, calls, strict=False):

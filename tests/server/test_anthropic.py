@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 
 import httpx
 import httpx2
@@ -98,8 +99,7 @@ async def test_text_and_two_calls(claude, llm):
     [
         ('{"city": "\\ud83d"}', {"city": "\ud83d"}),
         ('{"city": 99999999999999999999999}', {"city": 99999999999999999999999}),
-        ('{"city": NaN}', {}),
-        ("[1]", {}),
+        ('{"city":\n1e999}', {"city": math.inf}),
     ],
 )
 async def test_arguments_as_a_model_may_write_them(claude, llm, arguments, expected):

@@ -16,7 +16,7 @@ from quire.cli.offline import ready_llm
 from quire.cli.options import config_options
 from quire.config import EngineConfig
 from quire.dialogue.answer_parser import AnswerParser
-from quire.dialogue.events import ArgumentsDelta, CallBegin, ContentDelta
+from quire.dialogue.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta
 from quire.dialogue.formats import FORMATS, format_of_template
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.errors import ModelError
@@ -72,7 +72,7 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool; `arguments` is None if they are no JSON."""
+    """A call of a tool."""
 
     name: str
     arguments: Any
@@ -187,24 +187,20 @@ def _case(record: dict[str, Any]) -> Case:
 
 def content_and_calls(text: str, parser: AnswerParser) -> tuple[str, list[Call]]:
     """Return what a whole answer says to the user, and which tools it calls."""
-    content = ""
-    calls: list[tuple[str, list[str]]] = []
+    content, name = "", ""
+    arguments: list[str] = []
+    calls: list[Call] = []
     for event in [*parser.feed(text), *parser.finish()]:
         match event:
             case ContentDelta(text=piece):
                 content += piece
             case CallBegin(name=name):
-                calls.append((name, []))
+                arguments = []
             case ArgumentsDelta(text=piece):
-                calls[-1][1].append(piece)
-    return content, [Call(name, _value("".join(pieces))) for name, pieces in calls]
-
-
-def _value(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return None
+                arguments.append(piece)
+            case CallEnd(is_complete=True):
+                calls.append(Call(name, json.loads("".join(arguments))))
+    return content, calls
 
 
 def select(cases: Iterable[Case], tasks: list[str], limit: int) -> list[Case]:

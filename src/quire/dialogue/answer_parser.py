@@ -1,10 +1,10 @@
 """The parser of answers: which of a text is thought, which is content, and which is calls of tools.
 
-A call begins, for whoever reads the events, when its name is known. What turns out to be no call before that
-is content, with the marks around it, unless it is cut off there: no one knows whether it would be a call, and
-what follows such a mark mostly is. A call that has begun and is malformed ends where it is malformed, with
-the arguments that it has by then; what follows up to the mark that ends it belongs to no one. White space
-beside a call or a thought is neither content nor thought.
+A call begins, for whoever reads the events, when its name is known, and is complete when all of it has come
+and its arguments are an object in JSON. What turns out to be malformed before that is content, with the marks
+around it, even if its beginning has been told as a call. Where an answer is cut off, the beginning of a call
+is neither call nor content: no one knows what it would be. White space beside a call or a thought is neither
+content nor thought.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AnswerParser:
         self._events: list[AnswerEvent] = []
         self._text = IncomingText()
         known_only = call_format is not None and call_format.known_only
-        self._calls = CallReader(self._text, tools, known_only, self._events.append)
+        self._calls = CallReader(self._text, tools, known_only, self._events)
         self._reading = self._answer(call_format, thought).read()
 
     def _answer(
@@ -56,9 +56,9 @@ class AnswerParser:
         return MarkedAnswer(self._text, self._calls, self._events.append, marked, thought)
 
     @property
-    def num_calls(self) -> int:
-        """Calls so far, a last one that has begun included."""
-        return self._calls.num_calls + self._calls.is_open
+    def has_calls(self) -> bool:
+        """Whether there have been calls so far, and all of them complete."""
+        return self._calls.num_calls > 0 and self._calls.are_complete
 
     def feed(self, text: str) -> list[AnswerEvent]:
         """Add a piece of the answer; return what is known since the last call."""

@@ -30,7 +30,13 @@ class CallReader:
         text: that the model writes.
         tools: JSON schema of each tool's arguments.
         known_only: whether only calls of `tools` are calls.
-        emit: takes each event.
+        events: that nobody has been told of yet; new ones are added.
+
+    Attributes:
+        is_open: whether a call has begun and not ended.
+        num_calls: that have begun and ended, but those that nobody has been told of.
+        are_complete: whether all that have begun and ended are.
+        schema: JSON schema of the arguments of the call that has begun.
     """
 
     def __init__(
@@ -38,21 +44,17 @@ class CallReader:
         text: IncomingText,
         tools: Mapping[str, Mapping[str, Any]],
         known_only: bool,
-        emit: Callable[[AnswerEvent], None],
+        events: list[AnswerEvent],
     ) -> None:
         self.text = text
+        self.is_open = False
         self.num_calls = 0
+        self.are_complete = True
+        self.schema: Mapping[str, Any] = {}
         self._tools = tools
         self._known_only = known_only
-        self._emit = emit
-        self._is_open = False
+        self._events = events
         self._has_arguments = False
-        self._schema: Mapping[str, Any] = {}
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a call has begun and not ended."""
-        return self._is_open
 
     def begin(self, name: str) -> None:
         """Begin a call: its name is known.
@@ -62,33 +64,50 @@ class CallReader:
         """
         if not name or (self._known_only and name not in self._tools):
             raise NotACallError
-        self._is_open = True
+        self.is_open = True
         self._has_arguments = False
-        self._schema = self._tools.get(name, {})
-        self._emit(CallBegin(self.num_calls, name))
+        self.schema = self._tools.get(name, {})
+        self._events.append(CallBegin(self.num_calls, name))
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the call that has begun."""
         if text:
             self._has_arguments = True
-            self._emit(ArgumentsDelta(self.num_calls, text))
+            self._events.append(ArgumentsDelta(self.num_calls, text))
 
     def end(self) -> None:
-        """End the call; one without arguments has an empty object."""
+        """End the call, which is complete; one without arguments has an empty object."""
         if not self._has_arguments:
-            self._emit(ArgumentsDelta(self.num_calls, "{}"))
-        self.break_off()
+            self.arguments("{}")
+        self._end(is_complete=True)
 
-    def break_off(self) -> None:
-        """End the call with the arguments that it has, whether complete or not."""
-        self._emit(CallEnd(self.num_calls))
-        self._is_open = False
+    def cut_off(self) -> None:
+        """End the call with the arguments that it has, the answer being cut off."""
+        self._end(is_complete=False)
+
+    def take_back(self) -> None:
+        """End the call, which is malformed, and leave out what nobody has been told of it."""
+        index = len(self._events)
+        while index and isinstance(self._events[index - 1], ArgumentsDelta):
+            index -= 1
+        self.are_complete = False
+        if index and isinstance(self._events[index - 1], CallBegin):
+            del self._events[index - 1 :]
+            self.is_open = False
+        else:
+            del self._events[index:]
+            self._end(is_complete=False)
+
+    def _end(self, *, is_complete: bool) -> None:
+        self._events.append(CallEnd(self.num_calls, is_complete=is_complete))
+        self.are_complete &= is_complete
+        self.is_open = False
         self.num_calls += 1
         self.text.mark()
 
     def parameter(self, name: str) -> Mapping[str, Any]:
         """Return the JSON schema of one of the call's parameters; empty if there is none."""
-        properties = self._schema.get("properties")
+        properties = self.schema.get("properties")
         schema = properties.get(name) if isinstance(properties, Mapping) else None
         return schema if isinstance(schema, Mapping) else {}
 
@@ -144,5 +163,5 @@ def json_text(value: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return text as it stands between the quotes of a JSON string."""
-    return json_text(text)[1:-1]
+    """Return text, which may have halves of surrogate pairs, as it stands in the quotes of a JSON string."""
+    return json_text(text)[1:-1].encode(errors="backslashreplace").decode()

@@ -38,9 +38,16 @@ class ArgumentsDelta:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallEnd:
-    """No more of this call comes."""
+    """No more of this call comes.
+
+    Args:
+        index: of the call.
+        is_complete: whether its arguments are an object. If not, it is no call: the answer was cut off, or it
+            is malformed, and its text follows as content.
+    """
 
     index: int
+    is_complete: bool
 
 
 AnswerEvent: TypeAlias = ContentDelta | ReasoningDelta | CallBegin | ArgumentsDelta | CallEnd

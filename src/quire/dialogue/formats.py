@@ -100,7 +100,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         layout=Layout("[TOOL_CALLS][", ", ", "]"),
         token_layout=Layout("[TOOL_CALLS]", "[TOOL_CALLS]", ""),
         token_layout_mark="[ARGS]",
-        notation=ListedOrNamedCalls(JsonCalls(), NamedCalls("[ARGS]")),
+        notation=ListedOrNamedCalls(JsonCalls(), NamedCalls("[ARGS]", id_begin="[CALL_ID]")),
         template_marks=(("[TOOL_CALLS]",),),
         short_ids=True,
     ),
@@ -109,7 +109,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         openings=("<tool_call>",),
         closings=("</tool_call>",),
         layout=_IN_TAGS,
-        notation=JsonCalls(separators=()),
+        notation=JsonCalls(),
         template_marks=(("<tool_call>",),),
     ),
     "phi": MarkedCallFormat(
@@ -136,7 +136,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
     ),
     "llama3_json": MarkedCallFormat(
         openings=("<|python_tag|>",),
-        start="{",
+        start="{[",
         layout=Layout("", "; ", ""),
         notation=JsonCalls(argument_key="parameters"),
         template_marks=(('{"name": function name, "parameters":',), ("<|python_tag|>",)),

@@ -70,7 +70,7 @@ class GrammarWriter:
         return self._rule(self._terminal(f"(?s:.*){_pattern(end)}", others), "[lazy]")
 
     def text_without(self, marks: Iterable[str], start: str = "") -> str:
-        """Return an expression for a text that has none of `marks`, nor begins with the character `start`."""
+        """Return an expression for a text without any of `marks` that begins with no character of `start`."""
         first = rf"\s*[^\s{_pattern(start)}]" if start else ""
         return self._rule(self._terminal(f"{first}(?s:.*)", marks))
 

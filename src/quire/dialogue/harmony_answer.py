@@ -8,7 +8,7 @@ from quire.dialogue.call_reading import CallReader, NotACallError
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
 from quire.dialogue.harmony_messages import ANALYSIS, HarmonyMessages
 from quire.dialogue.incoming_text import IncomingText, Reading
-from quire.dialogue.json_copying import copy_value
+from quire.dialogue.json_copying import copy_object
 from quire.dialogue.thoughts import ExpectedThought
 
 FUNCTIONS = "functions."
@@ -49,8 +49,9 @@ class HarmonyAnswer:
         """Read the whole answer."""
         while (header := (yield from self._messages.header())) is not None:
             name = header.recipient.removeprefix(FUNCTIONS)
-            if name and self._reads_calls:
-                yield from self._read_call(name)
+            if name and self._reads_calls and (yield from self._read_call(name)):
+                while (yield from self._messages.body()):
+                    pass
             elif header.channel == ANALYSIS and self._tells_thoughts:
                 yield from self._say(ReasoningDelta)
             else:
@@ -63,25 +64,28 @@ class HarmonyAnswer:
             self._said.add(delta)
             before = ""
 
-    def _read_call(self, name: str) -> Reading[None]:
+    def _read_call(self, name: str) -> Reading[bool]:
+        """Read a call; return whether there is one, if maybe cut off. Otherwise its text is unread."""
+        self._text.mark()
+        yield from self._text.skip_space()
+        if (yield from self._text.peek()) != "{":
+            space = self._text.since_mark()
+            piece = yield from self._messages.body()
+            if piece or not self._messages.is_closed:
+                self._messages.unread(space + piece if piece else "")
+                return False
+            self._calls.begin(name)
+            self._calls.end()
+            return True
         self._calls.begin(name)
         try:
-            yield from self._read_arguments()
+            yield from copy_object(self._text, self._calls.arguments)
         except NotACallError:
-            self._calls.break_off()
-        while (yield from self._messages.body()):
-            pass
-
-    def _read_arguments(self) -> Reading[None]:
-        """Pass on an object as JSON, or else the text that a tool other than a function takes."""
-        yield from self._text.skip_space()
-        if (yield from self._text.peek()) == "{":
-            yield from copy_value(self._text, self._calls.arguments)
-        else:
-            has_text = False
-            while piece := (yield from self._messages.body()):
-                self._calls.arguments(piece)
-                has_text = True
-            if not has_text and not self._messages.is_closed:
-                raise NotACallError
+            if self._text.is_cut_off and self._text.has_run_out:
+                self._calls.cut_off()
+                return True
+            self._messages.unread(self._text.since_mark())
+            self._calls.take_back()
+            return False
         self._calls.end()
+        return True

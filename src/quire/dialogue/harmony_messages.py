@@ -24,6 +24,7 @@ FINAL_HEADER = f"{CHANNEL}final{MESSAGE}"
 
 MAX_HEADER_LENGTH = 512  # characters, marks included
 
+_ANY_MARK = re.compile("|".join(map(re.escape, MARKS)))
 _BEFORE_RECIPIENT = "to="
 _BEGIN_HEADER = (START, CHANNEL, CONSTRAIN, MESSAGE, _BEFORE_RECIPIENT)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -65,7 +66,7 @@ class HarmonyMessages:
         self._in_analysis = in_analysis
         self._is_first = True
         self._mark = ""  # that has ended the body
-        self._lead = ""  # of the body: it was read as a header
+        self._lead = ""  # of the body: it was read as something else
 
     @property
     def is_closed(self) -> bool:
@@ -107,6 +108,10 @@ class HarmonyMessages:
         if not self._mark:
             piece, self._mark = yield from self._text.piece_before(ENDS_OF_BODY)
         return piece
+
+    def unread(self, text: str) -> None:
+        """Give back what has been read of the body; without marks, it is the next piece."""
+        self._lead = _ANY_MARK.sub("", text)
 
     def _text_without_header(self, space: str, *, may_be_blank: bool) -> Reading[Header | None]:
         if (yield from self._text.peek()) or (may_be_blank and space):

@@ -17,6 +17,9 @@ Reading: TypeAlias = Generator[None, None, T]
 
 SPACE = re.compile(r"\s+")
 
+UNBOUNDED = 1 << 60
+"""More characters than any text has."""
+
 
 class IncomingText:
     """A text of which more may come.
@@ -65,20 +68,18 @@ class IncomingText:
             yield
         return self._text[self._position]
 
-    def run(self, pattern: re.Pattern[str]) -> str:
+    def run(self, pattern: re.Pattern[str], max_length: int = UNBOUNDED) -> str:
         """Return what is there already of a run of characters; `pattern` matches any part of such a run."""
-        match = pattern.match(self._text, self._position)
+        match = pattern.match(self._text, self._position, self._position + max_length)
         return self._consume(match.end()) if match else ""
 
-    def whole_run(self, pattern: re.Pattern[str], max_length: int | None = None) -> Reading[str]:
-        """Return a run of characters up to where it ends, or is longer than `max_length`."""
+    def whole_run(self, pattern: re.Pattern[str], max_length: int = UNBOUNDED) -> Reading[str]:
+        """Return a run of characters up to where it ends; of a longer one, `max_length` + 1 characters."""
         parts: list[str] = []
-        length = 0
-        while (yield from self.peek()) and (part := self.run(pattern)):
+        left = max_length + 1
+        while left and (yield from self.peek()) and (part := self.run(pattern, left)):
             parts.append(part)
-            length += len(part)
-            if max_length is not None and length > max_length:
-                break
+            left -= len(part)
         return "".join(parts)
 
     def skip_space(self) -> Reading[None]:
@@ -111,6 +112,7 @@ class IncomingText:
                 return before, self._consume(found.end())
             end = len(self._text) if self._has_ended else len(self._text) - self._marker_prefix(markers)
             if end > self._position or self._has_ended:
+                self.has_run_out |= end == self._position
                 return self._consume(end), ""
             yield
 

@@ -9,11 +9,14 @@ from typing import ClassVar
 from quire.dialogue.call_reading import MAX_NAME_LENGTH, CallReader, NotACallError, json_text
 from quire.dialogue.grammar_writing import GrammarWriter
 from quire.dialogue.incoming_text import Reading
-from quire.dialogue.json_copying import copy_value, decode_string
+from quire.dialogue.json_copying import copy_arguments, copy_value, decode_string
 from quire.dialogue.tools import Tool
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _SURPLUS = re.compile(r"[\s\]}]+")
+_ARGUMENTS = ("{", '"', "n")  # with which an object, a string that holds one, and null begin
+_AFTER_NO_ARGUMENTS = ("", "<", "`")  # the end of the text, a mark, the end of a fence
+_AFTER_UNCLOSED = ("", "<", "]")  # where models leave the last brace out: these, and the end of a list
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,11 +24,9 @@ class JsonCalls:
     """`{"name": …, "arguments": {…}}`: one, several after each other, or a list of them.
 
     Args:
-        separators: what may stand between calls that are not in a list.
         argument_key: under which it writes the arguments.
     """
 
-    separators: tuple[str, ...] = (";",)
     argument_key: str = "arguments"
     marks: ClassVar[tuple[str, ...]] = ()
 
@@ -33,14 +34,14 @@ class JsonCalls:
         """See `CallNotation.read`."""
         text = reader.text
         yield from text.skip_space()
-        separators = (",",) if (yield from text.match("[")) else self.separators
-        while True:
+        yield from text.match("[")
+        has_more = True
+        while has_more:
             yield from _read_object(reader)
-            text.mark()
             yield from text.whole_run(_SURPLUS)
-            if not separators or not (yield from text.match(*separators)):
-                return
-            yield from text.skip_space()
+            text.mark()
+            has_separator = yield from text.match(",", ";")
+            has_more = bool(has_separator) or (yield from text.peek()) == "{"
 
     def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
         """See `CallNotation.grammar`."""
@@ -68,28 +69,26 @@ def _read_object(reader: CallReader) -> Reading[None]:
         if "".join(key) == "name" and not reader.is_open:
             name: list[str] = []
             yield from decode_string(text, name.append, MAX_NAME_LENGTH)
-            reader.begin("".join(name))
+            reader.begin(_whole_characters("".join(name)))
             reader.arguments("".join(arguments))
         elif "".join(key) in _ARGUMENT_KEYS and not has_arguments:
             has_arguments = True
-            yield from _read_arguments(reader, arguments)
+            yield from copy_arguments(text, reader.arguments if reader.is_open else arguments.append)
         else:
             yield from copy_value(text, lambda part: None)
-        if (yield from reader.expect(",", "}")) == "}":
+        yield from text.skip_space()
+        if not (yield from text.match(",")):
             break
-    if not reader.is_open:
+    is_closed = yield from text.match("}")
+    is_enough = has_arguments and (yield from text.peek()) in _AFTER_UNCLOSED
+    if not reader.is_open or not (is_closed or is_enough):
         raise NotACallError
     reader.end()
 
 
-def _read_arguments(reader: CallReader, held: list[str]) -> Reading[None]:
-    """Pass on arguments, or hold them until the name is known; a string holds them as text."""
-    text = reader.text
-    emit = reader.arguments if reader.is_open else held.append
-    if (yield from text.peek()) == '"':
-        yield from decode_string(text, emit)
-    elif not (yield from text.match("null")):
-        yield from copy_value(text, emit)
+def _whole_characters(text: str) -> str:
+    """Return text in which surrogates are the characters that they stand for in pairs."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,22 +99,26 @@ class NamedCalls:
         separator: stands between name and arguments; some models leave it out.
         kind: what may stand with another separator before the name.
         fence: what may begin and end the arguments.
+        id_begin: what may stand with the call's id after the name.
     """
 
     separator: str
     kind: str = ""
+    id_begin: str = ""
     fence: tuple[str, str] = ("", "")
 
     @property
     def marks(self) -> tuple[str, ...]:
         """See `CallNotation.marks`."""
-        return (self.separator,)
+        return tuple(filter(None, (self.separator, self.id_begin)))
 
     def read(self, reader: CallReader) -> Reading[None]:
         """See `CallNotation.read`."""
         text = reader.text
         yield from text.skip_space()
         name = yield from reader.name()
+        if self.id_begin and (yield from text.match(self.id_begin)):
+            yield from reader.name()
         yield from text.skip_space()
         has_separator = yield from text.match(self.separator)
         yield from text.skip_space()
@@ -125,10 +128,14 @@ class NamedCalls:
         opening, closing = self.fence
         if opening and (yield from text.match(opening)):
             yield from text.skip_space()
-        if (yield from text.peek()) != "{":
+        character = yield from text.peek()
+        is_cut_off = text.is_cut_off and not character
+        has_none = has_separator and character in _AFTER_NO_ARGUMENTS and not is_cut_off
+        if not has_none and character not in _ARGUMENTS:
             raise NotACallError
         reader.begin(name)
-        yield from copy_value(text, reader.arguments)
+        if not has_none:
+            yield from copy_arguments(text, reader.arguments)
         reader.end()
         yield from text.whole_run(_SURPLUS)
         if closing:

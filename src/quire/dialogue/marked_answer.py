@@ -85,8 +85,8 @@ class MarkedAnswer:
             if not marker and self._is_cut_off_mark(before, markers):
                 return
             self._add_content(before)
-            while marker in call_format.openings:
-                marker = yield from self._read_calls(call_format, marker)
+            if marker in call_format.openings:
+                yield from self._read_calls(call_format, marker)
             if not before and not marker and not (yield from self._text.peek()):
                 return
 
@@ -94,40 +94,33 @@ class MarkedAnswer:
         """Read calls that begin the answer without a mark."""
         if call_format.start:
             self._add_content((yield from self._text.whole_run(SPACE)))
-            if (yield from self._text.peek()) == call_format.start:
+            if (yield from self._text.peek()) in tuple(call_format.start):
                 yield from self._read_calls(call_format, "")
 
-    def _read_calls(self, call_format: MarkedCallFormat, opening: str) -> Reading[str]:
-        """Read calls after the mark that begins them; return the mark of the next ones, if it has come."""
+    def _read_calls(self, call_format: MarkedCallFormat, opening: str) -> Reading[None]:
+        """Read calls after the mark that begins them, and the mark that ends them."""
         num_before = self._calls.num_calls
         self._text.mark()
-        is_broken = False
         remainder = ""
         try:
             yield from call_format.notation.read(self._calls)
         except NotACallError:
-            is_broken = self._calls.is_open
-            if is_broken:
-                self._calls.break_off()
-            else:
-                remainder = self._text.since_mark()
+            remainder = self._text.since_mark()
         has_calls = self._calls.num_calls > num_before
-        if (opening or has_calls) and self._is_cut_off:
+        if (opening or has_calls or self._calls.is_open) and self._is_cut_off:
+            if self._calls.is_open:
+                self._calls.cut_off()
             yield from self._drop_rest()
-            return ""
-        if not has_calls:
-            self._add_content(opening + remainder)
-            return ""
-        self._follows_call = True
-        self._add_content(remainder)
-        if is_broken:
-            return (yield from self._skip_broken_call(call_format))
-        if not remainder and call_format.closings:
+            return
+        if self._calls.is_open:
+            self._calls.take_back()
+        self._follows_call |= has_calls
+        self._add_content(remainder if has_calls else opening + remainder)
+        if has_calls and not remainder and call_format.closings:
             yield from self._text.skip_space()
             yield from self._text.match(*call_format.closings)
             if self._is_cut_off:
                 yield from self._drop_rest()
-        return ""
 
     @property
     def _is_cut_off(self) -> bool:
@@ -143,14 +136,6 @@ class MarkedAnswer:
         """Leave out the beginning of a call, or of its mark, that is all that is left."""
         self._follows_call = True
         yield from self._text.piece()
-
-    def _skip_broken_call(self, call_format: MarkedCallFormat) -> Reading[str]:
-        """Drop what follows in a broken call; return the mark that begins the next ones, if there is one."""
-        markers = (*call_format.closings, *call_format.openings)
-        while True:
-            before, marker = yield from self._text.piece_before(markers)
-            if marker or not before:
-                return marker if marker in call_format.openings else ""
 
     def _add_content(self, text: str) -> None:
         """Say more to the user; white space at the end only once something follows it."""

@@ -30,7 +30,7 @@ class MarkedCallFormat(ToolCallFormat):
         openings: marks, each of which begins calls.
         closings: marks that may end them.
         ignored: marks around all calls, which say nothing.
-        start: first character of an answer that is calls without a mark; "" if there are none such. JSON and
+        start: first characters of answers that are calls without a mark; "" if there are none such. JSON and
             lists are answers, too, so only calls of tools that the request has count.
         layout: of the calls that a grammar enforces.
         token_layout: the layout instead of it for a model whose vocabulary has `token_layout_mark`.

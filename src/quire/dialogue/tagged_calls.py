@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quire.dialogue.call_reading import CallReader, NotACallError, escaped, json_text
 from quire.dialogue.grammar_writing import GrammarWriter
 from quire.dialogue.incoming_text import Reading
+from quire.dialogue.literals import json_of
 from quire.dialogue.tools import Tool
 from quire.errors import InvalidRequestError
 
@@ -20,6 +22,10 @@ _UNENFORCED_OF_OBJECTS = frozenset(
         *("minProperties", "maxProperties", "patternProperties", "propertyNames", "dependentSchemas"),
     }
 )
+_NAMING = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "properties", "items"})
+"""Keys that say which type a value has."""
+_TYPES_BY_KEY = {"properties": "object", "items": "array"}
+_TYPES_OF_CONSTANTS = {"true": "boolean", "false": "boolean", "null": "null"}
 _TYPES: Mapping[type, tuple[str, ...]] = {
     type(None): ("null",),
     bool: ("boolean",),
@@ -35,7 +41,7 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
 class TaggedCalls:
     """A name and its parameters, each key and value between tags.
 
-    One line break is dropped at the beginning of a value and one at its end.
+    Where no mark begins a value, it stands on lines of its own: a line break at each end is not part of it.
 
     Args:
         name_begin, name_end: around the name; `name_end` may be empty.
@@ -62,6 +68,15 @@ class TaggedCalls:
         text = reader.text
         if self.name_begin:
             yield from reader.expect(self.name_begin)
+        has_more = True
+        while has_more:
+            yield from self._read_call(reader)
+            yield from text.skip_space()
+            has_more = bool(self.name_begin) and bool((yield from text.match(self.name_begin)))
+
+    def _read_call(self, reader: CallReader) -> Reading[None]:
+        """Read a call after the mark that begins its name."""
+        text = reader.text
         yield from text.skip_space()
         name = yield from reader.name()
         if self.name_end:
@@ -81,6 +96,8 @@ class TaggedCalls:
             yield from text.skip_space()
         if self.call_end:
             yield from reader.expect(self.call_end)
+        elif not (yield from text.peek()) and text.is_cut_off:
+            raise NotACallError
         reader.arguments("}" if separator == ", " else "")
         reader.end()
 
@@ -102,9 +119,9 @@ class TaggedCalls:
 
     def _value_grammar(self, writer: GrammarWriter, tool: Tool, schema: Any) -> str:
         """Return the expression for a value and its end."""
-        schema = schema if isinstance(schema, Mapping) else {}
+        schema = _without_reference(schema if isinstance(schema, Mapping) else {}, tool.parameters)
         end = self.value_end if self.value_begin else f"\n{self.value_end}"
-        if "string" not in _types_of(schema):
+        if "string" not in _types_of(schema, tool.parameters, set()):
             return f"{writer.json(schema, tool.parameters)} {writer.literal(end)}"
         if "enum" in schema:
             values = (one if isinstance(one, str) else json_text(one) for one in schema["enum"])
@@ -114,9 +131,11 @@ class TaggedCalls:
         return writer.text_up_to(self.value_end)
 
     def _read_value(self, reader: CallReader, schema: Mapping[str, Any]) -> Reading[None]:
-        yield from reader.text.match("\n")
-        markers = ("\n" + self.value_end, self.value_end)
-        types = frozenset(_types_of(schema))
+        markers: tuple[str, ...] = (self.value_end,)
+        if not self.value_begin:
+            yield from reader.text.match("\n")
+            markers = ("\n" + self.value_end, self.value_end)
+        types = frozenset(_types_of(schema, reader.schema, set()))
         if types - {"string"}:
             value, _ = yield from _whole_text_before(reader, markers)
             reader.arguments(_typed(value, types))
@@ -188,43 +207,82 @@ def _whole_text_before(reader: CallReader, markers: tuple[str, ...]) -> Reading[
             raise NotACallError
 
 
-def _types_of(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the types that a schema allows, as far as it names them; "string" if it names none."""
+def _types_of(schema: Any, root: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
+    """Yield the types that a schema allows, as far as it names them; "string" if it names none.
+
+    Args:
+        schema: of a value.
+        root: the schema that it is part of, to which its references refer.
+        seen: references that have been followed, which is done once.
+    """
+    if not isinstance(schema, Mapping):
+        return
+    if schema.get("nullable") is True:
+        yield "null"
     if "enum" in schema or "const" in schema:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         for value in values if isinstance(values, list) else []:
             yield from _TYPES[type(value)]
-        return
-    named = schema.get("type")
-    alternatives = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
-    if isinstance(named, str):
-        yield named
-    elif isinstance(named, list):
+    elif "type" in schema:
+        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         yield from (one for one in named if isinstance(one, str))
-    elif alternatives:
-        for one in alternatives[0]:
-            yield from _types_of(one) if isinstance(one, Mapping) else ()
-    elif "$ref" in schema or "properties" in schema:
-        yield "object"
+    elif (parts := _parts_of(schema, root, seen)) is not None:
+        for part in parts:
+            yield from _types_of(part, root, seen)
     else:
-        yield "string"
+        yield next((kind for key, kind in _TYPES_BY_KEY.items() if key in schema), "string")
+
+
+def _parts_of(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[str]) -> list[Any] | None:
+    """Return the schemas of which one or each says what a schema allows; None: it says that itself."""
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return list(schema[key])
+    if isinstance(schema.get("allOf"), list):
+        return [one for one in schema["allOf"] if isinstance(one, Mapping) and not _NAMING.isdisjoint(one)]
+    reference = schema.get("$ref")
+    if not isinstance(reference, str):
+        return None
+    is_new = reference not in seen
+    seen.add(reference)
+    return [_referred(root, reference)] if is_new else []
+
+
+def _without_reference(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema with what it refers to in the place of the reference, unless that leads back to it."""
+    seen: set[str] = set()
+    while isinstance(reference := schema.get("$ref"), str) and reference not in seen:
+        seen.add(reference)
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        schema = {**_referred(root, reference), **rest}
+    return schema
+
+
+def _referred(root: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
+    """Return the part of a schema that a reference names; an object's if it is another schema's."""
+    target: Any = root if reference.startswith("#") else None
+    for part in reference.split("/")[1:]:
+        name = urllib.parse.unquote(part).replace("~1", "/").replace("~0", "~")
+        target = target.get(name) if isinstance(target, Mapping) else None
+    return target if isinstance(target, Mapping) else {"type": "object"}
 
 
 def _typed(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of the value that `text` stands for: of one of these types, or else a string."""
+    """Return the JSON of the value that `text` stands for: of one of these types, or else a string.
+
+    Where it may be a string, other values are only those that JSON and templates write.
+    """
     spelling = text.strip()
-    if types & {"boolean", "null"} and spelling.lower() in ("true", "false", "null"):
-        spelling = spelling.lower()
+    constant = "null" if spelling == "None" else spelling.lower()
+    if _TYPES_OF_CONSTANTS.get(constant) in types:
+        return constant
     try:
-        value = json.loads(spelling, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
+        written = json_of(spelling, allows_python="string" not in types)
+    except NotACallError:
         return json_text(text)
-    if not types.isdisjoint(_TYPES[type(value)]):
-        return spelling
+    value = json.loads(written)
+    if type(value) is not str and not types.isdisjoint(_TYPES[type(value)]):
+        return written
     if type(value) is float and value.is_integer() and "integer" in types:
         return str(int(value))
     return json_text(text)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")

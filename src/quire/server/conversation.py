@@ -227,8 +227,8 @@ class AnswerReader:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the answer has called a tool so far."""
-        return self._parser is not None and self._parser.num_calls > 0
+        """Whether the answer has called tools so far, and all calls are complete."""
+        return self._parser is not None and self._parser.has_calls
 
     def events(self, new_text: str, *, is_last: bool, is_cut_off: bool = False) -> list[AnswerEvent]:
         """Return what is new with a piece of the text.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 
 from msgspec import UNSET, Raw
 
@@ -18,6 +18,8 @@ from quire.server.responses import (
     ToolCall,
     ToolCallDelta,
 )
+
+_LINE_BREAKS = re.compile(r"[\r\n]+")
 
 
 def message_of(reader: AnswerReader, completion: CompletionOutput) -> AssistantMessage:
@@ -51,17 +53,12 @@ def deltas_of(reader: AnswerReader, text: str, completion: CompletionOutput) -> 
     return [delta for event in events if (delta := _delta(reader, event)) is not None]
 
 
-def object_of(arguments: str) -> Raw | None:
-    """Return a call's arguments for APIs that have them as an object: JSON without line breaks.
+def object_of(arguments: str) -> Raw:
+    """Return a complete call's arguments for APIs that have them as an object: JSON without line breaks.
 
-    None if they are no object, as where they were cut off. In `Raw`, because Python has texts, such as half
-    of a surrogate pair, that no other encoder writes.
+    In JSON, line breaks are only between values.
     """
-    try:
-        value = json.loads(arguments)
-        return Raw(json.dumps(value, allow_nan=False)) if isinstance(value, dict) else None
-    except (ValueError, RecursionError):
-        return None
+    return Raw(_LINE_BREAKS.sub(" ", arguments))
 
 
 def _delta(reader: AnswerReader, event: AnswerEvent) -> ChatDelta | None:

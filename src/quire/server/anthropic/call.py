@@ -194,7 +194,7 @@ class _StreamedBlocks:
 def _content_of(reader: AnswerReader, completion: CompletionOutput) -> list[ContentBlock]:
     """Return the blocks of a whole answer."""
     blocks: list[ContentBlock] = []
-    arguments: dict[int, str] = {}  # of calls, by the index of the block
+    arguments: list[str] = []  # pieces of the last call's
     for event in reader.events(completion.text, is_last=True, is_cut_off=is_cut_off(completion)):
         match event:
             case ContentDelta(text=piece):
@@ -208,15 +208,15 @@ def _content_of(reader: AnswerReader, completion: CompletionOutput) -> list[Cont
                 else:
                     blocks.append(ThinkingContent(thinking=piece))
             case CallBegin(name=name):
-                arguments[len(blocks)] = ""
+                arguments = []
                 call_id = reader.new_call_id(CALL_ID_PREFIX)
                 blocks.append(ToolUseContent(id=call_id, name=name, input=NO_INPUT))
             case ArgumentsDelta(text=piece):
-                arguments[len(blocks) - 1] += piece
-    for index, written in arguments.items():
-        call = blocks[index]
-        assert isinstance(call, ToolUseContent)
-        call.input = object_of(written) or NO_INPUT
+                arguments.append(piece)
+            case CallEnd(is_complete=True):
+                call = blocks[-1]
+                assert isinstance(call, ToolUseContent)
+                call.input = object_of("".join(arguments))
     return blocks
 
 

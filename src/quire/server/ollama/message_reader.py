@@ -54,15 +54,13 @@ class MessageReader:
                 self._name, self._arguments = name, []
             case ArgumentsDelta(text=text):
                 self._arguments.append(text)
-            case CallEnd():
+            case CallEnd(is_complete=True):
                 return self._call()
         return None
 
-    def _call(self) -> OllamaAnswerMessage | None:
-        """Return the call that has ended; None if its arguments are no object, as when it was cut off."""
+    def _call(self) -> OllamaAnswerMessage:
+        """Return the call that has ended."""
         arguments = object_of("".join(self._arguments))
-        if arguments is None:
-            return None
         function = CalledTool(index=self._num_calls, name=self._name, arguments=arguments)
         self._num_calls += 1
         return OllamaAnswerMessage(

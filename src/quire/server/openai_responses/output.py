@@ -71,8 +71,8 @@ class ResponseOutput:
                     new += self._begin_call(name)
                 case dialogue.ArgumentsDelta(text=piece):
                     new += self._more_arguments(piece)
-                case dialogue.CallEnd():
-                    new += self._end_item()
+                case dialogue.CallEnd(is_complete=has_all):
+                    new += self._end_item(is_complete=has_all)
         if is_last:
             new += self._end_item(is_complete=is_complete)
         return new
