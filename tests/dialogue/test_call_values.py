@@ -39,7 +39,8 @@ def in_json(value):
         return [in_json(one) for one in value]
     if isinstance(value, dict):
         return json.loads(json.dumps({in_json(key): in_json(one) for key, one in value.items()}))
-    if isinstance(value, set | bytes | complex) or value is ... or value in (math.inf, -math.inf):
+    assume(value not in (math.inf, -math.inf))  # which are numbers only where JSON writes them so, as 1e999
+    if isinstance(value, set | bytes | complex) or value is ...:
         raise TypeError
     return value
 
@@ -86,7 +87,7 @@ LITERALS = st.recursive(
         )
         | st.builds(
             lambda items: f"{{{','.join(f'{key}:{value}' for key, value in items)}}}",
-            st.lists(st.tuples(SCALARS, inner), max_size=2),
+            st.lists(st.tuples(SCALARS, inner), max_size=1) | st.lists(st.tuples(STRINGS, inner), max_size=2),
         )
     ),
     max_leaves=6,
@@ -193,6 +194,9 @@ JSON_WRITERS = [
     ("llama3_json", '<|python_tag|>{% for call in calls %}{"name": "{{ call.name }}", '
      '"parameters": {{ call.arguments | tojson(indent=1) }}}\n{% endfor %}'),
     ("llama3_json", "{{ calls | tojson }}"),
+    ("llama3_json", '[{% for call in calls %}{"id": "call_1", "function": {{ call | tojson }}, '
+     '"type": "function"}'
+     "{{ '' if loop.last else ',\n' }}{% endfor %}]"),
     ("granite", '<|tool_call|>[{% for call in calls %}{"arguments": {{ call.arguments | tojson }}, '
      '"name": "{{ call.name }}"}{{ "" if loop.last else ", " }}{% endfor %}]'),
     ("phi", "<|tool_call|>{{ calls | tojson }}<|/tool_call|>"),

@@ -131,6 +131,14 @@ async def test_what_is_told_of_calls(http, llm, ask, answer, content, arguments,
 
 
 @pytest.mark.parametrize("call_format", ["hermes"])
+async def test_a_call_that_a_stop_string_cuts_off_is_not_told_of(http, llm):
+    llm.reply, llm.stop_reason = BAD[: BAD.index("NaN")], "NaN"
+    for ask in (chat_completions, messages, ollama):
+        content, arguments, is_of_calls = await ask(http, stream=False)
+        assert (content, arguments, bool(is_of_calls)) == ("", [], False)
+
+
+@pytest.mark.parametrize("call_format", ["hermes"])
 async def test_a_call_that_is_cut_off_is_not_complete(http, llm):
     llm.reply = GOOD
     tools = [{"type": "function", **FUNCTION}]

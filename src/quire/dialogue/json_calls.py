@@ -55,8 +55,12 @@ def object_grammar(writer: GrammarWriter, tool: Tool) -> str:
 
 
 def _read_object(reader: CallReader) -> Reading[None]:
-    """Read one call; its arguments may come before its name, and the first ones count."""
+    """Read one call; its arguments may come before its name, and the first ones count.
+
+    Name and arguments may stand in an object of their own, as in the messages of OpenAI's API.
+    """
     text = reader.text
+    is_inside = False  # that object
     arguments: list[str] = []
     has_arguments = False
     yield from reader.expect("{")
@@ -66,6 +70,9 @@ def _read_object(reader: CallReader) -> Reading[None]:
         yield from decode_string(text, key.append, MAX_NAME_LENGTH)
         yield from reader.expect(":")
         yield from text.skip_space()
+        if "".join(key) == "function" and not is_inside and (yield from text.match("{")):
+            is_inside = True
+            continue
         if "".join(key) == "name" and not reader.is_open:
             name: list[str] = []
             yield from decode_string(text, name.append, MAX_NAME_LENGTH)
@@ -77,6 +84,9 @@ def _read_object(reader: CallReader) -> Reading[None]:
         else:
             yield from copy_value(text, lambda part: None)
         yield from text.skip_space()
+        if is_inside and (yield from text.match("}")):
+            is_inside = False
+            yield from text.skip_space()
         if not (yield from text.match(",")):
             break
     is_closed = yield from text.match("}")

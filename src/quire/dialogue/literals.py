@@ -240,8 +240,7 @@ def _json_number(word: str) -> str:
     try:
         is_float = not word.lower().startswith(("0x", "0o", "0b")) and any(mark in word for mark in ".eE")
         value = float(word) if is_float else int(word, 0)
-        written = json.dumps(value, allow_nan=False)
-        return word if _NUMBER.fullmatch(word) else written
+        return word if _NUMBER.fullmatch(word) else json.dumps(value, allow_nan=False)
     except ValueError:
         return ""
 

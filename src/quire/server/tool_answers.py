@@ -6,7 +6,14 @@ import re
 
 from msgspec import UNSET, Raw
 
-from quire.dialogue.events import AnswerEvent, ArgumentsDelta, CallBegin, ContentDelta, ReasoningDelta
+from quire.dialogue.events import (
+    AnswerEvent,
+    ArgumentsDelta,
+    CallBegin,
+    CallEnd,
+    ContentDelta,
+    ReasoningDelta,
+)
 from quire.request_output import CompletionOutput
 from quire.server.conversation import AnswerReader
 from quire.server.generation import is_cut_off
@@ -18,6 +25,7 @@ from quire.server.responses import (
     ToolCall,
     ToolCallDelta,
 )
+from quire.status import FinishReason
 
 _LINE_BREAKS = re.compile(r"[\r\n]+")
 
@@ -38,6 +46,8 @@ def message_of(reader: AnswerReader, completion: CompletionOutput) -> AssistantM
                 calls.append(ToolCall(id=reader.new_call_id(), function=function))
             case ArgumentsDelta(text=piece):
                 calls[-1].function.arguments += piece
+            case CallEnd(is_complete=False) if completion.finish_reason is not FinishReason.LENGTH:
+                calls.pop()  # a stop string has cut it off, which the reason does not say
     shown = "".join(thought) if thought else UNSET
     return AssistantMessage(
         content="".join(content) if content or not (thought or calls) else None,

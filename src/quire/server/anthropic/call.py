@@ -217,6 +217,8 @@ def _content_of(reader: AnswerReader, completion: CompletionOutput) -> list[Cont
                 call = blocks[-1]
                 assert isinstance(call, ToolUseContent)
                 call.input = object_of("".join(arguments))
+            case CallEnd() if completion.finish_reason is not FinishReason.LENGTH:
+                blocks.pop()  # a stop sequence has cut it off
     return blocks
 
 
