@@ -9,6 +9,8 @@ content nor thought.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,14 +86,11 @@ class AnswerParser:
 def _merged(events: list[AnswerEvent]) -> list[AnswerEvent]:
     """Return events of which those that continue one another are one."""
     merged: list[AnswerEvent] = []
-    for event in events:
-        last = merged[-1] if merged else None
-        if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
-            merged[-1] = ContentDelta(last.text + event.text)
-        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            merged[-1] = ReasoningDelta(last.text + event.text)
-        elif isinstance(event, ArgumentsDelta) and isinstance(last, ArgumentsDelta):
-            merged[-1] = ArgumentsDelta(last.index, last.text + event.text)
+    for _, group in itertools.groupby(events, key=type):
+        first, *more = group
+        if isinstance(first, ContentDelta | ReasoningDelta | ArgumentsDelta):
+            text = "".join(one.text for one in (first, *more) if isinstance(one, type(first)))
+            merged.append(dataclasses.replace(first, text=text))
         else:
-            merged.append(event)
+            merged += (first, *more)
     return merged

@@ -14,6 +14,7 @@ from quire.dialogue.tools import Tool
 
 MAX_NAME_LENGTH = 256  # characters of a tool's name, as a model writes it
 
+_ANYTHING: Mapping[str, Any] = {}
 _NAME = re.compile(r"[\w.:/-]+")
 
 Emit = Callable[[str], None]
@@ -37,6 +38,7 @@ class CallReader:
         num_calls: that have begun and ended, but those that nobody has been told of.
         are_complete: whether all that have begun and ended are.
         schema: JSON schema of the arguments of the call that has begun.
+        types: that a parameter's values may have, by the id of its schema, so that each is searched once.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class CallReader:
         self.num_calls = 0
         self.are_complete = True
         self.schema: Mapping[str, Any] = {}
+        self.types: dict[int, frozenset[str]] = {}
         self._tools = tools
         self._known_only = known_only
         self._events = events
@@ -109,7 +112,7 @@ class CallReader:
         """Return the JSON schema of one of the call's parameters; empty if there is none."""
         properties = self.schema.get("properties")
         schema = properties.get(name) if isinstance(properties, Mapping) else None
-        return schema if isinstance(schema, Mapping) else {}
+        return schema if isinstance(schema, Mapping) else _ANYTHING
 
     def name(self) -> Reading[str]:
         """Read a name that stands by itself; "" if there is none.

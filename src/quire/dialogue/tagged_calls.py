@@ -135,7 +135,9 @@ class TaggedCalls:
         if not self.value_begin:
             yield from reader.text.match("\n")
             markers = ("\n" + self.value_end, self.value_end)
-        types = frozenset(_types_of(schema, reader.schema, set()))
+        types = reader.types.get(id(schema))
+        if types is None:
+            types = reader.types[id(schema)] = frozenset(_types_of(schema, reader.schema, set()))
         if types - {"string"}:
             value, _ = yield from _whole_text_before(reader, markers)
             reader.arguments(_typed(value, types))
