@@ -239,3 +239,26 @@ def test_what_a_format_cannot_enforce_is_refused(name, parameters, problem):
                 structure_of_answer(FORMATS[name], use, {}.get)
         else:
             structure_of_answer(FORMATS[name], use, {}.get)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm"])
+@pytest.mark.parametrize(("target", "problem"), [("unit", None), ("zip", "'pattern'"), ("d0", r"'\$ref'")])
+def test_references_of_strict_schemas_are_followed(name, target, problem):
+    parameters = {
+        "properties": {"a": {"$ref": f"#/$defs/{target}"}},
+        "required": ["a"],
+        "$defs": {
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "zip": {"type": "string", "pattern": "[0-9]+"},
+            **{f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(9)},
+            "d9": {"type": "string"},
+        },
+    }
+    use = ToolUse((Tool("f", parameters=parameters, strict=True),), frozenset({"f"}), must_call=True)
+    if problem is not None:
+        with pytest.raises(InvalidRequestError, match=problem):
+            structure_of_answer(FORMATS[name], use, {}.get)
+        return
+    answer = Model(name, has_marks=False).answer(structure_of_answer(FORMATS[name], use, {}.get), 1)
+    [(_, arguments), *_] = said(name, [answer]).calls
+    assert json.loads(arguments)["a"] in ("C", "F")

@@ -14,7 +14,7 @@ from quire.dialogue.tools import Tool
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _SURPLUS = re.compile(r"[\s\]}]+")
-_ARGUMENTS = ("{", '"', "n")  # with which an object, a string that holds one, and null begin
+_ARGUMENTS = ("{", '"')  # with which an object, and a string that holds one, begin
 _AFTER_NO_ARGUMENTS = ("", "<", "`")  # the end of the text, a mark, the end of a fence
 _AFTER_UNCLOSED = ("", "<", "]")  # where models leave the last brace out: these, and the end of a list
 
@@ -140,11 +140,11 @@ class NamedCalls:
             yield from text.skip_space()
         character = yield from text.peek()
         is_cut_off = text.is_cut_off and not character
-        has_none = has_separator and character in _AFTER_NO_ARGUMENTS and not is_cut_off
-        if not has_none and character not in _ARGUMENTS:
+        is_over = has_separator and character in _AFTER_NO_ARGUMENTS and not is_cut_off
+        if not is_over and character not in _ARGUMENTS and not (yield from text.match("null")):
             raise NotACallError
         reader.begin(name)
-        if not has_none:
+        if character in _ARGUMENTS:
             yield from copy_arguments(text, reader.arguments)
         reader.end()
         yield from text.whole_run(_SURPLUS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from quire.dialogue.call_reading import CallReader, NotACallError, escaped, json_text
@@ -15,7 +15,9 @@ from quire.dialogue.literals import json_of
 from quire.dialogue.tools import Tool
 from quire.errors import InvalidRequestError
 
-_UNENFORCED = frozenset({"pattern", "minLength", "maxLength", "format", "anyOf", "oneOf", "allOf", "const"})
+_UNENFORCED = frozenset(
+    {"pattern", "minLength", "maxLength", "format", "anyOf", "oneOf", "allOf", "const", "$ref"}
+)
 _UNENFORCED_OF_OBJECTS = frozenset(
     {
         *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const"),
@@ -24,6 +26,7 @@ _UNENFORCED_OF_OBJECTS = frozenset(
 )
 _NAMING = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "properties", "items"})
 """Keys that say which type a value has."""
+_MAX_REFERENCES = 8  # from one to the next
 _TYPES_BY_KEY = {"properties": "object", "items": "array"}
 _TYPES_OF_CONSTANTS = {"true": "boolean", "false": "boolean", "null": "null"}
 _TYPES: Mapping[type, tuple[str, ...]] = {
@@ -121,7 +124,7 @@ class TaggedCalls:
         """Return the expression for a value and its end."""
         schema = _without_reference(schema if isinstance(schema, Mapping) else {}, tool.parameters)
         end = self.value_end if self.value_begin else f"\n{self.value_end}"
-        if "string" not in _types_of(schema, tool.parameters, set()):
+        if "string" not in _types_of(schema, tool.parameters):
             return f"{writer.json(schema, tool.parameters)} {writer.literal(end)}"
         if "enum" in schema:
             values = (one if isinstance(one, str) else json_text(one) for one in schema["enum"])
@@ -137,7 +140,7 @@ class TaggedCalls:
             markers = ("\n" + self.value_end, self.value_end)
         types = reader.types.get(id(schema))
         if types is None:
-            types = reader.types[id(schema)] = frozenset(_types_of(schema, reader.schema, set()))
+            types = reader.types[id(schema)] = _types_of(schema, reader.schema)
         if types - {"string"}:
             value, _ = yield from _whole_text_before(reader, markers)
             reader.arguments(_typed(value, types))
@@ -209,54 +212,62 @@ def _whole_text_before(reader: CallReader, markers: tuple[str, ...]) -> Reading[
             raise NotACallError
 
 
-def _types_of(schema: Any, root: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
-    """Yield the types that a schema allows, as far as it names them; "string" if it names none.
+def _types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema allows, as far as it names them; "string" if it names none.
 
     Args:
         schema: of a value.
         root: the schema that it is part of, to which its references refer.
-        seen: references that have been followed, which is done once.
     """
-    if not isinstance(schema, Mapping):
-        return
-    if schema.get("nullable") is True:
-        yield "null"
+    types: set[str] = set()
+    followed: set[str] = set()  # references
+    pending = [schema]
+    while pending:
+        one = pending.pop()
+        if not isinstance(one, Mapping):
+            continue
+        if one.get("nullable") is True:
+            types.add("null")
+        reference = one.get("$ref")
+        if (named := _named_types(one)) is not None:
+            types.update(named)
+        elif (parts := _parts_of(one)) is not None:
+            pending += parts
+        elif not isinstance(reference, str):
+            types.add("string")
+        elif reference not in followed:
+            followed.add(reference)
+            pending.append(_referred(root, reference))
+    return frozenset(types)
+
+
+def _named_types(schema: Mapping[str, Any]) -> list[str] | None:
+    """Return the types that a schema names itself; None: it names none."""
     if "enum" in schema or "const" in schema:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
-        for value in values if isinstance(values, list) else []:
-            yield from _TYPES[type(value)]
-    elif "type" in schema:
+        return [name for value in values for name in _TYPES[type(value)]] if isinstance(values, list) else []
+    if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        yield from (one for one in named if isinstance(one, str))
-    elif (parts := _parts_of(schema, root, seen)) is not None:
-        for part in parts:
-            yield from _types_of(part, root, seen)
-    else:
-        yield next((kind for key, kind in _TYPES_BY_KEY.items() if key in schema), "string")
+        return [one for one in named if isinstance(one, str)]
+    return next(([name] for key, name in _TYPES_BY_KEY.items() if key in schema), None)
 
 
-def _parts_of(schema: Mapping[str, Any], root: Mapping[str, Any], seen: set[str]) -> list[Any] | None:
-    """Return the schemas of which one or each says what a schema allows; None: it says that itself."""
+def _parts_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the schemas of which one or each says what a schema allows; None: there are none."""
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             return list(schema[key])
     if isinstance(schema.get("allOf"), list):
         return [one for one in schema["allOf"] if isinstance(one, Mapping) and not _NAMING.isdisjoint(one)]
-    reference = schema.get("$ref")
-    if not isinstance(reference, str):
-        return None
-    is_new = reference not in seen
-    seen.add(reference)
-    return [_referred(root, reference)] if is_new else []
+    return None
 
 
 def _without_reference(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema with what it refers to in the place of the reference, unless that leads back to it."""
-    seen: set[str] = set()
-    while isinstance(reference := schema.get("$ref"), str) and reference not in seen:
-        seen.add(reference)
-        rest = {key: value for key, value in schema.items() if key != "$ref"}
-        schema = {**_referred(root, reference), **rest}
+    """Return a schema with what it refers to in the place of the reference; of many, some are followed."""
+    for _ in range(_MAX_REFERENCES):
+        if isinstance(reference := schema.get("$ref"), str):
+            rest = {key: value for key, value in schema.items() if key != "$ref"}
+            schema = {**_referred(root, reference), **rest}
     return schema
 
 
