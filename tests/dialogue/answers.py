@@ -108,16 +108,35 @@ SAMPLES = [
     ("llama3_json", '{"name": "Anna", "parameters": 3}', '{"name": "Anna", "parameters": 3}', []),
     ("llama3_json", '\n{"a": 1}\n', '\n{"a": 1}\n', []),
     ("llama3_json", 'As {"name": "ping", "parameters": {}}', 'As {"name": "ping", "parameters": {}}', []),
+    ("llama3_json", '{"name": "ping", "parameters": {}}{"name": "ping"}\n\n{"type": "function", "name": '
+     '"ping", "parameters": {"a": 1}} ; {"name": "ping"}, {"name": "ping"}', "",
+     [PING, PING, ("ping", {"a": 1}), PING, PING]),
+    ("llama3_json", f"<|python_tag|>{object_call(*PING)}\n<|python_tag|>{object_call(*PING)}", "",
+     [PING, PING]),
+    ("llama3_json", f'[{object_call(*PING, "parameters")}, {object_call(*PING)}]', "", [PING, PING]),
+    ("llama3_json", '[1, {"name": "ping"}]', '[1, {"name": "ping"}]', []),
+    ("llama3_json", '{"name": "ping"}; {"a": 1}', '; {"a": 1}', [PING]),
+    ("llama3_json", '{"name": "ping"}; {"name": "Anna"}', '; {"name": "Anna"}', [PING]),
     ("pythonic", "[get_weather(city='it\\'s \\x41\\u00e9\\n', days=3, where={'a': (1, -2.5), \"b\": "
      "[None, True]}), ping()]", "",
      [("get_weather", {"city": "it's Aé\n", "days": 3, "where": {"a": [1, -2.5], "b": [None, True]}}), PING]),
     ("pythonic", '<|python_start|>[ping(a = false, b=[], c={},)]<|python_end|>', "",
      [("ping", {"a": False, "b": [], "c": {}})]),
+    ("pythonic", "[ping(), # two\n ping(a=('x' # y\n r'\\d'), b=(1), c=(), d={1: -.5, None: 0x_1f}),]",
+     "",
+     [PING, ("ping", {"a": "x\\d", "b": 1, "c": [], "d": {"1": -0.5, "null": 31}})]),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
     ("mistral", f"Yes.[TOOL_CALLS][{object_call(*WEATHER)}, {object_call(*PING)}]", "Yes.", [WEATHER, PING]),
     ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{json.dumps(WEATHER[1])}[TOOL_CALLS]ping{{}}", "",
      [WEATHER, PING]),
+    ("mistral", '[TOOL_CALLS]ping[CALL_ID]abcdefghi[ARGS]{"a": 1}[TOOL_CALLS]ping[ARGS]null'
+     "[TOOL_CALLS]ping[ARGS]", "", [("ping", {"a": 1}), PING, PING]),
+    ("mistral", '[TOOL_CALLS] [{"name": "ping", "arguments": "{\\"a\\": 1}", "id": "abcdefghi"}]', "",
+     [("ping", {"a": 1})]),
+    ("gemma", "<start_function_call>call:ping{<escape>a b<escape>:None,c d:-1,'e':[],f:{g:celsius}}"
+     "call:ping{}<end_function_call>", "",
+     [("ping", {"a b": None, "c d": -1, "e": [], "f": {"g": "celsius"}}), PING]),
     ("gemma", '<start_function_call>call:get_weather{city:<escape>"P" {x}<escape>,days:3,'
      'where:{a:[1,<escape>b<escape>]}}<end_function_call><start_function_call>call:ping{}<end_function_call>',
      "", [("get_weather", {"city": '"P" {x}', "days": 3, "where": {"a": [1, "b"]}}), PING]),
@@ -126,6 +145,7 @@ SAMPLES = [
      [("get_weather", {"city": 'a "b" {c}', "where": {"x y": [-1.5, ""], "z": True}})]),
     ("olmo3", "<function_calls>get_weather(city='New\\nYork', days=3)\nping()\n</function_calls>", "",
      [("get_weather", {"city": "New\nYork", "days": 3}), PING]),
+    ("olmo3", "<function_calls>ping(); ping(a=1)</function_calls>", "", [PING, ("ping", {"a": 1})]),
     ("olmo3", "<function_calls>\nping()\n</function_calls>.", ".", [PING]),
     ("granite", f"<|tool_call|>[{object_call(*WEATHER)}]", "", [WEATHER]),
     ("granite", f"<tool_call>[{object_call(*WEATHER)}]</tool_call>", "", [WEATHER]),
@@ -137,6 +157,10 @@ SAMPLES = [
      f"{END}\n{BEGIN}function{SEP}ping\n```json\n{{}}\n```{END}{ALL_END}", "Hm", [WEATHER, PING]),
     ("deepseek_v31", f"{ALL_BEGIN}{BEGIN}get_weather{SEP}{json.dumps(WEATHER[1])}{END}{BEGIN}ping{SEP}{{}}"
      f"{END}{ALL_END}", "", [WEATHER, PING]),
+    ("deepseek_v31", f"{ALL_BEGIN}{BEGIN}ping{SEP}{END}{BEGIN}ping{SEP}null{END}{ALL_END}", "", [PING, PING]),
+    ("deepseek_v3", f"{BEGIN}function{SEP}ping\n```json\n\n```{END}", "", [PING]),
+    ("glm", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>\n P\n</arg_value></tool_call>", "",
+     [("get_weather", {"city": "\n P\n"})]),
     ("glm", 'I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>P "x"\ny</arg_value>\n'
      "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>ping</tool_call>",
      "I look.", [("get_weather", {"city": 'P "x"\ny', "days": 3}), PING]),
@@ -144,6 +168,8 @@ SAMPLES = [
      f"to=functions.get_weather <|constrain|>json<|message|>{json.dumps(WEATHER[1])}<|call|>"
      "<|start|>assistant to=functions.ping<|channel|>commentary json<|message|>{}<|call|>", "Well.",
      [WEATHER, PING]),
+    ("qwen3_coder", "<tool_call>\n<function=ping>\n</function>\n<function=get_weather>\n<parameter=unit>None"
+     "</parameter></function>\n</tool_call>", "", [PING, ("get_weather", {"unit": None})]),
     ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\n007 </param\n\n</parameter>\n"
      "<parameter=days>\n12\n</parameter>\n<parameter=unit>\nnull\n</parameter>\n"
      '<parameter=precise>\nTrue\n</parameter>\n<parameter=where>\n{"a": [1]}\n</parameter>\n'
