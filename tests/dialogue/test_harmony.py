@@ -113,6 +113,7 @@ CRAFTED = [
     ("<|channel|>commentary to=functions.<|message|>{}", "", "{}", []),
     # tools of the model's own
     ("<|channel|>analysis to=python code<|message|>print('{}')\n<|call|>", "print('{}')\n", "", []),
+    ("<|channel|>commentary to=python<|message|>a <|message|> b<|call|>", "", "a <|message|> b", []),
     ("<|channel|>commentary to=python code<|message|> print('{}')<|call|>", "", " print('{}')", []),
     # calls that are malformed
     ('<|channel|>commentary to=functions.f<|message|>{"a": <b>}<|call|>z', "", '{"a": <b>}\n\nz', []),

@@ -24,7 +24,7 @@ FINAL_HEADER = f"{CHANNEL}final{MESSAGE}"
 
 MAX_HEADER_LENGTH = 512  # characters, marks included
 
-_ANY_MARK = re.compile("|".join(map(re.escape, MARKS)))
+_END_OF_BODY = re.compile("|".join(map(re.escape, ENDS_OF_BODY)))
 _BEFORE_RECIPIENT = "to="
 _BEGIN_HEADER = (START, CHANNEL, CONSTRAIN, MESSAGE, _BEFORE_RECIPIENT)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -110,8 +110,8 @@ class HarmonyMessages:
         return piece
 
     def unread(self, text: str) -> None:
-        """Give back what has been read of the body; without marks, it is the next piece."""
-        self._lead = _ANY_MARK.sub("", text)
+        """Give back what has been read of the body; without marks that end one, it is the next piece."""
+        self._lead = _END_OF_BODY.sub("", text)
 
     def _text_without_header(self, space: str, *, may_be_blank: bool) -> Reading[Header | None]:
         if (yield from self._text.peek()) or (may_be_blank and space):
