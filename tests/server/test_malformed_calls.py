@@ -83,8 +83,13 @@ async def responses(http, stream):
     answer = await posted(http, "/v1/responses", input="Hi", tools=tools, stream=stream)
     if stream:
         done = [event["item"] for event in answer if event["type"] == "response.output_item.done"]
+        ends = [event for event in answer if event["type"] == "response.function_call_arguments.done"]
+        finished = [event["arguments"] for event in ends]
         answer = answer[-1]["response"]
         assert answer["output"] == done
+        assert finished == [
+            item["arguments"] for item in done if item["status"] == "completed" and "name" in item
+        ]
     calls = [item for item in answer["output"] if item["type"] == "function_call"]
     complete = [json.loads(call["arguments"]) for call in calls if call["status"] == "completed"]
     assert stream or len(complete) == len(calls)

@@ -129,6 +129,8 @@ class ResponseOutput:
         """Put what was written into its item; return the events that tell of it."""
         if isinstance(item, OutputCall):
             item.arguments = written
+            if item.status == "incomplete":
+                return []
             return [ArgumentsDone(**self._place(), name=item.name, arguments=written)]
         if isinstance(item, OutputReasoning):
             item.content.append(thought := ReasoningText(text=written))
