@@ -105,6 +105,11 @@ class StructuredOutputsParams:
         has_structure = any(getattr(self, name) is not None for name in _KINDS)
         return dataclasses.replace(self, thought=None) if has_structure else None
 
+    @property
+    def may_begin_output(self) -> bool:
+        """Whether a structure may apply from the first token on."""
+        return self.structure is not None and not (self.thought is not None and self.thought.is_open)
+
 
 _KINDS = ("json", "regex", "choice", "grammar")
 

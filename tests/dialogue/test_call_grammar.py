@@ -18,10 +18,10 @@ from quire.dialogue.call_grammar import structure_of_answer
 from quire.dialogue.formats import FORMATS
 from quire.dialogue.tools import Tool, ToolUse
 from quire.errors import InvalidRequestError
-from quire.front.detokenizer import byte_level_bytes
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 from quire.structured_outputs import StructuredOutputsParams
+from quire.token_bytes import byte_level_bytes
 
 MINI = Path(quire.__file__).parent / "mini"
 POINT = {

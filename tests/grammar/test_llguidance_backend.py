@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 import quire
 from quire.errors import InvalidRequestError
@@ -33,7 +34,7 @@ FEW = settings(max_examples=25)
 
 
 def token_bytes() -> list[bytes | None]:
-    """The bytes of every token, None for special ones and for marks, which llguidance takes for such.
+    """The bytes of every token, None for special ones and for marks, which are no part of a text.
 
     GPT-2's table shows each byte as a printable one.
     """
@@ -270,9 +271,9 @@ def test_a_finished_grammar_allows_only_the_end():
 
 def test_a_token_that_ends_the_output_is_no_part_of_it():
     end = TOKENIZER.token_text(EOS[0])
-    for fields in ({"choice": [end]}, {"grammar": f"start: {end}"}):
-        with pytest.raises(InvalidRequestError, match="only a token that ends the output can follow"):
-            compiled(**fields)
+    with pytest.raises(InvalidRequestError, match="only a token that ends the output can follow"):
+        compiled(grammar=f"start: {end}")
+    assert walk(compiled(choice=[end]), random.Random(1)) == end, "spelled with other tokens"
     grammar = compiled(grammar=f'start: "a" {end} | "ab"')
     a, b = (TOKENIZER.encode(text, add_special_tokens=False) for text in "ab")
     assert grammar.accept(a)
@@ -370,14 +371,14 @@ def test_a_model_without_an_end_or_with_an_unreadable_tokenizer(tmp_path):
     spec = StructuredOutputsParams(regex="a")
     with pytest.raises(InvalidRequestError, match="end-of-sequence"):
         LLGuidanceBackend((MINI / "tokenizer.json").read_text, VOCAB, lambda: ()).compile(spec)
-    with pytest.raises(InvalidRequestError, match="cannot read"):
+    with pytest.raises(InvalidRequestError, match="model's tokenizer"):
         LLGuidanceBackend((tmp_path / "tokenizer.json").read_text, VOCAB, lambda: EOS).compile(spec)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidRequestError, match="cannot read"):
+    with pytest.raises(InvalidRequestError, match="model's tokenizer"):
         LLGuidanceBackend((tmp_path / "tokenizer.json").read_text, VOCAB, lambda: EOS).compile(spec)
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma"])
+@pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma", "metaspace"])
 def test_tokenizers_with_other_decoders(tmp_path, kind):
     tokenizer = byte_level() if kind == "byte-level" else sentencepiece(kind)
     tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
@@ -395,11 +396,12 @@ def test_tokenizers_with_other_decoders(tmp_path, kind):
     assert spelled == set(choices)
 
 
-def test_a_tokenizer_that_llguidance_misreads_is_refused(tmp_path):
-    tokenizer = sentencepiece("metaspace")
-    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(InvalidRequestError, match="reads 'A small sample"):
-        LLGuidanceBackend((tmp_path / "tokenizer.json").read_text, 512, lambda: [1]).compile(
+@pytest.mark.parametrize("decoder", [decoders.BPEDecoder(suffix="a"), decoders.CTC(pad_token="<s>")])
+def test_a_tokenizer_whose_tokens_have_another_text_beside_others_is_refused(decoder):
+    tokenizer = byte_level()
+    tokenizer.backend.decoder = decoder
+    with pytest.raises(InvalidRequestError, match="depends on the tokens around them"):
+        LLGuidanceBackend(tokenizer.backend.to_str, 512, lambda: [1]).compile(
             StructuredOutputsParams(regex="a")
         )
 

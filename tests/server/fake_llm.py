@@ -36,8 +36,14 @@ class FakeTokenizer:
     chat_template_source = None
 
     @property
-    def backend(self):
-        return SimpleNamespace(decoder=None, id_to_token=self.token_text)
+    def token_bytes(self):
+        return SimpleNamespace(
+            of=lambda token_id: self.token_text(token_id).encode(),
+            byte_token=lambda token_id: None,
+            is_byte_level=False,
+            has_byte_tokens=False,
+            anchor=([], ""),
+        )
 
     def token_text(self, token_id):
         is_character = token_id < VOCAB_SIZE and not 0xD800 <= token_id < 0xE000  # surrogates are none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from pathlib import Path
@@ -23,6 +24,7 @@ from quire.scheduling.interface import SchedulerInterface
 if TYPE_CHECKING:
     from quire.engine.memory_plan import MemoryPlan
     from quire.models.config import ModelConfig
+    from quire.models.tokenizer import Tokenizer
 
 SPARE_SHARE = 0.05
 """Fraction of the memory available at start-up that a growing KV cache leaves free."""
@@ -60,21 +62,23 @@ def build_context(
 
 
 def _grammar_backend(config: EngineConfig, model_path: Path, model_config: ModelConfig) -> TriedGrammars:
-    def tokenizer() -> str:
+    @functools.cache
+    def tokenizer() -> Tokenizer:
         # slow, and rarely needed
-        from quire.models.checkpoints.engine_tokenizer import tokenizer_path
-        from quire.models.checkpoints.tokenizer_reading import read_tokenizer_json
-
-        return read_tokenizer_json(tokenizer_path(config, model_path))
-
-    def eos_token_ids() -> tuple[int, ...]:
         from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
 
-        return engine_tokenizer(config, model_path).eos_token_ids
+        return engine_tokenizer(config, model_path)
+
+    def tokenizer_json() -> str:
+        text: str = tokenizer().backend.to_str()
+        return text
 
     scheduler = config.scheduler
     backend = LLGuidanceBackend(
-        tokenizer, model_config.vocab_size, eos_token_ids, closes_objects=scheduler.closed_json_objects
+        tokenizer_json,
+        model_config.vocab_size,
+        lambda: tokenizer().eos_token_ids,
+        closes_objects=scheduler.closed_json_objects,
     )
     return TriedGrammars(backend, seconds_per_token=scheduler.max_grammar_time_per_token)
 

@@ -13,15 +13,12 @@ character (160 us per token after 200 of them; here 2), and it does not return w
 from __future__ import annotations
 
 import codecs
-import json
-import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _MAX_HELD_TOKENS = 8
 """Maximum number of tokens per character for decoders of unknown kind."""
 
@@ -43,11 +40,7 @@ class DecoderFactory:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        kinds = set(_decoder_kinds(tokenizer))
-        self._is_byte_level = kinds == {"ByteLevel"}
-        self._has_byte_tokens = "ByteFallback" in kinds
-        self._id_to_token = tokenizer.backend.id_to_token
-        self._bytes: dict[int, bytes] = {}
+        self.token_bytes = tokenizer.token_bytes
 
     def make(
         self,
@@ -55,23 +48,27 @@ class DecoderFactory:
         *,
         skip_special_tokens: bool,
         shown: frozenset[int] = frozenset(),
+        is_verbatim: bool = False,
     ) -> TokenDecoder:
         """Return a decoder for the tokens after `prompt_token_ids`, which may be none.
 
-        Special tokens in `shown` are part of the text, also with `skip_special_tokens`.
+        Special tokens in `shown` are part of the text, also with `skip_special_tokens`. If it `is_verbatim`,
+        the text keeps the space with which it begins also where no text stands before it.
         """
         skipped = self._tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         if shown:
             skipped -= shown
-        if self._is_byte_level:
+        if self.token_bytes.is_byte_level:
             return ByteLevelDecoder(self, skipped)
         context = [token_id for token_id in prompt_token_ids[-1:] if not self.is_special(token_id)]
+        if is_verbatim and not context:
+            context, _ = self.token_bytes.anchor
         return ContextDecoder(self, skipped, context)
 
     @property
     def may_split_characters(self) -> bool:
         """Whether a character may be split over tokens that are not byte tokens."""
-        return not self._has_byte_tokens
+        return not self.token_bytes.has_byte_tokens
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token, which is not part of the text."""
@@ -80,20 +77,6 @@ class DecoderFactory:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a whole sequence of tokens, including special ones."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token of a byte-level vocabulary."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = byte_level_bytes(self._id_to_token(token_id) or "")
-        return known
-
-    def byte_token(self, token_id: int) -> bytes | None:
-        """Return the byte of a byte token such as `<0xE2>`, or None for any other token."""
-        if not self._has_byte_tokens:
-            return None
-        match = _BYTE_TOKEN.fullmatch(self._id_to_token(token_id) or "")
-        return bytes.fromhex(match[1]) if match else None
 
 
 class ByteLevelDecoder:
@@ -108,7 +91,7 @@ class ByteLevelDecoder:
         """See `TokenDecoder.push`."""
         if token_id in self._skipped:
             return ""
-        return self._utf8.decode(self._factory.bytes_of(token_id))
+        return self._utf8.decode(self._factory.token_bytes.of(token_id))
 
     def flush(self) -> str:
         """See `TokenDecoder.flush`."""
@@ -129,7 +112,7 @@ class ContextDecoder:
         """See `TokenDecoder.push`."""
         if token_id in self._skipped:
             return ""
-        byte = self._factory.byte_token(token_id)
+        byte = self._factory.token_bytes.byte_token(token_id)
         if byte is not None:
             return self._push_byte(token_id, byte)
         unfinished = self._end_bytes()
@@ -176,38 +159,3 @@ class ContextDecoder:
 
 def _is_unfinished(text: str, num_tokens: int) -> bool:
     return text.endswith("\ufffd") and num_tokens < _MAX_HELD_TOKENS
-
-
-def _decoder_kinds(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the kinds of the tokenizer's decoder, of each part if it is a sequence."""
-    decoder = tokenizer.backend.decoder
-    if decoder is not None:
-        yield from _kinds_in(json.loads(decoder.__getstate__()))
-
-
-def _kinds_in(state: dict[str, Any]) -> Iterator[str]:
-    if state["type"] == "Sequence":
-        for part in state["decoders"]:
-            yield from _kinds_in(part)
-    else:
-        yield state["type"]
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's mapping of characters to bytes: printable ones are themselves, others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(0x100) if byte not in set(printable))
-    alphabet.update((chr(0x100 + index), byte) for index, byte in enumerate(others))
-    return alphabet
-
-
-_ALPHABET = _byte_level_alphabet()
-
-
-def byte_level_bytes(token: str) -> bytes:
-    """Return the bytes of a byte-level token; a token with other characters is plain text."""
-    try:
-        return bytes(_ALPHABET[character] for character in token)
-    except KeyError:
-        return token.encode()

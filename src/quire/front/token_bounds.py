@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from quire.front.detokenizer import byte_level_bytes
+from quire.token_bytes import byte_level_bytes
 
 if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer

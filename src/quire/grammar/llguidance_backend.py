@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.errors import InvalidRequestError
+from quire.grammar.llguidance_tokens import GrammarTokens
 from quire.grammar.thought import Spelling
 from quire.json_schemas import enforceable_schema
 from quire.step import IntArray
@@ -28,7 +29,6 @@ _ONE_OF_HERE = (
     "the alternatives of a oneOf may overlap, which cannot be enforced; use anyOf, or make them exclude "
     "each other"
 )
-_SAMPLE_TEXT = "A small sample: é, 漢 and\n1 + 1"
 _GBNF_RULE = re.compile(r"[ \t]*[A-Za-z][\w-]*[ \t]*::=")
 
 
@@ -73,13 +73,20 @@ class LLGuidanceBackend:
         from llguidance import LLMatcher
 
         with self._reading:
-            tokenizer, eos_token_ids = self._tokenizer
-        num_tokens = tokenizer.vocab_size
+            tokens, tokenizer, eos_token_ids = self._tokens
+        num_tokens = len(tokens.texts)
         try:
+            for choice in spec.choice or ():
+                if not tokens.can_spell(choice):
+                    raise ValueError(f"the model has no tokens for {choice!r:.200}")
             matcher = LLMatcher(tokenizer, self._definition(spec), log_level=0, limits=_limits())
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
-            grammar = LLGuidanceGrammar(matcher, eos_token_ids, num_tokens, num_bytes=num_bytes)
+            if any(token >= num_tokens for token in matcher.compute_ff_tokens()):
+                raise ValueError("the model has no tokens for the text with which the output must begin")
+            grammar = LLGuidanceGrammar(
+                matcher, eos_token_ids, num_tokens, tokenizer.vocab_size, num_bytes=num_bytes
+            )
             grammar.fill_bitmask(np.empty(-(-self.vocab_size // 32), dtype=np.int32))
         except ValueError as error:
             raise _refusal(spec, str(error)) from error
@@ -92,7 +99,7 @@ class LLGuidanceBackend:
             InvalidRequestError: as `compile` does about the tokenizer.
         """
         with self._reading:
-            _, eos_token_ids = self._tokenizer
+            _, _, eos_token_ids = self._tokens
             return self._read_tokenizer(), sorted(eos_token_ids)
 
     def _definition(self, spec: StructuredOutputsParams) -> str:
@@ -122,18 +129,13 @@ class LLGuidanceBackend:
             InvalidRequestError: as `compile` does about the tokenizer.
         """
         with self._reading:
-            tokenizer, eos_token_ids = self._tokenizer
-
-        def decode(token_id: int) -> bytes:
-            text: bytes = tokenizer.decode_bytes([token_id])
-            return text
-
-        return Spelling(decode, tokenizer.vocab_size, eos_token_ids)
+            tokens, _, eos_token_ids = self._tokens
+        return Spelling(tokens.texts.__getitem__, len(tokens.texts), eos_token_ids)
 
     @functools.cached_property
-    def _tokenizer(self) -> tuple[LLTokenizer, frozenset[int]]:
-        """The tokens' bytes, and the ids that end a sequence."""
-        from llguidance import LLTokenizer
+    def _tokens(self) -> tuple[GrammarTokens, LLTokenizer, frozenset[int]]:
+        """The model's tokens, for Quire and for llguidance, and the ids that end a sequence."""
+        import tokenizers
 
         eos_token_ids = [token for token in self._read_eos_token_ids() if token < self.vocab_size]
         if not eos_token_ids:
@@ -142,15 +144,16 @@ class LLGuidanceBackend:
                 param="structured_outputs",
             )
         try:
-            tokenizer = LLTokenizer(self._read_tokenizer(), eos_token=eos_token_ids)
-            _require_true_spelling(tokenizer)
-        except (OSError, ValueError) as error:
+            tokens = GrammarTokens(tokenizers.Tokenizer.from_str(self._read_tokenizer()), eos_token_ids)
+            tokenizer = tokens.tokenizer(eos_token_ids)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the libraries raise bare Exception; their panics are not even that
             raise InvalidRequestError(
-                f"structured_outputs cannot be used with this model, whose tokenizer llguidance cannot read: "
-                f"{error}",
+                f"structured_outputs cannot be used with this model's tokenizer: {error!s:.500}",
                 param="structured_outputs",
             ) from error
-        return tokenizer, frozenset(eos_token_ids)
+        return tokens, tokenizer, frozenset(eos_token_ids)
 
 
 class LLGuidanceGrammar:
@@ -163,15 +166,23 @@ class LLGuidanceGrammar:
         matcher: at the grammar's start.
         eos_token_ids: end a sequence.
         num_tokens: of the tokenizer; the model may have more, of which none is allowed.
+        mask_size: tokens in the matcher's masks, of which those beyond `num_tokens` are not the model's.
         num_bytes: estimated size at the grammar's start.
     """
 
     def __init__(
-        self, matcher: LLMatcher, eos_token_ids: frozenset[int], num_tokens: int, *, num_bytes: int = 0
+        self,
+        matcher: LLMatcher,
+        eos_token_ids: frozenset[int],
+        num_tokens: int,
+        mask_size: int,
+        *,
+        num_bytes: int = 0,
     ) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
         self._num_tokens = num_tokens
+        self._mask_size = mask_size
         self._num_bytes = num_bytes
         self._num_ends = 0  # end-of-sequence tokens accepted
 
@@ -208,11 +219,14 @@ class LLGuidanceGrammar:
             for token in self._eos_token_ids:
                 row.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
             return
-        words = np.empty(-(-self._num_tokens // 32), dtype=np.int32)
+        words = np.empty(-(-self._mask_size // 32), dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._require_no_error()
-        width = min(len(row), len(words))
+        full, rest = divmod(self._num_tokens, 32)
+        width = min(len(row), full + bool(rest))
         row[:width] = words[:width]
+        if rest and width > full:
+            row.view(np.uint32)[full] &= np.uint32((1 << rest) - 1)
         if not row.any():
             raise InvalidRequestError(
                 "no token of the model's vocabulary can follow", param="structured_outputs"
@@ -224,7 +238,9 @@ class LLGuidanceGrammar:
     def copy(self) -> LLGuidanceGrammar:
         """Return another one at the same place, which goes its own way."""
         matcher = self._matcher.deep_copy()
-        other = LLGuidanceGrammar(matcher, self._eos_token_ids, self._num_tokens, num_bytes=self._num_bytes)
+        other = LLGuidanceGrammar(
+            matcher, self._eos_token_ids, self._num_tokens, self._mask_size, num_bytes=self._num_bytes
+        )
         other._num_ends = self._num_ends
         return other
 
@@ -263,13 +279,6 @@ class LLGuidanceGrammar:
                 "make it smaller",
                 param="structured_outputs",
             )
-
-
-def _require_true_spelling(tokenizer: LLTokenizer) -> None:
-    """Raise `ValueError` if llguidance takes tokens for other text, not knowing their decoder."""
-    spelled = tokenizer.decode_str(tokenizer.tokenize_str(_SAMPLE_TEXT))
-    if spelled.strip() != _SAMPLE_TEXT:  # some tokenizers begin every text with a space
-        raise ValueError(f"it reads {_SAMPLE_TEXT!r} as {spelled!r}")
 
 
 @functools.cache

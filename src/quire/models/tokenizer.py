@@ -14,6 +14,7 @@ import tokenizers
 
 from quire.config import ChatTemplateConfig
 from quire.errors import InvalidRequestError
+from quire.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from quire.models.template_renderer import TemplateRenderer
@@ -64,6 +65,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self.token_bytes = TokenBytes(backend)
         self._special_tokens = dict(special_tokens)
         self._chat_template_source = chat_template
         self._template_limits = template_limits
@@ -116,9 +118,11 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
-        """Return the text that a token stands for inside a sequence, its leading space included."""
-        anchor, anchor_text = self._anchor
-        return self.decode([*anchor, token_id], skip_special_tokens=False)[len(anchor_text) :]
+        """Return the text that a token stands for inside a sequence, its leading space included.
+
+        Bytes of a part of a character show as U+FFFD.
+        """
+        return self.token_bytes.of(token_id).decode(errors="replace")
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -229,12 +233,6 @@ class Tokenizer:
                 "the model has no chat template; send a plain prompt instead", param="messages"
             )
         return TemplateRenderer(self._chat_template_source, self._special_tokens, self._template_limits)
-
-    @functools.cached_property
-    def _anchor(self) -> tuple[list[int], str]:
-        """A token to put in front of another, since some decoders drop a sequence's first space."""
-        ids = self.encode("a", add_special_tokens=False)[-1:]
-        return ids, self.decode(ids, skip_special_tokens=False)
 
 
 def _with_mark(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:

@@ -12,11 +12,6 @@ from quire.models.checkpoints.tokenizer_reading import eos_ids_of_configs, read_
 from quire.models.tokenizer import Tokenizer
 
 
-def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
-    """Return where the tokenizer of an engine is, whose configuration `resolve_files` has returned."""
-    return Path(config.tokenizer) if config.tokenizer else model_path
-
-
 def engine_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer:
     """Read the tokenizer of an engine, whose configuration `resolve_files` has returned.
 

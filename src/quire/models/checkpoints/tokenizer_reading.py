@@ -74,22 +74,6 @@ def eos_ids_of_configs(path: Path, vocab_size: int) -> list[int]:
     ]
 
 
-def read_tokenizer_json(path: Path) -> str:
-    """Return the text of a model's `tokenizer.json`; for a GGUF file without one, its tokenizer as such text.
-
-    Raises:
-        ModelError: there is no tokenizer, or it cannot be read.
-    """
-    gguf = find_gguf(path)
-    file = find_file(path if gguf is None else gguf.parent, TOKENIZER_FILE)
-    if file is not None:
-        return read_text(file, _MAX_TOKENIZER_BYTES)
-    if gguf is None:
-        raise _no_tokenizer(path)
-    text: str = read_gguf_tokenizer(GGUFFile(gguf)).to_str()
-    return text
-
-
 def _from_directory(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequence[int]) -> Tokenizer:
     backend = _read_backend(path)
     settings_file = path / "tokenizer_config.json"

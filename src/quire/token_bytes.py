@@ -1,0 +1,193 @@
+"""The bytes that tokens stand for inside a sequence, and the tokens that a text has there."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenBytes:
+    """What each token of a tokenizer adds to the text of a sequence, special tokens included.
+
+    A token that is part of a character has the bytes of that part, as byte-level vocabularies and byte tokens
+    (`<0xE2>`) have them. Any other is decoded behind another token, since some decoders treat the first one
+    of a sequence differently. Ids without a token have no bytes.
+
+    Args:
+        backend: the tokenizer.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        kinds = set(_decoder_kinds(backend))
+        self.is_byte_level = kinds == {"ByteLevel"}
+        self.has_byte_tokens = "ByteFallback" in kinds
+        self._known: dict[int, bytes] = {}
+
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes of a token."""
+        known = self._known.get(token_id)
+        if known is None:
+            name = self._backend.id_to_token(token_id)
+            if name is None:
+                known = b""
+            elif self.is_byte_level:
+                known = byte_level_bytes(name)
+            else:
+                anchor, anchor_text = self.anchor
+                text = self._backend.decode([*anchor, token_id], skip_special_tokens=False)
+                known = _spelled(name, text[len(anchor_text) :])
+            self._known[token_id] = known
+        return known
+
+    def byte_token(self, token_id: int) -> bytes | None:
+        """Return the byte of a byte token such as `<0xE2>`, or None for any other token."""
+        if not self.has_byte_tokens:
+            return None
+        match = _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "")
+        return bytes.fromhex(match[1]) if match else None
+
+    @functools.cached_property
+    def all(self) -> list[bytes]:
+        """The bytes of every token, by id."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return [self.of(token_id) for token_id in range(max(vocabulary.values(), default=-1) + 1)]
+
+    @functools.cached_property
+    def anchor(self) -> tuple[list[int], str]:
+        """A token to decode before others, and its text; none if the vocabulary has no letter."""
+        added = self._backend.get_added_tokens_decoder()
+        for letter in ("a", "e", "A", "1"):
+            try:
+                ids = self._backend.encode(letter, add_special_tokens=False).ids[-1:]
+            except Exception:  # the library raises bare Exception for what a vocabulary does not have
+                continue
+            text: str = self._backend.decode(ids, skip_special_tokens=False)
+            if text.strip() == letter and ids[0] not in added:
+                return ids, text
+        return [], ""
+
+    def depend_on_neighbours(self) -> bool:
+        """Whether some sequence of tokens has another text than its tokens' bytes, joined.
+
+        Decoders that join words, or leave out what comes twice, are such. Time is linear in the vocabulary.
+        """
+        if self.is_byte_level:
+            return False
+        anchor, anchor_text = self.anchor
+        whole = [(token_id, text) for token_id, text in enumerate(self.all) if text and _is_utf8(text)]
+        ids = [token_id for token_id, _ in whole for _ in range(2)]
+        text = b"".join(text * 2 for _, text in whole).decode()
+        decoded = self._backend.decode([*anchor, *ids, *anchor], skip_special_tokens=False)
+        after = self._backend.decode([*anchor, *anchor], skip_special_tokens=False)[len(anchor_text) :]
+        return bool(decoded != anchor_text + text + after)
+
+
+class Speller:
+    """Spells texts as a tokenizer does inside a text: nothing is put before them, and no mark is special.
+
+    Args:
+        backend: the tokenizer.
+        is_plain: whether an added token, which is not special, may be part of a spelling; by its text.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, is_plain: Callable[[str], bool]) -> None:
+        import tokenizers
+
+        parts = {
+            "normalizer": _without_prefix(_state(backend.normalizer), "normalizers"),
+            "pre_tokenizer": _without_prefix(_state(backend.pre_tokenizer), "pretokenizers"),
+            "model": {"type": "BPE", "vocab": {}, "merges": []},
+        }
+        self._inner = inner = tokenizers.Tokenizer.from_str(json.dumps(parts))
+        inner.model = backend.model
+        added = backend.get_added_tokens_decoder()
+        plain = {one: token for one, token in added.items() if not token.special and is_plain(token.content)}
+        inner.add_tokens(list(plain.values()))
+        self._ids = {inner.token_to_id(token.content): one for one, token in plain.items()}
+
+    def spell(self, text: str) -> list[int] | None:
+        """Return tokens for a text, which may have another text if the tokenizer changes it; None: none."""
+        try:
+            ids = self._inner.encode(text, add_special_tokens=False).ids
+        except Exception:  # the library raises bare Exception for what a vocabulary does not have
+            return None
+        return [self._ids.get(one, one) for one in ids]
+
+
+def _state(component: Any) -> dict[str, Any] | None:
+    """Return the description of a tokenizer's component, as tokenizer.json has it."""
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def _without_prefix(state: dict[str, Any] | None, name_of_list: str) -> dict[str, Any] | None:
+    """Return a normalizer or pre-tokenizer like this one that puts nothing before a text."""
+    if state is None or state["type"] == "Prepend":
+        return None
+    if state["type"] == "Sequence":
+        parts = (_without_prefix(one, name_of_list) for one in state[name_of_list])
+        return {**state, name_of_list: [one for one in parts if one is not None]}
+    without = {"prepend_scheme": "never", "add_prefix_space": False}
+    return {**state, **{key: value for key, value in without.items() if key in state}}
+
+
+def _spelled(name: str, text: str) -> bytes:
+    """Return the bytes of a token by its name and its text, in which a part of a character is U+FFFD."""
+    if "\N{REPLACEMENT CHARACTER}" in text:
+        byte = _BYTE_TOKEN.fullmatch(name)
+        for found in (bytes.fromhex(byte[1]) if byte else b"", byte_level_bytes(name)):
+            if found.decode(errors="replace") == text:
+                return found
+    return text.encode()
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> Iterator[str]:
+    """Yield the kinds of the tokenizer's decoder, of each part if it is a sequence."""
+    state = _state(backend.decoder)
+    if state is not None:
+        yield from _kinds_in(state)
+
+
+def _kinds_in(state: dict[str, Any]) -> Iterator[str]:
+    if state["type"] == "Sequence":
+        for part in state["decoders"]:
+            yield from _kinds_in(part)
+    else:
+        yield state["type"]
+
+
+def _byte_level_alphabet() -> dict[int, int]:
+    """Return GPT-2's mapping of characters to bytes: printable ones are themselves, others from U+0100 on.
+
+    What no byte stands for in the first 256 characters is mapped to U+FFFD.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    return dict.fromkeys(others, 0xFFFD) | {0x100 + index: byte for index, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """Return the bytes of a byte-level token; a token with other characters is plain text."""
+    try:
+        return token.translate(_ALPHABET).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
