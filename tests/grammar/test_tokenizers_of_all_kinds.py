@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders
 
 from quire.errors import InvalidRequestError
 from quire.front.detokenizer import DecoderFactory
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.structured_outputs import StructuredOutputsParams
-from tokenizers_for_tests import ADDED, CORPUS, KINDS, byte_level, of_kind, sentencepiece, wrap
+from tokenizers_for_tests import ADDED, CORPUS, KINDS, of_kind
 
 MARKS = ["<s>", "</s>", "<unk>", *(token.content for token in ADDED)]
 PIECES = [*MARKS, " ", "  ", "\n", "a", "The", "É", "é", "e\u0301", "ﬁ", "漢", "🙂", "tool", "▁", "##s", "Ġ"]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _MARK_BYTE = b"\xff"  # before what is no text, by llguidance's convention
+_CAREFULLY = 512  # characters of a text that are spelled as the tokenizer does
 _NAMED_MARK = re.compile(r"<[^<>\[\]\s]+>")  # what a Lark grammar can name
 _NEVER_IN_UTF8 = bytes([0xC0, 0xC1, *range(0xF5, 0x100)])
 _NEVER = re.compile(b"[" + re.escape(_NEVER_IN_UTF8) + b"]")
@@ -68,12 +69,16 @@ class GrammarTokens:
         return self._by_bytes
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text, whose bytes are the text's: the tokenizer's own, or the longest."""
-        ids = self._speller.spell(text)
-        if ids is not None and b"".join(map(self.tokens.__getitem__, ids)) == text.encode():
-            return ids
+        """Return the tokens of a text, whose bytes are the text's: the tokenizer's own, or the longest.
+
+        llguidance asks at each token for all of the text that is certain, and needs the first of them.
+        """
         assert self._by_bytes is not None
-        return self._by_bytes.greedy_tokenize(text)
+        near, far = text[:_CAREFULLY], text[_CAREFULLY:]
+        ids = self._speller.spell(near)
+        if ids is None or b"".join(map(self.tokens.__getitem__, ids)) != near.encode():
+            ids = self._by_bytes.greedy_tokenize(near)
+        return ids + self._by_bytes.greedy_tokenize(far) if far else ids
 
     def can_spell(self, text: str) -> bool:
         """Whether the model's tokens can write a text. Time is linear in its length."""
