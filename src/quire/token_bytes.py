@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -100,27 +100,92 @@ class Speller:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, is_plain: Callable[[str], bool]) -> None:
-        import tokenizers
-
-        parts = {
-            "normalizer": _without_prefix(_state(backend.normalizer), "normalizers"),
-            "pre_tokenizer": _without_prefix(_state(backend.pre_tokenizer), "pretokenizers"),
-            "model": {"type": "BPE", "vocab": {}, "merges": []},
-        }
-        self._inner = inner = tokenizers.Tokenizer.from_str(json.dumps(parts))
-        inner.model = backend.model
         added = backend.get_added_tokens_decoder()
-        plain = {one: token for one, token in added.items() if not token.special and is_plain(token.content)}
-        inner.add_tokens(list(plain.values()))
-        self._ids = {inner.token_to_id(token.content): one for one, token in plain.items()}
+        self._parts = _Parts(
+            backend,
+            _without_prefix(_state(backend.normalizer), "normalizers"),
+            _without_prefix(_state(backend.pre_tokenizer), "pretokenizers"),
+            {one: token for one, token in added.items() if not token.special and is_plain(token.content)},
+        )
 
     def spell(self, text: str) -> list[int] | None:
         """Return tokens for a text, which may have another text if the tokenizer changes it; None: none."""
         try:
-            ids = self._inner.encode(text, add_special_tokens=False).ids
+            return self._parts.ids(self._parts.inner.encode(text, add_special_tokens=False))
         except Exception:  # the library raises bare Exception for what a vocabulary does not have
             return None
-        return [self._ids.get(one, one) for one in ids]
+
+
+class TokenPlaces:
+    """Where in a text its tokens are.
+
+    Args:
+        backend: the tokenizer.
+        token_bytes: of the same tokenizer.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        # Postprocessors may leave out spaces, and more of them than there are.
+        self._parts = _Parts(
+            backend,
+            _state(backend.normalizer),
+            _state(backend.pre_tokenizer),
+            backend.get_added_tokens_decoder(),
+        )
+
+    def starts(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
+        """Return at which character of a text each token begins; None if it has other tokens.
+
+        Tokens may stand before and behind those of the text, and take no room in it.
+        """
+        [encoding] = self._parts.inner.encode_batch([text], add_special_tokens=False)  # other threads run
+        ids = self._parts.ids(encoding)
+        num_around = len(token_ids) - len(ids)
+        for before in range(num_around + 1):
+            if list(token_ids[before : before + len(ids)]) == ids:
+                placed = zip(ids, encoding.offsets, strict=True)
+                starts = [self._start(text, token_id, span) for token_id, span in placed]
+                return [0] * before + starts + [len(text)] * (num_around - before)
+        return None
+
+    def _start(self, text: str, token_id: int, span: tuple[int, int]) -> int:
+        """Return where a token begins: behind the spaces that it takes in but does not stand for."""
+        start, end = span
+        if self._token_bytes.of(token_id)[:1].isspace():
+            return start
+        return end - len(text[start:end].lstrip())
+
+
+class _Parts:
+    """A tokenizer that shares another's vocabulary, and adds no tokens to those of a text.
+
+    Args:
+        backend: whose vocabulary it is.
+        normalizer: as tokenizer.json describes it.
+        pre_tokenizer: likewise.
+        added: the added tokens that are found in texts, by id.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        normalizer: dict[str, Any] | None,
+        pre_tokenizer: dict[str, Any] | None,
+        added: Mapping[int, tokenizers.AddedToken],
+    ) -> None:
+        import tokenizers
+
+        model = {"type": "BPE", "vocab": {}, "merges": []}
+        described = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "model": model}
+        self.inner = inner = tokenizers.Tokenizer.from_str(json.dumps(described))
+        inner.model = backend.model
+        inner.add_tokens(list(added.values()))
+        self._ids = {inner.token_to_id(token.content): one for one, token in added.items()}
+
+    def ids(self, encoding: tokenizers.Encoding) -> list[int]:
+        """Return the other tokenizer's ids of what `inner` has encoded."""
+        return [self._ids.get(one, one) for one in encoding.ids]
 
 
 def _state(component: Any) -> dict[str, Any] | None:

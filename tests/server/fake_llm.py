@@ -55,6 +55,9 @@ class FakeTokenizer:
     def token_name(self, token_id):
         return self.token_text(token_id).replace(" ", "_")
 
+    def token_starts(self, text, token_ids):
+        return None
+
     def decode(self, ids, *, skip_special_tokens=True):
         kept = [i for i in ids if not (skip_special_tokens and i in SPECIAL_TEXT)]
         return "".join(self.token_text(i) for i in kept)

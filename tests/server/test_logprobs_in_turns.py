@@ -38,7 +38,7 @@ def writer() -> CompletionLogprobsWriter:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda: chat_logprobs(COMPLETION, 0, COUNT),
+        lambda: chat_logprobs(TOKENIZER, COMPLETION, 0, COUNT),
         lambda: prompt_logprobs(OUTPUT, COUNT),
         lambda: writer().prompt(OUTPUT, ""),
         lambda: writer().output(COMPLETION, 0),

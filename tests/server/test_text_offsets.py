@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.front.detokenizer import DecoderFactory
 from quire.models.tokenizer import Tokenizer
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from quire.server.logprobs import CompletionLogprobsWriter, joined
-from tokenizers_for_tests import byte_level, sentencepiece
+from tokenizers_for_tests import ADDED, CORPUS, KINDS, byte_level, of_kind, sentencepiece
 
+PIECES = [*(token.content for token in ADDED), *CORPUS[0].split(" "), "  ", "é", "e\u0301", "É", "漢", "🙂"]
 TEXT = "the 漢字 the é! STOP 漢"
 
 
@@ -44,4 +49,35 @@ async def test_offsets_are_where_the_tokens_begin_in_the_text(kind, start):
         for count in range(len(prompt + ids))
     ]
     for token, offset in zip(written.tokens[1:], written.text_offset[1:], strict=True):
-        assert "\ufffd" in token or text.startswith(token, offset)
+        assert token.startswith("bytes:") or text.startswith(token, offset)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.sampled_from(list(KINDS)), st.lists(st.sampled_from([*PIECES, " "]), max_size=8).map("".join))
+def test_tokens_of_an_echoed_prompt_begin_where_their_texts_do(kind, text):
+    tokenizer = of_kind(kind)
+    token_ids = tokenizer.encode(text)
+    starts = tokenizer.token_starts(text, [1, *token_ids, 2])
+    assert starts[0] == 0
+    assert starts[-1] == len(text)
+    assert starts == sorted(starts)
+    for start, token_id in zip(starts[1:-1], token_ids, strict=True):
+        token = tokenizer.token_bytes.of(token_id)
+        if not _is_part(token) and token.strip() != b"<unk>":
+            shown = _folded(token.decode())
+            assert _folded(text[start:]).startswith((shown, shown.lstrip())), (text, start, token)
+
+
+def _is_part(token: bytes) -> bool:
+    return "\ufffd" in token.decode(errors="replace")
+
+
+def _folded(text: str) -> str:
+    """Without what the tokenizers' normalizers change."""
+    return unicodedata.normalize("NFKD", text.replace("▁", " ").lower())
+
+
+def test_other_tokens_than_a_texts_have_no_places_in_it():
+    tokenizer = byte_level()
+    assert tokenizer.token_starts("ab", tokenizer.encode("ba")) is None
+    assert tokenizer.token_starts("ab", tokenizer.encode("a")) is None

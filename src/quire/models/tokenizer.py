@@ -14,7 +14,7 @@ import tokenizers
 
 from quire.config import ChatTemplateConfig
 from quire.errors import InvalidRequestError
-from quire.token_bytes import TokenBytes
+from quire.token_bytes import TokenBytes, TokenPlaces
 
 if TYPE_CHECKING:
     from quire.models.template_renderer import TemplateRenderer
@@ -123,6 +123,18 @@ class Tokenizer:
         Bytes of a part of a character show as U+FFFD.
         """
         return self.token_bytes.of(token_id).decode(errors="replace")
+
+    def token_starts(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
+        """Return at which character of a text each of its tokens begins; None if it has other tokens.
+
+        Those that the model wants around a text may be among them. The text is tokenized again; other threads
+        run meanwhile.
+        """
+        return self._token_places.starts(text, token_ids)
+
+    @functools.cached_property
+    def _token_places(self) -> TokenPlaces:
+        return TokenPlaces(self._backend, self.token_bytes)
 
     @functools.cached_property
     def fingerprint(self) -> str:

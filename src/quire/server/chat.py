@@ -90,7 +90,8 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
         return "tool_calls" if reason == "stop" and has_calls else reason
 
     async def _logprobs(self, completion: CompletionOutput, first_token: int) -> ChatLogprobs | None:
-        return await chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
+        tokenizer = self._context.llm.tokenizer
+        return await chat_logprobs(tokenizer, completion, first_token, self._body.top_logprobs or 0)
 
     async def _choice(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Sequence
 
@@ -37,6 +38,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
                 "send a request for each",
                 param="kv_transfer_params",
             )
+        self._starts: dict[int, Sequence[int] | None] = {}  # by index of the prompt
         self._writers: dict[int, CompletionLogprobsWriter] = {}  # by index of the choice
 
     @property
@@ -113,12 +115,24 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         writer = self._new_writer(prompt_index, output, completion)
         if not self._body.echo:
             return "", None
+        tokenizer, token_ids = self._context.llm.tokenizer, output.prompt_token_ids
+        starts = None
         if isinstance(self._body.prompts[prompt_index], str):
             prompt = output.prompt or ""
+            if writer:
+                starts = await self._token_starts(prompt_index, prompt, token_ids)
         else:
-            decode = self._context.llm.tokenizer.decode
-            prompt = decode(output.prompt_token_ids, skip_special_tokens=self._params.skip_special_tokens)
-        return prompt, await writer.prompt(output, prompt) if writer else None
+            prompt = tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)
+        return prompt, await writer.prompt(output, prompt, starts) if writer else None
+
+    async def _token_starts(
+        self, prompt_index: int, prompt: str, token_ids: Sequence[int]
+    ) -> Sequence[int] | None:
+        """Return where the tokens of an echoed prompt begin in it; the choices of one prompt share them."""
+        if prompt_index not in self._starts:
+            places = asyncio.to_thread(self._context.llm.tokenizer.token_starts, prompt, token_ids)
+            self._starts[prompt_index] = await places
+        return self._starts[prompt_index]
 
     async def _logprobs(
         self, prompt_index: int, completion: CompletionOutput, first_token: int
@@ -132,12 +146,14 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         """Return the writer of a choice that begins, which remembers how much text it has written of."""
         if self._body.logprobs is None:
             return None
+        structure = self._params.structured_outputs
         writer = CompletionLogprobsWriter(
             self._context.llm.tokenizer,
             self._decoders,
             self._body.logprobs,
             prompt_token_ids=output.prompt_token_ids,
             skip_special_tokens=self._params.skip_special_tokens,
+            is_verbatim=structure is not None and structure.may_begin_output,
         )
         self._writers[self._choice_index(prompt_index, completion)] = writer
         return writer

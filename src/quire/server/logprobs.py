@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from quire.server.responses import (
@@ -26,19 +26,22 @@ LOWEST_LOGPROB = -9999.0
 LOGPROBS_PER_TURN = 1024
 """Log-probabilities that are written in one turn of the event loop; each takes a few microseconds."""
 
-_PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-
 
 def _finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def _likeliest(candidates: TokenLogprobs, count: int) -> list[Logprob]:
-    return sorted(candidates.values(), key=lambda candidate: candidate.rank)[:count]
+def _likeliest(candidates: TokenLogprobs, count: int) -> list[tuple[int, Logprob]]:
+    """Return the likeliest tokens, by id."""
+    return sorted(candidates.items(), key=lambda candidate: candidate[1].rank)[:count]
 
 
-def _utf8(token: str) -> list[int] | None:
-    return None if _PART_OF_CHARACTER in token else list(token.encode())
+def _text_or_bytes(token: bytes) -> tuple[str, bool]:
+    """Return a token's text and True, or its bytes as Python shows them, and False, if they are no text."""
+    try:
+        return token.decode(), True
+    except UnicodeDecodeError:
+        return repr(token)[2:-1], False
 
 
 T = TypeVar("T")
@@ -53,31 +56,27 @@ async def _in_turns(positions: Iterable[T], count: int) -> AsyncIterator[T]:
             await asyncio.sleep(0)
 
 
-async def chat_logprobs(completion: CompletionOutput, start: int, count: int) -> ChatLogprobs | None:
+async def chat_logprobs(
+    tokenizer: Tokenizer, completion: CompletionOutput, start: int, count: int
+) -> ChatLogprobs | None:
     """Return the chat form for the tokens from `start` on, each with `count` likeliest ones."""
     if completion.logprobs is None:
         return None
     content = []
     pairs = zip(completion.token_ids[start:], completion.logprobs[start:], strict=True)
     async for token_id, candidates in _in_turns(pairs, count):
-        chosen = candidates[token_id]
         top = [
-            TopLogprob(
-                token=candidate.decoded_token,
-                logprob=_finite(candidate.logprob),
-                bytes=_utf8(candidate.decoded_token),
-            )
-            for candidate in _likeliest(candidates, count)
+            TopLogprob(**_token_fields(tokenizer, *candidate)) for candidate in _likeliest(candidates, count)
         ]
-        content.append(
-            TokenLogprob(
-                token=chosen.decoded_token,
-                logprob=_finite(chosen.logprob),
-                bytes=_utf8(chosen.decoded_token),
-                top_logprobs=top,
-            )
-        )
+        chosen = _token_fields(tokenizer, token_id, candidates[token_id])
+        content.append(TokenLogprob(**chosen, top_logprobs=top))
     return ChatLogprobs(content=content)
+
+
+def _token_fields(tokenizer: Tokenizer, token_id: int, candidate: Logprob) -> dict[str, Any]:
+    token = tokenizer.token_bytes.of(token_id)
+    name, _ = _text_or_bytes(token)
+    return {"token": name, "logprob": _finite(candidate.logprob), "bytes": list(token)}
 
 
 async def prompt_logprobs(output: RequestOutput, count: int) -> PromptLogprobs:
@@ -102,14 +101,17 @@ def _candidates_by_id(token_id: int, candidates: TokenLogprobs, count: int) -> d
 class CompletionLogprobsWriter:
     """Builds the completions form for one choice, piece by piece, keeping the running text offset.
 
-    A token that completes no character takes no room in the text; the one that does takes all of it.
+    A token that completes no character takes no room in the text; the one that does takes all of it. Its name
+    is `bytes:` and its bytes then, as OpenAI has it. Where two candidates have the same bytes, the one that
+    was not chosen, or is less likely, is named by its id: no name is there twice.
 
     Args:
-        tokenizer: names the first prompt token, which has no log-probability of its own.
+        tokenizer: names the tokens.
         decoders: of the same tokenizer.
         count: how many of the likeliest tokens to list at each position, besides the chosen one.
         prompt_token_ids: of the prompt, which the output continues.
         skip_special_tokens: whether special tokens are left out of the text, and so take no room in it.
+        is_verbatim: whether the output keeps the space with which it begins.
     """
 
     def __init__(
@@ -120,25 +122,34 @@ class CompletionLogprobsWriter:
         *,
         prompt_token_ids: Sequence[int],
         skip_special_tokens: bool,
+        is_verbatim: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._count = count
         self._of_prompt = decoders.make((), skip_special_tokens=False)
-        self._of_output = decoders.make(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._of_output = decoders.make(
+            prompt_token_ids, skip_special_tokens=skip_special_tokens, is_verbatim=is_verbatim
+        )
         self._offset = 0
 
-    async def prompt(self, output: RequestOutput, text: str) -> CompletionLogprobs:
-        """Return the entries of an echoed prompt whose text is `text`."""
+    async def prompt(
+        self, output: RequestOutput, text: str, starts: Sequence[int] | None = None
+    ) -> CompletionLogprobs:
+        """Return the entries of an echoed prompt whose text is `text`.
+
+        Args:
+            output: of the prompt.
+            text: as it is echoed.
+            starts: where the prompt's tokens begin in it; None: where decoding them has come to.
+        """
         positions = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
         written = _empty()
-        pairs = zip(output.prompt_token_ids, positions, strict=True)
-        async for token_id, candidates in _in_turns(pairs, self._count):
-            token = candidates[token_id].decoded_token if candidates else self._tokenizer.token_text(token_id)
-            visible = token_id not in self._tokenizer.special_token_ids or text.startswith(
-                token, self._offset
-            )
-            self._add(written, token, token_id, candidates)
-            if visible:
+        pairs = enumerate(zip(output.prompt_token_ids, positions, strict=True))
+        async for index, (token_id, candidates) in _in_turns(pairs, self._count):
+            if starts is not None:
+                self._offset = starts[index]
+            self._add(written, token_id, candidates)
+            if starts is None and self._is_shown(token_id, text):
                 self._offset += len(self._of_prompt.push(token_id))
         self._offset = len(text)
         return written
@@ -150,29 +161,34 @@ class CompletionLogprobsWriter:
         written = _empty()
         pairs = zip(completion.token_ids[start:], completion.logprobs[start:], strict=True)
         async for token_id, candidates in _in_turns(pairs, self._count):
-            token = candidates[token_id].decoded_token
-            self._add(written, token, token_id, candidates)
+            self._add(written, token_id, candidates)
             self._offset += len(self._of_output.push(token_id))
         return written
 
-    def _add(
-        self,
-        written: CompletionLogprobs,
-        token: str,
-        token_id: int,
-        candidates: TokenLogprobs | None,
-    ) -> None:
-        written.tokens.append(token)
+    def _is_shown(self, token_id: int, text: str) -> bool:
+        return token_id not in self._tokenizer.special_token_ids or text.startswith(
+            self._tokenizer.token_text(token_id), self._offset
+        )
+
+    def _name(self, token_id: int) -> str:
+        name, is_text = _text_or_bytes(self._tokenizer.token_bytes.of(token_id))
+        return name if is_text else f"bytes:{name}"
+
+    def _add(self, written: CompletionLogprobs, token_id: int, candidates: TokenLogprobs | None) -> None:
+        name = self._name(token_id)
+        written.tokens.append(name)
         written.text_offset.append(self._offset)
         if candidates is None:
             written.token_logprobs.append(None)
             written.top_logprobs.append(None)
             return
-        chosen = candidates[token_id]
-        written.token_logprobs.append(_finite(chosen.logprob))
-        top = {token: _finite(chosen.logprob)}
-        for candidate in reversed(_likeliest(candidates, self._count)):  # of equal texts the likeliest stays
-            top[candidate.decoded_token] = _finite(candidate.logprob)
+        figure = _finite(candidates[token_id].logprob)
+        written.token_logprobs.append(figure)
+        top = {name: figure}
+        for other_id, candidate in _likeliest(candidates, self._count):
+            if other_id != token_id:
+                other = self._name(other_id)
+                top[f"token_id:{other_id}" if other in top else other] = _finite(candidate.logprob)
         written.top_logprobs.append(top)
 
 

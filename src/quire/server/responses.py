@@ -90,11 +90,15 @@ class Completion(Struct, kw_only=True):
 
 
 class TopLogprob(Struct, kw_only=True):
-    """A token that could have come here; `bytes` is null where its text is part of a character."""
+    """A token that could have come here.
+
+    `bytes` are its own: those of the tokens of a text, joined, are the text in UTF-8. Where they are part of
+    a character, `token` shows them as Python does, such as `\\xf0\\x9f`.
+    """
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class TokenLogprob(TopLogprob, kw_only=True):

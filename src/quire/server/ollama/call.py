@@ -165,7 +165,8 @@ class _OllamaCall(GenerationCall[BodyT]):
         return self._conversation.reader(completion)
 
     async def _logprobs(self, completion: CompletionOutput, first_token: int) -> Any:
-        written = await chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
+        tokenizer = self._context.llm.tokenizer
+        written = await chat_logprobs(tokenizer, completion, first_token, self._body.top_logprobs or 0)
         return UNSET if written is None else written.content
 
     def _answer(self, message: OllamaAnswerMessage, **fields: Any) -> OllamaChat | OllamaGeneration:

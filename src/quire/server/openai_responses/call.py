@@ -196,7 +196,8 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
         return [told, last]
 
     async def _logprobs(self, completion: CompletionOutput, first_token: int) -> list[TokenLogprob]:
-        written = await chat_logprobs(completion, first_token, self._body.top_logprobs or 0)
+        tokenizer = self._context.llm.tokenizer
+        written = await chat_logprobs(tokenizer, completion, first_token, self._body.top_logprobs or 0)
         return [] if written is None else written.content
 
     async def _ended(
