@@ -17,6 +17,7 @@ from quire.structured_outputs import (
     MAX_GRAMMAR_BYTES,
     MAX_SCHEMA_BYTES,
     StructuredOutputsParams,
+    ThoughtParams,
 )
 
 OBJECT = {"type": "object"}
@@ -137,3 +138,12 @@ def test_the_pipeline_refuses_another_end_of_sequence_with_it():
         config.validate()
     with pytest.raises(InvalidRequestError, match="no field"):
         GenerationConfig(structured_output_config=StructuredOutputConfig()).validate()
+
+
+def test_where_a_structure_may_begin_the_output():
+    thought = ThoughtParams(start="<think>", start_token_ids=(1,), end="</think>")
+    is_open = ThoughtParams(is_open=True, end="</think>")
+    assert StructuredOutputsParams(regex="a").may_begin_output
+    assert StructuredOutputsParams(regex="a", thought=thought).may_begin_output
+    assert not StructuredOutputsParams(regex="a", thought=is_open).may_begin_output
+    assert not StructuredOutputsParams(thought=thought).may_begin_output

@@ -56,12 +56,6 @@ class TokenBytes:
         return bytes.fromhex(match[1]) if match else None
 
     @functools.cached_property
-    def all(self) -> list[bytes]:
-        """The bytes of every token, by id."""
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        return [self.of(token_id) for token_id in range(max(vocabulary.values(), default=-1) + 1)]
-
-    @functools.cached_property
     def anchor(self) -> tuple[list[int], str]:
         """A token to decode before others, and its text; none if the vocabulary has no letter."""
         added = self._backend.get_added_tokens_decoder()
@@ -75,17 +69,17 @@ class TokenBytes:
                 return ids, text
         return [], ""
 
-    def depend_on_neighbours(self) -> bool:
-        """Whether some sequence of tokens has another text than its tokens' bytes, joined.
+    def depend_on_neighbours(self, num_tokens: int) -> bool:
+        """Whether a sequence of the first `num_tokens` tokens has another text than their bytes, joined.
 
-        Decoders that join words, or leave out what comes twice, are such. Time is linear in the vocabulary.
+        Decoders that join words, or leave out what comes twice, are such.
         """
         if self.is_byte_level:
             return False
         anchor, anchor_text = self.anchor
-        whole = [(token_id, text) for token_id, text in enumerate(self.all) if text and _is_utf8(text)]
-        ids = [token_id for token_id, _ in whole for _ in range(2)]
-        text = b"".join(text * 2 for _, text in whole).decode()
+        whole = [one for one in range(num_tokens) if _is_whole(self.of(one))]
+        ids = [token_id for token_id in whole for _ in range(2)]
+        text = b"".join(map(self.of, ids)).decode()
         decoded = self._backend.decode([*anchor, *ids, *anchor], skip_special_tokens=False)
         after = self._backend.decode([*anchor, *anchor], skip_special_tokens=False)[len(anchor_text) :]
         return bool(decoded != anchor_text + text + after)
@@ -214,12 +208,12 @@ def _spelled(name: str, text: str) -> bytes:
     return text.encode()
 
 
-def _is_utf8(data: bytes) -> bool:
+def _is_whole(token: bytes) -> bool:
+    """Whether a token has characters, and no part of another."""
     try:
-        data.decode()
+        return bool(token.decode())
     except UnicodeDecodeError:
         return False
-    return True
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> Iterator[str]:

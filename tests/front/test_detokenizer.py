@@ -61,6 +61,14 @@ def test_text_after_a_special_token_begins_anew():
     assert "".join(stream(SENTENCEPIECE["llama"], ids, prompt=[0])) == "the"
 
 
+@pytest.mark.parametrize("kind", sorted(SENTENCEPIECE))
+@pytest.mark.parametrize("prompt", [[], [0]])
+def test_verbatim_text_keeps_its_leading_space(kind, prompt):
+    tokenizer = SENTENCEPIECE[kind]
+    decoder = DecoderFactory(tokenizer).make(prompt, skip_special_tokens=True, is_verbatim=True)
+    assert decoder.push(id_of(tokenizer, "▁the")) + decoder.flush() == " the"
+
+
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE["llama"]], ids=["bytes", "sentencepiece"])
 def test_an_unfinished_character_is_held_back(tokenizer):
     ids = (

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from quire.errors import InvalidRequestError
 from quire.front.detokenizer import DecoderFactory
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.structured_outputs import StructuredOutputsParams
-from tokenizers_for_tests import ADDED, CORPUS, KINDS, of_kind
+from tokenizers_for_tests import ADDED, CORPUS, KINDS, byte_level, of_kind
 
 MARKS = ["<s>", "</s>", "<unk>", *(token.content for token in ADDED)]
 PIECES = [*MARKS, " ", "  ", "\n", "a", "The", "É", "é", "e\u0301", "ﬁ", "漢", "🙂", "tool", "▁", "##s", "Ġ"]
@@ -88,3 +89,27 @@ def test_keys_and_values_of_a_schema(kind, text, rng):
 def test_texts_that_a_vocabulary_can_write_are_not_refused(kind):
     text = "the tools" if kind not in ("words", "word pieces") else " the tools"
     assert written(kind, {"choice": [text]}, random.Random(1)) == text
+
+
+def test_tokens_that_are_longer_than_llguidance_can_take_are_never_allowed():
+    tokenizer = byte_level(eos_token_ids=[1])
+    tokenizer.backend.add_tokens([AddedToken(content) for content in ("x" * 1025, "y" * 1024)])
+    eos = tokenizer.eos_token_ids
+    vocab_size = tokenizer.vocab_size + 2
+    backend = LLGuidanceBackend(tokenizer.backend.to_str, vocab_size, lambda: eos)
+    found = allowed(backend.compile(StructuredOutputsParams(regex="[xy]*")), vocab_size)
+    assert {len(tokenizer.token_bytes.of(token)) for token in found if token not in eos} == {1, 1024}
+
+
+def test_marks_are_no_text_but_come_where_a_grammar_names_them():
+    tokenizer = of_kind("byte level")
+    backend = backend_of("byte level")
+    [call, mask, tools] = (tokenizer.added_token_id(text) for text in ("<tool_call>", "<mask>", "[TOOLS]"))
+    anything = allowed(backend.compile(StructuredOutputsParams(regex="(?s:.)*")), tokenizer.vocab_size)
+    assert not {call, mask} & set(anything)
+    assert tools in anything
+    for named in ("<tool_call>", f"<[{call}]>"):
+        grammar = backend.compile(StructuredOutputsParams(grammar=f'start: {named} "a"'))
+        assert allowed(grammar, tokenizer.vocab_size) == [call]
+        assert grammar.accept([call])
+        assert not grammar.accept([mask])

@@ -144,7 +144,8 @@ class LLGuidanceBackend:
                 param="structured_outputs",
             )
         try:
-            tokens = GrammarTokens(tokenizers.Tokenizer.from_str(self._read_tokenizer()), eos_token_ids)
+            backend = tokenizers.Tokenizer.from_str(self._read_tokenizer())
+            tokens = GrammarTokens(backend, eos_token_ids, self.vocab_size)
             tokenizer = tokens.tokenizer(eos_token_ids)
         except (KeyboardInterrupt, SystemExit):
             raise

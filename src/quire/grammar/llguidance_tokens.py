@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _MARK_BYTE = b"\xff"  # before what is no text, by llguidance's convention
 _CAREFULLY = 512  # characters of a text that are spelled as the tokenizer does
-_NAMED_MARK = re.compile(r"<[^<>\[\]\s]+>")  # what a Lark grammar can name
-_NEVER_IN_UTF8 = bytes([0xC0, 0xC1, *range(0xF5, 0x100)])
-_NEVER = re.compile(b"[" + re.escape(_NEVER_IN_UTF8) + b"]")
+_NAMED_MARK = re.compile(r"<[^<>\[\]\s]{1,100}>")  # what a Lark grammar can name
+_NEVER_IN_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
+_LONGEST_TOKEN = 1024  # bytes; llguidance fails on longer ones
 
 
 class GrammarTokens:
@@ -35,28 +35,36 @@ class GrammarTokens:
     Args:
         backend: the model's tokenizer.
         eos_token_ids: end a sequence.
+        vocab_size: width of the model's logits, more than the largest of `eos_token_ids`.
+
+    Raises:
+        ValueError: the text of a token depends on others, so that no mask can tell what comes out.
     """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int], vocab_size: int) -> None:
         table = TokenBytes(backend)
-        if table.depend_on_neighbours():
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        num_tokens = min(max([*ids, *eos_token_ids]) + 1, vocab_size)
+        if table.depend_on_neighbours(num_tokens):
             raise ValueError("the text of its tokens depends on the tokens around them")
-        self.texts = table.all + [b""] * (max(eos_token_ids) + 1 - len(table.all))
+        self.texts = [table.of(token_id) for token_id in range(num_tokens)]
         self.eos_token_id = eos_token_ids[0]
         added = backend.get_added_tokens_decoder()
         marks = {one for one, token in added.items() if token.special or _is_mark(token.content)}
         marks.update(eos_token_ids)
         self.tokens = [
-            _mark(token_id, text) if token_id in marks else b"" if _NEVER.search(text) else text
+            _mark(token_id, text) if token_id in marks else b"" if _is_never_text(text) else text
             for token_id, text in enumerate(self.texts)
         ]
         alone = {token for token in self.tokens if len(token) == 1}
         self.tokens += [
-            bytes([byte]) for byte in range(256) if byte not in _NEVER_IN_UTF8 and bytes([byte]) not in alone
+            byte
+            for byte in map(bytes, zip(range(256)))
+            if byte not in alone and not _NEVER_IN_UTF8.match(byte)
         ]
         self._speller = Speller(backend, lambda text: not _is_mark(text))
         self._by_bytes: LLTokenizer | None = None
@@ -101,5 +109,10 @@ def _is_mark(added: str) -> bool:
 
 def _mark(token_id: int, text: bytes) -> bytes:
     """Return how llguidance writes a mark: under its name if a grammar can name it."""
-    name = text.decode(errors="replace")
+    name = text.decode(errors="replace").strip()
     return _MARK_BYTE + (name if _NAMED_MARK.fullmatch(name) else f"<[{token_id}]>").encode()
+
+
+def _is_never_text(token: bytes) -> bool:
+    """Whether no mask allows a token, since it is part of no text or llguidance has no room for it."""
+    return len(token) > _LONGEST_TOKEN or _NEVER_IN_UTF8.search(token) is not None
