@@ -81,3 +81,18 @@ def test_other_tokens_than_a_texts_have_no_places_in_it():
     tokenizer = byte_level()
     assert tokenizer.token_starts("ab", tokenizer.encode("ba")) is None
     assert tokenizer.token_starts("ab", tokenizer.encode("a")) is None
+
+
+async def test_a_token_behind_faulty_bytes_begins_where_its_text_does():
+    tokenizer = byte_level()
+    [part, _] = tokenizer.encode("é", add_special_tokens=False)
+    ids = [part, part, *tokenizer.encode("hello", add_special_tokens=False)]
+    completion = CompletionOutput(0, "", ids, [logprobs_of(tokenizer, one) for one in ids])
+    writer = CompletionLogprobsWriter(
+        tokenizer, DecoderFactory(tokenizer), 0, prompt_token_ids=[], skip_special_tokens=True
+    )
+    written = await writer.output(completion, 0)
+    text = tokenizer.decode(ids)
+    assert text.startswith("\ufffd\ufffdh")
+    for token, offset in zip(written.tokens, written.text_offset, strict=True):
+        assert token.startswith("bytes:") or text.startswith(token, offset)

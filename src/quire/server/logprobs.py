@@ -17,7 +17,7 @@ from quire.server.responses import (
 )
 
 if TYPE_CHECKING:
-    from quire.front.detokenizer import DecoderFactory
+    from quire.front.detokenizer import DecoderFactory, TokenDecoder
     from quire.models.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -130,7 +130,7 @@ class CompletionLogprobsWriter:
         self._of_output = decoders.make(
             prompt_token_ids, skip_special_tokens=skip_special_tokens, is_verbatim=is_verbatim
         )
-        self._offset = 0
+        self._end = 0  # of the text so far
 
     async def prompt(
         self, output: RequestOutput, text: str, starts: Sequence[int] | None = None
@@ -146,12 +146,13 @@ class CompletionLogprobsWriter:
         written = _empty()
         pairs = enumerate(zip(output.prompt_token_ids, positions, strict=True))
         async for index, (token_id, candidates) in _in_turns(pairs, self._count):
+            start = self._end
             if starts is not None:
-                self._offset = starts[index]
-            self._add(written, token_id, candidates)
-            if starts is None and self._is_shown(token_id, text):
-                self._offset += len(self._of_prompt.push(token_id))
-        self._offset = len(text)
+                start = starts[index]
+            elif self._is_shown(token_id, text):
+                start = self._place(self._of_prompt, token_id)
+            self._add(written, token_id, candidates, start)
+        self._end = len(text)
         return written
 
     async def output(self, completion: CompletionOutput, start: int) -> CompletionLogprobs | None:
@@ -161,23 +162,31 @@ class CompletionLogprobsWriter:
         written = _empty()
         pairs = zip(completion.token_ids[start:], completion.logprobs[start:], strict=True)
         async for token_id, candidates in _in_turns(pairs, self._count):
-            self._add(written, token_id, candidates)
-            self._offset += len(self._of_output.push(token_id))
+            self._add(written, token_id, candidates, self._place(self._of_output, token_id))
         return written
+
+    def _place(self, decoder: TokenDecoder, token_id: int) -> int:
+        """Add a token to the text; return where it begins there, behind earlier bytes that were faulty."""
+        start, new = self._end, decoder.push(token_id)
+        self._end += len(new)
+        own = self._tokenizer.token_text(token_id)
+        return self._end - len(own) if own and new.endswith(own) else start
 
     def _is_shown(self, token_id: int, text: str) -> bool:
         return token_id not in self._tokenizer.special_token_ids or text.startswith(
-            self._tokenizer.token_text(token_id), self._offset
+            self._tokenizer.token_text(token_id), self._end
         )
 
     def _name(self, token_id: int) -> str:
         name, is_text = _text_or_bytes(self._tokenizer.token_bytes.of(token_id))
         return name if is_text else f"bytes:{name}"
 
-    def _add(self, written: CompletionLogprobs, token_id: int, candidates: TokenLogprobs | None) -> None:
+    def _add(
+        self, written: CompletionLogprobs, token_id: int, candidates: TokenLogprobs | None, start: int
+    ) -> None:
         name = self._name(token_id)
         written.tokens.append(name)
-        written.text_offset.append(self._offset)
+        written.text_offset.append(start)
         if candidates is None:
             written.token_logprobs.append(None)
             written.top_logprobs.append(None)
