@@ -62,7 +62,9 @@ class TokenBytes:
         for letter in ("a", "e", "A", "1"):
             try:
                 ids = self._backend.encode(letter, add_special_tokens=False).ids[-1:]
-            except Exception:  # the library raises bare Exception for what a vocabulary does not have
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # what a vocabulary does not have; panics of the library are no Exceptions
                 continue
             text: str = self._backend.decode(ids, skip_special_tokens=False)
             if text.strip() == letter and ids[0] not in added:
@@ -106,7 +108,9 @@ class Speller:
         """Return tokens for a text, which may have another text if the tokenizer changes it; None: none."""
         try:
             return self._parts.ids(self._parts.inner.encode(text, add_special_tokens=False))
-        except Exception:  # the library raises bare Exception for what a vocabulary does not have
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # what a vocabulary does not have; panics of the library are no Exceptions
             return None
 
 
@@ -146,9 +150,9 @@ class TokenPlaces:
     def _start(self, text: str, token_id: int, span: tuple[int, int]) -> int:
         """Return where a token begins: behind the spaces that it takes in but does not stand for."""
         start, end = span
-        if self._token_bytes.of(token_id)[:1].isspace():
-            return start
-        return end - len(text[start:end].lstrip())
+        without_spaces = text[start:end].lstrip()
+        own = self._token_bytes.of(token_id).decode(errors="replace")
+        return end - len(without_spaces) if own and without_spaces.startswith(own) else start
 
 
 class _Parts:
