@@ -39,7 +39,7 @@ def answers(draw):
     return tokenizer, ids, others
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(answers(), st.integers(0, 8))
 async def test_bytes_of_an_answer_are_its_text_and_no_candidate_has_anothers_figure(answer, split):
     tokenizer, ids, others = answer

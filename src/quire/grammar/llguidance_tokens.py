@@ -7,6 +7,7 @@ another text because the tokenizer changes what it reads.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -84,7 +85,7 @@ class GrammarTokens:
         assert self._by_bytes is not None
         near, far = text[:_CAREFULLY], text[_CAREFULLY:]
         ids = self._speller.spell(near)
-        if ids is None or b"".join(map(self.tokens.__getitem__, ids)) != near.encode():
+        if ids is None or self._bytes_of(ids) != near.encode():
             ids = self._by_bytes.greedy_tokenize(near)
         return ids + self._by_bytes.greedy_tokenize(far) if far else ids
 
@@ -94,12 +95,27 @@ class GrammarTokens:
         if max(self._by_bytes.greedy_tokenize(text), default=0) < len(self.texts):
             return True
         data, ends = text.encode(), {0}
-        of_model = set(self.tokens[: len(self.texts)])
-        lengths = {len(token) for token in of_model}
         for start in range(len(data)):
             if start in ends:
-                ends.update(start + size for size in lengths if data[start : start + size] in of_model)
+                ends.update(
+                    start + len(token)
+                    for size in self._sizes
+                    if (token := data[start : start + size]) in self._of_model
+                )
         return len(data) in ends
+
+    def _bytes_of(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes of the model's tokens among these."""
+        return b"".join(self.tokens[token_id] for token_id in ids if token_id < len(self.texts))
+
+    @functools.cached_property
+    def _of_model(self) -> frozenset[bytes]:
+        return frozenset(self.tokens[: len(self.texts)]) - {b""}
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        """The lengths that tokens have, in bytes."""
+        return sorted(set(map(len, self._of_model)))
 
 
 def _is_mark(added: str) -> bool:
