@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, make_checkpoint
 from lockstep_ranks import LockstepRanks
@@ -57,6 +58,21 @@ def test_every_rank_count_gives_the_same_greedy_tokens(
         assert one.token_ids == whole.token_ids
         torch.testing.assert_close(one.logits, whole.logits, atol=1e-4, rtol=0)
     assert all(_equal(other, by_rank[0]) for other in by_rank[1:])
+
+
+def test_ranks_share_a_tied_matrix_that_is_stored_as_the_output_layer(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen2", tmp_path)
+    prompts = random_prompts(PROMPT_LENGTHS, vocab_size=read_model_config(path).vocab_size)
+    expected = generate(load_decoder(path, read_model_config(path)), prompts, num_new=NUM_NEW)
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, path / "model.safetensors")
+    ranks = LockstepRanks(2)
+    decoders = ranks.load(path, read_model_config(path))
+    for found in ranks.run(
+        lambda parallel: generate(decoders[parallel.shard.rank], prompts, num_new=NUM_NEW)
+    ):
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
 
 
 @pytest.mark.parametrize("width", [0, 1, 2, 3, 7, 64, 100, 4096])

@@ -52,6 +52,7 @@ class ModelConfig:
     intermediate_size: int = 0  # features inside the feed-forward layer
     max_model_len: int = 0  # in tokens; replace it before loading to serve longer or only shorter sequences
     tie_word_embeddings: bool = False  # the output layer is the embedding
+    embedding_field: str = "embedding"  # as which it is stored; "output": files have the tied matrix so only
     attention_bias: bool = False  # query, key and value projections have a bias
     output_bias: bool = False  # the attention's output projection has a bias
     mlp_bias: bool = False  # the feed-forward projections have a bias

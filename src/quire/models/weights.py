@@ -66,7 +66,7 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
 def _whole_specs(config: ModelConfig) -> Iterator[WeightSpec]:
     names = FAMILIES[config.family].weight_names
     embedding_shape = (config.vocab_size, config.hidden_size)
-    yield _single(-1, "embedding", names["embedding"], embedding_shape)
+    yield _single(-1, "embedding", names[config.embedding_field], embedding_shape)
     for layer in range(config.num_layers):
         prefix = names["layer"].format(layer)
         for field, parts in _layer_parts(config, layer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,70 @@ def test_whether_an_output_layer_that_is_stored_is_the_embedding_transformers_de
     assert decoder.config.tie_word_embeddings == is_tied
     assert torch.equal(_matrix(decoder.output), model.lm_head.weight)
     assert torch.equal(_vectors(decoder), model.model.embed_tokens.weight)
+
+
+def _bare(name: str) -> str:
+    """Return the name that a tensor has where the body of a model was saved by itself."""
+    return name.removeprefix("model.")
+
+
+def _doubled(name: str) -> str:
+    return f"model.{name}" if name.startswith("lm_head") else name
+
+
+@pytest.mark.parametrize(
+    ("rename", "shards"), [(str, 1), (_bare, 3), (_doubled, 2)], ids=["whole", "bare", "doubled"]
+)
+@pytest.mark.parametrize("stored", [("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_what_files_may_leave_out_is_what_transformers_makes_up_for(
+    is_tied: bool, stored: tuple[str, ...], shards: int, rename: Callable[[str], str], tmp_path: Path
+) -> None:
+    import transformers  # takes seconds
+
+    path = make_checkpoint("qwen2", tmp_path, tie_word_embeddings=False)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
+    weights = load_file(path / "model.safetensors")
+    kept = {
+        rename(name): weight
+        for name, weight in weights.items()
+        if not any(part in name and part not in stored for part in ("embed_tokens", "lm_head"))
+    }
+    (path / "model.safetensors").unlink()
+    _save_sharded(path, kept, shards)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not report["unexpected_keys"]
+    if report["missing_keys"]:
+        (missing,) = report["missing_keys"]
+        with pytest.raises(ModelError, match=f"lacks {missing}"):
+            _load(path)
+        return
+    decoder = _load(path)
+    assert torch.equal(_matrix(decoder.output), model.lm_head.weight)
+    assert torch.equal(_vectors(decoder), model.model.embed_tokens.weight)
+    assert torch.equal(decoder.norm, model.model.norm.weight)
+    assert decoder.config.tie_word_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
+
+
+def _save_sharded(path: Path, weights: dict[str, torch.Tensor], shards: int) -> None:
+    places = {name: f"part-{number % shards}.safetensors" for number, name in enumerate(sorted(weights))}
+    for file in set(places.values()):
+        part = {name: weights[name] for name in weights if places[name] == file}
+        save_file(part, path / file, {"format": "pt"})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def test_a_tensor_by_two_names_is_refused(qwen3: Path) -> None:
+    _change(qwen3, norm__weight=torch.zeros(64))
+    with pytest.raises(ModelError, match=r"holds (model\.)?norm\.weight, which another file .* another name"):
+        _load(qwen3)
+
+
+def test_a_quantized_output_layer_is_not_passed_over_for_the_embedding(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen2", tmp_path)
+    _change(path, lm_head__qweight=torch.zeros(8, 384, dtype=torch.int32))
+    assert not read_model_config(path).tie_word_embeddings
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])

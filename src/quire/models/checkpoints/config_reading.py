@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Collection
+from collections.abc import Set
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,13 @@ from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.gguf.stored_kinds import with_stored_quantization
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
+from quire.models.checkpoints.names import published_name
 from quire.models.checkpoints.quantized.description import describe_quantization
 from quire.models.checkpoints.quantized.stored_kinds import (
+    Headers,
     TensorHeader,
     stored_names,
+    tensor_names,
     with_stored_tensors,
 )
 from quire.models.config import ModelConfig
@@ -46,10 +49,9 @@ def read_model_config(path: Path) -> ModelConfig:
         quantization = values.get("quantization_config") or {}
         stored = describe_quantization(quantization)
         config = dataclasses.replace(
-            config,
+            _as_tied_in_files(path, config),
             stored_quantization=stored.kind,
             stored_group_size=stored.group_size,
-            tie_word_embeddings=config.tie_word_embeddings and not _has_own_output(path, config),
         )
         headers = _headers(path, stored_names(config)) if quantization else {}
         return with_stored_tensors(config, quantization, headers) if headers else config
@@ -61,50 +63,65 @@ def read_model_config(path: Path) -> ModelConfig:
     return with_stored_quantization(config, kinds)
 
 
-def _has_own_output(path: Path, config: ModelConfig) -> bool:
-    """Return whether the files of a model hold an output layer that differs from the embedding.
+def _as_tied_in_files(path: Path, config: ModelConfig) -> ModelConfig:
+    """Return the config of a model whose output layer is the embedding with what its files say of that.
 
-    Fine-tuning may have separated them without a word in config.json; then the output layer that is stored
-    counts, as for `transformers`. Where the files are wrong, loading them tells.
+    They may hold the matrix by either name. If they hold two that differ, fine-tuning has separated them
+    without a word in config.json, and the output layer that is stored counts. So it is in `transformers`.
+    Where the files are wrong, loading them tells.
     """
-    names = [FAMILIES[config.family].weight_names[field] for field in ("output", "embedding")]
-    headers = _headers(path, names)
-    if len(headers) < len(names):
+    if not config.tie_word_embeddings:
+        return config
+    names = FAMILIES[config.family].weight_names
+    output, embedding = (_headers(path, tensor_names(names[field])) for field in ("output", "embedding"))
+    if output and not embedding:
+        return dataclasses.replace(config, embedding_field="output")
+    return dataclasses.replace(
+        config, tie_word_embeddings=not (output and embedding) or _equal(output, embedding)
+    )
+
+
+def _equal(some: Headers, others: Headers) -> bool:
+    """Return whether two matrices are the same, or cannot be read; one that is quantized is another."""
+    if len(some) > 1 or len(others) > 1:
         return False
-    output, embedding = (headers[name] for name in names)
-    if (output.dtype, output.shape) != (embedding.dtype, embedding.shape):
-        return True
+    (one,), (other,) = some.values(), others.values()
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
     try:
-        octets, others = (_octets(headers[name].file, name) for name in names)
+        octets, others_octets = _octets(one), _octets(other)
     except (OSError, ValueError, TypeError):  # safetensors reads some headers that are no such objects
-        return False
+        return True
     starts = range(0, len(octets), _COMPARED_BYTES)
-    return any(
-        octets[start : start + _COMPARED_BYTES].tobytes() != others[start : start + _COMPARED_BYTES].tobytes()
+    return all(
+        octets[start : start + _COMPARED_BYTES].tobytes()
+        == others_octets[start : start + _COMPARED_BYTES].tobytes()
         for start in starts
     )
 
 
-def _headers(path: Path, names: Collection[str]) -> dict[str, TensorHeader]:
+def _headers(path: Path, names: Set[str]) -> Headers:
     """Return what a model's safetensors files say of those tensors of these names that can be read."""
     found: dict[str, TensorHeader] = {}
     for file in _weight_files(path):
         try:
             with safe_open(file, framework="numpy") as opened:
-                for name in set(opened.keys()).intersection(names):
-                    part = opened.get_slice(name)
-                    found[name] = TensorHeader(file, part.get_dtype(), part.get_shape())
+                for stored in opened.keys():
+                    name = published_name(stored)
+                    if name in names:
+                        part = opened.get_slice(stored)
+                        found[name] = TensorHeader(file, stored, part.get_dtype(), part.get_shape())
         except (SafetensorError, OSError):
             continue
     return found
 
 
-def _octets(file: Path, name: str) -> npt.NDArray[np.uint8]:
+def _octets(header: TensorHeader) -> npt.NDArray[np.uint8]:
     """Return the bytes of a tensor in a file whose header `safe_open` has checked."""
-    with file.open("rb") as raw:
+    with header.file.open("rb") as raw:
         (header_bytes,) = struct.unpack("<Q", raw.read(8))
-        start, stop = json.loads(raw.read(header_bytes))[name]["data_offsets"]
-    return np.memmap(file, np.uint8, "r", offset=8 + header_bytes + start, shape=(stop - start,))
+        start, stop = json.loads(raw.read(header_bytes))[header.stored_name]["data_offsets"]
+    return np.memmap(header.file, np.uint8, "r", offset=8 + header_bytes + start, shape=(stop - start,))
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from quire.kernels.weights import Weight
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
+from quire.models.checkpoints.names import published_name
 from quire.models.checkpoints.quantized.formats import formats_of
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
 from quire.models.embedding import EncodedRows
@@ -36,23 +37,28 @@ class SafetensorsWeights:
         self._path = path
         config = path / "config.json"
         self._formats = formats_of(entry(read_json(config) or {}, "quantization_config", dict, config) or {})
-        self._file_of: dict[str, Any] = {}
+        self._places: dict[str, tuple[Any, str]] = {}  # file and stored name of each tensor
         with contextlib.ExitStack() as files:
             for name in weight_files(path):
                 file = files.enter_context(_open(name))
-                if twice := self._file_of.keys() & file.keys():
-                    raise ModelError(f"{name} holds {min(twice)}, which another file of the model holds too")
-                self._file_of.update(dict.fromkeys(file.keys(), file))
+                for stored in file.keys():
+                    published = published_name(stored)
+                    if published in self._places:
+                        raise ModelError(
+                            f"{name} holds {stored}, which another file of the model holds too, or the same "
+                            "one by another name"
+                        )
+                    self._places[published] = file, stored
             self._files = files.pop_all()
 
     def close(self) -> None:
         """See `WeightStore`. A tensor that was returned keeps its mapping alive."""
-        self._file_of.clear()
+        self._places.clear()
         self._files.close()
 
     def names(self) -> Set[str]:
         """See `WeightStore`."""
-        return self._file_of.keys()
+        return self._places.keys()
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         """See `WeightStore`."""
@@ -77,7 +83,7 @@ class SafetensorsWeights:
         if form is None:
             return self._float(name, shape)
         stem = _stem(name)
-        wanted = (*form.needed, *(part for part in form.optional if f"{stem}.{part}" in self._file_of))
+        wanted = (*form.needed, *(part for part in form.optional if f"{stem}.{part}" in self._places))
         try:
             return form.decode({part: self._tensor(f"{stem}.{part}") for part in wanted}, shape)
         except _INCONSISTENCIES as error:
@@ -114,10 +120,11 @@ class SafetensorsWeights:
         return tensor
 
     def _tensor(self, name: str) -> torch.Tensor:
+        file, stored = self._places[name]
         try:
-            tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(stored)
         except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
-            raise ModelError(f"{name} in {self._path} cannot be read: {error!s:.500}") from error
+            raise ModelError(f"{stored} in {self._path} cannot be read: {error!s:.500}") from error
         return tensor
 
     def _format_of_weight(self, name: str) -> MatrixFormat | None:
@@ -127,7 +134,7 @@ class SafetensorsWeights:
     def _format(self, name: str) -> MatrixFormat | None:
         """Return how the matrix that the tensor `name` belongs to is stored; None: in floating point."""
         stem = _stem(name)
-        return next((form for form in self._formats if f"{stem}.{form.key}" in self._file_of), None)
+        return next((form for form in self._formats if f"{stem}.{form.key}" in self._places), None)
 
 
 def weight_files(path: Path) -> Iterator[Path]:

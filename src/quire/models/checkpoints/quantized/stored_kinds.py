@@ -21,15 +21,16 @@ from quire.models.weights import QUANTIZED_FIELDS, WeightSource, WeightSpec, wei
 
 
 class TensorHeader(NamedTuple):
-    """What a file says of a tensor: its type, as safetensors calls it, and its shape."""
+    """What a file says of a tensor: its name there, its type as safetensors calls it, and its shape."""
 
     file: Path
+    stored_name: str
     dtype: str
     shape: Sequence[int]
 
 
 Headers = Mapping[str, TensorHeader]
-"""By the tensors' names."""
+"""By the tensors' names, see `published_name`."""
 
 FLOATS = StoredQuantization()
 _IN_GROUPS = ("int4", "grouped_int8")
@@ -63,8 +64,14 @@ def with_stored_tensors(config: ModelConfig, values: Mapping[str, Any], headers:
 
 def stored_names(config: ModelConfig) -> set[str]:
     """Return the names that tensors have in which the matrices are stored, however they are."""
-    stems = {_stem(source) for spec in matrix_specs(config) for source in spec.sources}
-    return {f"{stem}.{last}" for stem in stems for last in _PARTS}
+    sources = (source for spec in matrix_specs(config) for source in spec.sources)
+    return set().union(*(tensor_names(source.name) for source in sources))
+
+
+def tensor_names(name: str) -> set[str]:
+    """Return the names that tensors have in which the matrix `name` is stored, however it is."""
+    stem = name.removesuffix(".weight")
+    return {f"{stem}.{last}" for last in _PARTS}
 
 
 def matrix_specs(config: ModelConfig) -> list[WeightSpec]:
