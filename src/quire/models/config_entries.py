@@ -1,21 +1,26 @@
-"""The entries of a config.json that Quire reads: of which type each is, and how large a number may be.
+"""The entries of a config.json: those that Quire reads, and those that it may pass over.
 
-Everything that follows from these numbers takes memory and time in proportion to them, so they are checked
-before anything is built.
+Everything that follows from the numbers that it reads takes memory and time in proportion to them, so they
+are checked before anything is built. Entries that nobody reads are logged, unless they are harmless.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from types import UnionType
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Set
+from types import MappingProxyType, UnionType
 from typing import Any
 
 from quire.errors import ModelError
 
+logger = logging.getLogger(__name__)
+
 MAX_LAYERS_TIMES_EXPERTS = 1 << 18  # each is an object while a model is loaded
 _MAX_POSITION = 2**31 - 1  # kernels count positions in 32 bits
 _SHOWN = 80  # characters of a wrong value
+_SHOWN_NAMES = 500  # characters of names of entries
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +119,6 @@ RULES: dict[str, _Rule] = {
     "use_sliding_window": _BOOLEAN,
     "max_window_layers": _Integer(0, _MAX_POSITION),
     "sliding_window_pattern": _Integer(1, _LAYERS),
-    "_sliding_window_pattern": _Integer(1, _LAYERS),
     "layer_types": _ListOf(_TEXT, _LAYERS),
     "no_rope_layer_interval": _Integer(1, _LAYERS),
     "no_rope_layers": _ListOf(_Integer(0, 1), _LAYERS),
@@ -190,6 +194,101 @@ GROUP_WEIGHTS_RULES: dict[str, _Rule] = {
     "symmetric": _BOOLEAN,
     "actorder": _Is(str | bool, "a text, true or false"),
 }
+
+
+HARMLESS = frozenset(
+    (
+        # where the files come from, and how they are stored
+        "architectures", "auto_map", "model_type", "name_or_path", "_name_or_path", "transformers_version",
+        "_commit_hash", "custom_pipelines", "transformers.js_config", "unsloth_version", "unsloth_fixed",
+        "tokenizer_class", "is_llama_config", "tensor_data_layout", "quantization_config",
+        "compression_config",
+        # tokens, which the tokenizer's files have or generation takes
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+        "model_max_length", "max_sequence_length",
+        # training
+        "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout",
+        "classifier_dropout", "initializer_range", "router_aux_loss_coef", "router_jitter_noise",
+        "output_router_logits", "gradient_checkpointing", "pretraining_tp",
+        # classification
+        "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
+        "prefix",
+        # how transformers computes and what it returns
+        "use_cache", "cache_implementation", "attn_implementation", "_attn_implementation",
+        "_attn_implementation_autoset", "experts_implementation", "return_dict", "use_return_dict",
+        "output_attentions", "output_hidden_states", "torchscript", "chunk_size_feed_forward",
+        "is_encoder_decoder", "is_decoder", "tie_encoder_decoder", "use_bfloat16", "tie_last_hidden_states",
+        # of other layers' windows than a family has
+        "max_window_layers", "_sliding_window_pattern",
+        # generation, which has a file of its own
+        "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
+        "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
+        "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length", "min_length",
+        "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups",
+        "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty",
+        "return_dict_in_generate", "suppress_tokens", "target_lookbehind", "temperature", "top_k", "top_p",
+        "typical_p",
+    )
+)  # fmt: skip
+"""Entries that Quire passes over, since they do not change what a decoder computes from token ids."""
+
+
+class Entries(Mapping[str, Any]):
+    """Entries of a model's config, of which it is known later which were read; null counts as missing.
+
+    Args:
+        values: as they are in the file.
+        defaults: what counts where there is no such entry.
+        nullable: entries with a default for which null means none.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+        nullable: Set[str] = frozenset(),
+    ) -> None:
+        self._given = {key: value for key, value in values.items() if value is not None}
+        missing = {key: value for key, value in defaults.items() if not (key in nullable and key in values)}
+        self._values = missing | self._given
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        """Return an entry, which counts as read from now on."""
+        self._read.add(key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of all entries."""
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self._values)
+
+    def unread(self) -> list[str]:
+        """Return the names of entries that nobody has read and that may mean something."""
+        return sorted(
+            key
+            for key, value in self._given.items()
+            if key not in self._read and key not in HARMLESS and not _is_neutral(value)
+        )
+
+    def warn_of_unread(self, where: str) -> None:
+        """Log, once, which entries nobody has read; `where` says for the message what they are of."""
+        if unread := self.unread():
+            _warn(f"{where} has entries that Quire does not read: {', '.join(unread)[:_SHOWN_NAMES]}")
+
+
+def _is_neutral(value: object) -> bool:
+    """Return whether a value says that there is nothing, or multiplies by one."""
+    return value is not True and value in (False, 0, 1, "", [], {})
+
+
+@functools.lru_cache(maxsize=64)
+def _warn(message: str) -> None:
+    logger.warning("%s; it computes without them", message)
 
 
 def check_entries(values: Mapping[str, Any]) -> None:

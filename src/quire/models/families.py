@@ -8,13 +8,14 @@ the newer one (`rope_parameters`, nested by layer type where there are two).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quire.errors import ModelError, UnknownArchitectureError, nearest_name
-from quire.models.config import DTYPE_BYTES, NO_ROPE, ModelConfig
-from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, check_entries
-from quire.models.ropes import HFConfig, read_rope
+from quire.models.config import DTYPE_BYTES, NO_ROPE, ModelConfig, RopeConfig
+from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, check_entries
+from quire.models.ropes import HFConfig, read_partial_rope, read_rope, read_two_ropes
 
 _NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -65,57 +66,105 @@ _ACTIVATIONS = {
 }
 
 
+# Where an entry is missing, the one in transformers' class of the family's configs counts.
+_DEFAULTS: dict[str, Any] = {
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+_WHERE_NULL_IS_NONE = frozenset(
+    {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+)
+_QWEN_DEFAULTS: dict[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_GEMMA_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
 @dataclass(slots=True, frozen=True)
 class Family:
     """How to read one family's checkpoints.
 
     `specialize` takes the config that `_common` reads and returns it with what the family does otherwise. A
     weight name belongs to the whole model ("embedding", "norm", "output", "layer") or, without its ".weight"
-    or ".bias", to a layer.
+    or ".bias", to a layer. `defaults` count where config.json lacks an entry, `activation` is the entry that
+    names the activation, and `ropes` reads the sets of rotary frequencies for heads of so many features.
     """
 
     specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
     weight_names: dict[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    activation: str = "hidden_act"
+    ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
 
 
-def model_config(hf: HFConfig) -> ModelConfig:
+def model_config(values: HFConfig) -> ModelConfig:
     """Return what a parsed `config.json` describes, but for the quantization of stored weights.
+
+    Entries that Quire neither reads nor knows to be harmless are logged.
 
     Raises:
         UnknownArchitectureError: lists the architectures that Quire knows.
         ModelError: a needed entry is missing or has a value that Quire does not compute.
     """
-    check_entries(hf)
-    hf = {key: value for key, value in hf.items() if value is not None}  # null counts as missing
-    architecture = (hf.get("architectures") or ["(none)"])[0]
+    check_entries(values)
+    architecture = (values.get("architectures") or ["(none)"])[0]
     family_name = ARCHITECTURES.get(architecture)
     if family_name is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnknownArchitectureError(
             f"config.json names the architecture {architecture}; Quire knows {known}"
         )
-    _refuse_what_is_not_computed(hf)
+    family = FAMILIES[family_name]
+    hf = Entries(values, _DEFAULTS | family.defaults, _WHERE_NULL_IS_NONE)
+    _refuse_what_is_not_computed(values)
     try:
-        config = FAMILIES[family_name].specialize(hf, _common(hf, architecture, family_name))
+        config = family.specialize(hf, _common(hf, architecture, family_name))
+        _check_layer_types(hf, config)
     except KeyError as error:
         raise ModelError(f"config.json of this {architecture} has no entry {error}") from error
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise ModelError(f"config.json of this {architecture} cannot be understood: {error}") from error
     _check(config)
+    hf.warn_of_unread(f"config.json of this {architecture}")
     return config
 
 
 def _refuse_what_is_not_computed(hf: HFConfig) -> None:
-    if hf.get("use_bidirectional_attention"):
+    if hf.get("use_bidirectional_attention") or not hf.get("is_causal", True):
         raise ModelError("config.json asks for bidirectional attention; Quire serves causal decoders only")
+    if hf.get("per_layer_config"):
+        raise ModelError(
+            "config.json has a per_layer_config; Quire reads no layers that differ in other entries"
+        )
     for layer_type in hf.get("layer_types") or ():
         if layer_type not in _LAYER_TYPES:
             raise ModelError(
                 f"config.json names the layer type {layer_type!r}; known: {', '.join(_LAYER_TYPES)}"
             )
     for name in _COUNTS:
-        if name not in hf:
+        if hf.get(name) is None:
             raise ModelError(f"config.json has no {name}; it must be {RULES[name].describe()}")
+
+
+def _check_layer_types(hf: HFConfig, config: ModelConfig) -> None:
+    types = hf.get("layer_types")
+    if types is None:
+        return
+    if len(types) != config.num_layers:
+        raise ModelError(f"config.json has {len(types)} layer_types for {config.num_layers} layers")
+    for layer, (layer_type, window) in enumerate(zip(types, config.sliding_windows, strict=True)):
+        if (layer_type == "sliding_attention") != (window > 0):
+            raise ModelError(
+                f"config.json says that layer {layer} is of type {layer_type}; by the architecture and the "
+                f"other entries, it has {f'a window of {window} tokens' if window else 'no window'}"
+            )
 
 
 def _check(config: ModelConfig) -> None:
@@ -146,7 +195,7 @@ def _check(config: ModelConfig) -> None:
 
 def _common(hf: HFConfig, architecture: str, family: str) -> ModelConfig:
     layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    head_dim = hf.get("head_dim", 0) or hf["hidden_size"] // heads
     if not head_dim:
         raise ModelError(
             f"config.json has num_attention_heads {heads} and hidden_size {hf['hidden_size']}, which leaves "
@@ -162,16 +211,16 @@ def _common(hf: HFConfig, architecture: str, family: str) -> ModelConfig:
         hidden_size=hf["hidden_size"],
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        num_kv_heads=hf.get("num_key_value_heads", heads),
         head_dim=head_dim,
         intermediate_size=hf["intermediate_size"],
         max_model_len=hf["max_position_embeddings"],
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        activation=_activation(hf.get("hidden_activation") or hf.get("hidden_act") or "silu"),
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        tie_word_embeddings=hf["tie_word_embeddings"],
+        activation=_activation(hf[FAMILIES[family].activation]),
+        norm_eps=hf["rms_norm_eps"],
         attention_scale=head_dim**-0.5,
         sliding_windows=(0,) * layers,
-        ropes=(read_rope(hf, head_dim),),
+        ropes=FAMILIES[family].ropes(hf, head_dim),
         layer_ropes=(0,) * layers,
         moe_layers=(False,) * layers,
     )
@@ -192,7 +241,7 @@ def _activation(name: str) -> str:
 
 def _layer_windows(hf: HFConfig, is_sliding: Callable[[int], bool]) -> tuple[int, ...]:
     """Return the window of each layer: by `layer_types` where the config has them, else by `is_sliding`."""
-    window = hf.get("sliding_window") or 0
+    window = hf.get("sliding_window", 0)
     layers = range(hf["num_hidden_layers"])
     types = hf.get("layer_types")
     if types is not None:
@@ -210,20 +259,20 @@ def _with_attention_biases(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _all_sliding(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    """Mistral and Phi-3: every layer has the window, if there is one."""
-    return replace(base, sliding_windows=_layer_windows(hf, lambda layer: True))
+    """Mistral, Mixtral and Phi-3: every layer has the window, if there is one."""
+    return replace(base, sliding_windows=(hf.get("sliding_window", 0),) * base.num_layers)
 
 
 def _qwen2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    hf.get("attention_bias")  # in whatever form it is there, these layers have biases
     return replace(base, attention_bias=True, sliding_windows=_qwen_windows(hf))
 
 
 def _qwen_windows(hf: HFConfig) -> tuple[int, ...]:
     """Qwen2 and Qwen3: layers from `max_window_layers` on have the window, if `layer_types` is not there."""
-    if not hf.get("use_sliding_window", False):
-        return (0,) * int(hf["num_hidden_layers"])
-    first_sliding = hf.get("max_window_layers", 0)
-    return _layer_windows(hf, lambda layer: bool(layer >= first_sliding))
+    first_sliding = hf["max_window_layers"]
+    windows = _layer_windows(hf, lambda layer: bool(layer >= first_sliding))
+    return windows if hf.get("use_sliding_window", False) else (0,) * len(windows)
 
 
 def _qwen3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -233,10 +282,11 @@ def _qwen3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     dense = set(hf.get("mlp_only_layers") or ())
     step = hf.get("decoder_sparse_step", 1)
-    window = hf.get("sliding_window") or 0 if hf.get("use_sliding_window", False) else 0
+    window = hf.get("sliding_window", 0) * hf.get("use_sliding_window", False)
     return replace(
-        _qwen3(hf, base),
-        sliding_windows=(window,) * base.num_layers,  # max_window_layers is for dense models only
+        _with_attention_biases(hf, base),
+        qk_norm="head",
+        sliding_windows=(window,) * base.num_layers,
         moe_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(base.num_layers)),
         num_experts=hf.get("num_experts") or hf["num_local_experts"],
         num_experts_per_token=hf["num_experts_per_tok"],
@@ -257,51 +307,42 @@ def _mixtral(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    named = hf.get("hidden_act") or "gelu"  # in old files, it means the approximation
-    activation = _activation("gelu_pytorch_tanh" if named == "gelu" else named)
+    hf.get("hidden_activation")  # published beside the other, and has no effect
+    activation = "gelu_tanh" if base.activation == "gelu" else base.activation  # gelu in old files means that
     return replace(_like_gemma(hf, base), activation=activation)
 
 
 def _like_gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return replace(
-        _with_attention_biases(hf, base),
-        norm_offset=1.0,
-        embedding_scale=math.sqrt(base.hidden_size),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
+        _with_attention_biases(hf, base), norm_offset=1.0, embedding_scale=math.sqrt(base.hidden_size)
     )
 
 
 def _gemma2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    hf.get("hidden_act")  # published beside the other, and has no effect
     return replace(
         _like_gemma(hf, base),
-        activation=_activation(hf.get("hidden_activation") or "gelu_pytorch_tanh"),
         post_norm=True,
         attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
-        attention_softcap=hf.get("attn_logit_softcapping") or 0.0,
-        logits_softcap=hf.get("final_logit_softcapping") or 0.0,
+        attention_softcap=hf.get("attn_logit_softcapping", 0.0),
+        logits_softcap=hf.get("final_logit_softcapping", 0.0),
         sliding_windows=_layer_windows(hf, lambda layer: layer % 2 == 0),
     )
 
 
 def _gemma3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
+    pattern = hf.get("sliding_window_pattern", 6)
     windowed = replace(
         _gemma2(hf, base),
         qk_norm="head",
         sliding_windows=_layer_windows(hf, lambda layer: (layer + 1) % pattern != 0),
     )
-    sliding_theta = hf.get("rope_local_base_freq", 1e4)
-    return _with_two_ropes(hf, windowed, full_theta=1e6, sliding_theta=sliding_theta)
+    return _with_ropes_by_window(windowed)
 
 
-def _with_two_ropes(
-    hf: HFConfig, base: ModelConfig, *, full_theta: float, sliding_theta: float
-) -> ModelConfig:
-    """Give `base` two sets of frequencies: 0 for full attention, 1 for its layers with a window."""
-    full = read_rope(hf, base.head_dim, layer_type="full_attention", default_theta=full_theta)
-    sliding = read_rope(hf, base.head_dim, layer_type="sliding_attention", default_theta=sliding_theta)
-    layer_ropes = tuple(int(window > 0) for window in base.sliding_windows)
-    return replace(base, ropes=(full, sliding), layer_ropes=layer_ropes)
+def _with_ropes_by_window(base: ModelConfig) -> ModelConfig:
+    """Give the layers with a window the second set of frequencies."""
+    return replace(base, layer_ropes=tuple(int(window > 0) for window in base.sliding_windows))
 
 
 def _smollm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -310,7 +351,6 @@ def _smollm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     is_windowed = bool(hf.get("use_sliding_window", False))
     return replace(
         _llama(hf, base),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
         layer_ropes=tuple(0 if has_rope[layer] else NO_ROPE for layer in range(base.num_layers)),
         sliding_windows=_layer_windows(hf, lambda layer: is_windowed and not has_rope[layer]),
     )
@@ -322,8 +362,7 @@ def _olmo2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _olmo3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     windows = _layer_windows(hf, lambda layer: (layer + 1) % 4 != 0)
-    windowed = replace(_olmo2(hf, base), sliding_windows=windows)
-    return _with_two_ropes(hf, windowed, full_theta=5e5, sliding_theta=hf.get("rope_theta", 5e5))
+    return _with_ropes_by_window(replace(_olmo2(hf, base), sliding_windows=windows))
 
 
 def _granite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -338,19 +377,56 @@ def _granite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, _NAMES),
-    "mistral": Family(_all_sliding, _NAMES),
-    "mixtral": Family(_mixtral, _NAMES | _MIXTRAL_NAMES),
-    "qwen2": Family(_qwen2, _NAMES),
-    "qwen3": Family(_qwen3, _NAMES),
-    "qwen3_moe": Family(_qwen3_moe, _NAMES | _QWEN_MOE_NAMES),
-    "gemma": Family(_gemma, _NAMES),
-    "gemma2": Family(_gemma2, _NAMES | _FOUR_NORM_NAMES),
-    "gemma3": Family(_gemma3, _NAMES | _FOUR_NORM_NAMES),
-    "phi3": Family(_all_sliding, _NAMES | _FUSED_NAMES),
-    "smollm3": Family(_smollm3, _NAMES),
-    "olmo2": Family(_olmo2, _NAMES | _FOUR_NORM_NAMES),
-    "olmo3": Family(_olmo3, _NAMES | _FOUR_NORM_NAMES),
-    "granite": Family(_granite, _NAMES),
+    "mistral": Family(_all_sliding, _NAMES, {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mixtral": Family(
+        _mixtral,
+        _NAMES | _MIXTRAL_NAMES,
+        {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    ),
+    "qwen2": Family(_qwen2, _NAMES, _QWEN_DEFAULTS),
+    "qwen3": Family(_qwen3, _NAMES, _QWEN_DEFAULTS | {"head_dim": 128}),
+    "qwen3_moe": Family(
+        _qwen3_moe, _NAMES | _QWEN_MOE_NAMES, {"num_key_value_heads": 4, "sliding_window": 4096}
+    ),
+    "gemma": Family(
+        _gemma, _NAMES, _GEMMA_DEFAULTS | {"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"}
+    ),
+    "gemma2": Family(
+        _gemma2,
+        _NAMES | _FOUR_NORM_NAMES,
+        _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        activation="hidden_activation",
+    ),
+    "gemma3": Family(
+        _gemma3,
+        _NAMES | _FOUR_NORM_NAMES,
+        _GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        activation="hidden_activation",
+        ropes=lambda hf, head_dim: read_two_ropes(hf, head_dim, sliding_theta=hf["rope_local_base_freq"]),
+    ),
+    "phi3": Family(
+        _all_sliding,
+        _NAMES | _FUSED_NAMES,
+        {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        ropes=lambda hf, head_dim: (read_partial_rope(hf, head_dim),),
+    ),
+    "smollm3": Family(
+        _smollm3, _NAMES, {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}
+    ),
+    "olmo2": Family(_olmo2, _NAMES | _FOUR_NORM_NAMES, {"rms_norm_eps": 1e-5}),
+    "olmo3": Family(
+        _olmo3,
+        _NAMES | _FOUR_NORM_NAMES,
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5},
+        ropes=lambda hf, head_dim: read_two_ropes(hf, head_dim, sliding_theta=5e5),
+    ),
+    "granite": Family(
+        _granite,
+        _NAMES,
+        dict.fromkeys(
+            ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+        ),
+    ),
 }
 
 ARCHITECTURES: dict[str, str] = {

@@ -1,4 +1,8 @@
-"""Reading rotary position settings out of a Hugging Face config, in its old and new forms."""
+"""Reading rotary position settings out of a Hugging Face config, in its old and new forms.
+
+Where two places say something, that counts which does in `transformers`: of `rope_scaling` and
+`rope_parameters` the first; of an entry inside and beside them the one inside, but for the original context.
+"""
 
 from __future__ import annotations
 
@@ -8,100 +12,187 @@ from typing import Any
 
 from quire.errors import ModelError, nearest_name
 from quire.models.config import RopeConfig
+from quire.models.config_entries import Entries
 
 HFConfig = Mapping[str, Any]  # the JSON object in a config.json
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-_OLD_NAMES = {"su": "longrope"}
+ROTATED_FEATURES = "gguf.rope.dimension_count"
+"""Entry that no config.json has: how many features of each head are rotated."""
+_NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read_rope(
-    hf: HFConfig, head_dim: int, *, layer_type: str = "", default_theta: float = 10000.0
-) -> RopeConfig:
-    """Return the frequencies' settings, those of `layer_type` where a config has several.
+def read_rope(hf: HFConfig, head_dim: int) -> RopeConfig:
+    """Return the frequencies' settings of a model that rotates the features of all heads alike.
 
     Raises:
-        ModelError: an unknown kind of scaling, or factors that do not fit the head.
+        ModelError: an unknown kind of scaling, an entry that it needs is missing, factors that do not fit the
+            head, or settings by layer type.
     """
-    values = _rope_values(hf, layer_type, default_theta)
-    kind = values.get("rope_type") or values.get("type") or "default"
-    kind = _OLD_NAMES.get(kind, kind)
+    values = _one_set(hf)
+    _refuse_partial(values)
+    return _rope(hf, values, head_dim, original=hf.get("original_max_position_embeddings"))
+
+
+def read_partial_rope(hf: HFConfig, head_dim: int) -> RopeConfig:
+    """Return those of a model that may rotate a part of each head, and has longrope by old names, too.
+
+    Raises:
+        ModelError: see `read_rope`; or another kind of scaling.
+    """
+    values = _one_set(hf)
+    kind = _kind(values)
+    if kind in ("su", "yarn"):
+        values = {**values, "rope_type": "longrope"}
+    elif kind not in ("default", "longrope"):
+        raise ModelError(f"config.json says rope type {kind!r}; this architecture has longrope only")
+    return _rope(hf, values, head_dim, original=hf.get("original_max_position_embeddings"))
+
+
+def read_two_ropes(hf: HFConfig, head_dim: int, *, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """Return those of layers with full attention and those of layers with a window.
+
+    In the old form, `rope_scaling` and `rope_theta` are for full attention only.
+
+    Raises:
+        ModelError: see `read_rope`; or settings for all layers in the new form.
+    """
+    parameters = hf.get("rope_parameters") or {}
+    by_type = {name: parameters.get(name) or {} for name in _LAYER_TYPES}
+    others = sorted(parameters.keys() - by_type.keys())
+    if others or not all(isinstance(values, dict) for values in by_type.values()):
+        raise ModelError(
+            f"config.json has rope_parameters.{', '.join(others)[:100] or 'full_attention'}; this "
+            "architecture has an object for full_attention and one for sliding_attention, and nothing else"
+        )
+    full = {"rope_theta": hf["rope_theta"]} | by_type["full_attention"] | (hf.get("rope_scaling") or {})
+    sliding = {"rope_theta": sliding_theta} | by_type["sliding_attention"]
+    for values in (hf, full, sliding):
+        _refuse_partial(values)
+        if values.get("truncate") is False:
+            raise ModelError("config.json has truncate false for a layer type; transformers reads it as true")
+    return _rope(hf, full, head_dim), _rope(hf, sliding, head_dim)
+
+
+def _one_set(hf: HFConfig) -> dict[str, Any]:
+    values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    nested = [key for key, value in values.items() if isinstance(value, dict) or key in _LAYER_TYPES]
+    if nested:
+        raise ModelError(
+            f"config.json has settings of the rotary embedding for {nested[0]!r:.100}; this architecture has "
+            "the same for all layers"
+        )
+    beside = {name: hf[name] for name in ("rope_theta", "partial_rotary_factor") if name in hf}
+    return beside | {key: value for key, value in values.items() if value is not None}
+
+
+def _refuse_partial(values: Mapping[str, Any]) -> None:
+    factor = values.get("partial_rotary_factor")
+    if factor not in (None, 1):
+        raise ModelError(
+            f"config.json has partial_rotary_factor {factor}; this architecture rotates the whole of a head"
+        )
+
+
+def _kind(values: Mapping[str, Any]) -> str:
+    return str(values.get("rope_type") or values.get("type") or "default")
+
+
+def _rope(
+    hf: HFConfig, given: Mapping[str, Any], head_dim: int, *, original: int | None = None
+) -> RopeConfig:
+    """Return one set of frequencies.
+
+    Args:
+        hf: the whole config.
+        given: the set's own entries.
+        head_dim: features of a head.
+        original: the context of the original training if the config says it beside the set.
+    """
+    values = Entries(given)
+    kind = _kind(values)
     if kind not in KINDS:
-        raise ModelError(f"config.json says rope type {kind!r}; {nearest_name(str(kind), KINDS)}")
-    rotary_dim = int(head_dim * values.get("partial_rotary_factor", 1.0))
+        raise ModelError(f"config.json says rope type {kind!r}; {nearest_name(kind, KINDS)}")
+    for name in ("rope_type", "type"):  # the one that does not count, too
+        values.get(name)
+    for name in _NEEDED.get(kind, ()):
+        if name not in values:
+            raise ModelError(f"config.json has rope type {kind} without {name}, which it needs")
+    max_len = hf["max_position_embeddings"]
+    if kind in ("llama3", "yarn", "longrope"):
+        inside = values.get("original_max_position_embeddings")
+        original = original or inside or max_len
+    else:
+        original = max_len
+    rotary_dim = hf.get(ROTATED_FEATURES) or int(head_dim * values.get("partial_rotary_factor", 1.0))
     if rotary_dim < 2 or rotary_dim % 2 or (kind == "dynamic" and rotary_dim == 2):
         raise ModelError(
             f"config.json has heads of {head_dim} features, of which {rotary_dim} are rotated; these must be "
             "pairs, and more than one for the rope type dynamic"
         )
-    max_len = hf["max_position_embeddings"]
-    original = _original_max_len(hf, values, kind, max_len)
-    factor = values.get("factor") or (max_len / original if kind in ("yarn", "longrope") else 1.0)
     rope = RopeConfig(
         kind=kind,
         theta=float(values["rope_theta"]),
         rotary_dim=rotary_dim,
-        factor=float(factor),
         original_max_len=original,
-        low_freq_factor=values.get("low_freq_factor", 1.0),
-        high_freq_factor=values.get("high_freq_factor", 4.0),
-        beta_fast=values.get("beta_fast") or 32.0,
-        beta_slow=values.get("beta_slow") or 1.0,
-        truncate=values.get("truncate", True),
-        attention_factor=_attention_factor(values, kind, factor, original),
-        short_factors=tuple(values.get("short_factor") or ()),
-        long_factors=tuple(values.get("long_factor") or ()),
+        **_scaling(kind, values, max_len, original),
     )
-    _check_longrope(rope)
-    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
-        raise ModelError(
-            f"config.json has low_freq_factor {rope.low_freq_factor} and high_freq_factor "
-            f"{rope.high_freq_factor}; the first must be the lower one"
-        )
-    if kind == "yarn" and rope.theta <= 1:
-        raise ModelError(f"config.json has rope_theta {rope.theta}; rope type yarn needs one above 1")
+    _check(rope)
+    values.warn_of_unread(f"settings of the rotary embedding of type {kind}")
     return rope
 
 
-def _rope_values(hf: HFConfig, layer_type: str, default_theta: float) -> dict[str, Any]:
-    parameters = hf.get("rope_parameters") or {}
-    if layer_type in parameters:
-        parameters = parameters[layer_type]
-    elif layer_type == "sliding_attention":
-        return {"rope_theta": default_theta}  # the old form's scaling is for full attention only
-    values = {"rope_theta": hf.get("rope_theta", default_theta)}
-    if "partial_rotary_factor" in hf:
-        values["partial_rotary_factor"] = hf["partial_rotary_factor"]
-    given = parameters or hf.get("rope_scaling") or {}
-    return values | {key: value for key, value in given.items() if value is not None}
-
-
-def _original_max_len(hf: HFConfig, values: dict[str, Any], kind: str, max_len: int) -> int:
-    original = values.get("original_max_position_embeddings")
-    if kind == "longrope":
-        original = original or hf.get("original_max_position_embeddings")
-    return int(original or max_len)
-
-
-def _attention_factor(values: dict[str, Any], kind: str, factor: float, original: int) -> float:
-    """Return the factor on cosines and sines, derived as in the YaRN and LongRoPE papers unless given."""
+def _scaling(kind: str, values: Mapping[str, Any], max_len: int, original: int) -> dict[str, Any]:
+    """Return the settings that only some kinds have."""
+    if kind in ("linear", "dynamic", "llama3"):
+        return {name: float(values[name]) for name in _NEEDED[kind]}
+    if kind not in ("yarn", "longrope"):
+        return {}
+    factor = float(values.get("factor") or max_len / original)
     given = values.get("attention_factor")
-    if given is not None or kind not in ("yarn", "longrope") or factor <= 1:
-        return float(given or 1.0)
     if kind == "longrope":
-        return math.sqrt(1 + math.log(factor) / math.log(original))
-    mscale, mscale_all_dim = float(values.get("mscale") or 0), float(values.get("mscale_all_dim") or 0)
+        derived = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        of_kind = {
+            "short_factors": tuple(values.get("short_factor") or ()),
+            "long_factors": tuple(values.get("long_factor") or ()),
+        }
+    else:
+        derived = _yarn_attention_factor(factor, values.get("mscale"), values.get("mscale_all_dim"))
+        of_kind = {
+            "beta_fast": values.get("beta_fast", 32.0),
+            "beta_slow": values.get("beta_slow", 1.0),
+            "truncate": values.get("truncate", True),
+        }
+    return {"factor": factor, "attention_factor": derived if given is None else float(given), **of_kind}
+
+
+def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """Return the factor on cosines and sines, as in the paper or as DeepSeek has it."""
+    if factor <= 1:
+        return 1.0
     if mscale and mscale_all_dim:
         return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1)
     return 0.1 * math.log(factor) + 1
 
 
-def _check_longrope(rope: RopeConfig) -> None:
-    if rope.kind != "longrope":
-        return
-    for name in ("short_factors", "long_factors"):
-        count = len(getattr(rope, name))
-        if count != rope.rotary_dim // 2:
-            raise ModelError(
-                f"longrope has {count} {name}; it needs {rope.rotary_dim // 2}, one per frequency"
-            )
+def _check(rope: RopeConfig) -> None:
+    if rope.kind == "longrope":
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(rope, name))
+            if count != rope.rotary_dim // 2:
+                raise ModelError(
+                    f"longrope has {count} {name}; it needs {rope.rotary_dim // 2}, one per frequency"
+                )
+    if rope.kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise ModelError(
+            f"config.json has low_freq_factor {rope.low_freq_factor} and high_freq_factor "
+            f"{rope.high_freq_factor}; the first must be the lower one"
+        )
+    if rope.kind == "yarn" and rope.theta <= 1:
+        raise ModelError(f"config.json has rope_theta {rope.theta}; rope type yarn needs one above 1")

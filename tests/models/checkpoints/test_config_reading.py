@@ -124,7 +124,7 @@ def test_every_architecture_has_a_family() -> None:
         ({"head_dim": 0}, "head_dim 0"),
         ({"head_dim": 127}, "must be pairs"),
         (
-            {"head_dim": None, "hidden_size": 8},
+            {"architectures": ["LlamaForCausalLM"], "head_dim": None, "hidden_size": 8},
             "num_attention_heads 16 and hidden_size 8, .* head_dim must say",
         ),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps nan"),

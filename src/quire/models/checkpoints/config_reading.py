@@ -106,7 +106,7 @@ def _headers(path: Path, names: Set[str]) -> Headers:
     for file in _weight_files(path):
         try:
             with safe_open(file, framework="numpy") as opened:
-                for stored in opened.keys():
+                for stored in sorted(opened.keys()):
                     name = published_name(stored)
                     if name in names:
                         part = opened.get_slice(stored)

@@ -41,7 +41,7 @@ class SafetensorsWeights:
         with contextlib.ExitStack() as files:
             for name in weight_files(path):
                 file = files.enter_context(_open(name))
-                for stored in file.keys():
+                for stored in sorted(file.keys()):
                     published = published_name(stored)
                     if published in self._places:
                         raise ModelError(

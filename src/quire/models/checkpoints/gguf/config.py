@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.file import GGUFFile, read_gguf
-from quire.models.config_entries import ROPE_RULES, RULES, check_entry
+from quire.models.config_entries import ROPE_RULES, RULES, Entries, check_entry
+from quire.models.ropes import ROTATED_FEATURES
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -38,7 +40,17 @@ _ROPE_KEYS = {
     "scale_linear": ROPE_RULES["factor"],
     "scaling.original_context_length": ROPE_RULES["original_max_position_embeddings"],
     "scaling.attn_factor": ROPE_RULES["attention_factor"],
+    "scaling.yarn_beta_fast": ROPE_RULES["beta_fast"],
+    "scaling.yarn_beta_slow": ROPE_RULES["beta_slow"],
 }
+_ONLY = {  # values that leave the numbers as they are, of what llama.cpp computes with and Quire does not
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1, -1),  # -1: by the kind of scaling
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "attention.causal": (True,),
+}
+_HARMLESS = ("rope.scaling.finetuned", "attention.layer_norm_epsilon")
+_CHANGES_NUMBERS = re.compile(r"rope\..*|attention\..*|.*_scale|.*_softcapping|expert_count")
 _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as Llama 3.1 has them
 _LONG_ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 ROPE_TENSORS = (_ROPE_FACTORS, *_LONG_ROPE_FACTORS.values())
@@ -63,11 +75,15 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         )
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{path} lacks token_embd.weight; is it a language model, and all of it?")
+    prefix = f"{architecture}."
+    metadata = Entries(
+        {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    )
     values = {}
     for name, key in _KEYS.items():
-        if f"{architecture}.{key}" in file.metadata:
-            value = values[name] = file.metadata[f"{architecture}.{key}"]
-            check_entry(f"{path}: {architecture}.{key} is", value, RULES[name])
+        if key in metadata:
+            value = values[name] = metadata[key]
+            check_entry(f"{path}: {prefix}{key} is", value, RULES[name])
     for name in _NEEDED:
         if name not in values:
             raise ModelError(
@@ -89,7 +105,14 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     values["embedding_dtype"] = _EMBEDDING_DTYPES.get(file.tensors["token_embd.weight"].kind, "")
     for name in ("bos_token_id", "eos_token_id"):
         values[name] = file.metadata.get(f"tokenizer.ggml.{name}")
-    values |= _rope(file, architecture, values)
+    # llama.cpp's defaults, which are not those of transformers' classes
+    values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    head_dim = values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"] or None)
+    value_length = metadata.get("attention.value_length", head_dim)
+    if head_dim is not None and value_length != head_dim:
+        raise _refusal(file, "attention.value_length", value_length, f"{head_dim}, as of keys,")
+    values |= _rope(file, metadata, values)
+    _refuse_others(file, metadata)
     return values, {name: tensor.kind for name, tensor in file.tensors.items()}
 
 
@@ -99,36 +122,55 @@ def _matrix_kind(file: GGUFFile) -> int:
     return next(file.tensors[name].kind for name in names if name in file.tensors)
 
 
-def _rope(file: GGUFFile, architecture: str, values: dict[str, Any]) -> dict[str, Any]:
+def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str, Any]:
     def entry(key: str) -> Any:
-        value = file.metadata.get(f"{architecture}.rope.{key}")
-        check_entry(f"{file.path}: {architecture}.rope.{key} is", value, _ROPE_KEYS[key])
+        value = metadata.get(f"rope.{key}")
+        check_entry(
+            f"{file.path}: {file.metadata['general.architecture']}.rope.{key} is", value, _ROPE_KEYS[key]
+        )
         return value
 
-    found: dict[str, Any] = {}
-    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    rotated = entry("dimension_count")
-    if rotated and head_dim:  # heads of no features are an error of the config
-        # A config.json has the share of features that are rotated, rounded down: 30 / 88 of 88 are 29.
-        found["partial_rotary_factor"] = 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim
-    original = entry("scaling.original_context_length")
+    original = entry("scaling.original_context_length") or values["max_position_embeddings"]
     factor = entry("scaling.factor") or entry("scale_linear")  # the latter in files of 2023
-    kind = entry("scaling.type") or ("linear" if factor else None)
+    kind = entry("scaling.type") or ("linear" if factor else "none")
+    attention_factor = entry("scaling.attn_factor")
+    factors = {key: _floats(file, name) for key, name in _LONG_ROPE_FACTORS.items() if name in file.tensors}
     if _ROPE_FACTORS in file.tensors:
-        factors = _floats(file, _ROPE_FACTORS)
+        factors = dict.fromkeys(_LONG_ROPE_FACTORS, _floats(file, _ROPE_FACTORS))
         original = values["max_position_embeddings"]  # one set of factors for every length
-        scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
-    elif all(name in file.tensors for name in _LONG_ROPE_FACTORS.values()):
-        scaling = {key: _floats(file, name) for key, name in _LONG_ROPE_FACTORS.items()} | {
-            "rope_type": "longrope"
-        }
-        scaling["attention_factor"] = entry("scaling.attn_factor")
-    elif kind in (None, "none"):
-        return found
-    else:
-        scaling = {"rope_type": kind, "factor": factor}
-    found["rope_scaling"] = scaling | {"original_max_position_embeddings": original}
-    return found
+    scaling: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind}
+    if factors:
+        if kind not in ("none", "longrope") and factor != 1:
+            raise _refusal(file, "rope.scaling.type", kind, "with tensors of factors, none and longrope")
+        scaling = {"rope_type": "longrope", "attention_factor": attention_factor} | factors
+    elif attention_factor not in (None, 1):
+        raise _refusal(file, "rope.scaling.attn_factor", attention_factor, "without tensors of factors, 1")
+    elif kind == "yarn":
+        scaling |= {name: entry(f"scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    if kind != "none" and not factors:
+        scaling["factor"] = factor
+    return {
+        ROTATED_FEATURES: entry("dimension_count"),
+        "original_max_position_embeddings": original,
+        "rope_scaling": scaling,
+    }
+
+
+def _refuse_others(file: GGUFFile, metadata: Entries) -> None:
+    """Refuse, or else log, metadata of the architecture that nobody has read."""
+    for key, allowed in _ONLY.items():
+        value = metadata.get(key)
+        if value is not None and value not in allowed:
+            raise _refusal(file, key, value, " and ".join(map(str, allowed)))
+    for key in metadata.unread():
+        if _CHANGES_NUMBERS.fullmatch(key) and key not in _HARMLESS:
+            raise _refusal(file, key, metadata[key], "none")
+    metadata.warn_of_unread(str(file.path))
+
+
+def _refusal(file: GGUFFile, key: str, value: Any, known: str) -> ModelError:
+    name = f"{file.metadata['general.architecture']}.{key}"
+    return ModelError(f"{file.path}: {name} is {value!r:.100}; Quire computes {known} only")
 
 
 def _floats(file: GGUFFile, name: str) -> list[float]:
