@@ -1,4 +1,4 @@
-"""Rotary settings from every place where a config has them, against what `transformers` makes of the same file."""
+"""Rotary settings from every place where a config has them, against what `transformers` makes of them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def _reference(architecture: str, config: dict[str, Any]) -> list[tuple[torch.Te
         kind = rotary.rope_type[prefix[:-1]] if prefix else rotary.rope_type
         layer_type = {"layer_type": prefix[:-1]} if prefix else {}
         is_longrope = kind == "longrope"
-        long = ROPE_INIT_FUNCTIONS[kind](values, "cpu", seq_len=10**6, **layer_type)[0] if is_longrope else short
+        long = (
+            ROPE_INIT_FUNCTIONS[kind](values, "cpu", seq_len=10**6, **layer_type)[0] if is_longrope else short
+        )
         found.append((short, long, scale))
     return found
 

@@ -143,23 +143,22 @@ def _refuse_what_is_not_computed(hf: HFConfig) -> None:
         raise ModelError(
             "config.json has a per_layer_config; Quire reads no layers that differ in other entries"
         )
-    for layer_type in hf.get("layer_types") or ():
+    for name in _COUNTS:
+        if hf.get(name) is None:
+            raise ModelError(f"config.json has no {name}; it must be {RULES[name].describe()}")
+    types = hf.get("layer_types")
+    for layer_type in types or ():
         if layer_type not in _LAYER_TYPES:
             raise ModelError(
                 f"config.json names the layer type {layer_type!r}; known: {', '.join(_LAYER_TYPES)}"
             )
-    for name in _COUNTS:
-        if hf.get(name) is None:
-            raise ModelError(f"config.json has no {name}; it must be {RULES[name].describe()}")
+    if types is not None and len(types) != hf["num_hidden_layers"]:
+        raise ModelError(f"config.json has {len(types)} layer_types for {hf['num_hidden_layers']} layers")
 
 
 def _check_layer_types(hf: HFConfig, config: ModelConfig) -> None:
-    types = hf.get("layer_types")
-    if types is None:
-        return
-    if len(types) != config.num_layers:
-        raise ModelError(f"config.json has {len(types)} layer_types for {config.num_layers} layers")
-    for layer, (layer_type, window) in enumerate(zip(types, config.sliding_windows, strict=True)):
+    for layer, layer_type in enumerate(hf.get("layer_types") or ()):
+        window = config.sliding_windows[layer]
         if (layer_type == "sliding_attention") != (window > 0):
             raise ModelError(
                 f"config.json says that layer {layer} is of type {layer_type}; by the architecture and the "
@@ -331,6 +330,10 @@ def _gemma2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _gemma3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    if hf.get("attn_logit_softcapping"):
+        raise ModelError(
+            "config.json has attn_logit_softcapping, which Gemma 3 in transformers computes without"
+        )
     pattern = hf.get("sliding_window_pattern", 6)
     windowed = replace(
         _gemma2(hf, base),

@@ -110,7 +110,7 @@ def test_every_architecture_has_a_family() -> None:
         ({"vocab_size": "many"}, "vocab_size"),
         ({"num_hidden_layers": -1}, "num_hidden_layers -1"),
         ({"layer_types": ["linear_attention"] * 28}, "layer type 'linear_attention'"),
-        ({"layer_types": ["full_attention"], "use_sliding_window": True}, "cannot be understood"),
+        ({"layer_types": ["full_attention"], "use_sliding_window": True}, "1 layer_types for 28 layers"),
         ({"rope_scaling": ["linear"]}, "rope_scaling .* must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, "rope_scaling.factor inf"),
         ({"rope_parameters": {"full_attention": {"rope_theta": math.nan}}}, "full_attention.rope_theta nan"),

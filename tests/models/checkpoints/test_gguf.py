@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -255,6 +258,54 @@ def test_scaled_rope_of_metadata(tmp_path: Path) -> None:
     )
     (rope,) = read_model_config(file).ropes
     assert (rope.kind, rope.factor, rope.original_max_len) == ("yarn", 4.0, 128)
+
+
+def test_yarn_of_metadata_is_that_of_a_config(tmp_path: Path) -> None:
+    """llama.cpp multiplies the paper's factor by those that the metadata have."""
+    keys = {"type": "yarn", "factor": 4.0, "original_context_length": 128, "finetuned": True}
+    keys |= {"yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0, "yarn_attn_factor": 0.5, "attn_factor": 3.0}
+    metadata = {f"rope__scaling__{key}": value for key, value in keys.items()}
+    path = make_checkpoint("qwen3", tmp_path / "model")
+    file, _ = write_gguf(path, "qwen3", "F32", **metadata, rope__scaling__yarn_ext_factor=1.0)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    scaling |= {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.5 * (0.1 * math.log(4) + 1)}
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"rope_parameters": scaling}))
+    assert read_model_config(file).ropes == read_model_config(path).ropes
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.scaling.attn_factor", 0.5),
+        ("rope.scaling.yarn_beta_fast", 8.0),
+        ("rope.scaling.yarn_ext_factor", 0.0),
+        ("rope.scaling.yarn_log_multiplier", 0.1),
+        ("rope.scaling.alpha", 50.0),
+        ("rope.dimension_sections", [1, 2, 3]),
+        ("rope.freq_base_swa", 500.0),
+        ("attention.causal", False),
+        ("attention.value_length", 48),
+        ("attention.scale", 0.3),
+        ("attention.temperature_scale", 0.3),
+        ("logit_scale", 3.0),
+        ("residual_scale", 3.0),
+        ("embedding_scale", 3.0),
+        ("final_logit_softcapping", 30.0),
+        ("expert_count", 8),
+    ],
+)
+def test_metadata_that_change_numbers_and_are_not_read_are_refused(
+    key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = write_gguf(make_checkpoint("qwen3", tmp_path / "model"), "qwen3", "F32")
+    read = GGUFFile(file)
+    monkeypatch.setattr(read, "metadata", read.metadata | {f"qwen3.{key}": value})
+    monkeypatch.setattr("quire.models.checkpoints.gguf.config.read_gguf", lambda path: read)
+    with pytest.raises(
+        ModelError, match=rf"qwen3\.{re.escape(key)} is {re.escape(repr(value))}; Quire computes"
+    ):
+        read_model_config(file)
 
 
 def test_as_many_features_are_rotated_as_the_metadata_say(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,11 @@ _ROPE_KEYS = {
     "scale_linear": ROPE_RULES["factor"],
     "scaling.original_context_length": ROPE_RULES["original_max_position_embeddings"],
     "scaling.attn_factor": ROPE_RULES["attention_factor"],
+    "scaling.yarn_attn_factor": ROPE_RULES["attention_factor"],
     "scaling.yarn_beta_fast": ROPE_RULES["beta_fast"],
     "scaling.yarn_beta_slow": ROPE_RULES["beta_slow"],
 }
 _ONLY = {  # values that leave the numbers as they are, of what llama.cpp computes with and Quire does not
-    "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_ext_factor": (1, -1),  # -1: by the kind of scaling
     "rope.scaling.yarn_log_multiplier": (0,),
     "attention.causal": (True,),
@@ -143,10 +144,13 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         if kind not in ("none", "longrope") and factor != 1:
             raise _refusal(file, "rope.scaling.type", kind, "with tensors of factors, none and longrope")
         scaling = {"rope_type": "longrope", "attention_factor": attention_factor} | factors
-    elif attention_factor not in (None, 1):
-        raise _refusal(file, "rope.scaling.attn_factor", attention_factor, "without tensors of factors, 1")
     elif kind == "yarn":
         scaling |= {name: entry(f"scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        # llama.cpp multiplies what follows from the paper; a config.json has the product.
+        times = (attention_factor or 1) * (entry("scaling.yarn_attn_factor") or 1)
+        scaling["attention_factor"] = times * (0.1 * math.log(max(factor or 1, 1)) + 1)
+    elif attention_factor not in (None, 1):
+        raise _refusal(file, "rope.scaling.attn_factor", attention_factor, f"with the type {kind}, 1")
     if kind != "none" and not factors:
         scaling["factor"] = factor
     return {

@@ -1,0 +1,204 @@
+"""Every entry that `transformers` has in a family's class of configs: read as there, refused, or harmless."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import FAMILIES, make_model, save_checkpoint
+from paged_harness import PagedHarness, random_prompts
+from quire.errors import ModelError
+from quire.models import config_entries
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.loading import load_decoder
+from quire.models.config_entries import HARMLESS
+from quire.models.families import ARCHITECTURES, model_config
+
+ARCHITECTURE_OF = {family: architecture for architecture, family in ARCHITECTURES.items()}
+SHAPES = [name for name in FAMILIES if name not in ("llama-3.1", "smollm2")]
+# Entries by which a published config says what a model is; files without them are refused.
+GIVEN = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+GIVEN |= {
+    "max_position_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+}
+
+
+@pytest.fixture(autouse=True)
+def _every_warning_shows() -> None:
+    config_entries._warn.cache_clear()
+
+
+def _class(architecture: str) -> Any:
+    import transformers
+
+    return getattr(transformers, architecture).config_class
+
+
+def _fields(architecture: str) -> dict[str, Any]:
+    """Return the entries of an architecture's configs and their defaults."""
+    return {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(_class(architecture))
+    }
+
+
+def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
+    """Return a config.json of small numbers."""
+    values = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6}
+    values |= {"num_attention_heads": 32, "max_position_embeddings": 64}
+    if architecture.startswith(("Mixtral", "Qwen3Moe")):
+        values |= {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 8}
+    return {"architectures": [architecture], **values, **entries}
+
+
+def _strange(default: Any) -> Any:
+    """Return a value of the same type that means something else."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, float):
+        return default + 0.5
+    if isinstance(default, int):
+        return default + 1 if default else 3
+    return {str: "strange", type(None): 7}.get(type(default), ["strange"])
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_no_entry_of_the_class_is_passed_over_in_silence(
+    architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fails where a new transformers has an entry that Quire does not know."""
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    plain = model_config(_saved(architecture, **windows))
+    for name, default in _fields(architecture).items():
+        if name in HARMLESS | {"dtype", "rope_parameters", "layer_types", "original_max_position_embeddings"}:
+            continue  # what is not harmless has tests of its own
+        caplog.clear()
+        strange = False if name == "use_sliding_window" else _strange(default)
+        try:
+            config = model_config(_saved(architecture, **{**windows, name: strange}))
+        except ModelError:
+            continue
+        assert config != plain or name in caplog.text, f"{name}: {strange!r}"
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+def test_missing_entries_are_those_of_the_class(architecture: str) -> None:
+    written = {
+        name: default
+        for name, default in _fields(architecture).items()
+        if name not in GIVEN | {"architectures", "dtype"}
+    }
+    for switch in ({}, {"use_sliding_window": True}):
+        plain = _saved(architecture, **switch)
+        plain["architectures"] = [architecture]
+        for name, default in written.items():
+            assert model_config({**plain, name: plain.get(name, default)}) == model_config(plain), name
+
+
+def test_entries_of_no_class_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        model_config(
+            _saved("LlamaForCausalLM", residual_multiplier=0.3, use_alibi=True, depth="x", off=False)
+        )
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "does not read: depth, residual_multiplier, use_alibi" in record.message
+
+
+def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    scaling = {"type": "linear", "factor": 2.0, "beta_fast": 3.0, "mscale": 0}
+    model_config(_saved("LlamaForCausalLM", rope_scaling=scaling))
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "beta_fast; it computes without them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "entries", "message"),
+    [
+        ("Qwen3ForCausalLM", {"is_causal": False}, "bidirectional"),
+        ("LlamaForCausalLM", {"per_layer_config": {"1": {"num_key_value_heads": 1}}}, "per_layer_config"),
+        ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "rotates the whole of a head"),
+        ("MistralForCausalLM", {"layer_types": ["full_attention"] * 6}, "has a window of 4096 tokens"),
+        ("LlamaForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "has no window"),
+        ("Qwen2ForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "has no window"),
+        ("Gemma2ForCausalLM", {"layer_types": ["full_attention"]}, "1 layer_types for 6 layers"),
+        (
+            "LlamaForCausalLM",
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+            "same for all layers",
+        ),
+        ("Gemma3ForCausalLM", {"rope_parameters": {"rope_theta": 5.0}}, "for full_attention and one"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "linear"}}, "without factor, which it needs"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "longrope only"),
+    ],
+)
+def test_what_changes_numbers_and_is_not_computed_is_refused(
+    architecture: str, entries: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config(_saved(architecture, **entries))
+
+
+# Another value of each entry, of those that are true or false or numbers, which are derived, aside.
+OTHER = {
+    "hidden_act": "gelu",
+    "hidden_activation": "gelu",
+    "head_dim": 20,
+    "num_key_value_heads": 1,
+    "sliding_window": 7,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "no_rope_layer_interval": 3,
+    "no_rope_layers": None,
+    "layer_types": None,
+    "mlp_only_layers": [0],
+    "decoder_sparse_step": 2,
+    "num_experts_per_tok": 1,
+    "query_pre_attn_scalar": 7,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 1.5,
+    "original_max_position_embeddings": 100,
+    "rms_norm_eps": 0.03,
+}
+FIXED = GIVEN - {"num_experts_per_tok"} | {
+    "architectures", "dtype", "rope_parameters", "transformers_version", "id2label", "label2id",
+    "problem_type", "use_bidirectional_attention", "is_encoder_decoder", "return_dict", "use_cache",
+    "output_hidden_states", "output_router_logits", "bos_token_id", "eos_token_id", "pad_token_id",
+    "tie_word_embeddings",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_all_entries_at_other_values_give_the_logits_of_transformers(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Harmless ones, too."""
+    config = make_model(family).config
+    fields = _fields(ARCHITECTURE_OF[family]).keys() - FIXED
+    overrides = {name: OTHER.get(name, _strange(getattr(config, name))) for name in fields}
+    if family == "gemma3":
+        del overrides["attn_logit_softcapping"]  # refused, see below
+    changed = make_model(family, **overrides)
+    save_checkpoint(changed, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    given = {name: value for name, value in overrides.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(values | given))
+    decoder = load_decoder(tmp_path, read_model_config(tmp_path))
+    (prompt,) = random_prompts([40], vocab_size=decoder.config.vocab_size)
+    with torch.no_grad():
+        wanted = changed(torch.tensor([prompt])).logits[0]
+    assert not [record for record in caplog.records if record.name.startswith("quire")]
+    found = decoder.logits(PagedHarness(decoder, [len(prompt)]).step([0], [0], [prompt]))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
