@@ -16,13 +16,15 @@ from quire.models.checkpoints.gguf.tokenizer import read_gguf_tokenizer
 from quire.models.checkpoints.json_files import read_json
 from quire.models.checkpoints.model_files import MAX_TEMPLATE_BYTES, find_file, read_text
 from quire.models.checkpoints.special_ids import special_ids
+from quire.models.checkpoints.special_tokens import SETTINGS_FILE, read_special_tokens
+from quire.models.checkpoints.tokenizer_classes import tokenizer_class
 from quire.models.tokenizer import DEFAULT_TEMPLATING, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB
 
+_OTHER_FILES = ("tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "tiktoken.model")
 _TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
-_MAX_TOKEN_CHARACTERS = 4096
 _GGUF_TOKENS = {name: f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom")}
 _GGUF_NAMED_TOKENS = {  # as llama.cpp spells them
     "unk_token": "tokenizer.ggml.unknown_token_id",
@@ -33,7 +35,6 @@ _GGUF_NAMED_TOKENS = {  # as llama.cpp spells them
 }
 # They end turns in the chats of models that Quire reads from GGUF files; metadata often name none of them.
 _ENDS_OF_TURNS = frozenset({"<|end|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 def read_tokenizer(
@@ -75,12 +76,9 @@ def eos_ids_of_configs(path: Path, vocab_size: int) -> list[int]:
 
 
 def _from_directory(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequence[int]) -> Tokenizer:
-    backend = _read_backend(path)
-    settings_file = path / "tokenizer_config.json"
-    settings = read_json(settings_file) or {}
+    settings = read_json(path / SETTINGS_FILE) or {}
     model_config = read_json(path / "config.json") or {}
-    map_file = path / "special_tokens_map.json"
-    special_tokens = _special_tokens((read_json(map_file) or {}, map_file), (settings, settings_file))
+    backend, special_tokens = _as_in_transformers(path, settings, model_config)
     vocab_size = max(_num_ids(backend), _int_or_0(model_config.get("vocab_size")))
     eos_token, bos_token = special_tokens.get("eos_token"), special_tokens.get("bos_token")
     eos_ids = [*eos_ids_of_configs(path, vocab_size), *_id_of(backend, eos_token), *extra_eos_ids]
@@ -101,6 +99,29 @@ def _from_directory(path: Path, templating: ChatTemplateConfig, extra_eos_ids: S
         chat_template=templating.chat_template or _template_source(path, settings),
         template_limits=templating,
     )
+
+
+def _as_in_transformers(
+    path: Path, settings: Mapping[str, Any], model_config: Mapping[str, Any]
+) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Return the tokenizer that a directory's files make together, and its special tokens' texts by role."""
+    backend = _read_backend(path)
+    limit = _int_or_0(model_config.get("vocab_size")) or None
+    try:
+        decisive = tokenizer_class(settings, model_config, backend)
+        defaults = {} if decisive is None else decisive.tokens
+        tokens = read_special_tokens(path, settings, defaults, backend.get_added_tokens_decoder())
+        if decisive is not None:
+            backend = decisive.rebuild(backend, {**settings, **tokens.texts()})
+        tokens.add_to(backend, _num_ids(backend), limit)
+        if decisive is not None and decisive.ignores_flags:
+            tokens.without_flags().add_to(backend, _num_ids(backend), limit)
+    except (ModelError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception; its panics are not even that
+        raise ModelError(f"the tokenizer in {path} cannot be built: {error!s:.500}") from error
+    backend.encode_special_tokens = settings.get("split_special_tokens") is True
+    return backend, tokens.texts()
 
 
 def _from_gguf(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequence[int]) -> Tokenizer:
@@ -146,7 +167,9 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _no_tokenizer(path: Path) -> ModelError:
-    return ModelError(f"{path} holds no tokenizer.json, the only tokenizer format that Quire reads")
+    other = next((name for name in _OTHER_FILES if find_file(path, name) is not None), None)
+    advice = f"; save {other} anew with transformers' AutoTokenizer, which makes one of it" if other else ""
+    return ModelError(f"{path} holds no tokenizer.json, the only tokenizer format that Quire reads{advice}")
 
 
 def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
@@ -156,7 +179,7 @@ def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
         tool_file = find_file(path, _TOOL_TEMPLATE_FILE)
         return _of_two(None if tool_file is None else read_text(tool_file, MAX_TEMPLATE_BYTES), text)
     for name, values in (
-        ("tokenizer_config.json", settings),
+        (SETTINGS_FILE, settings),
         ("chat_template.json", read_json(path / "chat_template.json") or {}),
     ):
         if values.get("chat_template") is not None:
@@ -172,9 +195,13 @@ def _gguf_template_source(metadata: Mapping[str, Any], file: Path) -> str | None
 
 def _checked_template(template: Any, file: Path) -> str | None:
     """Return the text in an entry that holds one, or several by name."""
-    if isinstance(template, list):
+    if isinstance(template, list | dict):
         named = [(one.get("name"), one.get("template")) for one in template if isinstance(one, dict)]
-        by_name = {name: text for name, text in named if isinstance(name, str)}
+        by_name = (
+            template
+            if isinstance(template, dict)
+            else {name: text for name, text in named if isinstance(name, str)}
+        )
         default, tool_use = (_checked_template(by_name.get(name), file) for name in ("default", "tool_use"))
         return _of_two(tool_use, default)
     if template is not None and not (isinstance(template, str) and len(template) <= MAX_TEMPLATE_BYTES):
@@ -195,32 +222,6 @@ def _of_two(with_tools: str | None, without: str | None) -> str | None:
     mark = "{{ '' }}"
     first, second = (mark + text.removesuffix("\n") + mark for text in (with_tools, without))
     return "{% if tools %}" + first + "{% else %}" + second + "{% endif %}"
-
-
-def _special_tokens(*sources: tuple[Mapping[str, Any], Path]) -> dict[str, str]:
-    """Return the named tokens' text; an entry is the text itself or an object with `content`.
-
-    Args:
-        sources: entries and the file that they are from, of which the last counts.
-    """
-    found: dict[str, str | None] = {}
-    for entries, file in sources:
-        for name in _NAMED_TOKENS:
-            if name in entries:
-                found[name] = _token_text(entries[name], f"{file}: {name}")
-    return {name: text for name, text in found.items() if text is not None}
-
-
-def _token_text(token: Any, source: str) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    if text is not None and not (isinstance(text, str) and len(text) <= _MAX_TOKEN_CHARACTERS):
-        raise ModelError(
-            f"{source} is {token!r:.100}; it must be a text of at most {_MAX_TOKEN_CHARACTERS} characters, "
-            "or an object with such a content"
-        )
-    if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ModelError(f"{source} is {token!r:.100}; it must be valid Unicode")
-    return text
 
 
 def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> list[int]:

@@ -20,7 +20,7 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {  # by tokenizer.ggml.pre; None: GPT-2's
+SPLITS = {  # by tokenizer.ggml.pre; None: GPT-2's
     "gpt-2": None,
     "qwen2": _WORDS.format(digits=r"\p{N}"),
     "llama-bpe": _WORDS.format(digits=r"\p{N}{1,3}"),
@@ -88,14 +88,14 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
 def _byte_level(file: GGUFFile) -> tokenizers.Tokenizer:
     rules = _text(file, "pre")
     if not rules:  # a file of before May 2024; its model's rules are hardly GPT-2's
-        raise _refusal(file, "that names no pre-tokenizer", ", ".join(_SPLITS))
-    if rules not in _SPLITS:
-        raise _refusal(file, f"with the pre-tokenizer {rules:.100}", ", ".join(_SPLITS))
+        raise _refusal(file, "that names no pre-tokenizer", ", ".join(SPLITS))
+    if rules not in SPLITS:
+        raise _refusal(file, f"with the pre-tokenizer {rules:.100}", ", ".join(SPLITS))
     merges = [(left, right) for left, _, right in (text.partition(" ") for text in _texts(file, "merges"))]
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=_vocabulary(file), merges=merges, ignore_merges=rules == "llama-bpe")
     )
-    split = _SPLITS[rules]
+    split = SPLITS[rules]
     if split is None:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
