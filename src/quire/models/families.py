@@ -122,7 +122,7 @@ def model_config(values: HFConfig) -> ModelConfig:
             f"config.json names the architecture {architecture}; Quire knows {known}"
         )
     family = FAMILIES[family_name]
-    hf = Entries(values, _DEFAULTS | family.defaults, _WHERE_NULL_IS_NONE)
+    hf = Entries(values, {**_DEFAULTS, **family.defaults}, _WHERE_NULL_IS_NONE)
     _refuse_what_is_not_computed(values)
     try:
         config = family.specialize(hf, _common(hf, architecture, family_name))

@@ -59,8 +59,10 @@ class SpecialTokens:
         """
         listed = {token.content for token in (*self.added, *backend.get_added_tokens_decoder().values())}
         roles = [token for token in (*self.by_role.values(), *self.others) if token.content not in listed]
-        kept, new = [], set()
-        for token in (*self.added, *roles):
+        distinct = {repr(token): token for token in roles}  # of one text, the last with other flags counts
+        kept: list[AddedToken] = []
+        new: set[str] = set()
+        for token in (*self.added, *distinct.values()):
             if backend.token_to_id(token.content) is None and token.content not in new:
                 if limit is not None and num_ids + len(new) >= limit:
                     continue
@@ -90,7 +92,7 @@ def read_special_tokens(
     places = [(settings, file), (mapping, mapping_file)]
     roles, others = _roles([(defaults, file), *places]), _others(places)
     if listed is None:
-        # An object in tokenizer_config.json, as those of 2020 have it, is none yet when added_tokens.json is read.
+        # transformers reads added_tokens.json before the objects in tokenizer_config.json.
         texts = {key: value for key, value in settings.items() if not isinstance(value, dict)}
         named = _roles([(texts, file), (mapping, mapping_file)])
         special = {token.content for role, token in named.items() if role in _ROLES}

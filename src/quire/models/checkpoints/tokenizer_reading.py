@@ -173,18 +173,20 @@ def _no_tokenizer(path: Path) -> ModelError:
 
 
 def _template_source(path: Path, settings: Mapping[str, Any]) -> str | None:
-    file = find_file(path, "chat_template.jinja")
-    if file is not None:
-        text = read_text(file, MAX_TEMPLATE_BYTES)
-        tool_file = find_file(path, _TOOL_TEMPLATE_FILE)
-        return _of_two(None if tool_file is None else read_text(tool_file, MAX_TEMPLATE_BYTES), text)
-    for name, values in (
-        (SETTINGS_FILE, settings),
-        ("chat_template.json", read_json(path / "chat_template.json") or {}),
-    ):
-        if values.get("chat_template") is not None:
-            return _checked_template(values["chat_template"], path / name)
-    return None
+    default, tool_use = (
+        None if (file := find_file(path, name)) is None else read_text(file, MAX_TEMPLATE_BYTES)
+        for name in ("chat_template.jinja", _TOOL_TEMPLATE_FILE)
+    )
+    if default is None:
+        old_file = path / "chat_template.json"
+        places = ((settings, path / SETTINGS_FILE), (read_json(old_file) or {}, old_file))
+        values, source = next(
+            (place for place in places if place[0].get("chat_template") is not None), places[0]
+        )
+        named = _named_templates(values.get("chat_template"), source)
+        default = named["default"]
+        tool_use = named["tool_use"] if tool_use is None else tool_use
+    return _of_two(tool_use, default)
 
 
 def _gguf_template_source(metadata: Mapping[str, Any], file: Path) -> str | None:
@@ -193,17 +195,17 @@ def _gguf_template_source(metadata: Mapping[str, Any], file: Path) -> str | None
     return _of_two(tool_use, default)
 
 
+def _named_templates(entry: Any, file: Path) -> dict[str, str | None]:
+    """Return what an entry has by the names that Quire knows: a text, an object, or a list of named ones."""
+    if isinstance(entry, list):
+        named = [(one.get("name"), one.get("template")) for one in entry if isinstance(one, dict)]
+        entry = {name: template for name, template in named if isinstance(name, str)}
+    elif not isinstance(entry, dict):
+        entry = {"default": entry}
+    return {name: _checked_template(entry.get(name), file) for name in ("default", "tool_use")}
+
+
 def _checked_template(template: Any, file: Path) -> str | None:
-    """Return the text in an entry that holds one, or several by name."""
-    if isinstance(template, list | dict):
-        named = [(one.get("name"), one.get("template")) for one in template if isinstance(one, dict)]
-        by_name = (
-            template
-            if isinstance(template, dict)
-            else {name: text for name, text in named if isinstance(name, str)}
-        )
-        default, tool_use = (_checked_template(by_name.get(name), file) for name in ("default", "tool_use"))
-        return _of_two(tool_use, default)
     if template is not None and not (isinstance(template, str) and len(template) <= MAX_TEMPLATE_BYTES):
         raise ModelError(
             f"{file}: the chat template is {template!r:.100}; it must be a text of at most "
@@ -213,12 +215,14 @@ def _checked_template(template: Any, file: Path) -> str | None:
 
 
 def _of_two(with_tools: str | None, without: str | None) -> str | None:
-    """Return one template of two, each of which renders as if it stood alone; `without` if one is missing.
+    """Return one template of two, each of which renders as if it stood alone; `without` if it is alone.
 
     The marks between them keep jinja2 from removing the white space that these begin and end with.
     """
-    if with_tools is None or without is None:
+    if with_tools is None:
         return without
+    if without is None:
+        without = "{{ raise_exception('the model has a chat template for requests with tools only') }}"
     mark = "{{ '' }}"
     first, second = (mark + text.removesuffix("\n") + mark for text in (with_tools, without))
     return "{% if tools %}" + first + "{% else %}" + second + "{% endif %}"
