@@ -35,7 +35,7 @@ GIVEN |= {
 
 @pytest.fixture(autouse=True)
 def _every_warning_shows() -> None:
-    config_entries._warn.cache_clear()
+    config_entries.warn_once.cache_clear()
 
 
 def _class(architecture: str) -> Any:
@@ -113,6 +113,13 @@ def test_entries_of_no_class_are_named_once(caplog: pytest.LogCaptureFixture) ->
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "does not read: depth, residual_multiplier, use_alibi" in record.message
+
+
+def test_another_type_of_model_than_its_architecture_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for model_type in ("mistral", None, "ministral"):
+        model_config(_saved("MistralForCausalLM", model_type=model_type))
+    (record,) = caplog.records
+    assert "model_type 'ministral'" in record.message
 
 
 def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.LogCaptureFixture) -> None:

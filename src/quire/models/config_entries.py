@@ -218,8 +218,8 @@ HARMLESS = frozenset(
         "_attn_implementation_autoset", "experts_implementation", "return_dict", "use_return_dict",
         "output_attentions", "output_hidden_states", "torchscript", "chunk_size_feed_forward",
         "is_encoder_decoder", "is_decoder", "tie_encoder_decoder", "use_bfloat16", "tie_last_hidden_states",
-        # of other layers' windows than a family has
-        "max_window_layers", "_sliding_window_pattern",
+        # of other layers' windows than a family has; and what is refused unless it says nothing
+        "max_window_layers", "_sliding_window_pattern", "is_causal",
         # generation, which has a file of its own
         "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
         "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
@@ -278,7 +278,8 @@ class Entries(Mapping[str, Any]):
     def warn_of_unread(self, where: str) -> None:
         """Log, once, which entries nobody has read; `where` says for the message what they are of."""
         if unread := self.unread():
-            _warn(f"{where} has entries that Quire does not read: {', '.join(unread)[:_SHOWN_NAMES]}")
+            names = ", ".join(unread)[:_SHOWN_NAMES].encode("unicode_escape").decode()
+            warn_once(f"{where} has entries that Quire does not read: {names}; it computes without them")
 
 
 def _is_neutral(value: object) -> bool:
@@ -287,8 +288,9 @@ def _is_neutral(value: object) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _warn(message: str) -> None:
-    logger.warning("%s; it computes without them", message)
+def warn_once(message: str) -> None:
+    """Log a message, unless it has been logged lately: configs are read several times at a start."""
+    logger.warning(message)
 
 
 def check_entries(values: Mapping[str, Any]) -> None:

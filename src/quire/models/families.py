@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.errors import ModelError, UnknownArchitectureError, nearest_name
 from quire.models.config import DTYPE_BYTES, NO_ROPE, ModelConfig, RopeConfig
-from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, check_entries
+from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, check_entries, warn_once
 from quire.models.ropes import HFConfig, read_partial_rope, read_rope, read_two_ropes
 
 _NAMES = {
@@ -94,13 +94,15 @@ class Family:
     `specialize` takes the config that `_common` reads and returns it with what the family does otherwise. A
     weight name belongs to the whole model ("embedding", "norm", "output", "layer") or, without its ".weight"
     or ".bias", to a layer. `defaults` count where config.json lacks an entry, `activation` is the entry that
-    names the activation, and `ropes` reads the sets of rotary frequencies for heads of so many features.
+    names the activation, `model_type` stands in config.json if it is not the family's name, and `ropes` reads
+    the sets of rotary frequencies for heads of so many features.
     """
 
     specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
     weight_names: dict[str, str]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "hidden_act"
+    model_type: str = ""
     ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
 
 
@@ -132,6 +134,9 @@ def model_config(values: HFConfig) -> ModelConfig:
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise ModelError(f"config.json of this {architecture} cannot be understood: {error}") from error
     _check(config)
+    model_type = hf.get("model_type", family.model_type or family_name)
+    if model_type != (family.model_type or family_name):
+        warn_once(f"config.json has model_type {model_type!r:.100}, and is read as that of a {architecture}")
     hf.warn_of_unread(f"config.json of this {architecture}")
     return config
 
@@ -405,6 +410,7 @@ FAMILIES: dict[str, Family] = {
         _NAMES | _FOUR_NORM_NAMES,
         _GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         activation="hidden_activation",
+        model_type="gemma3_text",
         ropes=lambda hf, head_dim: read_two_ropes(hf, head_dim, sliding_theta=hf["rope_local_base_freq"]),
     ),
     "phi3": Family(

@@ -112,16 +112,20 @@ def _roles(places: Iterable[tuple[Mapping[str, Any], Path]]) -> dict[str, AddedT
     """Return the tokens with a role, the common ones first; of several places the last counts."""
     found: dict[str, AddedToken | None] = {}
     for values, file in places:
-        own = {
-            role: value
-            for role, value in values.items()
-            if role.endswith("_token") and not isinstance(value, bool)
-        }
         named = values.get("extra_special_tokens")
-        for role, value in {**own, **(named if isinstance(named, dict) else {})}.items():
+        own = {role: value for role, value in values.items() if _is_role(role, value)}
+        together = {**own, **(named if isinstance(named, dict) else {})}
+        _check_count(together, str(file))
+        for role, value in together.items():
             found[role] = None if value is None else _token(value, f"{file}: {role:.100}", special=True)
     ordered = {role: found.get(role) for role in (*_ROLES, *found)}
     return {role: token for role, token in ordered.items() if token is not None}
+
+
+def _is_role(name: str, value: Any) -> bool:
+    """Return whether an entry gives a token a role: one that all models share, or one of the model's own."""
+    is_tagged = isinstance(value, dict) and value.get("__type") == "AddedToken"
+    return name in _ROLES or (name.endswith("_token") and (isinstance(value, str) or is_tagged))
 
 
 def _others(places: Iterable[tuple[Mapping[str, Any], Path]]) -> list[AddedToken]:

@@ -132,8 +132,8 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         return value
 
     original = entry("scaling.original_context_length") or values["max_position_embeddings"]
-    factor = entry("scaling.factor") or entry("scale_linear")  # the latter in files of 2023
-    kind = entry("scaling.type") or ("linear" if factor else "none")
+    factor = entry("scaling.factor") or entry("scale_linear") or 1.0  # the latter in files of 2023
+    kind = entry("scaling.type") or ("linear" if factor != 1 else "none")
     attention_factor = entry("scaling.attn_factor")
     factors = {key: _floats(file, name) for key, name in _LONG_ROPE_FACTORS.items() if name in file.tensors}
     if _ROPE_FACTORS in file.tensors:
@@ -148,7 +148,7 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         scaling |= {name: entry(f"scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         # llama.cpp multiplies what follows from the paper; a config.json has the product.
         times = (attention_factor or 1) * (entry("scaling.yarn_attn_factor") or 1)
-        scaling["attention_factor"] = times * (0.1 * math.log(max(factor or 1, 1)) + 1)
+        scaling["attention_factor"] = times * (0.1 * math.log(max(factor, 1)) + 1)
     elif attention_factor not in (None, 1):
         raise _refusal(file, "rope.scaling.attn_factor", attention_factor, f"with the type {kind}, 1")
     if kind != "none" and not factors:
