@@ -209,3 +209,47 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
     assert not [record for record in caplog.records if record.name.startswith("quire")]
     found = decoder.logits(PagedHarness(decoder, [len(prompt)]).step([0], [0], [prompt]))
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+# What the published files of some models have beside the shape, as far as it could be taken for strange.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {
+        "attention_dropout": 0.0, "bos_token_id": 151643, "initializer_range": 0.02, "max_window_layers": 28,
+        "model_type": "qwen2", "rms_norm_eps": 1e-6, "sliding_window": 131072, "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+    },
+    "LlamaForCausalLM": {
+        "_name_or_path": "x", "attention_bias": False, "is_llama_config": True, "mlp_bias": False,
+        "model_type": "llama", "pretraining_tp": 1, "rope_interleaved": False, "rope_scaling": None,
+        "transformers.js_config": {"dtype": "q4"}, "eos_token_id": [1, 2], "max_sequence_length": 2048,
+    },
+    "Phi3ForCausalLM": {
+        "attention_bias": False, "auto_map": {"AutoConfig": "x--y"}, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+        "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False,
+        "model_type": "phi3", "original_max_position_embeddings": 64, "sliding_window": 262144,
+        "partial_rotary_factor": 1.0,
+    },
+    "Gemma3ForCausalLM": {
+        "_sliding_window_pattern": 6, "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "rope_scaling": None,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "model_type": "gemma3_text",
+        "rope_local_base_freq": 10000, "rope_theta": 1000000.0, "use_bidirectional_attention": False,
+    },
+    "SmolLM3ForCausalLM": {
+        "layer_types": ["full_attention"] * 6, "max_window_layers": 28, "model_type": "smollm3",
+        "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0, 1, 1], "pretraining_tp": 2,
+        "sliding_window": None, "use_sliding_window": False,
+    },
+    "Olmo3ForCausalLM": {
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2, "model_type": "olmo3",
+        "num_hidden_layers": 8, "rope_theta": 500000, "sliding_window": 4096,
+        "rope_scaling": {"attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                         "original_max_position_embeddings": 8, "rope_type": "yarn"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", list(PUBLISHED))
+def test_published_files_are_read_without_a_word(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
+    model_config(_saved(architecture, **PUBLISHED[architecture]))
+    assert not caplog.records

@@ -132,7 +132,7 @@ def _quiet_transformers() -> None:
 
 @given(config=_configs())
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_frequencies_are_those_of_transformers_or_refused(architecture: str, config: dict[str, Any]) -> None:
     config = {"architectures": [architecture], **SHAPE, **config}
     old = config.get("rope_scaling") or {}
