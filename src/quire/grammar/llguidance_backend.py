@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.errors import InvalidRequestError
+from quire.grammar.gbnf import is_gbnf, lark_of
 from quire.grammar.llguidance_tokens import GrammarTokens
 from quire.grammar.thought import Spelling
 from quire.json_schemas import enforceable_schema
@@ -29,7 +29,6 @@ _ONE_OF_HERE = (
     "the alternatives of a oneOf may overlap, which cannot be enforced; use anyOf, or make them exclude "
     "each other"
 )
-_GBNF_RULE = re.compile(r"[ \t]*[A-Za-z][\w-]*[ \t]*::=")
 
 
 class LLGuidanceBackend:
@@ -119,7 +118,8 @@ class LLGuidanceBackend:
         if spec.choice is not None:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, spec.choice)))
         assert spec.grammar is not None
-        return LLMatcher.grammar_from_lark(_lark(spec.grammar))
+        grammar = lark_of(spec.grammar) if is_gbnf(spec.grammar) else spec.grammar
+        return LLMatcher.grammar_from_lark(grammar)
 
     @functools.cached_property
     def spelling(self) -> Spelling:
@@ -289,29 +289,13 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
-def _lark(grammar: str) -> str:
-    """Return a grammar in Lark notation; GBNF is told by its rules, `name ::= ...`."""
-    if not _is_gbnf(grammar):
-        return grammar
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(grammar)
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def _is_gbnf(grammar: str) -> bool:
-    return any(_GBNF_RULE.match(line) for line in grammar.splitlines())
-
-
 def _refusal(spec: StructuredOutputsParams, reason: str) -> InvalidRequestError:
     """Return the error about a specification that cannot be compiled."""
     kind = next(name for name in ("json", "regex", "choice", "grammar") if getattr(spec, name) is not None)
     hint = ""
     if spec.grammar is not None:
         read, other = ("GBNF (root ::= ...)", "Lark (start: ...)")
-        if not _is_gbnf(spec.grammar):
+        if not is_gbnf(spec.grammar):
             read, other = other, read
         hint = f", read as {read}; {other} is understood too"
     return InvalidRequestError(
