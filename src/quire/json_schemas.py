@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import quote, unquote, urldefrag, urljoin
+
+from quire.ecma_patterns import rust_pattern
 
 _IN_SEVERAL = (
     "allOf",
@@ -48,6 +52,23 @@ _ENFORCED = frozenset(
         *("minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     }
 )
+_FORMATS = frozenset(
+    {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
+)
+"""Formats that are enforced; all others are annotations."""
+
+_DIALECTS = frozenset(
+    {
+        "https://json-schema.org/draft/2020-12/schema",
+        "https://json-schema.org/draft/2019-09/schema",
+        *(f"http://json-schema.org/draft-0{number}/schema" for number in (3, 4, 6, 7)),
+        "http://json-schema.org/schema",
+    }
+)
+_NOT_ENFORCED = frozenset({"$schema", "$id", "$anchor", "$dynamicAnchor", "nullable", "x-guidance"})
+_NEEDED = {"minContains": "contains", "maxContains": "contains", "then": "if", "else": "if"}
+_TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
+_COUNTS = tuple(f"{bound}{what}" for bound in ("min", "max") for what in ("Length", "Items", "Properties"))
 _BY_LETTERS = {name.casefold(): name for name in _ENFORCED}
 
 
@@ -55,65 +76,187 @@ def enforceable_schema(schema: Mapping[str, Any], *, closes_objects: bool) -> di
     """Return a schema of which an enforcer of JSON Schema ignores no constraint.
 
     An object that has `properties` and does not say whether it may have others may not, unless another part
-    of the schema speaks of the same object and so may name more of them. `nullable` becomes a type.
+    of the schema speaks of the same object and so may name more of them. `nullable` becomes a type,
+    references lead to definitions of the whole schema, patterns are written as Rust reads them, and formats
+    that are not enforced are left out.
 
     Args:
         schema: as it was written.
         closes_objects: False: objects may have other properties as JSON Schema has it.
 
     Raises:
-        ValueError: it has a keyword that constrains and cannot be enforced, or is nested too deeply.
+        ValueError: it is malformed, has a keyword that constrains and cannot be enforced, or is nested too
+            deeply.
     """
     try:
-        open_definitions = _definitions_in_open_places(schema) if closes_objects else None
-        is_open = open_definitions is None
-        ready = _ready(schema, is_open=is_open)
-        for key in _DEFINITIONS:
-            definitions = schema.get(key)
-            if isinstance(definitions, Mapping):
-                ready[key] = {
-                    name: _ready_value(one, is_open=is_open or f"#/{key}/{name}" in (open_definitions or ()))
-                    for name, one in definitions.items()
-                }
+        own = json.loads(json.dumps(schema))  # in which no two parts are the same object
+        return _Rewriting(own, closes_objects=closes_objects).ready()
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
-    return ready
 
 
-def _definitions_in_open_places(schema: Mapping[str, Any]) -> set[str] | None:
-    """Return the definitions that must stay open, by reference; None: everything must."""
-    seen: set[tuple[str, bool]] = set()
-    pending: list[tuple[Any, bool]] = [(schema, False)]
-    while pending:
-        one, is_open = pending.pop()
-        for reference, target_is_open in _references(one, is_open=is_open):
-            target = _definition(schema, reference)
-            if target is None and target_is_open:
-                return None
-            if target is not None and (reference, target_is_open) not in seen:
-                seen.add((reference, target_is_open))
-                pending.append((target, target_is_open))
-    return {reference for reference, is_open in seen if is_open}
+class _Document:
+    """A schema whose references can be followed.
+
+    Args:
+        root: the whole schema.
+    """
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self.root = root
+        self._bases: dict[int, str] = {}  # the URI to which references of a schema are relative
+        self._resources: dict[str, Any] = {"": root}
+        self._anchors: dict[tuple[str, str], Any] = {}
+        self._index(root, "")
+
+    def target(self, schema: Mapping[str, Any]) -> Any:
+        """Return what a schema's `$ref` leads to.
+
+        Raises:
+            ValueError: it leads to nothing in the document.
+        """
+        reference, base = schema["$ref"], self._bases[id(schema)]
+        try:
+            whole = base + reference if reference.startswith("#") else urljoin(base, reference)
+            uri, fragment = urldefrag(whole)
+            target = self._part(uri, unquote(fragment))
+        except (LookupError, ValueError):
+            raise ValueError(
+                f"the reference {reference!r:.80} leads to nothing in the schema; other documents are not "
+                "read"
+            ) from None
+        if isinstance(target, dict) and id(target) not in self._bases:  # it is where no schema is expected
+            self._index(target, uri)
+        return target
+
+    def _part(self, uri: str, fragment: str) -> Any:
+        part = self._resources[uri]
+        if fragment and not fragment.startswith("/"):
+            return self._anchors[uri, fragment]
+        for token in fragment.split("/")[1:]:
+            key = token.replace("~1", "/").replace("~0", "~")
+            part = part[int(key)] if isinstance(part, list) else part[key]
+        if not isinstance(part, dict | bool):
+            raise LookupError
+        return part
+
+    def _index(self, schema: Any, base: str) -> None:
+        """Note the URIs and anchors of a schema and all within it."""
+        pending = [(schema, base)]
+        while pending:
+            schema, base = pending.pop()
+            if not isinstance(schema, dict):
+                continue
+            if isinstance(own_id := schema.get("$id"), str):
+                base = urldefrag(urljoin(base, own_id)).url
+                self._resources.setdefault(base, schema)
+            for key in ("$anchor", "$dynamicAnchor"):
+                if isinstance(anchor := schema.get(key), str):
+                    self._anchors.setdefault((base, anchor), schema)
+            self._bases[id(schema)] = base
+            pending += [(child, base) for _, child, _ in _children(schema, is_open=True)]
 
 
-def _references(schema: Any, *, is_open: bool) -> Iterator[tuple[str, bool]]:
-    """Yield each reference in a schema, and whether its target must stay open."""
-    if not isinstance(schema, Mapping):
-        return
-    if isinstance(reference := schema.get("$ref"), str):
-        yield reference, is_open or _is_combined(schema)
-    for key, child, child_is_open in _children(schema, is_open=is_open):
-        if key not in _DEFINITIONS:
-            yield from _references(child, is_open=child_is_open)
+class _Rewriting:
+    """Makes a document enforceable.
 
+    Args:
+        root: the document.
+        closes_objects: see `enforceable_schema`.
+    """
 
-def _definition(schema: Mapping[str, Any], reference: str) -> Any:
-    """Return what a reference to one of the schema's own definitions means; None: it is another reference."""
-    parts = reference.split("/")
-    if len(parts) != 3 or parts[0] != "#" or parts[1] not in _DEFINITIONS:
-        return None
-    definitions = schema.get(parts[1])
-    return definitions.get(parts[2]) if isinstance(definitions, Mapping) else None
+    def __init__(self, root: dict[str, Any], *, closes_objects: bool) -> None:
+        self._document = _Document(root)
+        self._closes_objects = closes_objects
+        self._definitions = {
+            id(one): f"#/{key}/{quote(name.replace('~', '~0').replace('/', '~1'))}"
+            for key in _DEFINITIONS
+            if isinstance(definitions := root.get(key), dict)
+            for name, one in definitions.items()
+            if isinstance(one, dict)
+        }
+        self._further: dict[int, tuple[str, Any]] = {}  # targets of references that become definitions
+        self._open: set[int] = set()  # targets that must stay open
+
+    def ready(self) -> dict[str, Any]:
+        """Return the document, enforceable."""
+        root = self._document.root
+        is_open = not self._closes_objects or self._has_open_part()
+        ready = self._ready(root, is_open=is_open)
+        for key in _DEFINITIONS:
+            if isinstance(definitions := root.get(key), dict):
+                ready[key] = {
+                    name: self._ready_value(one, is_open=is_open or id(one) in self._open)
+                    for name, one in definitions.items()
+                }
+        num_ready = 0
+        while num_ready < len(self._further):
+            name, target = list(self._further.values())[num_ready]
+            num_ready += 1
+            ready.setdefault("$defs", {})[name] = self._ready_value(target, is_open=is_open)
+        return ready
+
+    def _has_open_part(self) -> bool:
+        """Note which definitions must stay open, and return whether something else must."""
+        seen: set[tuple[int, bool]] = set()
+        pending: list[tuple[Any, bool]] = [(self._document.root, False)]
+        while pending:
+            one, is_open = pending.pop()
+            for target, target_is_open in self._targets(one, is_open=is_open):
+                if target_is_open and id(target) not in self._definitions:
+                    return True
+                if (id(target), target_is_open) not in seen:
+                    seen.add((id(target), target_is_open))
+                    pending.append((target, target_is_open))
+        self._open = {target for target, is_open in seen if is_open}
+        return False
+
+    def _targets(self, schema: Any, *, is_open: bool) -> Iterator[tuple[Any, bool]]:
+        """Yield what each reference in a schema leads to, and whether that must stay open."""
+        if not isinstance(schema, dict):
+            return
+        if isinstance(schema.get("$ref"), str) and isinstance(target := self._document.target(schema), dict):
+            yield target, is_open or _is_combined(schema)
+        for key, child, child_is_open in _children(schema, is_open=is_open):
+            if key not in _DEFINITIONS:
+                yield from self._targets(child, is_open=child_is_open)
+
+    def _ready(self, schema: dict[str, Any], *, is_open: bool) -> dict[str, Any]:
+        """Return a schema without what cannot be left as it is."""
+        _require_enforced(schema)
+        children = _children(schema, is_open=is_open)
+        ready: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in _MAPPINGS and isinstance(value, dict):
+                ready[key] = {name: self._ready_value(*next(children)[1:]) for name in value}
+            elif key in _LISTS and isinstance(value, list):
+                ready[key] = [self._ready_value(*next(children)[1:]) for _ in value]
+            elif key in _SCHEMAS:
+                ready[key] = self._ready_value(*next(children)[1:])
+            elif _constrains(key, schema):
+                ready[key] = self._reference(schema) if key == "$ref" else value
+        if not is_open and _may_be_closed(schema):
+            ready["additionalProperties"] = False
+        ready = {key: _enforceable(key, value) for key, value in ready.items() if _constrains(key, schema)}
+        return _with_null(ready) if schema.get("nullable") is True else ready
+
+    def _ready_value(self, schema: Any, is_open: bool) -> Any:
+        return self._ready(schema, is_open=is_open) if isinstance(schema, dict) else schema
+
+    def _reference(self, schema: Mapping[str, Any]) -> str:
+        """Return a schema's reference as one to the whole document or to a definition of it."""
+        target = self._document.target(schema)
+        if target is self._document.root:
+            return "#"
+        if (own := self._definitions.get(id(target))) is not None:
+            return own
+        if id(target) not in self._further:
+            taken = self._document.root.get("$defs", {})
+            name = f"reference-{len(self._further)}"
+            while name in taken:
+                name += "-"
+            self._further[id(target)] = (name, target)
+        return f"#/$defs/{self._further[id(target)][0]}"
 
 
 def _is_combined(schema: Mapping[str, Any]) -> bool:
@@ -140,29 +283,6 @@ def _children(schema: Mapping[str, Any], *, is_open: bool) -> Iterator[tuple[str
             yield key, value, is_open
 
 
-def _ready(schema: Mapping[str, Any], *, is_open: bool) -> dict[str, Any]:
-    """Return a schema without what cannot be left as it is."""
-    _require_enforced(schema)
-    children = _children(schema, is_open=is_open)
-    ready: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _MAPPINGS and isinstance(value, Mapping):
-            ready[key] = {name: _ready_value(*next(children)[1:]) for name in value}
-        elif key in _LISTS and isinstance(value, list):
-            ready[key] = [_ready_value(*next(children)[1:]) for _ in value]
-        elif key in _SCHEMAS:
-            ready[key] = _ready_value(*next(children)[1:])
-        elif key != "nullable" and not (key == "uniqueItems" and value is False):
-            ready[key] = value
-    if not is_open and _may_be_closed(schema):
-        ready["additionalProperties"] = False
-    return _with_null(ready) if schema.get("nullable") is True else ready
-
-
-def _ready_value(schema: Any, is_open: bool) -> Any:
-    return _ready(schema, is_open=is_open) if isinstance(schema, Mapping) else schema
-
-
 def _may_be_closed(schema: Mapping[str, Any]) -> bool:
     """Whether a schema names all properties that an object needs, and says nothing of others."""
     properties, required = schema.get("properties"), schema.get("required", [])
@@ -180,6 +300,91 @@ def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
+def _constrains(key: str, schema: Mapping[str, Any]) -> bool:
+    """Whether a keyword of a schema may exclude anything, or may have to be refused."""
+    value = schema.get(key)
+    if key in _NOT_ENFORCED or (key in _NEEDED and _NEEDED[key] not in schema):
+        return False
+    if key in ("unevaluatedProperties", "unevaluatedItems", "propertyNames"):
+        return value is not True
+    return (
+        not (key in ("uniqueItems", "not") and value is False)
+        and not (key == "format" and value not in _FORMATS)
+        and not (key == "if" and "then" not in schema and "else" not in schema)
+    )
+
+
+def _enforceable(key: str, value: Any) -> Any:
+    """Return a keyword's value as the enforcer reads it."""
+    if key == "pattern":
+        return rust_pattern(value)
+    if key == "patternProperties":
+        patterns = {rust_pattern(pattern): schema for pattern, schema in value.items()}
+        if len(patterns) < len(value):
+            raise ValueError("two patterns of 'patternProperties' mean the same; leave out one of them")
+        return patterns
+    return int(value) if key in _COUNTS else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, str) and value in _TYPES
+
+
+def _is_list_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_one, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_REQUIREMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (
+        lambda value: _is_type(value) or (_is_list_of(value, _is_type) and bool(value)),
+        f"a type or a list of types, of {', '.join(sorted(_TYPES))}",
+    ),
+    "enum": (lambda value: isinstance(value, list), "a list"),
+    "required": (lambda value: _is_list_of(value, _is_text), "a list of names"),
+    "$schema": (
+        lambda value: _is_text(value) and value.rstrip("#") in _DIALECTS,
+        "that of a draft of JSON Schema, as https://json-schema.org/draft/2020-12/schema",
+    ),
+    "items": (lambda value: _is_schema(value) or _is_list_of(value, _is_schema), "a schema"),
+    **dict.fromkeys(
+        _COUNTS,
+        (lambda value: _is_number(value) and value >= 0 and value == int(value), "a whole number from 0"),
+    ),
+    **dict.fromkeys(("minimum", "maximum"), (_is_number, "a number")),
+    **dict.fromkeys(
+        ("exclusiveMinimum", "exclusiveMaximum"),
+        (lambda value: _is_number(value) or value is False, "a number"),
+    ),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number greater than 0"),
+    **dict.fromkeys(("pattern", "format", "$ref"), (_is_text, "text")),
+    **dict.fromkeys(("uniqueItems", "nullable"), (lambda value: isinstance(value, bool), "true or false")),
+    **dict.fromkeys(
+        _MAPPINGS,
+        (
+            lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())),
+            "an object whose values are schemas",
+        ),
+    ),
+    **dict.fromkeys(
+        ("allOf", "anyOf", "oneOf", "prefixItems"),
+        (lambda value: _is_list_of(value, _is_schema) and bool(value), "a list of schemas"),
+    ),
+    **dict.fromkeys([key for key in _SCHEMAS if key != "items"], (_is_schema, "a schema")),
+}
+
+
 def _require_enforced(schema: Mapping[str, Any]) -> None:
     for key, value in schema.items():
         if key in _UNENFORCED or (key in ("exclusiveMinimum", "exclusiveMaximum") and value is True):
@@ -189,3 +394,6 @@ def _require_enforced(schema: Mapping[str, Any]) -> None:
         meant = _BY_LETTERS.get(key.replace("_", "").replace("-", "").casefold())
         if meant is not None and key not in _ENFORCED:
             raise ValueError(f"{key!r} is no keyword of JSON Schema; did you mean {meant!r}?")
+        is_right, what = _REQUIREMENTS.get(key, (None, ""))
+        if is_right is not None and not is_right(value):
+            raise ValueError(f"the keyword {key!r} is {value!r:.60}; it must be {what}")
