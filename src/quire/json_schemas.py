@@ -95,6 +95,12 @@ def enforceable_schema(schema: Mapping[str, Any], *, closes_objects: bool) -> di
         raise ValueError("the schema is nested too deeply") from None
 
 
+def subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the parts of a schema that are schemas themselves, definitions included."""
+    for _, child, _ in _children(schema, is_open=True):
+        yield child
+
+
 class _Document:
     """A schema whose references can be followed.
 
@@ -154,7 +160,7 @@ class _Document:
                 if isinstance(anchor := schema.get(key), str):
                     self._anchors.setdefault((base, anchor), schema)
             self._bases[id(schema)] = base
-            pending += [(child, base) for _, child, _ in _children(schema, is_open=True)]
+            pending += [(child, base) for child in subschemas(schema)]
 
 
 class _Rewriting:

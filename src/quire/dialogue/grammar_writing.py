@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from quire.wide_numbers import has_wide_numbers, json_rules
+
 _ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "$schema", "$id"})
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties")
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -60,7 +62,11 @@ class GrammarWriter:
         for key in ("$defs", "definitions"):
             if root is not None and key in root:
                 bare[key] = _without_annotations({key: root[key]})[key]
-        return self._rule("%json " + json.dumps({**bare, "x-guidance": _SPACING}))
+        if not has_wide_numbers(bare):
+            return self._rule("%json " + json.dumps({**bare, "x-guidance": _SPACING}))
+        name = f"r{len(self._rules)}"
+        self._rules += json_rules(bare, name)
+        return name
 
     def text_up_to(self, end: str, without: Iterable[str] = ()) -> str:
         """Return an expression for any text that ends with `end`, and has neither it nor `without` before."""

@@ -17,6 +17,7 @@ from quire.grammar.thought import Spelling
 from quire.json_schemas import enforceable_schema
 from quire.step import IntArray
 from quire.structured_outputs import StructuredOutputsParams
+from quire.wide_numbers import has_wide_numbers, json_rules
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -108,6 +109,8 @@ class LLGuidanceBackend:
         if spec.json is not None:
             assert isinstance(spec.json, str)
             schema = enforceable_schema(json.loads(spec.json), closes_objects=self.closes_objects)
+            if has_wide_numbers(schema):
+                return LLMatcher.grammar_from_lark("\n".join(["start: json", *json_rules(schema, "json")]))
             # Spaces as `json.dumps` sets them: where any are allowed, a small model may go on for ever.
             return LLMatcher.grammar_from_json_schema(
                 json.dumps(schema),
