@@ -75,6 +75,7 @@ def test_numbers_within_bounds(is_integer, low, above, high, below, others):
         ({"type": "integer", "minimum": 10**18}, [10**18, 10**40], [10**18 - 1, 0]),
         ({"type": "integer", "exclusiveMaximum": -(2**60)}, [-(2**60) - 1], [-(2**60), 0]),
         ({"const": 2**53 + 1}, [2**53 + 1], [2**53, 2**53 + 2]),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, [2**53 + 1], [2**53]),
         ({"enum": [12345678901234567890, "é\x7f", {"b": [2**70], "a": None}], "type": ["integer", "object"]},
          [12345678901234567890, {"b": [2**70], "a": None}], ["é", 12345678901234567891]),
         ({"minimum": 2**60}, [2**60, "text", None, [1]], [5]),
@@ -121,7 +122,7 @@ def test_bounds_at_the_edges_of_doubles(largest):
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({**INT64, "multipleOf": 3}, ["multipleOf", str(2**53)]),
+        ({**INT64, "multipleOf": 3}, ["multipleOf", str(2**53 - 1)]),
         ({"patternProperties": {"a": INT64}}, ["patternProperties"]),
         ({"properties": {"a": INT64}, "maxProperties": 2}, ["maxProperties"]),
         ({"oneOf": [INT64, {"type": "null"}]}, ["oneOf"]),

@@ -13,7 +13,7 @@ from typing import Any
 from quire.json_schemas import subschemas
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_MIN_EXACT, _MAX_EXACT = 1e-9, 2**53
+_MIN_EXACT, _MAX_EXACT = 1e-9, 2**53 - 1
 _MAX_DIGITS = 64  # of a bound, without the zeros at its end
 _MAX_ITEMS = 1000
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
