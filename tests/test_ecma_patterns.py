@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from byte_grammars import accepts, compiled
 from quire.ecma_patterns import rust_pattern
 
-ALPHABET = "ab1_-&~[]^/.\\ \n\u2028é😀:"
+ALPHABET = 'ab1_-&~[]^/.\\" \n\u2028é😀:'
 SETS = {
     "d": "0-9",
     "w": "A-Za-z0-9_",
@@ -144,6 +144,10 @@ def test_patterns_mean_what_they_mean_in_ecma_262(part, at_start, at_end, texts,
         (r"^(?<year>\d{4})-(\d\d)$", ["1999-12"], ["99-12"]),
         (r"^\$\^\|\(\)\[\]\{\}\*\+\?\\\/$", ["$^|()[]{}*+?\\/"], [""]),
         ("^a|b$", ["ax", "xb"], ["xbx"]),
+        (r'^[^\\/:*?"<>|]+$', ["a b.txt", "\n"], ['"', "\\", 'a"b', "a\\b"]),
+        (r"^[^\p{P}]$", ["a", "\n"], ['"', "\\"]),
+        (r"^[\0-\x1f]$", ["\n", "\x1f"], ['"', "\\", " "]),
+        (r"^[^a]$", ['"', "\\", "\0"], ["a"]),
         ("", ["", "x"], []),
     ],
 )

@@ -100,11 +100,7 @@ class _Translation:
 
     def _class_of_one(self) -> str:
         ranges, properties = self._characters(in_class=False)
-        if properties:
-            return properties
-        if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-            return _char_text(ranges[0][0])
-        return _class_text(ranges)
+        return _char_text(ranges[0][0]) if _is_one(ranges) else _class_text(ranges, properties)
 
     def _class(self) -> str:
         start = self._at
@@ -218,16 +214,35 @@ def _complement(ranges: Iterable[tuple[int, int]]) -> _Ranges:
         if low > start:
             complement.append((start, low - 1))
         start = max(start, high + 1)
-    return (*complement, (start, _MAX_CODE_POINT))
+    return (*complement, (start, _MAX_CODE_POINT)) if start <= _MAX_CODE_POINT else tuple(complement)
 
 
-def _class_text(ranges: Iterable[tuple[int, int]], properties: str = "", *, is_negated: bool = False) -> str:
-    inside = properties + "".join(
+def _class_text(
+    ranges: _Ranges | list[tuple[int, int]], properties: str = "", *, is_negated: bool = False
+) -> str:
+    """Return a class as Rust has it.
+
+    llguidance takes the escapes `\\"` and `\\\\` for members of any class that has all control characters. So one
+    that lacks one of the two, or may lack it, goes without U+0000, which hardly any text has.
+    """
+    if properties:
+        return f"[[{'^' * is_negated}{properties}{_ranges_text(ranges)}]&&[^{_char_text(0)}]]"
+    if not ranges:  # [] is no character, [^] any
+        ranges, is_negated = [(0, _MAX_CODE_POINT)], not is_negated
+    members = _complement(ranges) if is_negated else ranges
+    if _has(members, 0) and not (_has(members, ord('"')) and _has(members, ord("\\"))):
+        ranges = [*_complement([*_complement(ranges), (0, 0)])] if not is_negated else [*ranges, (0, 0)]
+    return f"[{'^' * is_negated}{_ranges_text(ranges)}]"
+
+
+def _has(ranges: Iterable[tuple[int, int]], code: int) -> bool:
+    return any(low <= code <= high for low, high in ranges)
+
+
+def _ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
+    return "".join(
         _char_text(low) if low == high else f"{_char_text(low)}-{_char_text(high)}" for low, high in ranges
     )
-    if not inside:  # [] is no character, [^] any
-        inside, is_negated = f"{_char_text(0)}-{_char_text(_MAX_CODE_POINT)}", not is_negated
-    return f"[{'^' if is_negated else ''}{inside}]"
 
 
 def _char_text(code: int) -> str:
