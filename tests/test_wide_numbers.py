@@ -76,6 +76,7 @@ def test_numbers_within_bounds(is_integer, low, above, high, below, others):
         ({"type": "integer", "exclusiveMaximum": -(2**60)}, [-(2**60) - 1], [-(2**60), 0]),
         ({"const": 2**53 + 1}, [2**53 + 1], [2**53, 2**53 + 2]),
         ({"type": "integer", "exclusiveMinimum": 2**53}, [2**53 + 1], [2**53]),
+        ({"type": "integer", "enum": [1e20, 0.5]}, [1e20, 10**20], [2**63 - 1, 0.5, 1]),
         ({"enum": [12345678901234567890, "é\x7f", {"b": [2**70], "a": None}], "type": ["integer", "object"]},
          [12345678901234567890, {"b": [2**70], "a": None}], ["é", 12345678901234567891]),
         ({"minimum": 2**60}, [2**60, "text", None, [1]], [5]),

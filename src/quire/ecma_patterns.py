@@ -222,8 +222,8 @@ def _class_text(
 ) -> str:
     """Return a class as Rust has it.
 
-    llguidance takes the escapes `\\"` and `\\\\` for members of any class that has all control characters. So one
-    that lacks one of the two, or may lack it, goes without U+0000, which hardly any text has.
+    llguidance takes the escapes `\\"` and `\\\\` for members of any class that has all control characters. So
+    one that lacks one of the two, or may lack it, goes without U+0000, which hardly any text has.
     """
     if properties:
         return f"[[{'^' * is_negated}{properties}{_ranges_text(ranges)}]&&[^{_char_text(0)}]]"

@@ -106,7 +106,8 @@ class _Rules:
             case "anyOf" | "allOf":
                 return self._one_of(self._value(one) for one in schema[in_place[0]] if one is not False)
         values = schema.get("enum", [schema.get("const")])
-        return self._one_of(_literal(_json(one)) for one in values if _has_type(one, schema.get("type")))
+        valid = [one for one in values if _has_type(one, schema.get("type"))]
+        return self._one_of(_literal(text) for one in valid for text in _spellings(one))
 
     def _of_type(self, schema: Mapping[str, Any], type_name: str) -> str:
         keys = _OF_NUMBERS if type_name in ("number", "integer") else _OF_TYPES.get(type_name, ())
@@ -208,18 +209,18 @@ def _is_plain(schema: Any, targets: Mapping[str, Any]) -> bool:
         bounds = [one[key] for key in (*_LOWER, *_UPPER) if not isinstance(one.get(key, False), bool)]
         if any(bound and not _MIN_EXACT <= abs(bound) <= _MAX_EXACT for bound in bounds):
             return False
-        if any(map(_has_wide_integer, (one.get("const"), one.get("enum")))):
+        if any(map(_has_wide_number, (one.get("const"), one.get("enum")))):
             return False
         pending += [*subschemas(one), targets.get(one.get("$ref", ""))]
     return True
 
 
-def _has_wide_integer(value: Any) -> bool:
+def _has_wide_number(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
-        return any(map(_has_wide_integer, value))
-    return isinstance(value, int) and abs(value) > _MAX_EXACT
+        return any(map(_has_wide_number, value))
+    return isinstance(value, int | float) and abs(value) > _MAX_EXACT
 
 
 def _all_of(names: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -245,6 +246,13 @@ def _has_type(value: Any, types: str | Sequence[str] | None) -> bool:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _spellings(value: Any) -> list[str]:
+    """Return how a value may be written: a large double with or without an exponent."""
+    if isinstance(value, float) and abs(value) > _MAX_EXACT:
+        return [_json(value), format(Decimal(repr(value)), "f")]
+    return [_json(value)]
 
 
 def _literal(text: str) -> str:
