@@ -68,7 +68,7 @@ def ecma(part, rng) -> str:  # noqa: PLR0911
             return f"[{'^' * is_negated}{''.join(inside)}]"
         case ("all", items):
             return (
-                rng.choice(["(", "(?:", f"(?<n{rng.random():.9f}>".replace("0.", "")])
+                rng.choice(["(", "(?:", f"(?<n{rng.randrange(10**9)}>"])
                 + "".join(ecma(item, rng) for item in items)
                 + ")"
             )

@@ -198,7 +198,7 @@ def sentence(rules, part, rng, fuel=40) -> str:  # noqa: PLR0911
 SHORT = ["".join(chars) for length in range(4) for chars in itertools.product("ab-&é", repeat=length)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(grammars(), st.randoms(use_true_random=False))
 def test_a_grammar_has_the_texts_that_can_be_derived_from_it(rules, rng):
     gbnf = Writing(rng).grammar(rules)
@@ -318,6 +318,7 @@ def test_a_string_of_a_recursive_grammar_is_one_lexeme():
         (r"root ::= [^\x00-\U0010FFFF]", ["no character"]),
         ("root ::= 'a'", ["column 10"]),
         ("root ::= " + "(" * 8000, ["64 parentheses"]),
+        ("root ::= " + "(" * 64 + "x" + (")" + "?" * 64) * 64 + '\nx ::= "a" root', ["nested too deeply"]),
         ('root ::= root "a" | "b"', ["'root'", "left recursion"]),
         ('root ::= y x\ny ::= "a"?\nx ::= (y y)* root | "b"', ["left recursion"]),
         ('<root> ::= "a"', ["line 1, column 1", "read as GBNF"]),

@@ -83,7 +83,10 @@ def lark_of(grammar: str) -> str:
     Raises:
         ValueError: it is malformed, or uses what is not supported; with line and column.
     """
-    return _Writer(_Parser(grammar).rules()).lark()
+    try:
+        return _Writer(_Parser(grammar).rules()).lark()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 class _Parser:
@@ -410,6 +413,8 @@ def _conflicts(
     All lexemes are followed at once, over every text. Where one may end, none may go on with a character
     with which the text after that one may begin; llguidance always lets it go on.
     """
+    if isinstance(bodies["root"], _Lexeme):
+        return set()  # nothing comes after it
     lexemes = {node.text: node.node for body in bodies.values() for node in _lexemes(body)}
     automaton = _Automaton(rules, masks)
     try:
@@ -418,8 +423,6 @@ def _conflicts(
         return None
     firsts = {text: automaton.first(start) for text, start in starts.items()}
     follows = _follows(bodies, firsts)
-    if not any(follows.values()):
-        return set()
     conflicts: set[str] = set()
     seen: set[frozenset[int]] = set()
     pending = list(automaton.after(automaton.closure(starts.values())))
