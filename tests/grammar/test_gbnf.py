@@ -237,6 +237,7 @@ def test_a_grammar_has_the_texts_that_can_be_derived_from_it(rules, rng):
         ('root ::= "a"?*', ["", "aaa"], ["b"]),
         ('root ::= [a-z]* "b"', ["b", "ab", "bbb"], ["a"]),
         ('root ::= "(" root ")" | x x\nx ::= [a-z]+', ["(ab)", "((abc))"], ["(a)"]),
+        ('root ::= ("ab" x) "c" root? | "a" "b" x\nx ::= "c"?', ["abccab", "abc", "ab"], ["abccc"]),
         ('root ::= "(" root ")" | "in" "t"? [a-z ]', ["(int)", "(intt)", "(in )"], ["(in)"]),
         ('root ::= "\n"', ["\n"], [""]),
     ],
@@ -277,8 +278,10 @@ def test_whole_grammars():
     assert not any(accepts(grammar, text) for text in ("x=", "x=1", "(x=1\n", "x+=1\n"))
 
 
-def test_a_string_of_a_recursive_grammar_is_one_lexeme():
-    assert lark_of(JSON).count("T") < 60  # a mask within a long lexeme costs little
+def test_words_of_recursive_grammars_are_lexemes():
+    """A mask costs little within a long lexeme, and much where each character is one."""
+    assert r"/[\x{22}]/ (" in lark_of(JSON)
+    assert r"/[a-z]/ (/[0-9\x{5F}a-z]/){0,}" in lark_of(SUMS)
 
 
 @pytest.mark.parametrize(

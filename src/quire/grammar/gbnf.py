@@ -306,7 +306,7 @@ class _Writer:
         self._rule_lexemes: dict[str, str] = {}  # the texts of regular rules, shallow ones first
         for name in sorted(self._heights, key=self._heights.__getitem__):
             self._rule_lexemes[name] = self._text(rules[name])
-        self._split: set[str] = set()  # texts that are no lexemes
+        self._split: dict[str, set[int]] = {}  # texts that are no lexemes, and which items stand alone
 
     def lark(self) -> str:
         """Return the grammar; lexemes are split until none is in another's way, as characters never are."""
@@ -318,7 +318,8 @@ class _Writer:
                 break
             if not conflicts:
                 return self._written(bodies)
-            self._split |= conflicts
+            for text, index in conflicts:
+                self._split.setdefault(text, set()).add(index)
         self._max_height = 0
         return self._written(self._planned_rules())
 
@@ -334,24 +335,26 @@ class _Writer:
         return bodies
 
     def _planned(self, node: _Node) -> _Node:
+        alone: Set[int] = set()
         if _height(node, self._heights) <= self._max_height:
             text = self._text(node)
             if isinstance(node, _Chars) or text not in self._split:
                 return _Lexeme(text, node, _is_nullable(node, self._nullable)) if text else _EMPTY
+            alone = self._split[text]
         match node:
             case _Sequence(items):
-                return _Sequence(tuple(self._planned(item) for item in self._with_runs(items)))
+                return _Sequence(tuple(self._planned(item) for item in self._with_runs(items, alone)))
             case _Alternatives(items):
                 return _Alternatives(tuple(self._planned(item) for item in items))
             case _Repeat(item, least, most):
                 return _Repeat(self._planned(item), least, most)
         return node
 
-    def _with_runs(self, items: tuple[_Node, ...]) -> Iterator[_Node]:
-        """Yield the items of a sequence, neighbours that are regular as one unless all items are."""
+    def _with_runs(self, items: tuple[_Node, ...], alone: Set[int]) -> Iterator[_Node]:
+        """Yield the items of a sequence; neighbours that are regular are one, unless that is all or `alone`."""
         runs: list[list[_Node]] = [[]]
-        for item in items:
-            if _height(item, self._heights) < self._max_height:
+        for index, item in enumerate(items):
+            if index not in alone and _height(item, self._heights) < self._max_height:
                 runs[-1].append(item)
             else:
                 runs += [[item], []]
@@ -407,11 +410,12 @@ class _Writer:
 
 def _conflicts(
     bodies: Mapping[str, _Node], rules: Mapping[str, _Node], masks: Mapping[_Chars, int]
-) -> set[str] | None:
-    """Return the lexemes that would swallow what begins the text after another; None: that takes too long.
+) -> set[tuple[str, int]] | None:
+    """Return which lexemes would swallow what may come after another; None: finding out takes too long.
 
     All lexemes are followed at once, over every text. Where one may end, none may go on with a character
-    with which the text after that one may begin; llguidance always lets it go on.
+    with which the text after that one may begin; llguidance always lets it go on. With each lexeme comes the
+    item of its sequence that does, 0 if it is none.
     """
     if isinstance(bodies["root"], _Lexeme):
         return set()  # nothing comes after it
@@ -423,7 +427,7 @@ def _conflicts(
         return None
     firsts = {text: automaton.first(start) for text, start in starts.items()}
     follows = _follows(bodies, firsts)
-    conflicts: set[str] = set()
+    conflicts: set[tuple[str, int]] = set()
     seen: set[frozenset[int]] = set()
     pending = list(automaton.after(automaton.closure(starts.values())))
     while pending:
@@ -452,7 +456,7 @@ class _Automaton:
         self._masks = masks
         self._moves: list[tuple[int, int] | None] = []  # (characters, state after one of them)
         self._empty_moves: list[list[int]] = []  # states that are reached without a character
-        self._owners: list[str] = []
+        self._owners: list[tuple[str, int]] = []  # lexemes, and which items of their sequences
         self._ends: dict[int, str] = {}
 
     def add_lexeme(self, text: str, node: _Node) -> int:
@@ -461,10 +465,14 @@ class _Automaton:
         Raises:
             OverflowError: there are too many states.
         """
-        self._owner = text
-        end = self._state()
-        self._ends[end] = text
-        return self._add(node, end)
+        self._owner = (text, 0)
+        after = self._state()
+        self._ends[after] = text
+        items = node.items if isinstance(node, _Sequence) else (node,)
+        for index in reversed(range(len(items))):
+            self._owner = (text, index)
+            after = self._add(items[index], after)
+        return after
 
     def first(self, state: int) -> int:
         """Return the characters with which one may go on."""
@@ -486,8 +494,8 @@ class _Automaton:
             if state in self._ends:
                 yield self._ends[state]
 
-    def going_on(self, states: Iterable[int], characters: int) -> set[str]:
-        """Return the lexemes that may go on with one of these characters."""
+    def going_on(self, states: Iterable[int], characters: int) -> set[tuple[str, int]]:
+        """Return the lexemes that may go on with one of these characters, and with which of their items."""
         return {
             self._owners[state] for state in states if (move := self._moves[state]) and move[0] & characters
         }
