@@ -192,3 +192,17 @@ def test_a_schema_that_is_nested_too_deeply():
         schema = {"items": schema}
     with pytest.raises(ValueError, match="nested"):
         ready(schema)
+
+
+def test_references_that_repeat_much_of_the_schema():
+    depth, schema = 150, {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    references = [{"$ref": "#" + "/items" * number} for number in range(1, depth)]
+    wide = {f"p{number}": {} for number in range(5000)}
+    innermost = schema
+    while "items" in innermost:
+        innermost = innermost["items"]
+    innermost["properties"] = wide
+    with pytest.raises(ValueError, match="50000 parts"):
+        ready({**schema, "anyOf": references})

@@ -9,6 +9,7 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from quire.ecma_patterns import rust_pattern
 
+MAX_SCHEMAS = 50_000  # within a schema, counted each time that one is walked through
 _IN_SEVERAL = (
     "allOf",
     "if",
@@ -183,6 +184,7 @@ class _Rewriting:
         }
         self._further: dict[int, tuple[str, Any]] = {}  # targets of references that become definitions
         self._open: set[int] = set()  # targets that must stay open
+        self._num_schemas = 0
 
     def ready(self) -> dict[str, Any]:
         """Return the document, enforceable."""
@@ -221,6 +223,7 @@ class _Rewriting:
         """Yield what each reference in a schema leads to, and whether that must stay open."""
         if not isinstance(schema, dict):
             return
+        self._count()
         if isinstance(schema.get("$ref"), str) and isinstance(target := self._document.target(schema), dict):
             yield target, is_open or _is_combined(schema)
         for key, child, child_is_open in _children(schema, is_open=is_open):
@@ -229,6 +232,7 @@ class _Rewriting:
 
     def _ready(self, schema: dict[str, Any], *, is_open: bool) -> dict[str, Any]:
         """Return a schema without what cannot be left as it is."""
+        self._count()
         _require_enforced(schema)
         children = _children(schema, is_open=is_open)
         ready: dict[str, Any] = {}
@@ -245,6 +249,14 @@ class _Rewriting:
             ready["additionalProperties"] = False
         ready = {key: _enforceable(key, value) for key, value in ready.items() if _constrains(key, schema)}
         return _with_null(ready) if schema.get("nullable") is True else ready
+
+    def _count(self) -> None:
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
+            raise ValueError(
+                f"the schema has more than {MAX_SCHEMAS} parts, counting those that references repeat; let "
+                "them lead to $defs"
+            )
 
     def _ready_value(self, schema: Any, is_open: bool) -> Any:
         return self._ready(schema, is_open=is_open) if isinstance(schema, dict) else schema

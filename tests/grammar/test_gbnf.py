@@ -339,6 +339,7 @@ def test_what_is_refused(grammar, words):
         ('// x ::= y\nstart: "a"', False),
         ("start: /x ::= y/", False),
         ('# a ::= b\nstart: "a"', False),
+        ('#a ::= b\nstart: "a"', False),
         ('?start: x\nx: "a" // y ::= z', False),
         ("", False),
     ],

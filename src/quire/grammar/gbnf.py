@@ -24,7 +24,7 @@ _MAX_CODE_POINT = 0x10FFFF
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_FIRST_RULE = re.compile(r"(?:\s|#[^\n]*(?:\n|\Z))*[^\s:\"/|]+[ \t]*::=")
+_FIRST_RULE = re.compile(r"(?:\s|#[^\n]*(?:\n|\Z))*[^\s:\"/|#]+[ \t]*::=")
 _NUMBER = re.compile(r"[0-9]+")
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 
@@ -351,7 +351,7 @@ class _Writer:
         return node
 
     def _with_runs(self, items: tuple[_Node, ...], alone: Set[int]) -> Iterator[_Node]:
-        """Yield the items of a sequence; neighbours that are regular are one, unless that is all or `alone`."""
+        """Yield the items of a sequence; regular neighbours are one, unless they are all or stand alone."""
         runs: list[list[_Node]] = [[]]
         for index, item in enumerate(items):
             if index not in alone and _height(item, self._heights) < self._max_height:
