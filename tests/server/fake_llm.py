@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 from quire.config import EngineConfig
+from quire.dialogue.earlier_turns import text_of
 from quire.errors import (
     ContextLengthError,
     DuplicateRequestError,
@@ -111,14 +112,14 @@ class FakeLLM:
         self._arrivals = {}
         self._stop_events = {}
 
-    def chat(self, messages, sampling_params, *, request_id=None, **options):
+    def chat(self, messages, sampling_params, *, request_id=None, call_format="auto", **options):
         if messages[-1]["role"] == "system":
             raise InvalidRequestError("the template wants a user message last", param="messages")
-        text = messages[-1]["content"]
+        text = text_of(messages[-1].get("content"))
         return self.generate(text, sampling_params, request_id=request_id, **options)
 
     async def tokenize_chat(self, messages, **options):
-        return [BOS, *map(ord, messages[-1]["content"] or "")]
+        return [BOS, *map(ord, text_of(messages[-1].get("content")))]
 
     async def tokenize(self, text, *, add_special_tokens=True):
         if len(text) >= MAX_MODEL_LEN:

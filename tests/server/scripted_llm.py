@@ -2,6 +2,8 @@
 
 from fake_llm import FakeLLM, FakeTokenizer
 
+from quire.dialogue.messages import template_messages
+from quire.models.message_content import joined_parts
 from quire.status import FinishReason
 
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}<tool_call>"
@@ -9,6 +11,12 @@ CALLS = (
     'Well.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "}\\"é"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
 )
+
+
+def shown(messages, call_format):
+    """As the template gets them, which shows texts."""
+    messages = template_messages(messages, call_format)
+    return [{**message, "content": joined_parts(message["content"])} for message in messages]
 
 
 class ScriptedTokenizer(FakeTokenizer):
@@ -26,13 +34,14 @@ class ScriptedLLM(FakeLLM):
         self.tokenizer = ScriptedTokenizer()
         self.conversation = None
 
-    def chat(self, messages, sampling_params, *, tools=None, marks=(), **options):
+    def chat(self, messages, sampling_params, *, tools=None, marks=(), call_format=None, **options):
+        messages = shown(messages, call_format)
         self.conversation = messages, tools, marks
         last = [{"role": "user", "content": messages[-1]["content"] or "call"}]
         return super().chat(last, sampling_params, **options)
 
-    async def tokenize_chat(self, messages, *, tools=None, **options):
-        self.conversation = messages, tools, ()
+    async def tokenize_chat(self, messages, *, tools=None, call_format=None, **options):
+        self.conversation = shown(messages, call_format), tools, ()
         self.tokenize_options = options
         return list(range(len(messages)))
 

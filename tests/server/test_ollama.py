@@ -8,10 +8,11 @@ import pytest
 from scripted_llm import CALLS, ScriptedLLM
 
 from quire.config import ServerConfig
+from quire.dialogue.messages import template_messages
 from quire.request_output import RequestOutput
 from quire.server.app import create_app
 from quire.server.ollama.durations import Durations
-from quire.server.ollama.messages import OllamaMessage, messages_for_template
+from quire.server.ollama.messages import OllamaMessage, openai_messages
 
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -182,7 +183,7 @@ async def test_a_second_turn_with_what_the_client_got(client, llm):
 
 
 def rendered(*messages):
-    return messages_for_template([OllamaMessage(**message) for message in messages], None)
+    return template_messages(openai_messages([OllamaMessage(**message) for message in messages]), None)
 
 
 def test_results_belong_to_calls_by_id_by_name_or_by_order():

@@ -181,7 +181,7 @@ async def test_a_whole_conversation(client, llm):
 
     assert llm.conversation[0] == [
         {"role": "system", "content": "Be brief.\n\nBe kind."},
-        {"role": "user", "content": "Is it warm?"},
+        {"role": "user", "content": "Is it \nwarm?"},
         {
             "role": "assistant",
             "content": "Let me see.",

@@ -32,7 +32,7 @@ async def test_both_names_of_max_tokens(client, name):
 async def test_text_parts_are_joined(client, llm):
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a block?"}]
     await create(client, messages=[{"role": "user", "content": parts}])
-    assert llm.seen[0].prompt == "What is a block?"
+    assert llm.seen[0].prompt == "What is \na block?"
 
 
 async def test_an_answer_can_be_sent_back_as_history(client):

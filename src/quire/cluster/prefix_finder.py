@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from quire.cluster.block_index import EngineBlocks
-from quire.dialogue.earlier_turns import turns_for_template
-from quire.dialogue.formats import FORMATS, format_of_template
+from quire.dialogue.formats import call_format_of_template
+from quire.dialogue.messages import template_messages
 from quire.dialogue.thoughts import THOUGHT_FORMATS, thought_format_of_template
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys, root_digest
@@ -118,17 +118,15 @@ class PrefixFinder:
         """Return the length of a prompt, in characters or ids, and the ids of what is looked at of it."""
         if isinstance(request, ChatCompletionRequest):
             template = self.tokenizer.chat_template_source or ""
-            name = format_of_template(template)
-            call_format = None if name is None else FORMATS[name]
             thought_name = thought_format_of_template(template)
             thought_format = None if thought_name is None else THOUGHT_FORMATS[thought_name]
             use = request.tool_use()
-            text = self.tokenizer.apply_chat_template(
-                turns_for_template(request.template_messages(call_format), call_format),
+            chat = self.tokenizer.render_chat(
+                template_messages(request.given_messages(), call_format_of_template(template)),
                 tools=None if use is None else [tool.for_template() for tool in use.tools],
                 variables=request.thinking_options().variables(template, thought_format),
             )
-            return len(text), self.tokenizer.encode(text[:MAX_CHARACTERS], add_special_tokens=False)
+            return len(chat.text), self.tokenizer.tokenize_chat(chat.part(0, MAX_CHARACTERS)).ids
         if len(request.prompts) > 1:
             return 0, []
         [prompt] = request.prompts

@@ -29,6 +29,11 @@ class ChatTemplateConfig:
         unit="MB",
         help="Maximum memory, in MB (10^6 bytes), that the chat template may take for one conversation.",
     )
+    special_tokens_in_content: bool = knob(
+        default=False,
+        help="Let the text of messages, tools and their results make special and other added tokens where it "
+        "spells them, as templates do; clients can then begin turns of others. Off: it is ordinary text.",
+    )
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.dialogue.tool_call_format import ToolCallFormat
 
 NAMES_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # in templates
+
+
+def text_of(content: str | Sequence[Mapping[str, str]] | None) -> str:
+    """Return the text of a message: its parts joined by line breaks, "" if it has none."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content)
 
 
 def turns_for_template(
@@ -56,7 +64,8 @@ def _turns_of_one_call(message: dict[str, Any], results: list[dict[str, Any]]) -
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message in which what was said follows what was thought, if there are both."""
     thoughts = {name: message[name] for name in NAMES_OF_THOUGHTS if message.get(name)}
-    if not thoughts or not message["content"]:
+    said = text_of(message["content"])
+    if not thoughts or not said:
         return message
-    joined = {name: f"{thought}\n\n{message['content']}" for name, thought in thoughts.items()}
+    joined = {name: f"{thought}\n\n{said}" for name, thought in thoughts.items()}
     return {**message, **joined, "content": ""}

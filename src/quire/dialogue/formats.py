@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from quire.dialogue.harmony_call_format import HarmonyCallFormat
@@ -150,9 +151,16 @@ def has_place_for_tools(template: str) -> bool:
     return uses_name(template, "tools")
 
 
+@functools.lru_cache(maxsize=64)
 def format_of_template(source: str) -> str | None:
     """Return the name of the format in which a model with this chat template calls tools; None if unknown."""
     for name, call_format in FORMATS.items():
         if any(all(mark in source for mark in marks) for marks in call_format.template_marks):
             return name
     return None
+
+
+def call_format_of_template(source: str) -> ToolCallFormat | None:
+    """Return the format in which a model with this chat template calls tools; None if unknown."""
+    name = format_of_template(source)
+    return None if name is None else FORMATS[name]

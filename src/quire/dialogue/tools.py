@@ -6,11 +6,16 @@ Every protocol translates into this.
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.json_schemas import enforceable_schema
+from quire.structured_outputs import MAX_SCHEMA_BYTES
+
+TOOL_NAME_PATTERN = r"^[A-Za-z0-9_.:/-]{1,128}$"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,3 +95,69 @@ class ToolUse:
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """The JSON schema of each tool's arguments, by the tool's name."""
         return {tool.name: tool.parameters for tool in self.callable_tools}
+
+
+def tool_of(tool: Mapping[str, Any]) -> Tool:
+    """Return a tool that is described as OpenAI's API does it.
+
+    Raises:
+        InvalidRequestError: it is no function, or malformed.
+    """
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
+        raise InvalidRequestError(f"a tool is {tool!r:.80}; it must be a function", param="tools")
+    name, description = function.get("name"), function.get("description")
+    if not isinstance(name, str) or not re.fullmatch(TOOL_NAME_PATTERN, name):
+        raise InvalidRequestError(
+            f"a tool has the name {name!r:.80}; it must match {TOOL_NAME_PATTERN}", param="tools"
+        )
+    if not isinstance(description, str | None):
+        raise InvalidRequestError(
+            f"tool {name!r} has the description {description!r:.80}; it must be a string", param="tools"
+        )
+    parameters = checked_parameters(name, function.get("parameters") or {})
+    return Tool(name, description or "", parameters, bool(function.get("strict")))
+
+
+def checked_parameters(name: str, parameters: Any) -> Mapping[str, Any]:
+    """Return the JSON schema of a tool's arguments.
+
+    Raises:
+        InvalidRequestError: it is no object's, too large, or has a number that JSON has not.
+    """
+    if not isinstance(parameters, Mapping):
+        raise InvalidRequestError(
+            f"the parameters of tool {name!r} are {parameters!r:.80}; they must be a JSON schema",
+            param="tools",
+        )
+    if parameters.get("type", "object") != "object":
+        raise InvalidRequestError(
+            f"the parameters of tool {name!r} have the type {parameters['type']!r:.80}; "
+            'arguments are always an object: set it to "object"',
+            param="tools",
+        )
+    if not isinstance(parameters.get("properties", {}), Mapping):
+        raise InvalidRequestError(
+            f"the parameters of tool {name!r} have properties that are no object", param="tools"
+        )
+    if not isinstance(parameters.get("required", []), list):
+        raise InvalidRequestError(
+            f"the parameters of tool {name!r} have a required that is no list", param="tools"
+        )
+    try:
+        size = len(json.dumps(parameters, allow_nan=False).encode())
+    except ValueError:
+        raise InvalidRequestError(
+            f"the parameters of tool {name!r} have a number beyond 1.8e308, which is the limit",
+            param="tools",
+        ) from None
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"the parameters of tool {name!r} cannot be written as JSON: {error}", param="tools"
+        ) from None
+    if size > MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(
+            f"the parameters of tool {name!r} have {size} bytes; the limit is {MAX_SCHEMA_BYTES}",
+            param="tools",
+        )
+    return parameters

@@ -9,9 +9,14 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from quire.dialogue.earlier_turns import text_of
+from quire.dialogue.formats import call_format_of_template
+from quire.dialogue.messages import template_messages
 from quire.dialogue.thoughts import ExpectedThought, expected_thought
+from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.dialogue.tools import tool_of
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids, require_chat
@@ -19,6 +24,7 @@ from quire.front.seeds import derived_seed, random_seed
 from quire.front.thoughts import ThoughtControl, params_with_thought
 from quire.front.token_bounds import TokenBound
 from quire.front.truncation import MARGIN, Truncation, TruncationSide, truncation_of
+from quire.models.template_messages import RenderedChat
 from quire.request_options import RequestOptions, require_text
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
 from quire.scheduling.beam_search import num_candidates
@@ -141,12 +147,13 @@ class InputProcessor:
         truncation_side: TruncationSide = "left",
         marks: Iterable[str] = (),
         thought: ThoughtControl | None = None,
+        call_format: ToolCallFormat | Literal["auto"] | None = "auto",
         **options: Any,
     ) -> ProcessedRequest:
         """Like `process`, for a conversation, which the chat template turns into a prompt.
 
         Args:
-            messages: of the conversation.
+            messages: of the conversation, in OpenAI's form.
             params: as given by the caller.
             tools: that the model may call, as OpenAI's API describes them.
             chat_template_kwargs: variables for the chat template, such as enable_thinking.
@@ -159,6 +166,7 @@ class InputProcessor:
             truncation_side: likewise.
             marks: texts that are shown in the output even if they are special tokens.
             thought: what is asked of the thought that the answer may begin with; None: nothing.
+            call_format: of the model's calls; None: it is unknown; auto: as the chat template tells.
             options: as for `process`.
 
         Raises:
@@ -167,17 +175,22 @@ class InputProcessor:
         require_chat(messages, tools, chat_template_kwargs)
         truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info)
         if truncation is None:
-            self._check_conversation(messages)
+            self._check_num_messages(messages)
+        if call_format == "auto":
+            call_format = call_format_of_template(self._tokenizer.chat_template_source or "")
+        given = template_messages(messages, call_format)
+        if truncation is None:
+            self._check_conversation(given)
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
-        text = self._tokenizer.apply_chat_template(
-            list(messages),
+        chat = self._tokenizer.render_chat(
+            given,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
+            tools=None if tools is None else [tool_of(tool).for_template() for tool in tools],
             variables=chat_template_kwargs,
         )
-        token_ids, text = self._encode_prompt(text, truncation, add_special_tokens)
+        token_ids, text = self._encode_prompt(chat, truncation, add_special_tokens)
         expected: ExpectedThought | None = None
         if thought is not None:
             expected = expected_thought(thought.format, text, thought.continued)
@@ -220,7 +233,7 @@ class InputProcessor:
         return token_ids
 
     def _encode_prompt(
-        self, text: str, truncation: Truncation | None, add_special_tokens: bool
+        self, prompt: str | RenderedChat, truncation: Truncation | None, add_special_tokens: bool
     ) -> tuple[list[int], str]:
         """Return the tokens of a prompt, and the text that they are of.
 
@@ -231,8 +244,10 @@ class InputProcessor:
                 f"add_special_tokens is {add_special_tokens!r:.80}; it must be True or False",
                 param="add_special_tokens",
             )
+        chat = RenderedChat(prompt, ()) if isinstance(prompt, str) else prompt
         if truncation is not None:
-            return self._encode_truncated(text, truncation, add_special_tokens)
+            return self._encode_truncated(chat, truncation, add_special_tokens)
+        text = chat.text
         limit = self._max_prompt_length
         if len(text) > limit and self._bound.least_num_tokens(text, limit) > limit:
             raise ContextLengthError(
@@ -240,18 +255,20 @@ class InputProcessor:
                 f"one output token, the limit is {limit} ({self.info.length_limit})",
                 param="prompt",
             )
-        encoding = self._tokenizer.tokenize(text, add_special_tokens=add_special_tokens)
+        encoding = self._tokenizer.tokenize_chat(chat, add_special_tokens=add_special_tokens)
         self._check_length(len(encoding))
         token_ids: list[int] = encoding.ids
         self._check_vocabulary(token_ids, "prompt")
         return token_ids, text
 
     def _encode_truncated(
-        self, text: str, truncation: Truncation, add_special_tokens: bool
+        self, chat: RenderedChat, truncation: Truncation, add_special_tokens: bool
     ) -> tuple[list[int], str]:
+        text = chat.text
         from_end = truncation.side == "left"
-        part = self._bound.part_with(text, truncation.num_tokens + MARGIN, from_end=from_end)
-        encoding = self._tokenizer.tokenize(part, add_special_tokens=add_special_tokens)
+        length = len(self._bound.part_with(text, truncation.num_tokens + MARGIN, from_end=from_end))
+        part = chat.part(len(text) - length, len(text)) if from_end else chat.part(0, length)
+        encoding = self._tokenizer.tokenize_chat(part, add_special_tokens=add_special_tokens)
         if len(encoding) <= truncation.num_tokens:
             token_ids: list[int] = encoding.ids
         else:
@@ -261,8 +278,7 @@ class InputProcessor:
         self._check_vocabulary(token_ids, "prompt")
         return token_ids, text
 
-    def _check_conversation(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse what can be no prompt before the template looks at it."""
+    def _check_num_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         limit = self._max_prompt_length
         if len(messages) > limit:
             raise ContextLengthError(
@@ -270,7 +286,11 @@ class InputProcessor:
                 f"({self.info.length_limit}); send at most {limit} messages",
                 param="prompt",
             )
-        length = sum(len(content) for one in messages if isinstance(content := one.get("content"), str))
+
+    def _check_conversation(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what can be no prompt before the template looks at it."""
+        limit = self._max_prompt_length
+        length = sum(len(text_of(message["content"])) for message in messages)
         most = self._bound.most_characters(limit) if length > limit else None
         if most is not None and length > most:
             raise ContextLengthError(

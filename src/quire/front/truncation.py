@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from quire.engine.messages import EngineInfo
+    from quire.models.command_tokens import TokenList
 
 TruncationSide = Literal["left", "right"]
 
@@ -31,7 +32,7 @@ class Truncation:
         """Return what is kept of a prompt's tokens."""
         return items[-self.num_tokens :] if self.side == "left" else items[: self.num_tokens]
 
-    def within_added(self, encoding: tokenizers.Encoding) -> tuple[list[int], slice]:
+    def within_added(self, encoding: tokenizers.Encoding | TokenList) -> tuple[list[int], slice]:
         """Return the tokens that are kept of a text, and where among them those of the text are.
 
         Tokens that the model wants around a text stay around what is kept of it, if they fit.

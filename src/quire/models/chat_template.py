@@ -4,22 +4,33 @@ Only `quire.models.template_process` renders: the sandbox does not limit time or
 
 Templates are jinja2 with Hugging Face's additions: `raise_exception`, `strftime_now`, `tojson` without HTML
 escapes, loop controls, and `{% generation %}` blocks.
+
+What of the text the client has given is known: all that a conversation brings is `TracedText`, and whatever
+makes text of other text in a template passes through the environment here. Where it cannot tell what of a new
+text was given, all of it counts as given.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
+import jinja2.utils
 
 from quire.errors import InvalidRequestError
+from quire.models.template_messages import RenderedChat
+from quire.models.traced_text import TracedText, given_text, given_value, joined, traced
 
 # What a template can raise over messages that it was not written for.
 _TEMPLATE_FAULTS = (
@@ -31,6 +42,23 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     RuntimeError,  # too deep a recursion
 )
+
+
+_ROLES = frozenset(
+    {
+        "assistant",
+        "developer",
+        "environment",
+        "function",
+        "ipython",
+        "model",
+        "observation",
+        "system",
+        "tool",
+        "user",
+    }
+)
+"""Roles that are no client's words: templates make tokens of them, such as <|user|>."""
 
 
 class ChatTemplate:
@@ -46,7 +74,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
-            self._template = _environment().from_string(source)
+            self._template = _Environment().from_string(source)
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequestError(
                 f"the chat template is not valid jinja2: {error}; correct it, or give another "
@@ -62,28 +90,40 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
-    ) -> str:
+        traces: bool,
+    ) -> RenderedChat:
         """Return the text of a conversation; with `add_generation_prompt`, up to where the answer starts.
 
-        `variables` are what else the template may use.
+        `variables` are what else the template may use; with `traces`, what is given is known of the text.
 
         Raises:
             InvalidRequestError: the template refuses these messages.
         """
-        all_variables = {
-            **self._special_tokens,
-            "documents": None,
-            **variables,
-            "messages": messages,
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-        }
         try:
-            return self._template.render(all_variables)
+            if traces:
+                messages = [_given_message(message) for message in messages]
+                tools, variables = given_value(tools), given_value(variables)
+            all_variables = {
+                **self._special_tokens,
+                "documents": None,
+                **variables,
+                "messages": messages,
+                "add_generation_prompt": add_generation_prompt,
+                "tools": tools,
+            }
+            text = self._template.render(all_variables)
         except _TEMPLATE_FAULTS as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+        return RenderedChat(str.__str__(text), traced(text).runs())
+
+
+def _given_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in which all texts are given, but for a role that templates know."""
+    role = message.get("role")
+    given: dict[str, Any] = given_value(message)
+    return {**given, "role": role} if role in _ROLES else given
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
@@ -97,14 +137,138 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Writes code in which the environment concatenates what is between "~"."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:  # noqa: N802
+        self.write("environment.concatenated((")
+        for one in node.nodes:
+            self.visit(one, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox in which all that makes text of other text knows what of it was given."""
+
+    code_generator_class = _CodeGenerator
+    concat = staticmethod(joined)
+    intercepted_binops = frozenset({"%"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
+            finalize=_shown,
+        )
+        self.filters.update({name: _tracing(self.filters[name]) for name in _TEXT_FILTERS})
+        self.filters.update(
+            format=_format, join=_join, replace=_replace, safe=_safe, tojson=_tracing(_to_json)
+        )
+        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+
+    def concatenated(self, values: Iterable[Any]) -> str:
+        """Return the text of values that are between "~"."""
+        return joined(str(_shown(value)) for value in values)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """Return left % right."""
+        return traced(left) % right if isinstance(left, str) else left % right
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return an attribute; of a text, a method that returns text that is traced."""
+        if not isinstance(obj, str):
+            return super().getattr(obj, attribute)
+        if attribute not in ("format", "format_map"):
+            return super().getattr(traced(obj), attribute)
+        fill_in = super().getattr(str.__str__(obj), attribute)
+        return lambda *args, **kwargs: traced(obj).formatted_by(fill_in, args, kwargs)
+
+    def call(
+        __self,  # noqa: N805
+        __context: jinja2.runtime.Context,
+        __obj: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the result of a call; text of which nothing is known is given."""
+        result = super().call(__context, __obj, *args, **kwargs)
+        if type(result) is str and not isinstance(__obj, _OWN_TEXT):
+            owner = getattr(__obj, "__self__", None)
+            return result if isinstance(owner, _OWNERS_OF_OWN_TEXT) else given_text(result)
+        return result
+
+
+_OWN_TEXT = (jinja2.runtime.Macro, jinja2.runtime.BlockReference, jinja2.utils.Joiner)
+_OWNERS_OF_OWN_TEXT = (dict, list, tuple, jinja2.utils.Cycler, jinja2.runtime.LoopContext)
+"""What returns text as it is in the template or in its variables, and makes none."""
+
+_TEXT_FILTERS = (
+    "capitalize",
+    "center",
+    "e",
+    "escape",
+    "filesizeformat",
+    "forceescape",
+    "indent",
+    "lower",
+    "pprint",
+    "string",
+    "striptags",
+    "title",
+    "trim",
+    "truncate",
+    "upper",
+    "urlencode",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+)
+"""Filters that make text; the others return what they get, or parts of it."""
+
+_PLAIN = (str, int, float, bool, type(None))
+_SURROUNDINGS = (jinja2.Environment, jinja2.nodes.EvalContext, jinja2.runtime.Context)
+
+
+def _tracing(text_filter: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter whose text is given, if it is not traced and not made of the template's alone."""
+
+    @functools.wraps(text_filter)
+    def tracing(*args: Any, **kwargs: Any) -> Any:
+        result = text_filter(*args, **kwargs)
+        if not isinstance(result, str) or isinstance(result, TracedText):
+            return result
+        values = [value for value in (*args, *kwargs.values()) if not isinstance(value, _SURROUNDINGS)]
+        return result if all(type(value) in _PLAIN for value in values) else given_text(result)
+
+    return tracing
+
+
+def _shown(value: Any) -> Any:
+    """Return a value that is to be text; that of lists and the like is given."""
+    if isinstance(value, jinja2.Undefined) or type(value) in _PLAIN or isinstance(value, TracedText):
+        return value
+    return given_text(str(value))
+
+
+def _format(value: Any, *args: Any, **kwargs: Any) -> TracedText:
+    return traced(str(value)) % (kwargs or args)
+
+
+@jinja2.pass_environment
+def _join(environment: jinja2.Environment, value: Any, d: Any = "", attribute: Any = None) -> TracedText:
+    if attribute is not None:
+        value = map(jinja2.filters.make_attrgetter(environment, attribute), value)
+    return traced(str(d)).join(str(_shown(item)) for item in value)
+
+
+def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> TracedText:
+    return traced(str(_shown(s))).replace(str(old), str(new), -1 if count is None else count)
+
+
+def _safe(value: Any) -> Any:
+    return str(_shown(value))  # nothing is escaped
 
 
 def _to_json(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
+from collections.abc import Sequence
 from typing import TypedDict
 
 MAX_ANSWER_BYTES = 16 * 2**20  # of a line, a text as JSON
@@ -10,10 +12,11 @@ END_OF_TIME = signal.SIGPROF  # ends a process whose computing time is over
 
 
 class TemplateStart(TypedDict):
-    """What a process must know: the template, and how much one conversation may cost."""
+    """What a process must know: the template, what to find out, and how much one conversation may cost."""
 
     source: str
     special_tokens: dict[str, str]
+    traces: bool
     cpu_seconds: float
     memory_bytes: int
 
@@ -25,3 +28,21 @@ class Conversation(TypedDict):
     add_generation_prompt: bool
     tools: list[dict[str, object]] | None
     variables: dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """The text that a template has made of a conversation.
+
+    Args:
+        text: of it.
+        given: start and end of each run of characters that are not the template's, but the client's.
+    """
+
+    text: str
+    given: Sequence[tuple[int, int]]
+
+    def part(self, start: int, end: int) -> RenderedChat:
+        """Return the part from one character to before another."""
+        within = ((max(first, start) - start, min(last, end) - start) for first, last in self.given)
+        return RenderedChat(self.text[start:end], [(first, last) for first, last in within if first < last])

@@ -1,9 +1,9 @@
 """The process that renders chat templates: `python -m quire.models.template_process`.
 
 Its parent is a `quire.models.template_renderer.TemplateRenderer`. Standard input has a `TemplateStart` and
-then conversations, one JSON document on each line. Standard output has a pair for each: the text, and what is
-wrong, one of them null. A conversation that takes too much time ends the process, and so may one that takes
-too much memory.
+then conversations, one JSON document on each line. Standard output has a list for each: the text, where it is
+given, as in `RenderedChat`, and what is wrong. A conversation that takes too much time ends the process, and
+so may one that takes too much memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from quire.errors import InvalidRequestError
 from quire.memory_limit import limit_memory
 from quire.models.chat_template import ChatTemplate
-from quire.models.template_messages import MAX_ANSWER_BYTES, Conversation, TemplateStart
+from quire.models.template_messages import MAX_ANSWER_BYTES, Conversation, RenderedChat, TemplateStart
 
 
 def main() -> None:
@@ -36,35 +36,37 @@ def _answer_all() -> None:
     limit_memory(start["memory_bytes"])
     templates: list[ChatTemplate] = []
 
-    def compile_template() -> str:
+    def compile_template() -> RenderedChat:
         templates.append(ChatTemplate(start["source"], start["special_tokens"]))
-        return ""
+        return RenderedChat("", ())
 
     _answer(compile_template, start)
     while line := sys.stdin.buffer.readline():
-        _answer(lambda line=line: _rendered(templates[0], line), start)  # type: ignore[misc]
+        _answer(lambda line=line: _rendered(templates[0], line, start), start)  # type: ignore[misc]
 
 
-def _rendered(template: ChatTemplate, line: bytes) -> str:
+def _rendered(template: ChatTemplate, line: bytes, start: TemplateStart) -> RenderedChat:
     conversation: Conversation = json.loads(line)
     return template.render(
         conversation["messages"],
         add_generation_prompt=conversation["add_generation_prompt"],
         tools=conversation["tools"],
         variables=conversation["variables"],
+        traces=start["traces"],
     )
 
 
-def _answer(call: Callable[[], str], start: TemplateStart) -> None:
+def _answer(call: Callable[[], RenderedChat], start: TemplateStart) -> None:
     """Write what a call returns or what is wrong, unless it takes too much; end if it took all memory."""
     signal.setitimer(signal.ITIMER_PROF, start["cpu_seconds"])
     try:
-        answer = json.dumps([call(), None]).encode()
+        rendered = call()
+        answer = json.dumps([rendered.text, rendered.given, None]).encode()
         if len(answer) >= MAX_ANSWER_BYTES:
             too_long = f"its text has {len(answer)} bytes as JSON; the limit is {MAX_ANSWER_BYTES}"
-            answer = json.dumps([None, f"the model's chat template cannot be used: {too_long}"]).encode()
+            answer = json.dumps(["", (), f"the model's chat template cannot be used: {too_long}"]).encode()
     except InvalidRequestError as error:
-        answer = json.dumps([None, str(error)[:1000]]).encode()
+        answer = json.dumps(["", (), str(error)[:1000]]).encode()
     except MemoryError:
         os._exit(1)  # the parent knows what that means
     signal.setitimer(signal.ITIMER_PROF, 0)

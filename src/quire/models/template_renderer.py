@@ -9,6 +9,7 @@ written as JSON.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -24,7 +25,14 @@ from typing import Any
 
 from quire.config import ChatTemplateConfig
 from quire.errors import InvalidRequestError, QueueFullError, QuireError, RequestTimeoutError
-from quire.models.template_messages import END_OF_TIME, MAX_ANSWER_BYTES, Conversation, TemplateStart
+from quire.models.message_content import ContentForms, Messages, forms_of
+from quire.models.template_messages import (
+    END_OF_TIME,
+    MAX_ANSWER_BYTES,
+    Conversation,
+    RenderedChat,
+    TemplateStart,
+)
 
 MAX_IDLE = 4  # processes that are kept for the next conversation
 WALL_SECONDS = 20.0  # for one conversation, on a busy machine
@@ -48,6 +56,7 @@ class TemplateRenderer:
         self._start = TemplateStart(
             source=source,
             special_tokens=dict(special_tokens),
+            traces=not limits.special_tokens_in_content,
             cpu_seconds=limits.chat_template_timeout,
             memory_bytes=limits.chat_template_memory * 10**6,
         )
@@ -73,22 +82,53 @@ class TemplateRenderer:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
+    ) -> RenderedChat:
         """Return the text of a conversation; with `add_generation_prompt`, up to where the answer starts.
 
-        `variables` are what else the template may use.
+        The content of a message is a text or a list of text parts, and shown in the form that the template
+        wants; where that is a text, parts are joined by line breaks. `variables` are what else the template
+        may use.
 
         Raises:
             InvalidRequestError: the template is not valid, refuses these messages, or takes too much.
             RequestTimeoutError: the machine is too busy.
             QueueFullError: no process can be started, or it was killed.
         """
+        forms = self._forms
         conversation = Conversation(
-            messages=[dict(message) for message in messages],
+            messages=[forms.apply(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             tools=None if tools is None else [dict(tool) for tool in tools],
             variables=dict(variables),
         )
+        rendered, refusal = self._answer(conversation)
+        if refusal is not None:
+            raise InvalidRequestError(refusal, param="messages")
+        return rendered
+
+    @functools.cached_property
+    def _forms(self) -> ContentForms:
+        """The forms of content that the template shows."""
+        is_over = False  # a small conversation has taken too much, so that no other one is tried
+
+        def text_of(messages: Messages) -> str | None:
+            nonlocal is_over
+            conversation = Conversation(
+                messages=messages, add_generation_prompt=False, tools=None, variables={}
+            )
+            try:
+                rendered, refusal = (None, "") if is_over else self._answer(conversation)
+            except InvalidRequestError:
+                if self._refusal is not None:
+                    raise
+                is_over = True
+                return None
+            return None if rendered is None or refusal is not None else rendered.text
+
+        return forms_of(text_of)
+
+    def _answer(self, conversation: Conversation) -> tuple[RenderedChat, str | None]:
+        """Return the text of a conversation, and why the template refuses it, if it does."""
         try:
             line = _line(conversation)
         except (TypeError, ValueError, RecursionError) as error:
@@ -97,14 +137,12 @@ class TemplateRenderer:
             ) from error
         process = self._take()
         try:
-            text, refusal = process.ask(line, UNHURRIED_AFTER)
+            answer = process.ask(line, UNHURRIED_AFTER)
         except BaseException:
             process.end()
             raise
         self._put_back(process)
-        if refusal is not None:
-            raise InvalidRequestError(refusal, param="messages")
-        return str(text)
+        return answer
 
     def close(self) -> None:
         """End the processes that do nothing."""
@@ -174,8 +212,8 @@ class _Process:
         """Whether the process has not ended."""
         return self._process.poll() is None
 
-    def ask(self, line: bytes, unhurried_after: float) -> tuple[str | None, str | None]:
-        """Return the answer to a line: a text, or what is wrong.
+    def ask(self, line: bytes, unhurried_after: float) -> tuple[RenderedChat, str | None]:
+        """Return the answer to a line: a text, and what is wrong, if it is none.
 
         Args:
             line: JSON.
@@ -187,7 +225,7 @@ class _Process:
             RequestTimeoutError: there is no answer in time.
         """
         try:
-            text, refusal = json.loads(self._answer(line, unhurried_after))
+            text, given, refusal = json.loads(self._answer(line, unhurried_after))
         except TimeoutError:
             raise RequestTimeoutError(
                 f"the chat template was not rendered within {WALL_SECONDS:g} s; try again when the machine "
@@ -195,7 +233,7 @@ class _Process:
             ) from None
         except (OSError, EOFError, ValueError, TypeError):
             raise self._error_of_end() from None
-        return text, refusal
+        return RenderedChat(text, given), refusal
 
     def end(self) -> None:
         """End the process; what it was asked is given up."""

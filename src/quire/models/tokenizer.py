@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -14,6 +15,9 @@ import tokenizers
 
 from quire.config import ChatTemplateConfig
 from quire.errors import InvalidRequestError
+from quire.models.command_tokens import CommandTokens, TokenList
+from quire.models.message_content import with_ending
+from quire.models.template_messages import RenderedChat
 from quire.token_bytes import TokenBytes, TokenPlaces
 
 if TYPE_CHECKING:
@@ -35,6 +39,7 @@ _FEW_TOKENS = 1_000
 """Tokens up to which the library's `decode` is used, likewise."""
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _TEMPLATES_OWN = frozenset({"messages", "add_generation_prompt", "tools"})
 
 DEFAULT_TEMPLATING = ChatTemplateConfig()
@@ -97,10 +102,23 @@ class Tokenizer:
             if len(text) <= _SHORT_TEXT:
                 return self._backend.encode(text, add_special_tokens=add_special_tokens)
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except (UnicodeEncodeError, TypeError) as error:
-            _refuse_surrogates(text, error)
+        except (UnicodeEncodeError, TypeError):
+            _refuse_surrogates(text)
             raise
         return encoding
+
+    def tokenize_chat(
+        self, chat: RenderedChat, *, add_special_tokens: bool = False
+    ) -> tokenizers.Encoding | TokenList:
+        """Return the tokens of a conversation's text; of what was given in it, none is a command.
+
+        Raises:
+            InvalidRequestError: the text holds half of a surrogate pair, or spells a command that cannot be
+                taken for text.
+        """
+        if not (chat.given and self._added_token_ids):
+            return self.tokenize(chat.text, add_special_tokens=add_special_tokens)
+        return self._commands.tokenize(chat, self.tokenize, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; bytes that are not UTF-8 show as U+FFFD.
@@ -172,7 +190,11 @@ class Tokenizer:
         """Return the id of the token that was added to the vocabulary as `text`, special or not, if any."""
         return self._added_token_ids.get(text)
 
-    def apply_chat_template(
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Return the text of `render_chat`, which has the same arguments, without what is known of it."""
+        return self.render_chat(messages, **options).text
+
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -180,15 +202,16 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
+    ) -> RenderedChat:
         """Return a conversation as the text that the model was trained on.
 
         With `add_generation_prompt`, it ends where the next message begins; with `continue_final_message`
         instead, where the content of the last one ends.
 
-        Encode it with `add_special_tokens=False`: the template has put them in. The call waits for another
-        process, which renders it. `tools` are those that the model may call, as OpenAI's API describes them;
-        `variables` are what else the template may use, such as enable_thinking.
+        The content of a message is a text or a list of text parts. `tokenize_chat` makes tokens of it; the
+        template has put in the special ones. The call waits for another process, which renders it. `tools`
+        are those that the model may call, as OpenAI's API describes them; `variables` are what else the
+        template may use, such as enable_thinking.
 
         Raises:
             InvalidRequestError: the model has no template, its template refuses the messages or takes too
@@ -214,14 +237,15 @@ class Tokenizer:
                 param="continue_final_message",
             )
         mark = secrets.token_hex(16)  # nobody can have written it before
-        text, found, _ = render(_with_mark(messages, mark), add_generation_prompt=False).rpartition(mark)
-        if not found:
+        chat = render(_with_mark(messages, mark), add_generation_prompt=False)
+        end = chat.text.rfind(mark)
+        if end < 0:
             raise InvalidRequestError(
                 "the chat template does not show the content of the last message, so it cannot be continued; "
                 "leave continue_final_message out",
                 param="continue_final_message",
             )
-        return text
+        return chat.part(0, end)
 
     def check_chat_template(self) -> None:
         """Render a small conversation, so that later ones find a process.
@@ -235,6 +259,10 @@ class Tokenizer:
         """End the processes that render the chat template; another conversation starts them again."""
         if self._chat_template_source is not None:
             self._template_renderer.close()
+
+    @functools.cached_property
+    def _commands(self) -> CommandTokens:
+        return CommandTokens(self._backend, self._chat_template_source or "")
 
     @functools.cached_property
     def _template_renderer(self) -> TemplateRenderer:
@@ -251,20 +279,19 @@ def _with_mark(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping
     """Return the messages with a mark at the end of the last one's content."""
     last = messages[-1] if messages else {}
     content = last.get("content")
-    if not isinstance(content, str) or last.get("tool_calls"):
+    if content is None or last.get("tool_calls"):
         raise InvalidRequestError(
             "the last message calls tools or has no text; only a text can be continued: leave "
             "continue_final_message out, or send the message's text",
             param="continue_final_message",
         )
-    return [*messages[:-1], {**last, "content": content + mark}]
+    return [*messages[:-1], {**last, "content": with_ending(content, mark)}]
 
 
-def _refuse_surrogates(text: str, error: Exception) -> None:
-    for position, character in enumerate(text):
-        if "\ud800" <= character <= "\udfff":
-            raise InvalidRequestError(
-                f"the text holds U+{ord(character):04X} at character {position}, half of a surrogate pair "
-                "and not a character; send valid Unicode",
-                param="prompt",
-            ) from error
+def _refuse_surrogates(text: str) -> None:
+    if found := _SURROGATE.search(text):
+        raise InvalidRequestError(
+            f"the text holds U+{ord(found[0]):04X} at character {found.start()}, half of a surrogate pair "
+            "and not a character; send valid Unicode",
+            param="prompt",
+        )

@@ -1,19 +1,17 @@
-"""Messages of chat completions, as bodies have them and as chat templates expect them."""
+"""Messages of chat completions, as bodies have them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
-from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.dialogue.messages import MAX_CALLS, ROLE_PATTERN
 from quire.server.strict_model import Ignored, StrictModel, Unsupported, text_or_list
-from quire.server.tool_fields import MAX_CALLS, CalledName, CallId, MessageToolCall
+from quire.server.tool_fields import CalledName, CallId, MessageToolCall
 
-Role = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Role = Annotated[str, StringConstraints(pattern=ROLE_PATTERN)]
 
 
 class TextPart(StrictModel):
@@ -66,43 +64,6 @@ class ChatMessage(StrictModel):
             raise PydanticCustomError("no_content", "only an assistant's message may have no content")
         return content
 
-    @property
-    def text(self) -> str:
-        """The content, its parts joined; "" if there is none."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-
-def messages_for_template(
-    messages: Sequence[ChatMessage], call_format: ToolCallFormat | None
-) -> list[dict[str, Any]]:
-    """Return a conversation for the model's template, which shows calls in its own way.
-
-    The result of a tool gets the tool's name, which some templates want, from the call that it belongs to.
-
-    Args:
-        messages: of the body.
-        call_format: of the model's calls; None if it is unknown.
-    """
-    names: dict[str, str] = {}
-    rendered = []
-    for message in messages:
-        calls = message.tool_calls or []
-        names.update((call.id, call.function.name) for call in calls)
-        one: dict[str, Any] = {"role": message.role, "content": message.text}
-        if calls:
-            as_text = call_format is not None and call_format.arguments_as_text
-            one["tool_calls"] = [call.for_template(arguments_as_text=as_text) for call in calls]
-            if call_format is not None and call_format.null_content and not one["content"]:
-                one["content"] = None
-        thought = message.reasoning_content or message.reasoning
-        if thought:
-            one.update(dict.fromkeys(NAMES_OF_THOUGHTS, thought))
-        if message.tool_call_id is not None:
-            one["tool_call_id"] = message.tool_call_id
-        name = message.name or names.get(message.tool_call_id or "")
-        if name is not None:
-            one["name"] = name
-        rendered.append(one)
-    return rendered
+    def as_given(self) -> dict[str, Any]:
+        """Return the message in OpenAI's form, without what has no effect."""
+        return self.model_dump(exclude_none=True)

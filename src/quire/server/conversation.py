@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.call_grammar import structure_of_answer
-from quire.dialogue.earlier_turns import turns_for_template
+from quire.dialogue.earlier_turns import text_of
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import has_place_for_tools
 from quire.dialogue.thought_tokens import ThoughtTokens
@@ -44,12 +44,8 @@ class ConversationBody(Protocol):
             InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
         """
 
-    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them.
-
-        Args:
-            call_format: of the model's calls; None if it is unknown.
-        """
+    def given_messages(self) -> list[dict[str, Any]]:
+        """Return the messages in OpenAI's form."""
 
     def thinking_options(self) -> Thinking:
         """Return how the model is to think."""
@@ -75,7 +71,7 @@ class Conversation:
     ) -> None:
         self._context = context
         call_format = context.tool_call_format
-        self._messages = turns_for_template(body.template_messages(call_format), call_format)
+        self._messages = body.given_messages()
         self._tool_use = body.tool_use()
         self._call_format: ToolCallFormat | None = None
         self._thinking = body.thinking_options()
@@ -147,7 +143,7 @@ class Conversation:
     def _continued(self) -> str:
         """The beginning of the answer that is in the prompt already."""
         continues = self._prompt_options.continue_final_message
-        return str(self._messages[-1]["content"] or "") if continues else ""
+        return text_of(self._messages[-1].get("content")) if continues else ""
 
     def _marks(self) -> Iterator[str]:
         """Yield the texts that are read in answers, also where they are special tokens."""
@@ -158,7 +154,7 @@ class Conversation:
 
     def _template_options(self) -> dict[str, Any]:
         """Return what the chat template gets to see besides the messages."""
-        options = self._prompt_options.given()
+        options = {"call_format": self._context.tool_call_format, **self._prompt_options.given()}
         if self._tool_use is not None:
             options["tools"] = [tool.for_template() for tool in self._tool_use.tools]
         variables = self._thinking.variables(self._context.chat_template, self._context.thought_format)

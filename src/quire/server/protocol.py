@@ -21,7 +21,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import NonNegativeInt, PositiveInt, limits_of
@@ -35,7 +34,7 @@ from quire.sampling_params import (
     StopText,
     TokenId,
 )
-from quire.server.chat_messages import ChatMessage, messages_for_template
+from quire.server.chat_messages import ChatMessage
 from quire.server.leniency import Ignorable, Leniency
 from quire.server.other_names import NAMES_IN_CHATS, NAMES_IN_COMPLETIONS, take_other_values
 from quire.server.prompt_options import PromptFields
@@ -395,9 +394,9 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
         """
         return tool_use_of(self.tools, self.tool_choice, parallel_tool_calls=self.parallel_tool_calls)
 
-    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them."""
-        return messages_for_template(self.messages, call_format)
+    def given_messages(self) -> list[dict[str, Any]]:
+        """Return the messages in OpenAI's form."""
+        return [message.as_given() for message in self.messages]
 
     def thinking_options(self) -> Thinking:
         """Return how the model is to think."""

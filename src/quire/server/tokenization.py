@@ -10,10 +10,9 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.sampling_params import TokenId
-from quire.server.chat_messages import ChatMessage, messages_for_template
+from quire.server.chat_messages import ChatMessage
 from quire.server.context import ServerContext, context_of
 from quire.server.conversation import Conversation
 from quire.server.prompt_options import PromptFields
@@ -56,9 +55,9 @@ class TokenizeRequest(PromptFields):
         """
         return tool_use_of(self.tools, None, parallel_tool_calls=None)
 
-    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them."""
-        return messages_for_template(self.messages or [], call_format)
+    def given_messages(self) -> list[dict[str, Any]]:
+        """Return the messages in OpenAI's form."""
+        return [message.as_given() for message in self.messages or ()]
 
     def thinking_options(self) -> Thinking:
         """Return how the model is to think."""

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from quire.dialogue.tools import Tool, ToolUse
+from quire.dialogue.messages import MAX_ID_LENGTH, MAX_NAME_LENGTH
+from quire.dialogue.tools import TOOL_NAME_PATTERN, Tool, ToolUse, checked_parameters
 from quire.errors import InvalidRequestError, nearest_name
 from quire.server.leniency import Ignorable
 from quire.server.strict_model import StrictModel
-from quire.structured_outputs import MAX_SCHEMA_BYTES
 
 MAX_TOOLS = 128
-MAX_CALLS = 128  # in one message
 
-ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
-CalledName = Annotated[str, StringConstraints(min_length=1, max_length=512)]  # whatever a model wrote
-CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+ToolName = Annotated[str, StringConstraints(pattern=TOOL_NAME_PATTERN)]
+CalledName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_LENGTH)]
+CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH)]
 
 
 class ToolFunction(StrictModel):
@@ -49,34 +47,7 @@ class FunctionTool(StrictModel):
             InvalidRequestError: the schema is not an object's, too large, or has a number that JSON has not.
         """
         function = self.function
-        parameters = function.parameters or {}
-        if parameters.get("type", "object") != "object":
-            raise InvalidRequestError(
-                f"the parameters of tool {function.name!r} have the type {parameters['type']!r:.80}; "
-                'arguments are always an object: set it to "object"',
-                param="tools",
-            )
-        if not isinstance(parameters.get("properties", {}), dict):
-            raise InvalidRequestError(
-                f"the parameters of tool {function.name!r} have properties that are no object", param="tools"
-            )
-        if not isinstance(parameters.get("required", []), list):
-            raise InvalidRequestError(
-                f"the parameters of tool {function.name!r} have a required that is no list", param="tools"
-            )
-        try:
-            size = len(json.dumps(parameters, allow_nan=False).encode())
-        except ValueError:
-            raise InvalidRequestError(
-                f"the parameters of tool {function.name!r} have a number beyond 1.8e308, which is the limit",
-                param="tools",
-            ) from None
-        if size > MAX_SCHEMA_BYTES:
-            raise InvalidRequestError(
-                f"the parameters of tool {function.name!r} have {size} bytes; "
-                f"the limit is {MAX_SCHEMA_BYTES}",
-                param="tools",
-            )
+        parameters = checked_parameters(function.name, function.parameters or {})
         return Tool(function.name, function.description or "", parameters, bool(function.strict))
 
 
@@ -167,27 +138,6 @@ class MessageToolCall(StrictModel):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: Annotated[int | None, Ignorable()] = None  # which streamed calls have
-
-    def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
-        """Return the call as chat templates expect it.
-
-        Args:
-            arguments_as_text: whether the template writes the arguments as they are. Others write them as
-                JSON, of which only an object can be made; other arguments stay text.
-        """
-        arguments: Any = self.function.arguments
-        if not arguments_as_text:
-            arguments = _object_or_text(arguments)
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-def _object_or_text(arguments: str) -> dict[str, Any] | str:
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
 
 
 def tool_use_of(

@@ -6,12 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt, limits_of
 from quire.sampling_params import SamplingParams, StopText
-from quire.server.anthropic.turns import Message, TextBlocks, ToolUseBlock, messages_for_template
+from quire.server.anthropic.turns import Message, TextBlocks, ToolUseBlock, openai_messages
 from quire.server.leniency import Leniency
 from quire.server.other_names import take_other_values
 from quire.server.prompt_options import PromptOptions
@@ -161,13 +160,13 @@ class CountTokensRequest(StrictModel):
         calls_tools = any(isinstance(block, ToolUseBlock) for block in blocks)
         return PromptOptions(continue_final_message=(last.role == "assistant" and not calls_tools) or None)
 
-    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them.
+    def given_messages(self) -> list[dict[str, Any]]:
+        """Return the messages in OpenAI's form.
 
         Raises:
             InvalidRequestError: blocks are in messages where they make no sense.
         """
-        return messages_for_template(self.system, self.messages, call_format)
+        return openai_messages(self.system, self.messages)
 
 
 class MessagesRequest(CountTokensRequest):

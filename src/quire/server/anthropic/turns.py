@@ -1,16 +1,13 @@
-"""Turns of a conversation in Anthropic's form: blocks of content, and messages for chat templates."""
+"""Turns of a conversation in Anthropic's form: blocks of content, and the messages that they are."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
-from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.errors import InvalidRequestError
 from quire.server.strict_model import Ignored, JsonObject, StrictModel, text_or_list
 from quire.server.tool_fields import CalledName, CallId
@@ -120,32 +117,31 @@ class Message(StrictModel):
     content: Blocks
 
 
-def messages_for_template(
-    system: str | Sequence[TextBlock] | None, messages: Sequence[Message], call_format: ToolCallFormat | None
+def openai_messages(
+    system: str | Sequence[TextBlock] | None, messages: Sequence[Message]
 ) -> list[dict[str, Any]]:
-    """Return a conversation as chat templates expect it.
+    """Return a conversation in OpenAI's form.
 
     Turns of the same side that follow one another are one, as in Anthropic's API: many templates refuse them.
 
     Args:
         system: what the model is told before it.
         messages: of the body.
-        call_format: of the model's calls; None if it is unknown.
 
     Raises:
         InvalidRequestError: blocks are in messages where they make no sense.
     """
-    rendered: list[dict[str, Any]] = []
-    if system is not None and (text := text_of(system)):
-        rendered.append({"role": "system", "content": text})
-    names: dict[str, str] = {}
+    given: list[dict[str, Any]] = []
+    if content := _content_of(system):
+        given.append({"role": "system", "content": content})
+    call_ids: set[str] = set()
     for role, turns in itertools.groupby(messages, key=lambda message: message.role):
         content = _joined([turn.content for turn in turns])
         if role == "assistant":
-            rendered.append(_assistant_message(content, names, call_format))
+            given.append(_assistant_message(content, call_ids))
         else:
-            rendered += _other_messages(role, content, names)
-    return rendered
+            given += _other_messages(role, content, call_ids)
+    return given
 
 
 def _joined(contents: Sequence[str | list[Any]]) -> str | list[Any]:
@@ -158,71 +154,64 @@ def _joined(contents: Sequence[str | list[Any]]) -> str | list[Any]:
     return blocks
 
 
-def text_of(content: str | Sequence[TextBlock] | None) -> str:
-    """Return the text of blocks, a line each."""
+def _content_of(content: str | Sequence[TextBlock] | None) -> str | list[dict[str, str]]:
+    """Return the content of a message, a part for each block; "" if there is none."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(block.text for block in content)
+    return [{"type": "text", "text": block.text} for block in content] or ""
 
 
-def _assistant_message(
-    content: str | list[Any], names: dict[str, str], call_format: ToolCallFormat | None
-) -> dict[str, Any]:
-    """Return a turn of the model's; note the names of the tools that it calls by the calls' ids."""
+def _assistant_message(content: str | list[Any], call_ids: set[str]) -> dict[str, Any]:
+    """Return a turn of the model's; note the ids of its calls."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
-    texts: list[str] = []
+    texts: list[TextBlock] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in content:
         match block:
             case TextBlock():
-                texts.append(block.text)
+                texts.append(block)
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
-                names[block.id] = block.name
-                as_text = call_format is not None and call_format.arguments_as_text
-                arguments = json.dumps(block.input, ensure_ascii=False) if as_text else block.input
-                function = {"name": block.name, "arguments": arguments}
+                call_ids.add(block.id)
+                function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
                 raise InvalidRequestError(
                     "an assistant's message has a tool_result block; results are the user's", param="messages"
                 )
-    rendered: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    given: dict[str, Any] = {"role": "assistant", "content": _content_of(texts)}
     if thoughts:
-        rendered.update(dict.fromkeys(NAMES_OF_THOUGHTS, "\n".join(thoughts)))
+        given["reasoning_content"] = "\n".join(thoughts)
     if calls:
-        rendered["tool_calls"] = calls
-        if call_format is not None and call_format.null_content and not texts:
-            rendered["content"] = None
-    return rendered
+        given["tool_calls"] = calls
+    return given
 
 
-def _other_messages(role: str, content: str | list[Any], names: dict[str, str]) -> list[dict[str, Any]]:
+def _other_messages(role: str, content: str | list[Any], call_ids: set[str]) -> list[dict[str, Any]]:
     """Return a turn of the user's or the system's: the results of tools in it are messages of their own."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    rendered: list[dict[str, Any]] = []
+    given: list[dict[str, Any]] = []
     texts: list[TextBlock] = []
     for block in content:
         match block:
             case TextBlock():
                 texts.append(block)
             case ToolResultBlock(tool_use_id=call_id):
-                if call_id not in names:
+                if call_id not in call_ids:
                     raise InvalidRequestError(
                         f"a tool_result has the tool_use_id {call_id!r}, which no tool_use before it has",
                         param="messages",
                     )
-                result = {"role": "tool", "tool_call_id": call_id, "name": names[call_id]}
-                rendered.append({**result, "content": text_of(block.content)})
+                given.append({"role": "tool", "tool_call_id": call_id, "content": _content_of(block.content)})
             case _:
                 raise InvalidRequestError(
                     f"a message of the {role}'s has a {block.type} block, which is the assistant's",
                     param="messages",
                 )
-    if texts or not rendered:
-        rendered.append({"role": role, "content": text_of(texts)})
-    return rendered
+    if texts or not given:
+        given.append({"role": role, "content": _content_of(texts)})
+    return given

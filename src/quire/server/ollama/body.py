@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.sampling_params import NumLogprobs, SamplingParams
-from quire.server.ollama.messages import NoImages, OllamaMessage, messages_for_template
+from quire.server.ollama.messages import NoImages, OllamaMessage, openai_messages
 from quire.server.ollama.options import OllamaOptions
 from quire.server.prompt_options import PromptOptions
 from quire.server.reasoning import Thinking
@@ -96,8 +95,8 @@ class OllamaRequest(StrictModel):
         return Thinking(is_on=self.think, is_shown=self.think is not False)
 
     @abc.abstractmethod
-    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them."""
+    def given_messages(self) -> list[dict[str, Any]]:
+        """Return the messages in OpenAI's form."""
 
     @abc.abstractmethod
     def prompt_options(self) -> PromptOptions:
@@ -153,9 +152,9 @@ class OllamaChatRequest(OllamaRequest):
         """
         return tool_use_of(self.tools, None, parallel_tool_calls=None)
 
-    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them."""
-        return messages_for_template(self.messages or [], call_format)
+    def given_messages(self) -> list[dict[str, Any]]:
+        """Return the messages in OpenAI's form."""
+        return openai_messages(self.messages or [])
 
     def prompt_options(self) -> PromptOptions:
         """Return how the messages become a prompt: the answer continues a text of the assistant's."""
@@ -197,8 +196,8 @@ class OllamaGenerateRequest(OllamaRequest):
             )
         return self.prompt or ""
 
-    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
-        """Return the messages as chat templates expect them."""
+    def given_messages(self) -> list[dict[str, Any]]:
+        """Return the messages in OpenAI's form."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.prompt or ""}]
 

@@ -1,8 +1,7 @@
-"""Messages of /api/chat, as bodies have them and as chat templates expect them."""
+"""Messages of /api/chat, as bodies have them and as OpenAI's API does."""
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -10,11 +9,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
-from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.dialogue.messages import MAX_CALLS
 from quire.server.chat_messages import Role
 from quire.server.strict_model import Ignored, JsonObject, StrictModel, Unsupported
-from quire.server.tool_fields import MAX_CALLS, CalledName, CallId
+from quire.server.tool_fields import CalledName, CallId
 
 
 def _refuse_images(value: Any) -> None:
@@ -98,42 +96,29 @@ class _OpenCalls:
         return None, name
 
 
-def messages_for_template(
-    messages: Sequence[OllamaMessage], call_format: ToolCallFormat | None
-) -> list[dict[str, Any]]:
-    """Return a conversation for the model's template, which shows calls in its own way.
+def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Return a conversation in OpenAI's form.
 
     Args:
         messages: of the body.
-        call_format: of the model's calls; None if it is unknown.
     """
     calls = _OpenCalls()
-    rendered = []
+    given = []
     for message in messages:
         one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
-            one.update(dict.fromkeys(NAMES_OF_THOUGHTS, message.thinking))
+            one["reasoning_content"] = message.thinking
         if message.tool_calls:
-            one["tool_calls"] = [
-                _shown_call(call, calls.add(call), call_format) for call in message.tool_calls
-            ]
-            if call_format is not None and call_format.null_content and not message.content:
-                one["content"] = None
+            one["tool_calls"] = [_openai_call(call, calls.add(call)) for call in message.tool_calls]
         call_id, name = calls.take(message) if message.role == "tool" else (None, message.name)
         if call_id is not None:
             one["tool_call_id"] = call_id
         if name is not None:
             one["name"] = name
-        rendered.append(one)
-    return rendered
+        given.append(one)
+    return given
 
 
-def _shown_call(call: OllamaMessageCall, call_id: str, call_format: ToolCallFormat | None) -> dict[str, Any]:
-    arguments: Any = call.function.arguments or {}
-    if call_format is not None and call_format.arguments_as_text:
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
-    }
+def _openai_call(call: OllamaMessageCall, call_id: str) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments or {}}
+    return {"id": call_id, "type": "function", "function": function}

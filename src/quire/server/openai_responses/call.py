@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from typing_extensions import override
 
-from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.context import leniency_of
@@ -69,9 +68,9 @@ class _Input:
         """Return which tools the answer may or must call; None: none."""
         return self._body.tool_use()
 
-    def template_messages(self, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
-        """Return the conversation as chat templates expect it."""
-        return messages_of(self._body.instructions, self._items, call_format)
+    def given_messages(self) -> list[dict[str, Any]]:
+        """Return the conversation in OpenAI's form of messages."""
+        return messages_of(self._body.instructions, self._items)
 
     def thinking_options(self) -> Thinking:
         """Return how the model is to think."""

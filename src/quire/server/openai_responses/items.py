@@ -1,4 +1,4 @@
-"""Items of a Responses conversation, as bodies have them and as chat templates expect them."""
+"""Items of a Responses conversation, as bodies have them and as messages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS
-from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.dialogue.earlier_turns import text_of
 from quire.server.strict_model import Ignored, StrictModel, text_or_list
-from quire.server.tool_fields import CalledFunction, CalledName, CallId, MessageToolCall
+from quire.server.tool_fields import CalledName, CallId
 
 _TEXT_TYPES = frozenset({"input_text", "output_text", "text", "refusal"})
 
@@ -184,15 +183,8 @@ Items = Annotated[
 ]
 
 
-def text_of(content: str | list[TextPart | RefusalPart]) -> str:
-    """Return the text of a message."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def messages_of(
-    instructions: str | None, items: Iterable[Item], call_format: ToolCallFormat | None
-) -> list[dict[str, Any]]:
-    """Return a conversation as chat templates expect it.
+def messages_of(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return a conversation in OpenAI's form of messages.
 
     Thoughts, text and calls of the model that follow one another are one message. Instructions, and what
     the system says before anybody else, are one message too.
@@ -200,61 +192,65 @@ def messages_of(
     Args:
         instructions: what the system says first.
         items: of the conversation.
-        call_format: of the model's calls; None if it is unknown.
     """
-    turns = _Turns(call_format)
+    turns = _Turns()
     if instructions:
         turns.say("system", instructions)
     for item in items:
         match item:
             case MessageItem(role="assistant"):
-                turns.answer(text_of(item.content))
+                turns.answer(_content_of(item.content))
             case MessageItem():
-                turns.say("system" if item.role == "developer" else item.role, text_of(item.content))
+                turns.say("system" if item.role == "developer" else item.role, _content_of(item.content))
             case ReasoningItem():
                 turns.think(item.text)
             case FunctionCallItem():
                 turns.call(item)
             case FunctionCallOutputItem():
-                turns.result(item.call_id, text_of(item.output))
+                turns.result(item.call_id, _content_of(item.output))
     return turns.messages
 
 
-class _Turns:
-    def __init__(self, call_format: ToolCallFormat | None) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._format = call_format
-        self._names: dict[str, str] = {}  # of tools, by the calls' ids
+_Text = str | list[dict[str, str]]
 
-    def say(self, role: str, text: str) -> None:
+
+def _content_of(content: str | list[TextPart | RefusalPart]) -> _Text:
+    """Return the content of a message; "" if it has no parts."""
+    return content if isinstance(content, str) else [_part(part.text) for part in content] or ""
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+class _Turns:
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def say(self, role: str, content: _Text) -> None:
         """Add a message of the user's or the system's."""
         only_system = all(message["role"] == "system" for message in self.messages)
         if role == "system" and self.messages and only_system:
-            self.messages[-1]["content"] += f"\n\n{text}"
+            self.messages[-1]["content"] = f"{text_of(self.messages[-1]['content'])}\n\n{text_of(content)}"
         else:
-            self.messages.append({"role": role, "content": text})
+            self.messages.append({"role": role, "content": content})
 
     def think(self, text: str) -> None:
         """Begin a turn of the model's with a thought."""
-        self._begin().update(dict.fromkeys(NAMES_OF_THOUGHTS, text))
+        self._begin()["reasoning_content"] = text
 
-    def answer(self, text: str) -> None:
+    def answer(self, content: _Text) -> None:
         """Add text to the model's turn, or begin another if it has some already."""
         turn = self._turn()
         if turn["content"] or "tool_calls" in turn:
             turn = self._begin()
-        turn["content"] = text
+        turn["content"] = content
 
     def call(self, item: FunctionCallItem) -> None:
         """Add a call to the model's turn."""
-        self._names[item.call_id] = item.name
-        as_text = self._format is not None and self._format.arguments_as_text
-        function = CalledFunction(name=item.name, arguments=item.arguments)
-        call = MessageToolCall(id=item.call_id, function=function)
-        turn = self._turn()
-        turn.setdefault("tool_calls", []).append(call.for_template(arguments_as_text=as_text))
-        if self._format is not None and self._format.null_content and not turn["content"]:
-            turn["content"] = None
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        self._turn().setdefault("tool_calls", []).append(call)
 
     def _turn(self) -> dict[str, Any]:
         """Return the model's turn, which begins if it is not its turn already."""
@@ -265,9 +261,6 @@ class _Turns:
         self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
 
-    def result(self, call_id: str, text: str) -> None:
+    def result(self, call_id: str, content: _Text) -> None:
         """Add what a tool returned."""
-        message = {"role": "tool", "content": text, "tool_call_id": call_id}
-        if call_id in self._names:
-            message["name"] = self._names[call_id]
-        self.messages.append(message)
+        self.messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
