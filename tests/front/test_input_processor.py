@@ -156,7 +156,7 @@ def test_the_same_request_id_never_gives_the_same_sequence_id(inputs):
 @pytest.fixture
 def refuses_to_tokenize(monkeypatch):
     """Fails the test when anything is tokenized or put into a template."""
-    for name in ("tokenize", "apply_chat_template"):
+    for name in ("tokenize", "tokenize_chat", "render_chat"):
         monkeypatch.setattr(TOKENIZER, name, lambda *args, **kwargs: pytest.fail("too late"))
 
 

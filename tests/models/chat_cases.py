@@ -121,10 +121,11 @@ TEMPLATES = {
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     "of-roles": "{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-    "inst": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]"
-    "{% else %}{{ ' %s ' % m['content'].strip() }}{{ eos_token }}{% endif %}{% endfor %}",
-    "macros": "{% macro turn(role, text) %}<|im_start|>{{ role | upper }}\n{{ text }}<|im_end|>\n{% endmacro %}"
-    "{% for m in messages %}{% set body %}{{ m.content }}{% endset %}{{ turn(m.role, body) }}{% endfor %}",
+    "inst": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }}"
+    " [/INST]{% else %}{{ ' %s ' % m['content'].strip() }}{{ eos_token }}{% endif %}{% endfor %}",
+    "macros": "{% macro turn(role, text) %}<|im_start|>{{ role | upper }}\n{{ text }}<|im_end|>\n"
+    "{% endmacro %}{% for m in messages %}{% set body %}{{ m.content }}{% endset %}{{ turn(m.role, body) }}"
+    "{% endfor %}",
     "formats": "{% for m in messages %}{{ '<|im_start|>{}\n{}<|im_end|>'.format(m.role, m.content) }}"
     "{{ ['<s>', m.content | tojson, '</s>'] | join('') }}{{ '<think>%s</think>' | format(m.content[1:]) }}"
     "{{ 'A<tool_call>' | replace('A', m.content) }}{{ ''.join([m.content, '<s>']) }}{% endfor %}",
@@ -132,7 +133,7 @@ TEMPLATES = {
 
 INNOCENT = st.lists(
     st.sampled_from(
-        ["the", "and", "in", " ", "  ", "\n", "\n\n", "\t", "a", "é", "ﬁ", "中", "🙂", ".", "!", "13"]
+        ["the", "and", "in", " ", "  ", "\n", "\n\n", "\t", "a", "é", "ﬁ", "中", "🙂", ".", "13"]
     ),
     min_size=1,
     max_size=12,
@@ -145,7 +146,9 @@ HOSTILE = st.lists(
                 lambda ends: text[min(ends) : max(ends)]
             )
         ),
-        st.sampled_from(["the", " ", "\n", "é", "中", "<", ">", "|", "[", "]", "/", "＜s＞", "[inst]"]),
+        st.sampled_from(
+            ["the", " ", "\n", "é", "中", "<", ">", "|", "[", "]", "/", "\uff1cs\uff1e", "[inst]"]
+        ),
     ),
     min_size=1,
     max_size=8,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from quire.dialogue.earlier_turns import text_of
 from quire.errors import InvalidRequestError
 from quire.server.strict_model import Ignored, JsonObject, StrictModel, text_or_list
 from quire.server.tool_fields import CalledName, CallId
@@ -135,12 +136,16 @@ def openai_messages(
     if content := _content_of(system):
         given.append({"role": "system", "content": content})
     call_ids: set[str] = set()
-    for role, turns in itertools.groupby(messages, key=lambda message: message.role):
+    for role, group in itertools.groupby(messages, key=lambda message: message.role):
+        turns = list(group)
         content = _joined([turn.content for turn in turns])
         if role == "assistant":
-            given.append(_assistant_message(content, call_ids))
+            one = [_assistant_message(content, call_ids)]
         else:
-            given += _other_messages(role, content, call_ids)
+            one = _other_messages(role, content, call_ids)
+        if len(turns) > 1:  # a template that shows parts may put nothing between them
+            one = [{**message, "content": text_of(message["content"])} for message in one]
+        given += one
     return given
 
 
