@@ -28,7 +28,7 @@ REFUSES_TEXT = "{% if m.content is string %}{{ raise_exception('no text') }}{% e
         ("{{ m.content | tojson }}", '"ab"', '"a\\nb"'),
         (LOOP, "ab", "ab"),
         (REFUSES_TEXT, "ab", "ab"),
-        ("{% set ns = namespace(c=m.content) %}{% for c in ns.c %}{{ c['text'] }}.{% endfor %}", "ab.", "a.b."),
+        ("{% set n = namespace(c=m.content) %}{% for c in n.c %}{{ c['text'] }}.{% endfor %}", "ab.", "a.b."),
         (IN_MACRO + "{% endmacro %}{{ shown(m.content) }}", "ab", "ab"),
         (ASKED, "ab", "ab"),
         (FIRST_ONLY, "ab", "a\nb"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.models.chat_template import ChatTemplate
-from quire.models.traced_text import TracedText, given_text, joined, traced
+from quire.models.traced_text import TracedText, given_runs, given_text, joined, traced
 
 OWN, GIVEN = "ab< \n", "xy> \t"  # the spaces are in both
 texts = st.lists(st.tuples(st.booleans(), st.text(max_size=6)), max_size=4).map(
@@ -24,7 +24,7 @@ limits = st.integers(-1, 3)
 def given_part(text):
     """Return the characters that are given, as the marks have it."""
     assert isinstance(text, TracedText)
-    return "".join(str.__str__(text)[start:end] for start, end in text.runs())
+    return "".join(str.__str__(text)[start:end] for start, end in given_runs(text))
 
 
 def expected_part(text):

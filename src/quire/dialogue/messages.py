@@ -18,7 +18,6 @@ MAX_ID_LENGTH = 256  # of a call
 
 _KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *NAMES_OF_THOUGHTS})
 _IGNORED = frozenset({"annotations", "refusal"})
-_NOTHING: tuple[Any, ...] = (None, "", [], {}, False)
 
 
 def template_messages(
@@ -74,7 +73,8 @@ def _template_message(
 
 def _check_names(message: Mapping[str, Any], path: str) -> None:
     for name, value in message.items():
-        if name in _KNOWN or name in _IGNORED or value in _NOTHING:
+        asks_nothing = value is None or (isinstance(value, str | list | dict | bool) and not value)
+        if name in _KNOWN or name in _IGNORED or asks_nothing:
             continue
         if name in ("audio", "function_call"):
             hint = "which is not supported; leave it out"

@@ -30,7 +30,15 @@ import jinja2.utils
 
 from quire.errors import InvalidRequestError
 from quire.models.template_messages import RenderedChat
-from quire.models.traced_text import TracedText, given_text, given_value, joined, traced
+from quire.models.traced_text import (
+    TracedText,
+    formatted,
+    given_runs,
+    given_text,
+    given_value,
+    joined,
+    traced,
+)
 
 # What a template can raise over messages that it was not written for.
 _TEMPLATE_FAULTS = (
@@ -116,7 +124,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return RenderedChat(str.__str__(text), traced(text).runs())
+        return RenderedChat(str.__str__(text), given_runs(text))
 
 
 def _given_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +191,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if attribute not in ("format", "format_map"):
             return super().getattr(traced(obj), attribute)
         fill_in = super().getattr(str.__str__(obj), attribute)
-        return lambda *args, **kwargs: traced(obj).formatted_by(fill_in, args, kwargs)
+        return lambda *args, **kwargs: formatted(obj, fill_in, args, kwargs)
 
     def call(
         __self,  # noqa: N805

@@ -248,12 +248,12 @@ class Tokenizer:
         return chat.part(0, end)
 
     def check_chat_template(self) -> None:
-        """Render a small conversation, so that later ones find a process.
+        """Make the prompt of a small conversation, so that later ones find what they need.
 
         Raises:
             InvalidRequestError: as `apply_chat_template` does.
         """
-        self.apply_chat_template([{"role": "user", "content": "Hello"}])
+        self.tokenize_chat(self.render_chat([{"role": "user", "content": "Hello"}]))
 
     def close(self) -> None:
         """End the processes that render the chat template; another conversation starts them again."""

@@ -59,16 +59,6 @@ class TracedText(str):
             return self._filled_in(super().__mod__, values)
         return self._filled_in(lambda several: str.__mod__(self, several[0]), (values,))
 
-    def formatted_by(
-        self, fill_in: Callable[..., str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> TracedText:
-        """Return what `fill_in`, as `str.format`, makes of this text; given if a value is more than text."""
-
-        def fill(values: tuple[Any, ...]) -> str:
-            return fill_in(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-
-        return self._filled_in(fill, (*args, *kwargs.values()))
-
     def join(self, items: Iterable[str]) -> TracedText:
         """As of `str`."""
         pieces = [piece for item in items for piece in (self, item)]
@@ -146,10 +136,6 @@ class TracedText(str):
         """As of `str`."""
         return self._with_case(super().casefold())
 
-    def runs(self) -> list[tuple[int, int]]:
-        """Return where the given characters are: start and end of each run of them."""
-        return [run.span() for run in _RUN.finditer(self._given)]
-
     def _with_case(self, text: str) -> TracedText:
         """Return the text in another case, in which no character can have become less than one."""
         return TracedText(text, self._given) if len(text) == len(self) else given_text(text)
@@ -179,6 +165,22 @@ class TracedText(str):
         pieces = re.split(f"({'|'.join(texts)})", marked) if texts else [marked]
         found = joined(texts.get(piece, piece) for piece in pieces)
         return traced(found) if found == filled else given_text(filled)
+
+
+def formatted(
+    text: str, fill_in: Callable[..., str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> TracedText:
+    """Return a text with its fields filled in by its `str.format`; given if a value is more than text."""
+
+    def fill(values: tuple[Any, ...]) -> str:
+        return fill_in(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+    return traced(text)._filled_in(fill, (*args, *kwargs.values()))
+
+
+def given_runs(text: str) -> list[tuple[int, int]]:
+    """Return where the given characters of a text are: start and end of each run of them."""
+    return [run.span() for run in _RUN.finditer(_marks(text))]
 
 
 def traced(text: str) -> TracedText:
