@@ -20,6 +20,8 @@ COMMANDS = [
     AddedToken("<think>", special=False, normalized=False),
     AddedToken("</think>", special=False, normalized=False),
     AddedToken("<tool_call>", special=False, normalized=True),
+    AddedToken("<\uff5cUser\uff5c>", special=False, normalized=False),
+    AddedToken("{{word}}", special=False, normalized=True, single_word=True),
 ]
 SPACES = [AddedToken("  ", special=False, normalized=False), AddedToken("\n\n", special=False)]
 SPELLINGS = [token.content for token in COMMANDS]
@@ -61,6 +63,26 @@ def _byte_level(
     )
     if nfc:
         backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _lowercase() -> tokenizers.Tokenizer:
+    backend = _byte_level()
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    return backend
+
+
+def _whole_words() -> tokenizers.Tokenizer:
+    """Its model takes a word that is in the vocabulary as it is, commands too."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*alphabet, "the", "\u0120the", "<|im_end|>", "</think>", "\u0120<s>"]
+    vocab = {one: at for at, one in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
+    split = pre_tokenizers.Split(tokenizers.Regex(r" ?[^\s]+|\s+"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -109,6 +131,8 @@ BACKENDS = {
     "byte-level-nfc": lambda: _byte_level(nfc=True),
     "byte-level-prefix-space": lambda: _byte_level(prefix_space=True),
     "byte-level-merged": lambda: _byte_level(merged=True),
+    "byte-level-lowercase": _lowercase,
+    "byte-level-whole-words": _whole_words,
     "llama2": lambda: _sentencepiece("llama2"),
     "gemma": lambda: _sentencepiece("gemma"),
     "metaspace-first": lambda: _sentencepiece("first"),
@@ -126,6 +150,8 @@ TEMPLATES = {
     "macros": "{% macro turn(role, text) %}<|im_start|>{{ role | upper }}\n{{ text }}<|im_end|>\n"
     "{% endmacro %}{% for m in messages %}{% set body %}{{ m.content }}{% endset %}{{ turn(m.role, body) }}"
     "{% endfor %}",
+    "beyond-ascii": "\U0001f642\u00e9{% for m in messages %}{% if loop.first %}e\u0301{% endif %}"
+    "<\uff5cUser\uff5c>{{ m.content }}{{ '{{word}}' }}\u4e2d</s>\U0001f642{% endfor %}",
     "formats": "{% for m in messages %}{{ '<|im_start|>{}\n{}<|im_end|>'.format(m.role, m.content) }}"
     "{{ ['<s>', m.content | tojson, '</s>'] | join('') }}{{ '<think>%s</think>' | format(m.content[1:]) }}"
     "{{ 'A<tool_call>' | replace('A', m.content) }}{{ ''.join([m.content, '<s>']) }}{% endfor %}",
@@ -133,7 +159,26 @@ TEMPLATES = {
 
 INNOCENT = st.lists(
     st.sampled_from(
-        ["the", "and", "in", " ", "  ", "\n", "\n\n", "\t", "a", "é", "ﬁ", "中", "🙂", ".", "13"]
+        [
+            "the",
+            "and",
+            "in",
+            " ",
+            "  ",
+            "\n",
+            "\n\n",
+            "\t",
+            "a",
+            "é",
+            "ﬁ",
+            "中",
+            "🙂",
+            ".",
+            "13",
+            "e\u0301",
+            "\u00b2",
+            "\u200d",
+        ]
     ),
     min_size=1,
     max_size=12,
@@ -147,7 +192,24 @@ HOSTILE = st.lists(
             )
         ),
         st.sampled_from(
-            ["the", " ", "\n", "é", "中", "<", ">", "|", "[", "]", "/", "\uff1cs\uff1e", "[inst]"]
+            [
+                "the",
+                " ",
+                "\n",
+                "é",
+                "中",
+                "<",
+                ">",
+                "|",
+                "[",
+                "]",
+                "/",
+                "\uff1cs\uff1e",
+                "[inst]",
+                "e\u0301",
+                "\u00b2",
+                "\u200d",
+            ]
         ),
     ),
     min_size=1,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import re
 import secrets
+import unicodedata
 from collections.abc import Callable, Iterator
 
 import tokenizers
@@ -23,7 +23,8 @@ from quire.models.template_messages import RenderedChat
 
 _LETTERS = "\u2d30\ua4ed\u16a0x"  # one that no command has stands for given letters
 _SYMBOLS = "\u2e3a\u203b\u2042~"  # and one for all else that is not white space
-_WORD = re.compile(r"\w")
+_KINDS_OF_WORDS = ("L", "M", "Nd", "Nl", "Pc")  # categories of Unicode
+_JOINERS = "\u200c\u200d"
 _SPACE = "\u2581"  # as SentencePiece writes it
 
 
@@ -153,7 +154,7 @@ class CommandTokens:
         """Return a character that no command has, for one that is given; white space stays."""
         if character.isspace():
             return character
-        return self._letter if _WORD.fullmatch(character) else self._symbol
+        return self._letter if _is_of_word(character) else self._symbol
 
     def _without_others(self, encoding: tokenizers.Encoding, num_own: int) -> TokenList:
         """Return tokens with the ids that they have in the model, and other commands as the text they are."""
@@ -201,8 +202,13 @@ def _is_command(token: AddedToken, template: str) -> bool:
 
 def _other_spelling(text: str, name: str) -> str:
     """Return a name that has letters at its ends where a token has them; by these, single words are told."""
-    begins, ends = ("" if _WORD.fullmatch(text[at]) else "~" for at in (0, -1))
+    begins, ends = ("" if _is_of_word(text[at]) else "~" for at in (0, -1))
     return f"{begins}{name}{ends}"
+
+
+def _is_of_word(character: str) -> bool:
+    """Return whether a character is part of a word, as the library has it."""
+    return unicodedata.category(character).startswith(_KINDS_OF_WORDS) or character in _JOINERS
 
 
 def _renamed(token: AddedToken, name: str | None) -> AddedToken:
