@@ -220,6 +220,8 @@ HOSTILE = st.lists(
 def make(kind: str, template: str) -> Tokenizer:
     """Return a tokenizer of a kind with a chat template, and all commands."""
     backend = BACKENDS[kind]()
+    if backend.token_to_id("<unk>") is not None:
+        backend.add_special_tokens(["<unk>"])
     backend.add_tokens([*COMMANDS, *SPACES])
     return Tokenizer(
         backend,

@@ -83,8 +83,7 @@ class CommandTokens:
         self._written_ids = {
             writing.token_to_id(self._names.get(id_, token.content)): id_ for id_, token in added.items()
         }
-        unknown = getattr(self._model, "unk_token", None)
-        self._unknown_id = None if unknown is None else self._model.token_to_id(unknown)
+        self._unknown_ids = _unknown_ids(self._model)
         spellings = "".join(token.content for token in self._commands.values())
         self._letter = next((one for one in _LETTERS if one not in spellings), _LETTERS[0])
         self._symbol = next((one for one in _SYMBOLS if one not in spellings), _SYMBOLS[0])
@@ -165,7 +164,7 @@ class CommandTokens:
             if own_id is not None:
                 ids.append(own_id)
                 num_own -= not is_around and own_id in self._commands
-            elif id_ in self._commands and id_ != self._unknown_id:
+            elif id_ in self._commands and id_ not in self._unknown_ids:
                 ids += self._pieces_of(id_)
             else:
                 ids.append(id_)
@@ -198,6 +197,14 @@ def _is_command(token: AddedToken, template: str) -> bool:
     text = token.content.replace(_SPACE, " ").strip()
     is_word = len(text) <= 1 or all(one.isalnum() or one.isspace() for one in text)
     return bool(token.content) and (token.special or not is_word or (len(text) > 1 and text in template))
+
+
+def _unknown_ids(model: tokenizer_models.Model) -> frozenset[int]:
+    """Return what the model makes of a text that it does not know."""
+    try:
+        return frozenset(token.id for token in model.tokenize("\U0010ffff"))
+    except Exception:  # the library raises no other: the model has no such token
+        return frozenset()
 
 
 def _other_spelling(text: str, name: str) -> str:
