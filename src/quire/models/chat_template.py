@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -188,8 +189,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Return an attribute; of a text, a method that returns text that is traced."""
         if not isinstance(obj, str):
             return super().getattr(obj, attribute)
+        if attribute in _TEXT_METHODS:
+            return getattr(traced(obj), attribute)
         if attribute not in ("format", "format_map"):
-            return super().getattr(traced(obj), attribute)
+            return super().getattr(obj, attribute)
         fill_in = super().getattr(str.__str__(obj), attribute)
         return lambda *args, **kwargs: formatted(obj, fill_in, args, kwargs)
 
@@ -201,12 +204,18 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         **kwargs: Any,
     ) -> Any:
         """Return the result of a call; text of which nothing is known is given."""
+        if type(__obj) is types.MethodType and type(__obj.__self__) is TracedText:
+            kwargs = {name: value for name, value in kwargs.items() if name not in _SCOPES}
+            return __obj(*args, **kwargs)  # which traces the text itself
         result = super().call(__context, __obj, *args, **kwargs)
         if type(result) is str and not isinstance(__obj, _OWN_TEXT):
             owner = getattr(__obj, "__self__", None)
             return result if isinstance(owner, _OWNERS_OF_OWN_TEXT) else given_text(result)
         return result
 
+
+_SCOPES = ("_loop_vars", "_block_vars")  # arguments that are jinja2's
+_TEXT_METHODS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
 
 _OWN_TEXT = (jinja2.runtime.Macro, jinja2.runtime.BlockReference, jinja2.utils.Joiner)
 _OWNERS_OF_OWN_TEXT = (dict, list, tuple, jinja2.utils.Cycler, jinja2.runtime.LoopContext)

@@ -29,7 +29,7 @@ class TracedText(str):
 
     def __new__(cls, text: str, given: bytes) -> TracedText:
         """Return a text with the marks of its characters."""
-        self = super().__new__(cls, text)
+        self = str.__new__(cls, text)
         self._given = given
         return self
 
@@ -37,17 +37,21 @@ class TracedText(str):
         return self
 
     def __getitem__(self, key: SupportsIndex | slice) -> TracedText:
-        marks = self._given[key] if isinstance(key, slice) else bytes((self._given[key],))
-        return TracedText(super().__getitem__(key), marks)
+        marks = self._given[key] if type(key) is slice else bytes((self._given[key],))
+        return TracedText(str.__getitem__(self, key), marks)
 
     def __iter__(self) -> Iterator[TracedText]:
         return (self[at] for at in range(len(self)))
 
     def __add__(self, other: str) -> TracedText:
-        return traced(joined((self, other))) if isinstance(other, str) else NotImplemented
+        if not isinstance(other, str):
+            return NotImplemented
+        return TracedText(str.__add__(self, other), self._given + _marks(other))
 
     def __radd__(self, other: str) -> TracedText:
-        return traced(joined((other, self))) if isinstance(other, str) else NotImplemented
+        if not isinstance(other, str):
+            return NotImplemented
+        return TracedText(str.__add__(other, self), _marks(other) + self._given)
 
     def __mul__(self, count: SupportsIndex) -> TracedText:
         return TracedText(super().__mul__(count), self._given * count)
@@ -88,7 +92,8 @@ class TracedText(str):
 
     def strip(self, chars: str | None = None) -> TracedText:
         """As of `str`."""
-        return self.lstrip(chars).rstrip(chars)
+        start = len(self) - len(str.lstrip(self, chars))
+        return self[start : start + len(str.strip(self, chars))]
 
     def lstrip(self, chars: str | None = None) -> TracedText:
         """As of `str`."""
