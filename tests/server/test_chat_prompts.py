@@ -213,6 +213,13 @@ def test_llm_chat_refuses_tools_that_the_server_refuses(fronts, tool, words):
         fronts["texts"].prepare([USER], tools=[tool])
 
 
+async def test_no_conversation_is_refused(fronts):
+    [answer] = await answers(fronts["texts"], ("/tokenize", {"messages": []}))
+    assert answer.status_code == 400
+    with pytest.raises(InvalidRequestError, match="messages is empty"):
+        fronts["texts"].prepare([])
+
+
 def test_messages_as_transformers_has_them(fronts):
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     messages = [

@@ -34,8 +34,10 @@ def template_messages(
         call_format: of the model's calls; None if it is unknown.
 
     Raises:
-        InvalidRequestError: one is malformed, or has more than text.
+        InvalidRequestError: there is none, or one is malformed or has more than text.
     """
+    if not messages:
+        raise _refusal("messages is empty; send at least one")
     names: dict[str, str] = {}
     rendered = [
         _template_message(message, f"messages[{number}]", names, call_format)

@@ -137,7 +137,9 @@ class LLM:
         """Like `generate`, for one or several conversations, which the chat template turns into prompts.
 
         Args:
-            messages: one conversation, a list of messages, or several.
+            messages: one conversation, a list of messages as OpenAI's API has them, or several. The prompt is
+                the one that a server makes of them; content is text or text parts, which make no special
+                tokens (unless special_tokens_in_content is set).
             sampling_params: as for `generate`.
             tools: those that the model is told of, as OpenAI's API describes them: for all conversations, or
                 a list (or None) for each.
