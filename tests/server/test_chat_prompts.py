@@ -230,9 +230,11 @@ def test_messages_as_transformers_has_them(fronts):
     assert '<tool_call>f {"a": 1}' in fronts["texts"].said(messages)
 
 
-def test_a_part_that_refuses_is_text(fronts):
-    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
-    assert "|No." in fronts["texts"].said([USER, said, USER])
+async def test_a_part_that_refuses_is_text(fronts):
+    messages = [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, USER]
+    assert "|No." in fronts["texts"].said(messages)
+    [answer] = await answers(fronts["texts"], ("/tokenize", {"messages": messages}))
+    assert answer.json()["tokens"] == fronts["texts"].prepare(messages)
 
 
 def test_an_answer_continues_parts(fronts):

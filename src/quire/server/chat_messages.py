@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, Tag, ValidationInfo, field_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from quire.dialogue.messages import MAX_CALLS, ROLE_PATTERN
@@ -23,9 +23,26 @@ class TextPart(StrictModel):
     text: str
 
 
+class RefusalPart(StrictModel):
+    """What the model refused with."""
+
+    path_prefix = "messages[].content[]."
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _part_form(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "=refusal" if kind == "refusal" else "=text_part"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("=text_part")] | Annotated[RefusalPart, Tag("=refusal")],
+    Discriminator(_part_form),
+]
 Content = Annotated[
-    Annotated[str, Tag("=text")]
-    | Annotated[list[TextPart], Field(fail_fast=True, min_length=1), Tag("=parts")],
+    Annotated[str, Tag("=text")] | Annotated[list[Part], Field(fail_fast=True, min_length=1), Tag("=parts")],
     text_or_list("=parts", "a string or a list of text parts"),
 ]
 
