@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from quire.models.chat_template import ChatTemplate
+from quire.models.template_messages import RenderedChat
 from quire.models.tokenizer import Tokenizer
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -164,3 +165,11 @@ def test_words_of_the_vocabulary_are_no_commands():
     ids = named.tokenize_chat(chat).ids
     expected = [named.added_token_id(text) for text in ("Quire", "  ", "\u00f6", "\n\n", "<unused>")]
     assert [token_id in ids for token_id in expected] == [True, True, True, True, False]
+
+
+def test_a_command_that_can_overlap_itself_is_found_where_the_template_has_it():
+    backend = BACKENDS["byte-level"]()
+    backend.add_special_tokens(["__end__"])
+    made = Tokenizer(backend, special_tokens={}, eos_token_ids=(), bos_token_id=None, chat_template="")
+    ids = list(made.tokenize_chat(RenderedChat("__end__end__", [(0, 5)])).ids)
+    assert ids == [*made.encode("__end"), made.added_token_id("__end__")]

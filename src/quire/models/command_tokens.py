@@ -84,6 +84,7 @@ class CommandTokens:
             writing.token_to_id(self._names.get(id_, token.content)): id_ for id_, token in added.items()
         }
         self._unknown_ids = _unknown_ids(self._model)
+        self._any_overlaps = any(_overlaps_itself(token.content) for token in self._commands.values())
         spellings = "".join(token.content for token in self._commands.values())
         self._letter = next((one for one in _LETTERS if one not in spellings), _LETTERS[0])
         self._symbol = next((one for one in _SYMBOLS if one not in spellings), _SYMBOLS[0])
@@ -110,7 +111,7 @@ class CommandTokens:
         encoding = tokenize(chat.text, add_special_tokens=add_special_tokens)
         inside = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         made = [id_ for id_, is_around in inside if id_ in self._commands and not is_around]
-        if made == [command.token_id for command in own]:
+        if made == [command.token_id for command in own] and not self._any_overlaps:
             return encoding
         pieces, at = [], 0
         for command in own:
@@ -141,9 +142,10 @@ class CommandTokens:
             token = self._commands.get(token_id := self._found_ids.get(found, -1))
             if token is None:
                 continue
-            text = shown[first:last]  # spaces around it are the token's by its flags, or by normalization
-            start = first + (0 if token.content[0].isspace() else len(text) - len(text.lstrip()))
-            end = last - (0 if token.content[-1].isspace() else len(text) - len(text.rstrip()))
+            start, end, text = first, last, shown[first:last]
+            if not text.isspace():  # spaces around it are the token's by its flags, or by normalization
+                start += 0 if token.content[0].isspace() else len(text) - len(text.lstrip())
+                end -= 0 if token.content[-1].isspace() else len(text) - len(text.rstrip())
             run = bisect.bisect_right(shown_starts, start) - 1
             offset = starts[run] - shown_starts[run]
             if end + offset <= ends[run]:
@@ -197,6 +199,11 @@ def _is_command(token: AddedToken, template: str) -> bool:
     text = token.content.replace(_SPACE, " ").strip()
     is_word = len(text) <= 1 or all(one.isalnum() or one.isspace() for one in text)
     return bool(token.content) and (token.special or not is_word or (len(text) > 1 and text in template))
+
+
+def _overlaps_itself(text: str) -> bool:
+    """Return whether a text can begin within itself: a given one can then take another's place."""
+    return any(text.startswith(text[at:]) for at in range(1, len(text)))
 
 
 def _unknown_ids(model: tokenizer_models.Model) -> frozenset[int]:
