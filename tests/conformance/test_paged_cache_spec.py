@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +112,80 @@ def test_metadata_is_plain_data():
     assert made.replace(batch_size=9).batch_size == 9
 
 
+@row(
+    "PagedAttentionCacheMetaData.create",
+    "PagedAttentionCacheMetaData fields",
+)
+@pytest.mark.parametrize("dtype", ["float32", torch.float32, np.float32, np.dtype("f4"), np.single])
+def test_numbers_and_types_are_taken_as_numpy_has_them(dtype):
+    made = create(**{name: np.int32(size) for name, size in SIZES.items()}, dtype=dtype)
+    assert made == create(dtype="float32")
+    assert made.replace(hbm_utilization=np.float32(0.5), hbm_bytes=np.float64(4e5)) == made
+    assert PagedAttentionCacheMetaData.from_json(made.to_json()) == made
+    for name in SIZES:
+        for wrong in (np.bool_(True), np.float64(2.0), np.int64(0)):
+            with pytest.raises(ValueError, match=f"{name} is "):
+                create(**{name: wrong})
+
+
+@row("PagedAttentionCacheMetaData.replace", "PagedAttentionCacheMetaData fields")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 5},
+        {"num_kv_heads": 4, "kv_head_dim_size": 8},
+        {"dtype": "int8", "page_size": 4},
+        {"hbm_bytes": 1e9},
+        {"hbm_bytes": 1234.5},
+        {"partition_axis": PartitionAxis(head_axis="heads")},
+    ],
+)
+def test_a_field_can_be_replaced_without_naming_layers(change):
+    made = create()
+    replaced = made.replace(**change)
+    assert {name: getattr(replaced, name) for name in change} == change
+    fields = {name: getattr(replaced, name) for name in FIELDS}
+    assert PagedAttentionCacheMetaData(**fields) == replaced
+    assert len(PagedAttentionCache.init_empty(replaced).views) == replaced.num_hidden_layers
+    for again in (pickle.loads(pickle.dumps(replaced)), copy.deepcopy(replaced), copy.copy(replaced)):
+        assert (again, hash(again)) == (replaced, hash(replaced))
+
+
+@row("PagedAttentionCacheMetaData.replace")
+def test_layers_that_differ_are_replaced_with_the_numbers_that_depend_on_them():
+    layers = [KVLayerSpec(2, 8, 8), None]
+    odd = PagedAttentionCacheMetaData.for_layers(layers, page_size=4, dtype="float32", num_pages=3)
+    assert odd.replace(batch_size=7).layers == odd.layers
+    with pytest.raises(ValueError, match="layers has 2 entries, and num_hidden_layers is 5"):
+        odd.replace(num_hidden_layers=5)
+    with pytest.raises(ValueError, match="num_kv_heads is 4, and the most of any of the layers is 2"):
+        odd.replace(num_kv_heads=4)
+
+
+@row("PagedAttentionCacheMetaData.to_dict, from_dict")
+def test_metadata_is_read_from_its_own_fields_alone():
+    made = create()
+    data = {name: value for name, value in made.to_dict().items() if name in FIELDS}
+    for axis in ({"head_axis": "tp"}, {"kv_head_axis": "tp"}, {}):
+        assert PagedAttentionCacheMetaData.from_dict({**data, "partition_axis": axis}) == made
+    assert PagedAttentionCacheMetaData.from_json(json.dumps({**data, "hbm_bytes": 4e5})) == made
+    cache = PagedAttentionCache.init_empty(made)
+    assert PagedAttentionCache.from_dict({**cache.to_dict(), "metadata": data}).metadata == made
+
+
+@row("PagedAttentionCacheMetaData fields")
+def test_the_axis_of_heads_has_two_names():
+    assert PartitionAxis(head_axis="x") == PartitionAxis(kv_head_axis="x") == PartitionAxis("x")
+    assert PartitionAxis().head_axis == "tp"
+    assert pickle.loads(pickle.dumps(PartitionAxis(head_axis=None))) == PartitionAxis(None)
+    with pytest.raises(ValueError, match="kv_head_axis is 'a', and head_axis 'b'"):
+        PartitionAxis("a", head_axis="b")
+    with pytest.raises(ValueError, match=r"head_axis is \('tp', 'sp'\)"):
+        PartitionAxis(head_axis=("tp", "sp"))
+    with pytest.raises(TypeError, match="batch_axis"):
+        PartitionAxis(batch_axis="dp")
+
+
 @row("PagedAttentionCache.init_cache", "PagedAttentionCache.views")
 def test_a_cache_has_one_view_of_each_layer_over_one_tensor():
     assert parameters(PagedAttentionCache.init_cache) == [
@@ -180,6 +257,66 @@ def test_a_view_is_of_one_layer():
     again = PagedAttentionCacheView(*(getattr(view, name) for name in names))
     assert again.key_pages is view.key_pages
     assert "Uninitialized" in repr(PagedAttentionCacheView(made, 2))
+
+
+@row("PagedAttentionCacheView: metadata, layer_index, key_pages, value_pages, kv_pages_sharding")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+def test_a_view_takes_only_pages_of_its_layer(dtype):
+    made = create(dtype=dtype).replace(num_pages_per_layer=4)
+    view = PagedAttentionCacheView.init(None, made, np.int64(1))
+    parts = {"key_pages": view.key_pages, "value_pages": view.value_pages}
+    if dtype == "int8":
+        parts |= {"key_scales": view.key_scales, "value_scales": view.value_scales}
+    again = PagedAttentionCacheView(made, 1, **parts)
+    assert type(again.quantizer) is type(view.quantizer)
+    assert PagedAttentionCacheView.from_json(again.to_json()).layer_index == 1
+    for name, tensor in parts.items():
+        for wrong in (None, tensor[..., :-1], tensor.double(), tensor[:1], tensor[:, :3], [1], 3):
+            with pytest.raises(ValueError, match=f"{name} is .*layer 1 has .*4, 8"):
+                PagedAttentionCacheView(made, 1, **{**parts, name: wrong})
+    for index in (-1, 3, 1.0, True, None):
+        with pytest.raises(ValueError, match=f"layer_index is {index}; the cache has layers 0 to 2"):
+            PagedAttentionCacheView(made, index)
+
+
+@row("PagedAttentionCacheView: metadata, layer_index, key_pages, value_pages, kv_pages_sharding")
+def test_a_view_writes_to_arrays_of_numpy():
+    made = create(dtype="float32").replace(num_pages_per_layer=4)
+    pages = np.zeros((2, 2, 4, 8, 16), dtype=np.float32)
+    view = PagedAttentionCacheView(made, 0, *pages)
+    key, value = states(3)
+    view.concatenate_to_cache(key, value, PagedAttentionMetadata([3], range(3), [[2]], [], []))
+    np.testing.assert_array_equal(pages[0, :, 2, :3], key.transpose(0, 1))
+
+
+@row("PagedAttentionCache.views", "PagedAttentionCacheView repr")
+def test_a_cache_prints_its_shapes():
+    cache = make_cache()
+    assert repr(cache).count(f"key_pages={tuple(cache.views[0].key_pages.shape)}") == 3
+    assert repr(PagedAttentionCache.init_empty(cache.metadata)).count("Uninitialized") == 3
+    assert repr(PagedAttentionCache.init_empty()) == "PagedAttentionCache(Uninitialized)"
+    for again in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert repr(again) == repr(cache)
+        again.views[1].key_pages.fill_(7)
+        assert again.tensor[:, 1, 0].eq(7).all()
+        assert not cache.tensor.any()
+    copy.copy(cache).views[1].key_pages.fill_(7)
+    assert cache.views[1].key_pages.eq(7).all()
+
+
+@row("PagedAttentionCacheView.write_prefill_to_cache")
+def test_a_prompt_that_was_padded_is_written_to_its_length():
+    view = make_cache().views[0]
+    key, value = states(16)
+    pages = PagedAttentionCacheManager(view.metadata).alloc_prefill_hbm_pages(12)
+    step = PagedAttentionMetadata.init_empty().replace(
+        prefill_length=np.int32(12), prefill_pos=np.arange(16), prefill_page_table=np.array([*pages, 0, 0])
+    )
+    view.write_prefill_to_cache(key, value, step)
+    written = view.key_pages[:, pages].flatten(1, 2)
+    assert torch.equal(written[:, :12], key[:12].transpose(0, 1))
+    assert not written[:, 12:].any()
+    assert not view.key_pages[:, 0].any()
 
 
 @row("PagedAttentionCacheView.concatenate_to_cache")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import numpy as np
@@ -122,6 +123,50 @@ def test_a_ragged_step_goes_where_the_tables_say(step: Step):
     naive(halves, step, key, value)
 
 
+@pytest.mark.parametrize("filler", ["positions that go on", "zeros"])
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("length", [0, 1, 11, 12, 16])
+def test_what_follows_a_prompts_length_is_padding(length: int, first: int, filler: str):
+    view = make_view(page_size=4)
+    key, value = states(16)
+    positions = np.arange(first, first + 16)
+    if filler == "zeros":
+        positions[length:] = 0
+    table = [5, 2, 7, 3, 6, *[0] * 3]
+    step = PagedAttentionMetadata.init_empty().replace(
+        prefill_length=length, prefill_pos=positions, prefill_page_table=table
+    )
+    view.write_prefill_to_cache(key, value, step)
+    computed = [(first, length)] if length else []
+    tables = [table] * len(computed)
+    naive(view, Step(4, computed, [], [0] * (1 + len(computed)), tables), key[:length], value[:length])
+
+
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(1, 5)), min_size=2, max_size=4
+    )
+)
+def test_each_of_several_prompts_may_have_padding(prompts: list[tuple[int, int, int]]):
+    positions: list[int] = []
+    rows: list[int] = []
+    for first, length, padding in prompts:
+        rows += range(len(positions), len(positions) + length)
+        positions += [*range(first, first + length + padding), NOTHING]
+    lengths = [length for _, length, _ in prompts]
+    step = PagedAttentionMetadata.init_empty().replace(
+        prefill_length=lengths, prefill_pos=positions, prefill_page_table=[[1]] * len(prompts)
+    )
+    if any(before[0] + before[1] + before[2] == after[0] for before, after in itertools.pairwise(prompts)):
+        with pytest.raises(ValueError, match="each prompt must have one run"):
+            step.prefill_rows()
+        return
+    found = step.prefill_rows()
+    assert found.rows.tolist() == rows
+    assert found.num_tokens.tolist() == [length for length in lengths if length]
+    assert found.num_computed_tokens.tolist() == [first for first, length, _ in prompts if length]
+
+
 def test_a_prompt_then_its_continuation():
     view = make_view(page_size=4)
     key, value = states(7)
@@ -159,8 +204,12 @@ def test_an_empty_step_writes_nothing():
 
 
 WRONG = {
-    "prefill_length is [4], 4 tokens together, and prefill_pos has the positions of 5": {
-        "prefill_length": [4]
+    "prefill_length is [6], 6 tokens together, and prefill_pos has the positions of 5": {
+        "prefill_length": [6]
+    },
+    "prefill_length is [1, 1], and the 5 positions of prefill_pos are 1 runs, of [5]": {
+        "prefill_length": [1, 1],
+        "prefill_page_table": [[5], [2]],
     },
     "prefill_pos is 9 at token 2": {"prefill_pos": [0, 1, 9, 3, 4]},
     "prefill_pos is -1 at token 0": {"prefill_pos": [-1, 0, 1, 2, 3]},
@@ -220,6 +269,8 @@ def test_tables_are_written_down_and_read_back():
     assert made.replace(prefill_length=[4]) != made
     with pytest.raises(ValueError, match=r"prefill_pos is float64 \[2\]; it must be whole numbers"):
         made.replace(prefill_pos=[0.5, 1.0])
+    with pytest.raises(ValueError, match=r"generate_pos has 4294967297; .* at most 2147483647"):
+        made.replace(generate_pos=[2**32 + 1])
     with pytest.raises(ValueError, match=r"generate_pos is int64 \[1, 1\]; .* at most 1 dimension$"):
         made.replace(generate_pos=[[1]])
     with pytest.raises(ValueError, match="has no 'prefill_positions'"):

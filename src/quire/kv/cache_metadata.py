@@ -17,7 +17,7 @@ from quire.kv.head_sharding import (
 )
 from quire.kv.memory_limits import memory_limit
 from quire.kv.page_layout import KVLayerSpec, PageLayout, VectorFormat, cache_format
-from quire.kv.plain_data import PlainData, check_keys
+from quire.kv.plain_data import PlainData, check_keys, plain_number
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +43,8 @@ class PagedAttentionCacheMetaData(PlainData):
         kv_head_dim_size: features of a head; the most of any, where layers or keys and values differ.
         hbm_utilization: share of the device's memory that may be in use once the cache is there.
         hbm_bytes: bytes for the cache, over all devices that KV heads are divided among.
-        layers: what each layer keeps; None: nothing.
+        layers: what each layer keeps; None: nothing. Left out: all have `num_kv_heads` keys and values of
+            `kv_head_dim_size` features.
         kv_head_shards: devices along the mesh axis that KV heads are divided over.
     """
 
@@ -58,16 +59,19 @@ class PagedAttentionCacheMetaData(PlainData):
     num_kv_heads: int
     kv_head_dim_size: int
     hbm_utilization: float
-    hbm_bytes: int
+    hbm_bytes: float
     layers: tuple[KVLayerSpec | None, ...] = ()
     kv_head_shards: int = 1
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            spec = KVLayerSpec(self.num_kv_heads, self.kv_head_dim_size, self.kv_head_dim_size)
-            object.__setattr__(self, "layers", (spec,) * self.num_hidden_layers)
+        self._check_numbers()
+        for name in (*_POSITIVE, "num_pages_per_layer", "hbm_utilization", "hbm_bytes"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
+        if self.hbm_bytes == int(self.hbm_bytes):
+            object.__setattr__(self, "hbm_bytes", int(self.hbm_bytes))
+        object.__setattr__(self, "layers", tuple(self.layers) or self._equal_layers())
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        self._check()
+        self._check_layers()
 
     @classmethod
     def create(  # noqa: PLR0917 - EasyDeL's signature
@@ -95,7 +99,7 @@ class PagedAttentionCacheMetaData(PlainData):
             num_kv_heads: KV heads of each layer, over all devices.
             kv_head_dim_size: features of a head.
             hbm_utilization: share of each device's memory that may be in use once the cache is there.
-            dtype: of keys and values, by name or as torch's type.
+            dtype: of keys and values, by name or as torch's or numpy's type.
 
         Raises:
             ValueError: a value is out of range, or no page fits; names field and value.
@@ -111,7 +115,7 @@ class PagedAttentionCacheMetaData(PlainData):
             mesh,
             partition_axis,
             batch_size,
-            (spec,) * num_hidden_layers,
+            (spec,) * int(num_hidden_layers),
             max_sequences,
             page_size,
             hbm_utilization,
@@ -151,7 +155,7 @@ class PagedAttentionCacheMetaData(PlainData):
             kv_head_shards=count_kv_head_shards(mesh, partition_axis, layers),
         )
         memory = memory_limit()
-        per_device = int(memory.limit * hbm_utilization) - memory.in_use
+        per_device = int(memory.limit * float(hbm_utilization)) - memory.in_use
         num_pages = per_device // single.bytes_per_block
         if num_pages <= 0:
             tokens = max(0, per_device // single.bytes_per_token)
@@ -185,7 +189,7 @@ class PagedAttentionCacheMetaData(PlainData):
         Args:
             layers: what each layer keeps; None: nothing.
             page_size: tokens of a page.
-            dtype: of keys and values, by name or as torch's type.
+            dtype: of keys and values, by name or as torch's or numpy's type.
             num_pages: pages of the cache, 0 or more.
             batch_size: sequences that are served at once.
             max_sequences: length of the longest sequence in tokens; None: what the cache holds.
@@ -196,10 +200,11 @@ class PagedAttentionCacheMetaData(PlainData):
             ValueError: a value is out of range; names field and value.
         """
         check_positive("page_size", page_size)
-        longest = max(1, num_pages * page_size) if max_sequences is None else max_sequences
+        page_size, num_pages = int(page_size), plain_number(num_pages)
+        longest = max(1, num_pages * page_size) if max_sequences is None else plain_number(max_sequences)
         check_positive("max_sequences", longest)
-        specs = [spec for spec in layers if spec is not None]
-        if not specs:
+        most = _most_of(layers)
+        if not most:
             raise ValueError(f"layers is {list(layers)}; at least one layer must have keys and values")
         metadata = cls(
             partition_axis=partition_axis or PartitionAxis(),
@@ -210,8 +215,7 @@ class PagedAttentionCacheMetaData(PlainData):
             num_pages_per_sequence=-(-longest // page_size),
             max_sequences=longest,
             page_size=page_size,
-            num_kv_heads=max(spec.num_kv_heads for spec in specs),
-            kv_head_dim_size=max(max(spec.key_head_dim, spec.value_head_dim) for spec in specs),
+            **most,
             hbm_utilization=1.0,
             hbm_bytes=0,
             layers=tuple(layers),
@@ -278,7 +282,8 @@ class PagedAttentionCacheMetaData(PlainData):
 
     def of_layer(self, layer_index: int) -> Self:
         """Return the metadata of a cache of this layer only."""
-        return self.replace(num_hidden_layers=1, layers=(self.layers[layer_index],))
+        layers = (self.layers[layer_index],)
+        return self.replace(num_hidden_layers=1, layers=layers, **_most_of(layers))
 
     def sharded_over(self, mesh: DeviceMesh | None, kv_pages_sharding: PagesSharding | None) -> Self:
         """Return the metadata of this cache on a mesh.
@@ -311,10 +316,17 @@ class PagedAttentionCacheMetaData(PlainData):
     def replace(self, **kwargs: Any) -> Self:
         """Return a copy with other values.
 
+        Where all layers keep what `num_kv_heads` and `kv_head_dim_size` say, those of the copy do too; where
+        `layers` describes them one by one, it must be given with any of these or `num_hidden_layers`.
+
         Raises:
             ValueError: a value is out of range; names field and value.
         """
+        if self.layers == self._equal_layers():
+            kwargs = {"layers": (), **kwargs}
         return dataclasses.replace(self, **kwargs)
+
+    __replace__ = replace  # what `copy.replace` calls
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -325,32 +337,44 @@ class PagedAttentionCacheMetaData(PlainData):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the metadata that `to_dict` wrote down.
+        """Return the metadata that `to_dict` wrote down; only EasyDeL's own fields must be there.
 
         Raises:
             ValueError: a key is missing or unknown, or a value is out of range; names it.
         """
-        check_keys(cls.__name__, data, [field.name for field in dataclasses.fields(cls)])
-        check_keys("partition_axis", data["partition_axis"], ["kv_head_axis"])
-        if not isinstance(data["layers"], Sequence) or isinstance(data["layers"], str):
-            raise ValueError(f"layers is {data['layers']!r}; it must be a list")
-        for spec in data["layers"]:
+        fields = [field.name for field in dataclasses.fields(cls)]
+        check_keys(cls.__name__, data, fields, optional=("layers", "kv_head_shards"))
+        axis_names = ("kv_head_axis", "head_axis")
+        check_keys("partition_axis", data["partition_axis"], axis_names, optional=axis_names)
+        axis = PartitionAxis(**data["partition_axis"])
+        layers = data.get("layers", ())
+        if not isinstance(layers, Sequence) or isinstance(layers, str):
+            raise ValueError(f"layers is {layers!r}; it must be a list")
+        for spec in layers:
             if spec is not None:
                 check_keys("layers", spec, [field.name for field in dataclasses.fields(KVLayerSpec)])
-        layers = tuple(spec and KVLayerSpec(**spec) for spec in data["layers"])
-        axis = PartitionAxis(**data["partition_axis"])
-        return cls(**{**data, "partition_axis": axis, "layers": layers})
+        specs = tuple(spec and KVLayerSpec(**spec) for spec in layers)
+        return cls(**{**data, "partition_axis": axis, "layers": specs})
 
-    def _check(self) -> None:
+    def _equal_layers(self) -> tuple[KVLayerSpec, ...]:
+        """Return what the layers keep if nothing else than the numbers of heads and features is said."""
+        spec = KVLayerSpec(self.num_kv_heads, self.kv_head_dim_size, self.kv_head_dim_size)
+        return (spec,) * self.num_hidden_layers
+
+    def _check_numbers(self) -> None:
         for name in _POSITIVE:
             check_positive(name, getattr(self, name))
-        for name in ("num_pages_per_layer", "hbm_bytes"):
-            if not is_whole(getattr(self, name)) or getattr(self, name) < 0:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; it must be a whole number, and at least 0"
-                )
+        if not is_whole(self.num_pages_per_layer) or self.num_pages_per_layer < 0:
+            raise ValueError(
+                f"num_pages_per_layer is {self.num_pages_per_layer!r}; it must be a whole number, and at "
+                "least 0"
+            )
+        if not is_number(self.hbm_bytes) or self.hbm_bytes < 0:
+            raise ValueError(f"hbm_bytes is {self.hbm_bytes!r}; it must be a finite number, and at least 0")
         if not is_number(self.hbm_utilization) or not 0.0 < self.hbm_utilization <= 1.0:
             raise ValueError(f"hbm_utilization is {self.hbm_utilization!r}; it must be above 0 and at most 1")
+
+    def _check_layers(self) -> None:
         if len(self.layers) != self.num_hidden_layers:
             raise ValueError(
                 f"layers has {len(self.layers)} entries, and num_hidden_layers is {self.num_hidden_layers}; "
@@ -359,6 +383,12 @@ class PagedAttentionCacheMetaData(PlainData):
         for index, spec in enumerate(self.layers):
             if spec is not None:
                 check_layer(f"layers[{index}]", spec, self.dtype)
+        for name, most in _most_of(self.layers).items():
+            if getattr(self, name) != most:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, and the most of any of the layers is {most}; layers "
+                    "that differ from these numbers must be given with them"
+                )
 
 
 _POSITIVE = (
@@ -370,3 +400,14 @@ _POSITIVE = (
 @functools.lru_cache(maxsize=64)
 def _layout(layers: tuple[KVLayerSpec | None, ...], page_size: int, dtype: str) -> PageLayout:
     return PageLayout.of(layers, page_size, functools.partial(cache_format, dtype))
+
+
+def _most_of(layers: Sequence[KVLayerSpec | None]) -> dict[str, int]:
+    """Return the fields `num_kv_heads` and `kv_head_dim_size` of these layers; none if no layer has KV."""
+    specs = [spec for spec in layers if spec is not None]
+    if not specs:
+        return {}
+    return {
+        "num_kv_heads": max(spec.num_kv_heads for spec in specs),
+        "kv_head_dim_size": max(max(spec.key_head_dim, spec.value_head_dim) for spec in specs),
+    }

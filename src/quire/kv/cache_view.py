@@ -13,8 +13,15 @@ import torch
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.reference import write_kv
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
+from quire.kv.field_checks import is_whole
 from quire.kv.head_sharding import PagesSharding
-from quire.kv.page_memory import PageMemory, page_quantizer, quantizer_name, quantizer_of_name
+from quire.kv.page_memory import (
+    PageMemory,
+    layout_of,
+    page_quantizer,
+    quantizer_name,
+    quantizer_of_name,
+)
 from quire.kv.plain_data import check_keys
 from quire.kv.saved_tensors import TensorData, load_tensors, save_tensors
 
@@ -34,16 +41,18 @@ class PagedAttentionCacheView(TensorData):
     Args:
         metadata: of the cache.
         layer_index: number of the layer.
-        key_pages: (num_kv_heads, num_pages, page_size, head_dim). Places that were never written may hold
-            anything.
+        key_pages: (num_kv_heads, num_pages, page_size, head_dim), a tensor, or an array of numpy, whose
+            memory is then that of the view. Places that were never written may hold anything.
         value_pages: likewise.
         kv_pages_sharding: how the pages are divided among devices; None: as `metadata` says.
         key_scales: (num_kv_heads, num_pages, page_size, ...) of a quantizer that has scales.
         value_scales: likewise.
-        quantizer: makes the pages' numbers out of keys and values; None: they are rounded to the pages' type.
+        quantizer: makes the pages' numbers out of keys and values; None: that of the cache's type, int8 or
+            float8_e4m3fn, or else they are rounded to the pages' type.
 
     Raises:
-        ValueError: pages have another shape than `metadata` says, or cannot be divided so.
+        ValueError: there is no such layer; pages or scales have another shape or type than `metadata` and the
+            quantizer say, or are missing; or pages cannot be divided so.
     """
 
     key_pages: torch.Tensor
@@ -57,30 +66,51 @@ class PagedAttentionCacheView(TensorData):
         self,
         metadata: PagedAttentionCacheMetaData,
         layer_index: int,
-        key_pages: torch.Tensor | None = None,
-        value_pages: torch.Tensor | None = None,
+        key_pages: torch.Tensor | npt.NDArray[Any] | None = None,
+        value_pages: torch.Tensor | npt.NDArray[Any] | None = None,
         kv_pages_sharding: PagesSharding | None = None,
         *,
         key_scales: torch.Tensor | None = None,
         value_scales: torch.Tensor | None = None,
         quantizer: PageQuantizer | None = None,
     ) -> None:
+        if not is_whole(layer_index) or not 0 <= layer_index < metadata.num_hidden_layers:
+            raise ValueError(
+                f"layer_index is {layer_index!r}; the cache has layers 0 to {metadata.num_hidden_layers - 1}"
+            )
         self.metadata = metadata
-        self.layer_index = layer_index
+        self.layer_index = int(layer_index)
         on_devices = metadata.sharded_over(None, kv_pages_sharding)
-        self.kv_pages_sharding = kv_pages_sharding or on_devices.pages_sharding(layer_index)
-        shape = (on_devices.kv_heads_per_rank(layer_index), metadata.num_pages_per_layer, metadata.page_size)
-        for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
-            if pages is not None and (pages.dim() != 4 or pages.shape[:3] != shape):
-                raise ValueError(
-                    f"{name} is {list(pages.shape)}; layer {layer_index} has {[*shape, '...']} (KV heads, "
-                    "pages, tokens, features)"
-                )
-        if key_pages is not None and value_pages is not None:
-            self.key_pages, self.value_pages = key_pages, value_pages
-        self.key_scales, self.value_scales = key_scales, value_scales
-        self.quantizer = quantizer
+        self.kv_pages_sharding = kv_pages_sharding or on_devices.pages_sharding(self.layer_index)
+        self.quantizer = page_quantizer(metadata.dtype, quantizer)
+        self.key_scales, self.value_scales = None, None
         self.handles = {}
+        given = {
+            "key_pages": key_pages,
+            "value_pages": value_pages,
+            "key_scales": key_scales,
+            "value_scales": value_scales,
+        }
+        if any(tensor is not None for tensor in given.values()):
+            expected = self._expected_tensors(on_devices)
+            for name, tensor in given.items():
+                setattr(self, name, _checked(name, tensor, expected.get(name), self.layer_index))
+
+    def _expected_tensors(
+        self, on_devices: PagedAttentionCacheMetaData
+    ) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return shape and type of each tensor that the layer has on one device."""
+        layout = layout_of(on_devices.of_layer(self.layer_index), self.quantizer).layers[0]
+        if layout is None:
+            return {}
+        expected = {}
+        for name, heads in (("key", layout.keys), ("value", layout.values)):
+            places = (heads.num_heads, self.metadata.num_pages_per_layer, self.metadata.page_size)
+            vector = heads.format
+            expected[f"{name}_pages"] = (*places, vector.num_numbers), vector.dtype
+            if vector.scale_dtype:
+                expected[f"{name}_scales"] = (*places, *vector.scale_shape), vector.scale_dtype
+        return expected
 
     @classmethod
     def init(
@@ -290,16 +320,13 @@ class PagedAttentionCacheView(TensorData):
         check_keys(cls.__name__, data, ["metadata", "layer_index", "kv_pages_sharding", "quantizer"])
         metadata = PagedAttentionCacheMetaData.from_dict(data["metadata"])
         layer_index = data["layer_index"]
-        if not isinstance(layer_index, int) or not 0 <= layer_index < metadata.num_hidden_layers:
-            raise ValueError(
-                f"layer_index is {layer_index!r}; the cache has layers 0 to {metadata.num_hidden_layers - 1}"
-            )
         own = quantizer_of_name(data["quantizer"], quantizer)
         sharding = tuple(data["kv_pages_sharding"])
+        bare = cls(metadata, layer_index, kv_pages_sharding=sharding, quantizer=own)
         if tensors is None:
-            return cls(metadata, layer_index, kv_pages_sharding=sharding, quantizer=own)
-        view = cls.init(None, metadata, layer_index, own)
-        load_tensors(tensors, view._tensors(), data)
+            return bare
+        view = cls.init(None, metadata, bare.layer_index, own, sharding)
+        load_tensors(tensors, view._tensors(), bare.to_dict())
         return view
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -337,3 +364,19 @@ class PagedAttentionCacheView(TensorData):
         if self.is_initialized:
             pages = f"key_pages={tuple(self.key_pages.shape)}, value_pages={tuple(self.value_pages.shape)}"
         return f"{type(self).__name__}(layer_index={self.layer_index}, {pages})"
+
+
+def _checked(
+    name: str, tensor: object, expected: tuple[tuple[int, ...], str] | None, layer_index: int
+) -> torch.Tensor | None:
+    """Return a view's tensor if it is what the layer has; raise ValueError if not."""
+    if isinstance(tensor, np.ndarray):
+        tensor = torch.from_numpy(tensor)
+    found = tensor
+    if isinstance(tensor, torch.Tensor):
+        found = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if found == expected:
+            return tensor
+    if tensor is None and expected is None:
+        return None
+    raise ValueError(f"{name} is {found}; layer {layer_index} has {expected} (shape and type)")

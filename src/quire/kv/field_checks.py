@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import TypeGuard
 
 from quire.kv.page_layout import CACHE_DTYPES, SCALE_BYTES, KVLayerSpec
@@ -14,12 +16,17 @@ def check_positive(name: str, value: object) -> None:
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the name of a type that a cache can have, given by name or as torch's or numpy's type.
+    """Return the name of a type that a cache can have.
+
+    Args:
+        dtype: its name, torch's type, or numpy's as a dtype or as the class of its scalars; types that other
+            libraries add to numpy's, such as bfloat16, likewise.
 
     Raises:
         ValueError: it is none; names it and those that are.
     """
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    name = getattr(dtype, "__name__" if isinstance(dtype, type) else "name", None)
+    name = str(dtype if name is None else name).removeprefix("torch.")
     if name not in CACHE_DTYPES:
         raise ValueError(f"dtype is {dtype!r}; a KV cache holds {', '.join(CACHE_DTYPES)}")
     return name
@@ -27,12 +34,12 @@ def dtype_name(dtype: object) -> str:
 
 def is_whole(value: object) -> TypeGuard[int]:
     """Return whether a value is a whole number, and no truth value."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether a value is a finite number, and no truth value."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_layer(name: str, spec: KVLayerSpec, dtype: str) -> None:

@@ -20,21 +20,41 @@ PagesSharding = tuple[str | None, ...]
 REPLICATED: PagesSharding = (None, None, None, None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+_NO_NAME = object()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class PartitionAxis:
-    """Names of mesh axes.
+    """Names the one axis of a mesh that a KV cache is divided over.
+
+    EasyDeL's class also names axes of activations and weights, of which a cache has none: they are refused.
 
     Args:
         kv_head_axis: the axis over which KV heads are divided; None: every device has all of them.
+        head_axis: the same, as EasyDeL calls it.
+
+    Raises:
+        ValueError: it is no name, or the two differ.
     """
 
-    kv_head_axis: str | None = "tp"
+    kv_head_axis: str | None
 
-    def __post_init__(self) -> None:
-        if self.kv_head_axis is not None and not isinstance(self.kv_head_axis, str):
+    def __init__(self, kv_head_axis: object = _NO_NAME, *, head_axis: object = _NO_NAME) -> None:
+        given = {"kv_head_axis": kv_head_axis, "head_axis": head_axis}
+        given = {name: axis for name, axis in given.items() if axis is not _NO_NAME}
+        for name, axis in given.items():
+            if axis is not None and not isinstance(axis, str):
+                raise ValueError(f"{name} is {axis!r}; it must be the name of an axis, or None")
+        if len(set(given.values())) > 1:
             raise ValueError(
-                f"kv_head_axis is {self.kv_head_axis!r}; it must be the name of an axis, or None"
+                f"kv_head_axis is {kv_head_axis!r}, and head_axis {head_axis!r}; give one of them"
             )
+        object.__setattr__(self, "kv_head_axis", next(iter(given.values()), "tp"))
+
+    @property
+    def head_axis(self) -> str | None:
+        """The axis over which KV heads are divided, as EasyDeL calls it."""
+        return self.kv_head_axis
 
 
 def count_kv_head_shards(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from quire.kv.plain_data import plain_number
+
 NUMBER_BYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -43,6 +45,10 @@ class KVLayerSpec:
     key_head_dim: int
     value_head_dim: int
     window: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -115,6 +115,19 @@ class PagedAttentionCache(TensorData):
         return cls(views, memory)
 
     @classmethod
+    def _of_pages(
+        cls, metadata: PagedAttentionCacheMetaData, quantizer: PageQuantizer | None, memory: torch.Tensor
+    ) -> Self:
+        return cls._over(PageMemory(metadata, quantizer, memory), metadata, quantizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the memory once, with views over it: tensors would each be pickled by itself."""
+        if self._memory is None or not self.views:
+            return type(self), (self.views,)
+        memory = self.tensor.view(torch.uint8).view(-1)
+        return type(self)._of_pages, (self.metadata, self.views[0].quantizer, memory)
+
+    @classmethod
     def init_empty(
         cls, metadata: PagedAttentionCacheMetaData | None = None, quantizer: object | None = None
     ) -> Self:
@@ -236,11 +249,18 @@ class PagedAttentionCache(TensorData):
         metadata = PagedAttentionCacheMetaData.from_dict(data["metadata"])
         own = quantizer_of_name(data["quantizer"], quantizer)
         cache = cls.init_empty(metadata, own) if tensors is None else cls.init_cache(mesh, metadata, own)
-        if plain_text(cache.to_dict()) != plain_text(data):
+        here = cache.to_dict()
+        if plain_text(here["layout"]) != plain_text(data["layout"]):
             raise ValueError(
                 f"the layout of pages is {plain_text(data['layout'])}; here it is "
-                f"{plain_text(cache.to_dict()['layout'])}"
+                f"{plain_text(here['layout'])}"
             )
         if tensors is not None:
-            load_tensors(tensors, {"pages": cache.tensor}, data)
+            load_tensors(tensors, {"pages": cache.tensor}, here)
         return cache
+
+    def __repr__(self) -> str:
+        views = "Uninitialized"
+        if self.views:
+            views = "\n  " + ",\n  ".join(map(repr, self.views)) + "\n"
+        return f"{type(self).__name__}({views})"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Self
+
+import numpy as np
 
 from quire.errors import nearest_name
 
@@ -45,8 +47,18 @@ def plain_text(data: Any) -> str:
     return json.dumps(data, sort_keys=True)
 
 
-def check_keys(owner: str, data: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Raise ValueError unless `data` has exactly these keys; names `owner` and the key."""
+def plain_number(value: Any) -> Any:
+    """Return a scalar of numpy's as Python's, which JSON knows; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def check_keys(
+    owner: str, data: Mapping[str, Any], keys: Iterable[str], optional: Collection[str] = ()
+) -> None:
+    """Raise ValueError unless `data` has these keys, but for the optional ones, and no other.
+
+    The error names `owner` and the key.
+    """
     known = list(keys)
     if not isinstance(data, Mapping):
         raise ValueError(f"{owner} is made from a dictionary, and this is {type(data).__name__}")
@@ -54,5 +66,5 @@ def check_keys(owner: str, data: Mapping[str, Any], keys: Iterable[str]) -> None
         if name not in known:
             raise ValueError(f"{owner} has no {name!r}; {nearest_name(str(name), known)}")
     for name in known:
-        if name not in data:
+        if name not in data and name not in optional:
             raise ValueError(f"{owner} needs {name!r}, which is missing; there are {sorted(data)}")

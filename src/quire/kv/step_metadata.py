@@ -47,12 +47,14 @@ class PagedAttentionMetadata(PlainData):
     Args:
         prefill_length: [P] tokens of each prompt that are computed.
         prefill_pos: [T] position of each of these tokens in its prompt; those of a prompt follow each other.
+            What follows the length of the only prompt is padding too, and so are positions that go on beyond
+            the length of one of several, unless they run into those of the next.
         prefill_page_table: [P, pages] of each prompt.
         generate_pos: [G] position of each sequence's token.
         generate_page_table: [G, pages] of each sequence.
 
     Raises:
-        ValueError: a field has too many dimensions or is not of whole numbers; names it.
+        ValueError: a field has too many dimensions, or is not of whole numbers of 32 bits; names it.
     """
 
     prefill_length: IntArray
@@ -69,7 +71,11 @@ class PagedAttentionMetadata(PlainData):
                     f"{name} is {given.dtype} {list(given.shape)}; it must be whole numbers in at most "
                     f"{dimensions} dimension{'s' * (dimensions > 1)}"
                 )
-            object.__setattr__(self, name, given.astype(np.int32))
+            narrow = given.astype(np.int32)
+            wrong = given[narrow != given]
+            if wrong.size:
+                raise ValueError(f"{name} has {wrong[0]}; a number is at most {np.iinfo(np.int32).max}")
+            object.__setattr__(self, name, narrow)
 
     @classmethod
     def init_empty(cls) -> Self:
@@ -101,16 +107,12 @@ class PagedAttentionMetadata(PlainData):
         """
         given = _entries(self.prefill_length)
         tables = _tables("prefill_page_table", self.prefill_page_table, "prefill_length", len(given))
-        has_tokens = (given != NOTHING) & (given != 0)
-        lengths: npt.NDArray[np.int64] = given[has_tokens].astype(np.int64)
         positions = _entries(self.prefill_pos)
         rows = np.flatnonzero(positions != NOTHING)
+        rows = rows[_within_lengths(positions[rows], given[given != NOTHING])]
         positions = positions[rows]
-        if (lengths < 0).any() or lengths.sum() != len(positions):
-            raise ValueError(
-                f"prefill_length is {lengths.tolist()}, {lengths.sum()} tokens together, and prefill_pos has "
-                f"the positions of {len(positions)}"
-            )
+        has_tokens = (given != NOTHING) & (given != 0)
+        lengths: npt.NDArray[np.int64] = given[has_tokens].astype(np.int64)
         first: npt.NDArray[np.int64] = positions[np.cumsum(lengths) - lengths].astype(np.int64)
         expected = np.arange(len(rows)) + np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
         wrong = np.flatnonzero((positions != expected) | (positions < 0))
@@ -157,6 +159,31 @@ class PagedAttentionMetadata(PlainData):
 def _entries(field: IntArray) -> IntArray:
     """Return a field's entries; a single `NOTHING` is none."""
     return np.empty(0, dtype=np.int32) if field.ndim == 0 and field == NOTHING else np.atleast_1d(field)
+
+
+def _within_lengths(positions: IntArray, lengths: IntArray) -> npt.NDArray[np.int64]:
+    """Return which positions are of tokens that are computed: as many of each prompt as its length says.
+
+    Raises:
+        ValueError: there are too few positions, or it is not plain which of them belong to which prompt.
+    """
+    num_tokens = lengths.sum(dtype=np.int64)
+    if (lengths < 0).any() or num_tokens > len(positions):
+        raise ValueError(
+            f"prefill_length is {lengths.tolist()}, {num_tokens} tokens together, and prefill_pos has the "
+            f"positions of {len(positions)}"
+        )
+    if num_tokens == len(positions) or len(lengths) == 1:
+        return np.arange(num_tokens)
+    starts = np.flatnonzero(np.diff(positions, prepend=NOTHING) != 1)
+    sizes = np.diff(starts, append=len(positions))
+    if len(starts) != len(lengths) or (sizes < lengths).any():
+        raise ValueError(
+            f"prefill_length is {lengths.tolist()}, and the {len(positions)} positions of prefill_pos are "
+            f"{len(starts)} runs, of {sizes.tolist()}; with padding, each prompt must have one run, at least "
+            f"as long as it is; or give padding the position {NOTHING}"
+        )
+    return np.flatnonzero(np.arange(len(positions)) - np.repeat(starts, sizes) < np.repeat(lengths, sizes))
 
 
 def _tables(name: str, tables: IntArray, rows_name: str, num_rows: int) -> IntArray:
