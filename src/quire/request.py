@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,8 +34,10 @@ class Request:
         beam_sequence_ids: with beam search, the ids under which the best hypotheses are returned.
         output_token_ids: what it has generated in an engine that has died; it continues from there.
         is_resumed: it was accepted by an engine that has died, and is not refused for a full queue.
+        arrival_time: when it came, in seconds on the scheduler's clock, by which it has its place in the
+            queue; one that is still to come, such as infinity, is when the scheduler gets it.
 
-    The scheduler numbers and dates requests as they arrive (`arrival`, `arrival_time`), dates their first
+    The scheduler numbers requests as they arrive (`arrival`), bounds their `arrival_time`, dates their first
     admission (`first_scheduled_time`), notes which other request's load of KV it waits or has waited for
     (`awaited_load`), counts what of `prompt_logprobs` has been sent to its client
     (`num_prompt_logprobs`), and keeps the tokens of running ones itself: `output_token_ids` and
@@ -70,6 +73,7 @@ class Request:
         beam_sequence_ids: tuple[str, ...] = (),
         output_token_ids: Sequence[int] = (),
         is_resumed: bool = False,
+        arrival_time: float = math.inf,
     ) -> None:
         self.request_id = request_id
         # Not a list: the garbage collector would look at every token again and again.
@@ -92,7 +96,7 @@ class Request:
         self.awaited_load = 0
         self.beam_sequence_ids = beam_sequence_ids
         self.is_resumed = is_resumed
-        self.arrival_time = 0.0
+        self.arrival_time = arrival_time
         self.first_scheduled_time: float | None = None
         self.status = RequestStatus.WAITING
         self.is_known_to_runner = False

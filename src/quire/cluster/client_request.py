@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import urllib.parse
 
 from starlette.types import Scope, Send
 
 from quire.cluster.upstream import REQUEST_ID, Headers, is_end_to_end
 from quire.errors import InvalidRequestError
+from quire.server.request_start import REQUEST_START, request_start
 
 _ASCII = "".join(map(chr, range(0x21, 0x7F)))
 
@@ -22,12 +24,14 @@ class ClientRequest:
         send: takes its answer (ASGI).
         body: of the request.
         is_answered: whether its answer has been sent to the end.
+        start: when it came, in seconds since the epoch.
     """
 
     scope: Scope
     send: Send
     body: bytes
     is_answered: bool = False
+    start: float = dataclasses.field(default_factory=time.time)
 
     @property
     def path(self) -> str:
@@ -42,7 +46,7 @@ class ClientRequest:
         return urllib.parse.quote(path + b"?" + query if query else path, safe=_ASCII)
 
     def headers(self) -> Headers:
-        """Return the headers that engines get: those that are not about the connection, and the request's id.
+        """Return the headers that engines get: those that are not about the connection, and its id and start.
 
         Raises:
             InvalidRequestError: a header is not UTF-8.
@@ -56,4 +60,5 @@ class ClientRequest:
                     shown = name.decode("ascii", "replace")
                     raise InvalidRequestError(f"the header {shown} is not UTF-8", param=shown) from None
         headers[REQUEST_ID] = self.scope["state"]["request_id"]
+        headers[REQUEST_START] = request_start(self.start)
         return headers

@@ -126,6 +126,12 @@ class ServerConfig:
         help="Refuse parameters that are unknown or have no effect. Otherwise they are accepted, and the "
         "header X-Ignored-Parameters of the answer names them.",
     )
+    trust_request_start: bool = knob(
+        default=False,
+        help="Take the time in a request's X-Request-Start header, which a router sets, for its arrival, so "
+        "that it keeps its place in the queue. Only where clients cannot reach the server without the "
+        "router: one that sets the header itself would go before others.",
+    )
     engine_control: bool = knob(
         default=False,
         help="Serve POST /pause, /resume, /sleep and /wake_up, which stop the engine for everybody; with a "

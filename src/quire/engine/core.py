@@ -462,4 +462,5 @@ def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = T
         beam_sequence_ids=tuple(request.sequence_ids) if is_beam_search else (),
         output_token_ids=() if resumed is None else resumed[index],
         is_resumed=resumed is not None,
+        arrival_time=request.arrival_time,
     )

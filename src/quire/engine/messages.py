@@ -5,6 +5,7 @@ If the engine runs in the caller's process, the same messages are passed as obje
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     `sequences` has (sequence id, seed) for each; ids are unique for the lifetime of the engine.
     `sampling_params` is resolved: `max_tokens` and the bad words' token ids are filled in.
     `resumed_outputs` has the tokens that each sequence has generated in an engine that has died, and from
-    which it continues; None: the request is new.
+    which it continues; None: the request is new. `arrival_time` is when the request came, in seconds on the
+    system's monotonic clock; infinity: when the engine gets it.
     """
 
     sequences: list[tuple[str, int]]
@@ -132,6 +134,7 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     eos_token_ids: tuple[int, ...] = ()
     options: RequestOptions = RequestOptions()
     resumed_outputs: list[list[int]] | None = None
+    arrival_time: float = math.inf
 
     @property
     def sequence_ids(self) -> list[str]:

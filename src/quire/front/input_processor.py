@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,6 +84,7 @@ class InputProcessor:
         truncate_prompt_tokens: int | None = None,
         truncation_side: TruncationSide = "left",
         shorten_output: bool = False,
+        arrival_time: float | None = None,
         **options: Any,
     ) -> ProcessedRequest:
         """Validate and tokenize one request.
@@ -97,13 +99,15 @@ class InputProcessor:
                 `max_tokens`; None: all.
             truncation_side: that is cut off.
             shorten_output: whether a `max_tokens` beyond the model's maximum length means as many as fit.
+            arrival_time: when the request came, in seconds of `time.monotonic()`, by which it has its place
+                in the engine's queue; None, or a time that is still to come: now.
             options: fields of `RequestOptions`.
 
         Raises:
             InvalidRequestError: the request is invalid, or too long.
             ConfigError: there is no option of that name.
         """
-        arrival_time = time.monotonic()
+        now = time.monotonic()
         serial = next(self._serial)
         request_id = f"request-{os.urandom(8).hex()}" if request_id is None else request_id
         require_text(request_id, "request_id", allow_empty=False)
@@ -124,13 +128,14 @@ class InputProcessor:
             sampling_params=self._with_rankable_tokens(params),
             eos_token_ids=self._tokenizer.eos_token_ids,
             options=RequestOptions(**options),
+            arrival_time=now if arrival_time is None else _checked_time(arrival_time),
         )
         return ProcessedRequest(
             request_id=request_id,
             prompt=prompt_text,
             params=params,
             core_request=core_request,
-            arrival_time=arrival_time,
+            arrival_time=now,
         )
 
     def process_chat(
@@ -172,6 +177,7 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the conversation or its parameters are invalid, or the template refuses it.
         """
+        options.setdefault("arrival_time", time.monotonic())
         require_chat(messages, tools, chat_template_kwargs)
         truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info)
         if truncation is None:
@@ -395,6 +401,19 @@ class InputProcessor:
     def _banned_sequences(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         of_words = self._of_bad_words(params.bad_words) if params.bad_words else ()
         return tuple(dict.fromkeys((*params.bad_words_token_ids, *of_words)))
+
+
+def _checked_time(arrival_time: object) -> float:
+    if (
+        isinstance(arrival_time, int | float)
+        and not isinstance(arrival_time, bool)
+        and math.isfinite(arrival_time)
+    ):
+        return float(arrival_time)
+    raise InvalidRequestError(
+        f"arrival_time is {arrival_time!r}; it must be a finite number, in seconds of time.monotonic()",
+        param="arrival_time",
+    )
 
 
 def _sequences_of_bad_words(tokenizer: Tokenizer, words: tuple[str, ...]) -> list[tuple[int, ...]]:

@@ -185,6 +185,7 @@ def continuation(state: RequestState, default_timeout: float, now: float) -> Eng
             queue_timeout=_queue_time_left(state, now),
         ),
         resumed_outputs=[live[name] for name, _ in sequences],
+        arrival_time=request.arrival_time,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ class RecordedRequest(msgspec.Struct, array_like=True):
     beam_sequence_ids: tuple[str, ...]
     is_resumed: bool = False
     tenant_weight: float = 1.0
+    arrival_time: float = math.inf
 
     @classmethod
     def of(cls, request: Request) -> RecordedRequest:

@@ -53,10 +53,11 @@ class Arrivals:
         """Let a request in, see `SchedulerInterface.add_request`."""
         self._refuse(request)
         request.arrival = next(self._numbers)
-        request.arrival_time = self.read_clock()
+        now = self.read_clock()
+        request.arrival_time = min(now, request.arrival_time)
         try:
             self.kv.register(request.request_id, request.prompt_array, request.cache_salt)
-            self.timeouts.start(request)
+            self.timeouts.start(request, now)
             self.waiting.enter(request)
         except BaseException:
             self._take_back(request)

@@ -241,7 +241,8 @@ class Scheduler(SchedulerInterface):
 
     @override
     def oldest_waiting_request(self) -> str | None:
-        oldest = min(self._state.waiting, key=lambda request: request.arrival, default=None)
+        waiting = self._state.waiting
+        oldest = min(waiting, key=lambda request: (request.arrival_time, request.arrival), default=None)
         return None if oldest is None else oldest.request_id
 
     @override

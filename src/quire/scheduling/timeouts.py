@@ -25,14 +25,14 @@ class TimeoutPhase:
     finisher: RequestFinisher
     stats: SchedulerStats
 
-    def start(self, request: Request) -> None:
-        """Set the deadlines of a request that has just arrived."""
+    def start(self, request: Request, now: float) -> None:
+        """Set the deadlines of a request that the scheduler gets now, whenever it came."""
         timeout = self.config.request_timeout if request.timeout is None else request.timeout
         queue_timeout = self.config.queue_timeout if request.queue_timeout is None else request.queue_timeout
         if timeout:
-            self.deadlines.add(request.request_id, "total", request.arrival_time + timeout)
+            self.deadlines.add(request.request_id, "total", now + timeout)
         if queue_timeout:
-            self.deadlines.add(request.request_id, "queue", request.arrival_time + queue_timeout)
+            self.deadlines.add(request.request_id, "queue", now + queue_timeout)
 
     def expire(self) -> None:
         """End the requests that have timed out."""

@@ -20,6 +20,7 @@ from quire.server.context import context_of, leniency_of, request_id_of, tenant_
 from quire.server.errors import ApiError
 from quire.server.generation import PREPARED_AT_ONCE, CallOutputs, OutputStream, generate, reading
 from quire.server.logprob_limit import LogprobLimit
+from quire.server.request_start import REQUEST_START, arrival_time_of
 from quire.server.responses import json_response
 from quire.server.sampling_defaults import QUIRES_OWN, SamplingDefaults
 from quire.server.streaming import SERVER_SENT_EVENTS, event_stream, unless_disconnected
@@ -129,6 +130,9 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         options = self._tenant.request_options(self._options)
         if self._shortens:
             options["shorten_output"] = True
+        started = self._request.headers.get(REQUEST_START)
+        if started is not None and self._context.config.trust_request_start:
+            options["arrival_time"] = arrival_time_of(started)
         return {**options, "before_submit": self._before_submit}
 
     async def _before_submit(self, processed: ProcessedRequest) -> None:

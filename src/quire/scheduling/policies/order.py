@@ -46,8 +46,9 @@ class QueueOrder(ABC):
     def key(self, request: Request) -> OrderKey:
         """Return what a waiting request is sorted by, as things stand; the lowest is served first.
 
-        `request.arrival` is its number in the order of arrival, with which a key ends, and
-        `request.arrival_time` is in seconds on the scheduler's clock.
+        `request.arrival_time`, in seconds on the scheduler's clock, is when the request came: to this
+        engine, or before that to a router or to an engine that has died. `request.arrival` is its number in
+        the order in which this scheduler got them, with which a key ends.
         """
 
     def lane(self, request: Request) -> Hashable:
@@ -86,13 +87,13 @@ class QueueOrder(ABC):
 
 
 class FirstComeFirstServed(QueueOrder):
-    """By arrival."""
+    """By the time of arrival."""
 
     reads_priority = False
 
     @override
     def key(self, request: Request) -> OrderKey:
-        return (request.arrival,)
+        return _turn(request)
 
 
 class Priority(QueueOrder):
@@ -107,7 +108,7 @@ class Priority(QueueOrder):
         ageing = self.config.priority_ageing
         if ageing > 0:
             return (request.arrival_time + request.priority * ageing, request.arrival)
-        return (request.priority, request.arrival)
+        return (request.priority, *_turn(request))
 
 
 class FairShare(QueueOrder):
@@ -125,7 +126,7 @@ class FairShare(QueueOrder):
 
     @override
     def key(self, request: Request) -> OrderKey:
-        return (_comes_anew(request), self._counters.of(request.tenant), request.arrival)
+        return (_comes_anew(request), self._counters.of(request.tenant), *_turn(request))
 
     @override
     def lane(self, request: Request) -> Hashable:
@@ -133,11 +134,11 @@ class FairShare(QueueOrder):
 
     @override
     def lane_key(self, request: Request) -> OrderKey:
-        return (_comes_anew(request), request.arrival)
+        return (_comes_anew(request), *_turn(request))
 
     @override
     def running_key(self, request: Request) -> OrderKey:
-        return (request.arrival,)
+        return _turn(request)
 
     @override
     def changed_lanes(self) -> Collection[Hashable]:
@@ -180,8 +181,8 @@ class LongestPrefix(QueueOrder):
     @override
     def key(self, request: Request) -> OrderKey:
         if request.status is RequestStatus.PREEMPTED:
-            return (0, 0, 0, request.arrival)
-        return (1, request.arrival // self.WINDOW, -self.find_cached(request), request.arrival)
+            return (0, 0, 0, *_turn(request))
+        return (1, request.arrival // self.WINDOW, -self.find_cached(request), *_turn(request))
 
     @override
     def lane(self, request: Request) -> Hashable:
@@ -191,8 +192,13 @@ class LongestPrefix(QueueOrder):
 
     @override
     def running_key(self, request: Request) -> OrderKey:
-        return (request.arrival,)
+        return _turn(request)
 
 
 def _comes_anew(request: Request) -> bool:
     return request.status is not RequestStatus.PREEMPTED
+
+
+def _turn(request: Request) -> OrderKey:
+    """Return what requests are sorted by if nothing else tells them apart: when they came, and to here."""
+    return (request.arrival_time, request.arrival)

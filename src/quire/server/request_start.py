@@ -1,0 +1,45 @@
+"""X-Request-Start: the header by which a router tells a server when a request came to it."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+
+from quire.errors import InvalidRequestError
+
+REQUEST_START = "X-Request-Start"
+
+LONGEST_HELD = 600.0
+"""Seconds that a request can have been with routers; what is said to be older is taken for that old."""
+
+_TIME = re.compile(r"(?:t=)?([0-9]{1,20}(?:\.[0-9]{1,12})?)")
+_UNITS = (1.0, 1e3, 1e6)  # per second: that of the epoch's present time is told by its magnitude
+
+
+def request_start(epoch_time: float) -> str:
+    """Return the header's value for a time in seconds since the epoch."""
+    return f"t={epoch_time:.6f}"
+
+
+def arrival_time_of(value: str) -> float:
+    """Return when a request came, in seconds of `time.monotonic()`: now, or at most `LONGEST_HELD` ago.
+
+    Args:
+        value: of the header: "t=", which may be missing, and the time since the epoch in seconds,
+            milliseconds or microseconds, as routers have it.
+
+    Raises:
+        InvalidRequestError: it is no time.
+    """
+    match = _TIME.fullmatch(value.strip())
+    if match is None:
+        raise InvalidRequestError(
+            f"{REQUEST_START} is {value!r:.64}; it must be a time since the epoch, such as "
+            f"{request_start(1.7e9)}",
+            param=REQUEST_START,
+        )
+    given, now = float(match[1]), time.time()
+    unit = min(_UNITS, key=lambda unit: abs(math.log(max(given, 1.0) / unit / now)))
+    age = now - given / unit
+    return time.monotonic() - min(max(age, 0.0), LONGEST_HELD)
