@@ -17,6 +17,8 @@ ROWS: dict[str, list[str]] = {
         "next_due",
         "get_request_counts",
         "reset_prefix_cache",
+        "reset_encoder_cache",
+        "get_kv_event_publisher_config",
         "pause_state",
         "set_pause_state",
         "get_grammar_bitmask",

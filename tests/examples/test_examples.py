@@ -72,6 +72,10 @@ def test_a_program_for_openvino_genai_shows_what_it_says() -> None:
     assert same == "the same answer with prompt lookup: True"
 
 
+def test_custom_scheduler_answers() -> None:
+    assert run("custom_scheduler") == ["What is 27 + 58? 85", "What is 31 + 16? 47"]
+
+
 def test_custom_policy_serves_short_prompts_first() -> None:
     lengths = [int(line.removesuffix(" prompt tokens")) for line in run("custom_policy")]
     assert len(lengths) == 4

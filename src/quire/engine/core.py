@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -37,10 +38,12 @@ from quire.kv.tiers.connector import TierConnector
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.scheduling.interface import PauseState, StepWithdrawnError
+from quire.scheduling.interface import PauseState, SchedulerInterface, StepWithdrawnError
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.scheduling.suspects import PROBE_ID
 from quire.status import FinishReason, RequestStatus
+
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +96,9 @@ class EngineCore:
         context = build_context(config, model_path, model_config, plan, self._kv_events)
         self._connector = context.connector
         self._grammars = context.grammars
-        scheduler_class(config)  # an error in its name is told before the weights are loaded
+        # An error in the scheduler's name is told before the weights are loaded.
+        defined = scheduler_class(config).get_grammar_bitmask
+        self._reads_grammars = defined is not SchedulerInterface.get_grammar_bitmask
         files = model_files_key(model_path)
         self.ranks = start_ranks(config)
         try:
@@ -160,6 +165,12 @@ class EngineCore:
             InvalidRequestError, DuplicateRequestError, QueueFullError: the scheduler rejects one of them.
         """
         _refuse_if_never_queued(request, self._scheduler_config)
+        if request.sampling_params.structured_outputs is not None and not self._reads_grammars:
+            raise InvalidRequestError(
+                "the engine's scheduler does not define get_grammar_bitmask(), without which there are no "
+                "structured outputs; use another scheduler_cls",
+                param="structured_outputs",
+            )
         admitted: list[str] = []
         try:
             for index in range(len(request.queued_sequence_ids)):
@@ -179,15 +190,20 @@ class EngineCore:
         self, sequence_ids: Sequence[str] | None, status: RequestStatus, error: str | None = None
     ) -> list[EngineCoreOutput]:
         """End sequences (None: all) and return the terminal output of each that had not ended."""
-        reason = FinishReason.of(status)
-        ended = self.scheduler.finish_requests(sequence_ids, status)
-        for request in ended:
-            self._requests.forget(request.request_id)
-        return [
-            EngineCoreOutput(sequence_id, [], finish_reason=reason, error=error)
-            for request in ended
-            for sequence_id in request.beam_sequence_ids or (request.request_id,)
-        ]
+        asked = list(self._requests) if sequence_ids is None else sequence_ids
+        ended = self.scheduler.finish_requests(asked, status)
+        is_told = ended is not None and all(isinstance(request, Request) for request in ended)
+        ids = [request.request_id for request in ended or ()] if is_told else asked
+        return self._requests.end(ids, FinishReason.of(status), error)
+
+    def withdraw(self, sequence_ids: Sequence[str] | None, status: RequestStatus) -> list[EngineCoreOutput]:
+        """End sequences like `finish`; if the scheduler cannot, they end for their clients all the same."""
+        try:
+            return self.finish(sequence_ids, status)
+        except Exception:
+            logger.exception("the scheduler could not end requests; whatever it makes of them is dropped")
+            asked = self._requests if sequence_ids is None else sequence_ids
+            return self._requests.end(asked, FinishReason.of(status), None)
 
     def step(self) -> tuple[list[EngineCoreOutput], bool]:
         """Run one step; return its outputs, and whether anything was done.
@@ -225,14 +241,18 @@ class EngineCore:
         """Queue a request of one token: if that fails, too, it is not a request that makes steps fail."""
         if self._probes:
             return
-        self._probes = True
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
-        self.scheduler.add_request(Request(PROBE_ID, [0], params, is_resumed=True))
+        try:
+            self.scheduler.add_request(Request(PROBE_ID, [0], params, is_resumed=True))
+        except Exception:
+            logger.exception("the scheduler does not take the request by which a failed step is tried again")
+            return
+        self._probes = True
         self._requests.add(PROBE_ID, [PROBE_ID])
 
     def _without_probe(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Raise `EngineDeadError` if the probe has failed; return all other outputs."""
-        self._probes = self.scheduler.has_request(PROBE_ID)
+        self._probes = PROBE_ID in self._requests
         for output in outputs:
             if output.request_id == PROBE_ID and output.finish_reason is FinishReason.ERROR:
                 raise EngineDeadError(f"a step failed, and then even a step of one token: {output.error}")
@@ -277,19 +297,30 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether a step has anything to do."""
-        return self.scheduler.has_requests() or len(self._requests) > 0
+        return len(self._requests) > 0 or self._answer_of(self.scheduler.has_requests, False)
 
     def next_due(self) -> float | None:
         """Return when a step has something to do without any request (seconds); None: at no time."""
-        return self.scheduler.next_due()
+        return self._answer_of(self.scheduler.next_due, None)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any sequence is waiting or running, or has not been told its end."""
-        return self.scheduler.has_unfinished_requests() or len(self._requests) > 0
+        return len(self._requests) > 0 or self._answer_of(self.scheduler.has_unfinished_requests, False)
+
+    @staticmethod
+    def _answer_of(ask: Callable[[], Answer], default: Answer) -> Answer:
+        """Return what the scheduler answers; the default if it cannot."""
+        try:
+            return ask()
+        except Exception:
+            logger.exception("the scheduler does not say what there is to do")
+            return default
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's state and counters, and those of the runner and the KV connector."""
-        stats = self.scheduler.make_stats() or SchedulerStats()
+        stats = self.scheduler.make_stats()
+        if not isinstance(stats, SchedulerStats):
+            stats = SchedulerStats()
         stats.graphs = self.runner.graph_stats
         if self._connector is not None:
             stats.kv_connector = self._connector_stats(self._connector)
@@ -314,7 +345,8 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache; while any block is in use, do nothing and return False."""
-        is_reset = self.scheduler.reset_prefix_cache(reset_connector=True)
+        options = {} if self._connector is None else {"reset_connector": True}  # not in eSurge's interface
+        is_reset = bool(self.scheduler.reset_prefix_cache(**options))
         self._publish_kv_events()
         return is_reset
 
@@ -356,9 +388,9 @@ class EngineCore:
         """Abort all remaining requests and release everything; return the terminal outputs."""
         self._stepper.close()
         self._warmer.close()
-        outputs = self.finish(None, RequestStatus.FINISHED_ABORTED)
+        outputs = self.withdraw(None, RequestStatus.FINISHED_ABORTED)
         outputs += self._requests.end_all(FinishReason.ABORT)
-        self.scheduler.shutdown()
+        _close(self.scheduler.shutdown, "the scheduler")
         if isinstance(self._grammars, TriedGrammars):
             self._grammars.close()
         if self._connector is not None:

@@ -138,9 +138,9 @@ class EngineLoop:
             case EngineCoreRequest():
                 self._add(message)
             case AbortRequests(sequence_ids):
-                self._send_outputs(self.core.finish(sequence_ids, RequestStatus.FINISHED_ABORTED))
+                self._send_outputs(self.core.withdraw(sequence_ids, RequestStatus.FINISHED_ABORTED))
             case StopRequests(sequence_ids):
-                self.core.finish(sequence_ids, RequestStatus.FINISHED_STOPPED)
+                self.core.withdraw(sequence_ids, RequestStatus.FINISHED_STOPPED)
             case GetStats(call_id):
                 self._answer(call_id, lambda: Reply(call_id, stats=self.core.stats()))
             case ResetPrefixCache(call_id):

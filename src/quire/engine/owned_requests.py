@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from quire.scheduling.interface import SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutput
@@ -26,9 +26,16 @@ class OwnedRequests:
     def __init__(self) -> None:
         self._sequence_ids: dict[str, Sequence[str]] = {}  # of each request in the scheduler, by its id
         self._missing: set[str] = set()  # unknown to the scheduler after the last step
+        self._has_logged = False  # that the scheduler's answers cannot be used
 
     def __len__(self) -> int:
         return len(self._sequence_ids)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequence_ids
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._sequence_ids))
 
     def add(self, request_id: str, sequence_ids: Sequence[str]) -> None:
         """Add a request that the scheduler has accepted, with the ids that its outputs have."""
@@ -49,26 +56,46 @@ class OwnedRequests:
                 self.forget(output.request_id)
         if self._is_complete(scheduler):
             return []
-        missing = {request_id for request_id in self._sequence_ids if not scheduler.has_request(request_id)}
+        missing = {request_id for request_id in self._sequence_ids if not self._has(request_id, scheduler)}
         lost, self._missing = missing & self._missing, missing - self._missing
         if lost:
             logger.error("the scheduler has lost %d requests; they end with an error: %s", len(lost), lost)
-        return self._end(lost, FinishReason.ERROR, LOST)
+        return self.end(sorted(lost), FinishReason.ERROR, LOST)
 
     def end_all(self, reason: FinishReason) -> list[EngineCoreOutput]:
         """Return the terminal outputs of all requests; none is left."""
-        return self._end(set(self._sequence_ids), reason, None)
+        return self.end(sorted(self._sequence_ids), reason, None)
 
     def _is_complete(self, scheduler: SchedulerInterface) -> bool:
         """Whether the scheduler has as many requests, each of which is then one of these."""
-        is_complete = len(self._sequence_ids) == scheduler.get_num_unfinished_requests()
+        try:
+            is_complete = len(self._sequence_ids) == scheduler.get_num_unfinished_requests()
+        except Exception:
+            self._log_fault()
+            return False
         if is_complete and self._missing:
             self._missing = set()
         return is_complete
 
-    def _end(self, request_ids: set[str], reason: FinishReason, error: str | None) -> list[EngineCoreOutput]:
+    def _has(self, request_id: str, scheduler: SchedulerInterface) -> bool:
+        """Whether the scheduler has a request; one that cannot say has it."""
+        try:
+            return bool(scheduler.has_request(request_id))
+        except Exception:
+            self._log_fault()
+            return True
+
+    def _log_fault(self) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            logger.exception("the scheduler does not say which requests it has; no more of this is logged")
+
+    def end(
+        self, request_ids: Iterable[str], reason: FinishReason, error: str | None
+    ) -> list[EngineCoreOutput]:
+        """Return the terminal outputs of those of these requests that had none, and let go of them."""
         return [
             EngineCoreOutput(sequence_id, [], finish_reason=reason, error=error)
-            for request_id in sorted(request_ids)
-            for sequence_id in self._sequence_ids.pop(request_id)
+            for request_id in request_ids
+            for sequence_id in self._sequence_ids.pop(request_id, ())
         ]

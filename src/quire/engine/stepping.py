@@ -114,11 +114,15 @@ class Stepper(ABC):
 
     def _update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
         by_client = self._scheduler.update_from_output(scheduled, computed)
+        found = [output for outputs in by_client.values() for output in outputs.outputs]
+        for output in found:
+            if not isinstance(output, EngineCoreOutput):
+                raise TypeError(f"the scheduler returned {type(output).__name__} as an output of a request")
         if not computed.is_applied:
             self.num_failed_steps += 1
         elif scheduled.request_ids:
             self.num_failed_steps = 0
-        return [output for outputs in by_client.values() for output in outputs.outputs]
+        return found
 
 
 class SerialStepper(Stepper):

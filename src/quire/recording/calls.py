@@ -73,7 +73,7 @@ class FinishRequestsCall(msgspec.Struct, array_like=True, tag="finish_requests")
     def apply(self, scheduler: SchedulerInterface, plans: Plans) -> list[str]:
         """Make the call again."""
         ended = scheduler.finish_requests(self.request_ids, self.status)
-        return [request.request_id for request in ended]
+        return [request.request_id for request in ended or ()]
 
 
 class ScheduleCall(msgspec.Struct, array_like=True, tag="schedule"):
@@ -81,9 +81,13 @@ class ScheduleCall(msgspec.Struct, array_like=True, tag="schedule"):
 
     throttle_prefills: bool
 
+    def options(self) -> dict[str, bool]:
+        """Return the arguments that are not the defaults: vLLM's and eSurge's schedulers take none."""
+        return {"throttle_prefills": True} if self.throttle_prefills else {}
+
     def apply(self, scheduler: SchedulerInterface, plans: Plans) -> StepResult:
         """Make the call again."""
-        plan = scheduler.schedule(self.throttle_prefills)
+        plan = scheduler.schedule(**self.options())
         remember(plans, plan)
         return StepResult.of(scheduler, plan)
 
@@ -137,9 +141,13 @@ class ResetPrefixCacheCall(msgspec.Struct, array_like=True, tag="reset_prefix_ca
     reset_running_requests: bool
     reset_connector: bool
 
+    def options(self) -> dict[str, bool]:
+        """Return the arguments that are not the defaults."""
+        return {name: True for name in self.__struct_fields__ if getattr(self, name)}
+
     def apply(self, scheduler: SchedulerInterface, plans: Plans) -> bool:
         """Make the call again."""
-        return scheduler.reset_prefix_cache(self.reset_running_requests, self.reset_connector)
+        return scheduler.reset_prefix_cache(**self.options())
 
 
 class SetPauseStateCall(msgspec.Struct, array_like=True, tag="set_pause_state"):

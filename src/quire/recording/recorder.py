@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,8 +91,8 @@ class RecordingScheduler(SchedulerInterface):
     @override
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         return self._record(
-            calls.ScheduleCall(throttle_prefills),
-            lambda: self.scheduler.schedule(throttle_prefills),
+            call := calls.ScheduleCall(throttle_prefills),
+            lambda: self.scheduler.schedule(**call.options()),
             lambda plan: StepResult.of(self.scheduler, plan),
         )
 
@@ -115,20 +115,20 @@ class RecordingScheduler(SchedulerInterface):
     @override
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
+    ) -> Sequence[Request] | None:
         if request_ids is not None:
             request_ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return self._record(
             calls.FinishRequestsCall(request_ids, finished_status),
             lambda: self.scheduler.finish_requests(request_ids, finished_status),
-            lambda ended: [request.request_id for request in ended],
+            lambda ended: [request.request_id for request in ended or ()],
         )
 
     @override
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return self._record(
-            calls.ResetPrefixCacheCall(reset_running_requests, reset_connector),
-            lambda: self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector),
+            call := calls.ResetPrefixCacheCall(reset_running_requests, reset_connector),
+            lambda: self.scheduler.reset_prefix_cache(**call.options()),
             bool,
         )
 
@@ -161,6 +161,14 @@ class RecordingScheduler(SchedulerInterface):
             lambda: self.scheduler.update_draft_token_ids_in_output(draft_token_ids, scheduler_output),
             lambda _: StepResult.of(self.scheduler, scheduler_output),
         )
+
+    @override
+    def reset_encoder_cache(self) -> None:
+        self.scheduler.reset_encoder_cache()
+
+    @override
+    def get_kv_event_publisher_config(self) -> object | None:
+        return self.scheduler.get_kv_event_publisher_config()
 
     @override
     def check_invariants(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from quire.config import SchedulerConfig
+from quire.errors import InvalidRequestError
 from quire.kv.connector import KVConnector
 from quire.request import Request
 from quire.scheduling.context import SchedulerContext
@@ -32,6 +33,9 @@ class StepWithdrawnError(Exception):
 class SchedulerInterface(ABC):
     """Decides, step by step, how many tokens of which requests the model computes.
 
+    Abstract is what both vLLM's and eSurge's interface of this name ask for; the rest has defaults, which say
+    that a scheduler has no such thing.
+
     Args:
         config: validated.
         num_blocks: KV blocks in the cache.
@@ -39,7 +43,6 @@ class SchedulerInterface(ABC):
         context: the scheduler's surroundings; None: none of its parts.
     """
 
-    @abstractmethod
     def __init__(
         self,
         config: SchedulerConfig,
@@ -47,7 +50,11 @@ class SchedulerInterface(ABC):
         num_blocks: int,
         max_model_len: int,
         context: SchedulerContext | None = None,
-    ) -> None: ...
+    ) -> None:
+        self.config = config
+        self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
+        self.context = context or SchedulerContext()
 
     @abstractmethod
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -76,18 +83,19 @@ class SchedulerInterface(ABC):
             QueueFullError: a bound of the queue is reached.
         """
 
-    @abstractmethod
     def has_request(self, request_id: str) -> bool:
-        """Whether a request with this id waits or runs."""
+        """Whether a request with this id waits or runs; by default, whether any request does."""
+        return self.has_unfinished_requests()
 
     @abstractmethod
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
+    ) -> Sequence[Request] | None:
         """End requests from outside: a client's abort, or a stop string that the front end found.
 
-        Unknown ids are ignored; None means all requests. Returns the requests that ended. Their blocks are
-        free when this returns, or as soon as the step in flight has been applied.
+        Unknown ids are ignored; None means all requests. Returns the requests that ended; None, as vLLM's
+        and eSurge's schedulers do, if all of those asked for have. Their blocks are free when this returns,
+        or as soon as the step in flight has been applied.
 
         Raises:
             ValueError: `finished_status` is not terminal.
@@ -130,32 +138,43 @@ class SchedulerInterface(ABC):
         connector has stored is forgotten too; if it cannot be, nothing happens and False is returned.
         """
 
+    def reset_encoder_cache(self) -> None:  # noqa: B027, no model that Quire runs has an encoder
+        """Forget all outputs of encoders; there are none by default."""
+
     @property
-    @abstractmethod
     def pause_state(self) -> PauseState:
         """Which requests may run."""
+        return PauseState.UNPAUSED
 
-    @abstractmethod
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Say which requests may run."""
+        """Say which requests may run.
 
-    @abstractmethod
+        Raises:
+            InvalidRequestError: the scheduler cannot be paused, as by default.
+        """
+        if pause_state is not PauseState.UNPAUSED:
+            raise InvalidRequestError(
+                f"{type(self).__name__} cannot be paused: it does not define set_pause_state()"
+            )
+
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Return the tokens that grammars allow in this step, or None if no request of it has a grammar.
+
+        The engine refuses structured outputs if the scheduler does not define this method.
 
         With `pending_structured_output_tokens`, it is asked once the steps before have been applied, while
         this one may be computed already; else it may be asked at once.
         """
+        return None
 
-    @abstractmethod
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:  # noqa: B027, drafts are offers
         """Take drafts for running requests, to be verified in the next step that schedules them.
 
-        Requests that do not run are skipped; drafts that a grammar does not allow are cut off.
+        Requests that do not run are skipped; drafts that a grammar does not allow are cut off. By default
+        all are.
         """
 
-    @abstractmethod
-    def update_draft_token_ids_in_output(
+    def update_draft_token_ids_in_output(  # noqa: B027, only plans with drafts need it
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
         """Replace the drafts in the newest plan, in place, before the runner gets it.
@@ -167,21 +186,25 @@ class SchedulerInterface(ABC):
             ValueError: `scheduler_output` is not the newest step in flight.
         """
 
-    @abstractmethod
     def get_kv_connector(self) -> KVConnector | None:
-        """Return the KV connector, if there is one."""
+        """Return the KV connector, if there is one that the scheduler uses."""
+        return None
+
+    def get_kv_event_publisher_config(self) -> object | None:
+        """Return how the scheduler itself publishes KV events; None: it leaves that to the engine."""
+        return None
 
     def oldest_waiting_request(self) -> str | None:
         """Return which of the requests that wait came first; None if none waits, or if that is not known."""
         return None
 
-    @abstractmethod
     def explain(self, request_id: str) -> str:
         """Return, in a sentence, what a request does or waits for."""
+        return f"{type(self).__name__} does not say what a request does or waits for"
 
-    @abstractmethod
     def get_kv_cache_usage(self) -> float:
-        """Share of the KV blocks that running requests hold, 0 to 1."""
+        """Share of the KV blocks that running requests hold, 0 to 1; 0 by default."""
+        return 0.0
 
     @property
     def reads_priority(self) -> bool:
@@ -192,9 +215,9 @@ class SchedulerInterface(ABC):
         """Return the blank KV blocks that the next step may use, in order; none if that is not known."""
         return np.zeros(0, dtype=np.int32)
 
-    @abstractmethod
     def make_stats(self) -> SchedulerStats | None:
         """Return the present state and the counters since the start; None if none are kept."""
+        return None
 
     def check_invariants(self) -> None:  # noqa: B027, a scheduler may keep no accounts that can be checked
         """Check that all accounts agree, which is slow.
@@ -203,6 +226,5 @@ class SchedulerInterface(ABC):
             AssertionError: names what does not hold.
         """
 
-    @abstractmethod
-    def shutdown(self) -> None:
+    def shutdown(self) -> None:  # noqa: B027, a scheduler may hold nothing
         """Release everything; the scheduler is not used afterwards."""
