@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -317,6 +318,19 @@ def test_a_prompt_that_was_padded_is_written_to_its_length():
     assert torch.equal(written[:, :12], key[:12].transpose(0, 1))
     assert not written[:, 12:].any()
     assert not view.key_pages[:, 0].any()
+
+
+@row("PagedAttentionCacheView.write_prefill_to_cache", "PagedAttentionCacheView.write_generate_to_cache")
+def test_the_page_about_it_runs_and_attention_sees_no_padding():
+    page = (Path(__file__).parents[2] / "docs" / "paged-cache.md").read_text(encoding="utf-8")
+    named: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, named)
+    view, [[own, _]] = named["view"], named["pages_so_far"]
+    keys, values = (pages[:, own, :6].float() for pages in (view.key_pages, view.value_pages))
+    query = named["query"].transpose(0, 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values).transpose(0, 1)
+    torch.testing.assert_close(named["output"], expected, atol=2e-3, rtol=1e-3)
 
 
 @row("PagedAttentionCacheView.concatenate_to_cache")

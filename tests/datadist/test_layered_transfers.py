@@ -10,7 +10,7 @@ import pytest
 from failing import fails_with
 from pair_checks import bound_blocks
 from pairs import CROSSED_PAIRS, PairMaker
-from sides import Layers, byte_desc, owned_bytes, pattern, register_new, write_new_cache
+from sides import Layers, byte_desc, owned_bytes, pattern, read_cache, register_new, write_new_cache
 
 from conformance import row
 from quire.datadist import (
@@ -58,6 +58,24 @@ def test_layers_of_blocks_go_where_keys_say(pair):
     expected = pattern(DESC, 2)
     expected[:4, [0, 2]] = pattern(DESC, 1)[2:, [3, 1]]
     np.testing.assert_array_equal(owned_bytes(second), expected)
+
+
+@row("transfer_cache_async", "TransferConfig")
+def test_addresses_reach_allocated_caches_too(pair):
+    blocks, slots = pair.dm.allocate_blocks_cache(DESC), pair.dm.allocate_cache(DESC)
+    source = bound_blocks(pair, DESC, BlocksCacheKey(1), seed=1)
+    config = TransferConfig(2, blocks.tensor_addrs)
+    task = pair.pm.transfer_cache_async(source, pair.call(Layers), [config], [3, 1], [0, 2])
+    assert task.synchronize(60_000) is SUCCESS
+    expected = np.zeros_like(pattern(DESC, 1))
+    expected[:, [0, 2]] = pattern(DESC, 1)[:, [3, 1]]
+    np.testing.assert_array_equal(read_cache(pair.dm, blocks), expected)
+    source = pair.call(write_new_cache, pair.pm, DESC, seed=4)
+    config = TransferConfig(2, slots.tensor_addrs, src_batch_index=2)
+    assert pair.pm.transfer_cache_async(source, pair.call(Layers), [config]).get_results() == [SUCCESS]
+    np.testing.assert_array_equal(read_cache(pair.dm, slots)[:, 0], pattern(DESC, 4)[:, 2])
+    with fails_with(LLMStatusCode.LLM_PARAM_INVALID):
+        pair.pm.push_cache(CacheKeyByIdAndIndex(2, slots.cache_id), source)
 
 
 @row("transfer_cache_async", "TransferConfig")

@@ -1,4 +1,4 @@
-"""Where a push goes that names tensors of a registered cache by their addresses.
+"""Where a push goes that names tensors of a cache by their addresses.
 
 The addresses are the peer's words, and only looked up: which bytes are written follows from the cache itself.
 """

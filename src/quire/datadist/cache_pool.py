@@ -32,7 +32,7 @@ class CachePool(Generic[M]):
         self._allocate = allocate
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._has_registered = False
+        self._has_handed_out = False
         self._has_freed = threading.Condition(self._lock)
         self._is_closed = False
         self._num_allocated = 0
@@ -53,9 +53,9 @@ class CachePool(Generic[M]):
         return len(self._caches)
 
     @property
-    def has_registered(self) -> bool:
-        """Whether a cache has ever been registered."""
-        return self._has_registered
+    def has_handed_out(self) -> bool:
+        """Whether there has ever been a cache that peers may push into: any but those of models."""
+        return self._has_handed_out
 
     def allocate(
         self, desc: CacheDesc, keys: Sequence[CacheKey] = (), *, is_of_model: bool = False
@@ -234,17 +234,17 @@ class CachePool(Generic[M]):
                 raise invalid(f"cache {cache_id} is contiguous; it has no blocks")
             return self._hold(cache, None, None)
 
-    def hold_registered(self, is_wanted: Callable[[PooledCache[M]], bool]) -> SourceHold[M]:
-        """Keep the registered cache that `is_wanted` returns true for, for a transfer.
+    def hold_handed_out(self, is_wanted: Callable[[PooledCache[M]], bool]) -> SourceHold[M]:
+        """Keep the cache, of none of the models, that `is_wanted` returns true for, for a transfer.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST.
         """
         with self._exclusive():
             for cache in self._caches.values():
-                if cache.is_registered and cache.has_handle and is_wanted(cache):
+                if not cache.is_of_model and cache.has_handle and is_wanted(cache):
                     return self._hold(cache, None, None)
-        raise _no_cache("no registered cache is there")
+        raise _no_cache("no cache of this side has these addresses")
 
     def close(self) -> None:
         """Forget every cache and key, whatever holds them."""
@@ -297,7 +297,7 @@ class CachePool(Generic[M]):
         is_registered: bool = False,
     ) -> PooledCache[M]:
         self._require_open()
-        self._has_registered |= is_registered
+        self._has_handed_out |= not is_of_model
         self._num_allocated += 1
         cache = PooledCache(self._num_allocated, desc, memory, is_blocks, is_of_model, is_registered)
         self._caches[cache.cache_id] = cache

@@ -36,7 +36,7 @@ class LayerSynchronizer(abc.ABC):
 
 
 class TransferConfig:
-    """A destination by its addresses, all in one registered cache of a peer.
+    """A destination by its addresses, all in one cache of a peer, registered or allocated.
 
     Args:
         dst_cluster_id: of the peer.

@@ -178,7 +178,7 @@ class DecoderLink:
                 raise
 
     def take_pushes(self, pool: CachePool[CacheMemory], deadline: float) -> None:
-        """Let the PROMPT push into registered caches from now on.
+        """Let the PROMPT push into caches of this side from now on.
 
         Raises:
             OSError: it cannot be reached, does not answer in time, or has dropped the link.

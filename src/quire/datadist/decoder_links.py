@@ -94,7 +94,7 @@ class DecoderLinks:
         return results
 
     def take_pushes(self, deadline: float) -> None:
-        """Let all PROMPTs push into registered caches, those that can be told."""
+        """Let all PROMPTs push into caches of this side, those that can be told."""
         with self._lock:
             links = list(self._links.values())
         for link in links:
@@ -151,8 +151,8 @@ class DecoderLinks:
             logger.warning("cannot link to PROMPT %s at %s:%d: %s", cluster_id, dotted(ip), port, error)
             return LLMStatusCode.LLM_LINK_FAILED
         result = self._keep(link)
-        if result is LLMStatusCode.LLM_SUCCESS and self._pool.has_registered:
-            self._take_pushes(link, deadline)  # only now, so that no cache is registered in between
+        if result is LLMStatusCode.LLM_SUCCESS and self._pool.has_handed_out:
+            self._take_pushes(link, deadline)  # only now, so that no cache is made in between
         return result
 
     def _take_pushes(self, link: DecoderLink, deadline: float) -> None:

@@ -77,7 +77,11 @@ class LinkEnds:
         """
         link = None if self.service is None else self.service.link_of(cluster_id)
         if link is None:
-            raise failure(LLMStatusCode.LLM_NOT_YET_LINK, f"DECODER {cluster_id} has not linked to this side")
+            raise failure(
+                LLMStatusCode.LLM_NOT_YET_LINK,
+                f"cluster {cluster_id} has not linked to this side, which pushes only over links that "
+                "others have made; have it link here too (role MIX, with listen_ip_info on this side)",
+            )
         return link
 
     def unlink(self, cluster_id: int, deadline: float) -> LLMStatusCode:

@@ -63,9 +63,11 @@ class LocalCaches:
         with ArgumentChecks() as check:
             check.instance("cache_desc", cache_desc, CacheDesc)
             keys = check.items("cache_keys", cache_keys, CacheKey)
-        with self.call(LLMRole.PROMPT if keys else None):
+        with self.call(LLMRole.PROMPT if keys else None) as deadline:
             _require_batch_first(cache_desc)
-            return kv_cache_of(self._pool, self._pool.allocate(cache_desc, keys))
+            kv_cache = kv_cache_of(self._pool, self._pool.allocate(cache_desc, keys))
+            self._ends.links.take_pushes(deadline)
+        return kv_cache
 
     def allocate_blocks_cache(
         self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
@@ -82,9 +84,11 @@ class LocalCaches:
         with ArgumentChecks() as check:
             check.instance("cache_desc", cache_desc, CacheDesc)
             check.instance("blocks_cache_key", blocks_cache_key, BlocksCacheKey, type(None))
-        with self.call(None if blocks_cache_key is None else LLMRole.PROMPT):
+        with self.call(None if blocks_cache_key is None else LLMRole.PROMPT) as deadline:
             _require_batch_first(cache_desc)
-            return kv_cache_of(self._pool, self._pool.allocate_blocks(cache_desc, blocks_cache_key))
+            kv_cache = kv_cache_of(self._pool, self._pool.allocate_blocks(cache_desc, blocks_cache_key))
+            self._ends.links.take_pushes(deadline)
+        return kv_cache
 
     def register_cache(self, cache_desc: CacheDesc, addrs: list[int]) -> KvCache:
         """Make a contiguous cache of memory that there is already; it is neither copied nor zeroed.

@@ -175,7 +175,7 @@ class PromptLink:
         with self._changing:  # the DECODER may have heard that it can be pushed to, but a moment ago
             pushes = self._pushes
         if pushes is None:
-            raise invalid(f"{self._peer} takes no pushes: it has registered no cache")
+            raise invalid(f"{self._peer} takes no pushes: it has neither registered nor allocated a cache")
         pushes.push(request, memory, spans, deadline)
 
     def drop(self, reason: str) -> None:

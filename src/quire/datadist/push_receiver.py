@@ -1,4 +1,4 @@
-"""The DECODER's end of a link's pushes: a thread that takes what fits a registered cache of its own."""
+"""The DECODER's end of a link's pushes: a thread that takes what fits a cache of its own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PushReceiver:
 
     Args:
         connection: that was opened for it, proved.
-        pool: the caches; only those that are registered take pushes.
+        pool: the caches; those of models take no pushes, others that were allocated only by their addresses.
         destination_end: of the link.
         use_link: lets nothing else use `destination_end`.
         break_link: marks the link as broken, with a reason.
@@ -128,14 +128,14 @@ class PushReceiver:
 
 
 def hold_target(pool: CachePool[CacheMemory], request: PushRequest) -> SourceHold[CacheMemory]:
-    """Hold the registered cache that a push names.
+    """Hold the cache that a push names: a registered one, or any that is not a model's by its addresses.
 
     Raises:
         LLMException: LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID, LLM_FAILED; nothing is held.
     """
     target = request.target
     if isinstance(target, AddressedTarget):
-        hold = pool.hold_registered(lambda cache: addressed_place(cache, target) is not None)
+        hold = pool.hold_handed_out(lambda cache: addressed_place(cache, target) is not None)
     elif isinstance(target, BlocksSource):
         hold = pool.hold_blocks(target.model_id)
     elif isinstance(target, NumberedBlocksSource):
@@ -143,12 +143,16 @@ def hold_target(pool: CachePool[CacheMemory], request: PushRequest) -> SourceHol
     else:
         hold = pool.hold_slot(target.cache_id, target.batch_index)
     cache = hold.cache
-    if cache.is_registered and not cache.memory.is_lost:
+    takes_pushes = cache.is_registered or isinstance(target, AddressedTarget)
+    if takes_pushes and not cache.memory.is_lost:
         return hold
     hold.end(consume=False)
-    if cache.is_registered:
+    if takes_pushes:
         raise failure(LLMStatusCode.LLM_FAILED, f"cache {cache.cache_id} may still be written to otherwise")
-    raise invalid(f"cache {cache.cache_id} was allocated; only registered caches take pushes")
+    raise invalid(
+        f"cache {cache.cache_id} was allocated; by keys only registered caches take pushes, others "
+        "by their addresses (transfer_cache_async)"
+    )
 
 
 def target_spans(hold: SourceHold[CacheMemory], request: PushRequest) -> ByteSpans:

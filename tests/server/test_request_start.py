@@ -1,0 +1,54 @@
+"""X-Request-Start: what it may say, and what becomes of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.cluster.client_request import ClientRequest
+from quire.errors import InvalidRequestError
+from quire.server.request_start import LONGEST_HELD, arrival_time_of, request_start
+
+
+def age_of(value: str) -> float:
+    return time.monotonic() - arrival_time_of(value)
+
+
+@pytest.mark.parametrize("unit", [1, 1_000, 1_000_000])
+@pytest.mark.parametrize("prefix", ["", "t="])
+def test_seconds_milliseconds_and_microseconds_are_told_apart(prefix: str, unit: int):
+    for age in (0, 5, 500):
+        assert age_of(f"{prefix}{int((time.time() - age) * unit)}") == pytest.approx(age, abs=1.5)
+
+
+def test_the_time_is_neither_to_come_nor_long_ago():
+    assert age_of(request_start(time.time() + 3600)) == pytest.approx(0, abs=1)
+    assert age_of("t=0") == pytest.approx(LONGEST_HELD, abs=1)
+    assert age_of(request_start(time.time() - 12)) == pytest.approx(12, abs=1)
+
+
+@pytest.mark.parametrize("value", ["", "t=", "t=-1", "now", "1e9", "nan", "inf", "1.2.3", "\u0661", "9" * 50])
+def test_what_is_no_time_is_refused(value: str):
+    with pytest.raises(InvalidRequestError, match=r"X-Request-Start is .*must be a time since the epoch"):
+        arrival_time_of(value)
+
+
+@settings(max_examples=200)
+@given(st.text(max_size=30))
+def test_whatever_comes_the_time_is_bounded(value: str):
+    try:
+        age = age_of(value)
+    except InvalidRequestError:
+        return
+    assert -1 <= age <= LONGEST_HELD + 1
+
+
+def test_a_router_replaces_what_a_client_says():
+    scope = {"headers": [(b"x-request-start", b"t=1"), (b"accept", b"*/*")], "state": {"request_id": "a"}}
+    request = ClientRequest(scope, None, b"")
+    headers = request.headers()
+    assert headers.getall("X-Request-Start") == [request_start(request.start)]
+    assert age_of(headers["X-Request-Start"]) == pytest.approx(0, abs=1)
