@@ -321,7 +321,8 @@ def test_a_prompt_that_was_padded_is_written_to_its_length():
 
 
 @row("PagedAttentionCacheView.write_prefill_to_cache", "PagedAttentionCacheView.write_generate_to_cache")
-def test_the_page_about_it_runs_and_attention_sees_no_padding():
+def test_the_page_about_it_runs_and_attention_sees_no_padding(monkeypatch):
+    monkeypatch.setattr(cache_metadata, "memory_limit", lambda: MemoryLimit(50_000_000, 50_000_000))
     page = (Path(__file__).parents[2] / "docs" / "paged-cache.md").read_text(encoding="utf-8")
     named: dict = {}
     for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

@@ -21,10 +21,8 @@ from quire.status import FinishReason, RequestStatus
 from quire.step import DraftTokenIds
 
 ABSTRACT = [
-    "schedule", "update_from_output", "add_request", "has_request", "finish_requests",
-    "get_num_unfinished_requests", "has_finished_requests", "get_request_counts", "reset_prefix_cache",
-    "pause_state", "set_pause_state", "get_grammar_bitmask", "update_draft_token_ids",
-    "update_draft_token_ids_in_output",
+    "schedule", "update_from_output", "add_request", "finish_requests", "get_num_unfinished_requests",
+    "has_finished_requests", "get_request_counts", "reset_prefix_cache",
 ]  # fmt: skip
 
 
@@ -32,12 +30,18 @@ ABSTRACT = [
 
 
 @row("schedule")
-def test_the_abstract_methods_are_those_of_the_specification():
+def test_the_abstract_methods_are_those_that_vllm_and_esurge_both_have():
     assert inspect.isabstract(SchedulerInterface)
-    assert set(ABSTRACT) <= SchedulerInterface.__abstractmethods__
-    assert {"has_unfinished_requests", "has_requests"}.isdisjoint(SchedulerInterface.__abstractmethods__)
+    assert SchedulerInterface.__abstractmethods__ == set(ABSTRACT)
     signature = inspect.signature(SchedulerInterface.schedule)
     assert signature.parameters["throttle_prefills"].default is False
+
+
+@row("reset_encoder_cache", "get_kv_event_publisher_config")
+def test_there_is_no_encoder_and_no_publisher_of_its_own():
+    scheduler = Scene().scheduler
+    assert scheduler.reset_encoder_cache() is None
+    assert scheduler.get_kv_event_publisher_config() is None
 
 
 @row("schedule")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import pytest
 
 from quire.engine.messages import EngineInfo
@@ -205,3 +208,13 @@ def test_whether_special_tokens_are_added_is_true_or_false(inputs, refuses_to_to
 def test_too_many_token_ids_are_refused_before_each_is_looked_at(inputs):
     with pytest.raises(InvalidRequestError, match="has 1000000 tokens"):
         inputs.process([None] * 1_000_000, SamplingParams())
+
+
+def test_a_request_has_its_time_of_arrival(inputs):
+    before = time.monotonic()
+    request = inputs.process("a", SamplingParams()).core_request
+    assert before <= request.arrival_time <= time.monotonic()
+    assert inputs.process("a", SamplingParams(), arrival_time=12).core_request.arrival_time == 12.0
+    for wrong in (math.nan, math.inf, "12", True):
+        with pytest.raises(InvalidRequestError, match=r"arrival_time is .*time\.monotonic\(\)"):
+            inputs.process("a", SamplingParams(), arrival_time=wrong)

@@ -79,6 +79,7 @@ def test_stop_strings_wait_for_the_end_of_each_thought_also_in_another_engine():
     assert table.say("y</thought>zy", 1) == [table.ids[1]]
     request = continuation(table.state, 0, 0.0)
     assert request.resumed_outputs == [TOKENIZER.encode("xy</thou")]
+    assert request.arrival_time == table.state.processed.core_request.arrival_time
     assert table.say("ght>ay") == [table.ids[0]]
     assert [one.text for one in table.state.snapshot().outputs] == ["xy</thought>a", "y</thought>z"]
 

@@ -1,4 +1,4 @@
-"""The order of requests follows from the times at which they came, in whatever order the scheduler has them."""
+"""Requests are served by the times at which they came, in whatever order the scheduler gets them."""
 
 from __future__ import annotations
 

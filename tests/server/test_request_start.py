@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.cluster.client_request import ClientRequest
+from quire.config import ServerConfig
 from quire.errors import InvalidRequestError
+from quire.server.app import create_app
 from quire.server.request_start import LONGEST_HELD, arrival_time_of, request_start
 
 
@@ -52,3 +55,22 @@ def test_a_router_replaces_what_a_client_says():
     headers = request.headers()
     assert headers.getall("X-Request-Start") == [request_start(request.start)]
     assert age_of(headers["X-Request-Start"]) == pytest.approx(0, abs=1)
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "fake", "prompt": "a"}),
+        ("/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+async def test_a_server_reads_it_only_where_it_is_told_to(llm, trusts: bool, path: str, body: dict):
+    app = create_app(llm, ServerConfig(trust_request_start=trusts))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for start, status in ((request_start(time.time() - 7), 200), ("nonsense", 400 if trusts else 200)):
+            answer = await client.post(path, json=body, headers={"X-Request-Start": start})
+            assert answer.status_code == status, answer.text
+    at = llm.seen[0].options.get("arrival_time")
+    assert (at == pytest.approx(time.monotonic() - 7, abs=2)) if trusts else at is None

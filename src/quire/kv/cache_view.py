@@ -103,7 +103,7 @@ class PagedAttentionCacheView(TensorData):
         layout = layout_of(on_devices.of_layer(self.layer_index), self.quantizer).layers[0]
         if layout is None:
             return {}
-        expected = {}
+        expected: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, heads in (("key", layout.keys), ("value", layout.values)):
             places = (heads.num_heads, self.metadata.num_pages_per_layer, self.metadata.page_size)
             vector = heads.format
