@@ -60,7 +60,8 @@ class RequestOutput:
     `outputs` are the `n` completions; with `best_of` above n and with beam search they are empty until all
     have ended, and then the best comes first.
     `prompt_logprobs` has one entry for each prompt token, the first of them None. `num_cached_tokens` counts
-    prompt tokens whose KV came out of the prefix cache. `first_scheduled_time` is when a sequence of it first
+    prompt tokens whose KV the first sequence found in the prefix cache, or loaded, when it first ran: what
+    other requests had computed. `first_scheduled_time` is when a sequence of it first
     ran, in seconds on the monotonic clock; None: none has, as far as is known. `metrics` is filled when the
     request has finished.
     `kv_transfer_params` is what another engine needs to find the request's KV, if a KV connector keeps it: of

@@ -394,7 +394,8 @@ class OutputProcessor:
         stopped_here = completion.apply(output, logprobs)
         if completion.finish_reason is not None:
             del self._sequences[output.request_id]
-        state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        if completion.index == 0:  # the others find what it has computed
+            state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if state.first_scheduled_time is None:
             state.first_scheduled_time = output.first_scheduled_time
         if state.kv_transfer_params is None:

@@ -454,7 +454,7 @@ class AdmissionPhase:
         if is_resumed:
             stats.resumed_queried_tokens += request.num_tokens
             stats.resumed_hit_tokens += num_local_tokens
-        else:
+        elif request.shares_prompt_with is None:  # a prompt counts once, and finding one's own is no hit
             stats.prefix_queried_tokens += request.num_prompt_tokens
             stats.prefix_hit_tokens += num_local_tokens
 
