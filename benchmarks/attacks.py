@@ -2,7 +2,7 @@
 
 Starts `quire serve`, opens streams of one token at a time, and sends each attack while they run. For each it
 prints the time between two tokens of the streams (p50 and p99 in milliseconds) before and during the attack,
-the slowest answer of /health, how much more memory the server's front took, and what the attacker was
+the same of small calls if `--clients` send any, the slowest answer of /health, how much more memory the server's front took, and what the attacker was
 answered; also, how much of the machine's time its host gave to others meanwhile. The attacks are those of
 attacking_requests.py and attacking_connections.py, each of which is run by a process of its own.
 
@@ -126,6 +126,19 @@ async def steady_stream(server: Server, gaps: list[tuple[float, float]]) -> None
                 raise
 
 
+async def small_client(server: Server, calls: list[tuple[float, float]]) -> None:
+    """Ask for completions of eight tokens one after another; add (time, seconds until its answer) of each."""
+    body = completion(prompt="Once upon a time", max_tokens=8)
+    while True:
+        started = time.perf_counter()
+        try:
+            async with server.sent("POST", "/v1/completions", body) as reader:
+                answer = await reader.read()
+                assert answer.startswith(b"HTTP/1.1 200 "), answer[:200]
+        finally:  # it may wait since the attack began
+            calls.append((time.perf_counter(), time.perf_counter() - started))
+
+
 async def watch_health(server: Server, port: int, answers: list[tuple[float, float]]) -> None:
     """Ask /health of a port again and again; add (time, seconds until it was answered with 200) each time."""
     while True:
@@ -190,13 +203,15 @@ def _stolen_seconds() -> float:
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
-async def measure(server: Server, name: str, num_streams: int) -> dict[str, object]:
+async def measure(server: Server, name: str, num_streams: int, num_clients: int) -> dict[str, object]:
     """Return what one attack does."""
     gaps: list[tuple[float, float]] = []
+    calls: list[tuple[float, float]] = []
     health: list[tuple[float, float]] = []
     monitoring: list[tuple[float, float]] = []
     peaks = [0]
     watchers = [asyncio.create_task(steady_stream(server, gaps)) for _ in range(num_streams)]
+    watchers += [asyncio.create_task(small_client(server, calls)) for _ in range(num_clients)]
     watchers.append(asyncio.create_task(watch_health(server, server.port, health)))
     if server.monitoring_port:
         watchers.append(asyncio.create_task(watch_health(server, server.monitoring_port, monitoring)))
@@ -222,6 +237,8 @@ async def measure(server: Server, name: str, num_streams: int) -> dict[str, obje
         "p50": during[0],
         "p99": during[1],
         "worst": during[2],
+        "calls_before": _milliseconds(calls, started, attacked)[:2],
+        "calls": _milliseconds(calls, attacked, answered),
         "health": _milliseconds(health, attacked, ended)[2],
         "monitoring": _milliseconds(monitoring, attacked, ended)[2],
         "health_before": _milliseconds(health, started, attacked)[2],
@@ -240,6 +257,7 @@ async def main() -> None:
     parser.add_argument("--attack", action="append", choices=names, help="default: all")
     parser.add_argument("--model", default="mini", help="a name, or a directory named mini")
     parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--clients", type=int, default=0, help="that ask for small completions beside them")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--monitoring", action="store_true", help="also ask the monitoring port")
     parser.add_argument("--json", action="store_true", help="one object for each attack")
@@ -247,7 +265,7 @@ async def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     if not options.json:
-        print("attack | p50, p99 before | p50, p99, worst during | ", end="")
+        print("attack | p50, p99 before | p50, p99, worst during | small calls before | during | ", end="")
         print("worst /health, monitoring port (ms) | % stolen | MiB | s, of the small request | status")
     with tempfile.TemporaryDirectory() as directory:
         looping = Path(directory) / "mini"
@@ -255,7 +273,7 @@ async def main() -> None:
         for name in options.attack or names:
             model = str(looping) if name == "template bomb" else options.model
             async with Server(options).running(model, _max_descriptors(name)) as server:
-                show(await measure(server, name, options.streams), as_json=options.json)
+                show(await measure(server, name, options.streams, options.clients), as_json=options.json)
 
 
 def _max_descriptors(name: str) -> int | None:
@@ -266,6 +284,7 @@ def show(row: dict[str, object], *, as_json: bool) -> None:
     """Print the line of one attack."""
     line = (
         "{attack} | {p50_before:.1f}, {p99_before:.1f} | {p50:.1f}, {p99:.1f}, {worst:.0f} | "
+        "{calls_before[0]:.1f}, {calls_before[1]:.1f} | {calls[0]:.1f}, {calls[1]:.1f}, {calls[2]:.0f} | "
         "{health:.0f}, {monitoring:.0f} | {stolen:.0f} | "
         "{memory:.0f} | {seconds:.1f}, {last_seconds:.1f} | {status}"
     )

@@ -26,6 +26,7 @@ class Request:
         cache_salt: requests share prefix-cache blocks only with requests of the same salt.
         tenant: whose share of the machine it uses, under the fair policy.
         tenant_weight: how large that share is, relative to others'.
+        flow: what it is a part of: a large flow takes turns with others. Empty: it is one by itself.
         timeout: seconds from arrival to its end; None: `SchedulerConfig.request_timeout`.
         queue_timeout: seconds from arrival until it first runs; None: `SchedulerConfig.queue_timeout`.
         pin_prefix: seconds for which its prompt's blocks stay in the prefix cache, even if others want them.
@@ -37,20 +38,21 @@ class Request:
         arrival_time: when it came, in seconds on the scheduler's clock, by which it has its place in the
             queue; one that is still to come, such as infinity, is when the scheduler gets it.
 
-    The scheduler numbers requests as they arrive (`arrival`), bounds their `arrival_time`, dates their first
-    admission (`first_scheduled_time`), notes which other request's load of KV it waits or has waited for
-    (`awaited_load`), counts what of `prompt_logprobs` has been sent to its client
-    (`num_prompt_logprobs`), and keeps the tokens of running ones itself: `output_token_ids` and
-    `num_computed_tokens` are up to date whenever the request does not run.
+    The scheduler numbers requests as they arrive (`arrival`) and bounds their `arrival_time`. It dates when
+    they take their place in the queue (`queued_time`, None before), and numbers those anew that have waited for
+    it behind others of their flow. It dates their first admission (`first_scheduled_time`), notes which other
+    request's load of KV they wait or have waited for (`awaited_load`), counts what of `prompt_logprobs` has
+    been sent to their client (`num_prompt_logprobs`), and keeps the tokens of running ones itself:
+    `output_token_ids` and `num_computed_tokens` are up to date whenever the request does not run.
     """
 
     __slots__ = (
         "arrival", "arrival_time", "awaited_load", "beam_sequence_ids", "cache_salt", "client_index",
-        "eos_token_ids", "first_scheduled_time", "is_known_to_runner", "is_resumed", "kv_load_failed",
+        "eos_token_ids", "first_scheduled_time", "flow", "is_known_to_runner", "is_resumed", "kv_load_failed",
         "kv_transfer_params", "num_cached_tokens", "num_computed_tokens", "num_prompt_logprobs",
-        "output_token_ids", "pin_prefix", "priority", "prompt_array", "queue_timeout", "request_id",
-        "sampling_params", "shares_prompt_with", "status", "stop_reason", "tenant", "tenant_weight",
-        "timeout",
+        "output_token_ids", "pin_prefix", "priority", "prompt_array", "queue_timeout", "queued_time",
+        "request_id", "sampling_params", "shares_prompt_with", "status", "stop_reason", "tenant",
+        "tenant_weight", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +67,7 @@ class Request:
         cache_salt: str = "",
         tenant: str = "",
         tenant_weight: float = 1.0,
+        flow: str = "",
         timeout: float | None = None,
         queue_timeout: float | None = None,
         pin_prefix: float = 0.0,
@@ -87,6 +90,7 @@ class Request:
         self.cache_salt = cache_salt
         self.tenant = tenant
         self.tenant_weight = tenant_weight
+        self.flow = flow or request_id
         self.timeout = timeout
         self.queue_timeout = queue_timeout
         self.pin_prefix = pin_prefix
@@ -97,6 +101,7 @@ class Request:
         self.beam_sequence_ids = beam_sequence_ids
         self.is_resumed = is_resumed
         self.arrival_time = arrival_time
+        self.queued_time: float | None = None
         self.first_scheduled_time: float | None = None
         self.status = RequestStatus.WAITING
         self.is_known_to_runner = False

@@ -17,11 +17,12 @@ def finished_output(index):
     return RequestOutput(f"request-{index}", "a", [1], [completion], finished=True)
 
 
-def outputs_of(streams, preparing):
+def outputs_of(streams, preparing, most_live=100):
     return contextlib.aclosing(
         generate(
             streams,
             preparing=preparing,
+            most_live=most_live,
             call_id="call",
             request_ids=[f"request-{index}" for index in range(len(streams))],
             num_sequences=1,
@@ -75,3 +76,22 @@ async def test_the_next_prompts_start_as_those_before_are_prepared():
     async with outputs_of([stream(index) for index in range(50)], preparing) as outputs:
         assert len([index async for index, _ in outputs]) == 50
     assert most == PREPARED_AT_ONCE
+
+
+async def test_no_more_prompts_are_live_than_may_be():
+    most = running = 0
+
+    async def stream(index):
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        preparing.release()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        running -= 1
+        yield finished_output(index)
+
+    preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
+    async with outputs_of([stream(index) for index in range(20)], preparing, most_live=3) as outputs:
+        assert sorted([index async for index, _ in outputs]) == list(range(20))
+    assert most == 3

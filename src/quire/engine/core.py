@@ -486,6 +486,7 @@ def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = T
         cache_salt=options.cache_salt,
         tenant=options.tenant,
         tenant_weight=options.tenant_weight,
+        flow=options.flow or request.sequences[0][0],
         timeout=options.timeout,
         queue_timeout=options.queue_timeout,
         pin_prefix=options.pin_prefix,

@@ -20,7 +20,7 @@ from quire.engine.messages import (
     Shutdown,
     ToEngine,
 )
-from quire.errors import CrashLoopError, EngineAsleepError, EngineDeadError
+from quire.errors import CrashLoopError, EngineAsleepError, EngineDeadError, QueueFullError
 from quire.front.explaining import Explaining
 from quire.front.input_processor import ProcessedRequest
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
@@ -147,8 +147,9 @@ class AsyncLLM:
             prompt: text, or token ids.
             sampling_params: how to sample and when to stop; None: the defaults.
             request_id: unique among live requests; None: generated.
-            options: those of `LLM.generate`; and `before_submit`, which is awaited with the prepared request,
-                and refuses it if it raises.
+            options: those of `LLM.generate`; `before_submit`, which is awaited with the prepared request,
+                and refuses it if it raises; and `waits_for_room`, whether it is tried again as long as too
+                many are waiting.
 
         Raises:
             InvalidRequestError: the request or its grammar is invalid.
@@ -182,7 +183,7 @@ class AsyncLLM:
             messages: of the conversation.
             sampling_params: as for `generate`.
             request_id: likewise.
-            options: `tools` and the options of `LLM.chat`; and `before_submit`, as for `generate`.
+            options: `tools` and the options of `LLM.chat`; and those two, as for `generate`.
 
         Raises:
             InvalidRequestError: the request or its grammar is invalid, or the template refuses it.
@@ -436,6 +437,7 @@ class AsyncLLM:
         *,
         may_wait: bool = False,
         before_submit: Callable[[ProcessedRequest], Awaitable[None]] | None = None,
+        waits_for_room: bool = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.wait_until_ready()
@@ -445,6 +447,18 @@ class AsyncLLM:
         processed = await self._threads.run(length, call, may_wait=may_wait)
         if before_submit is not None:
             await before_submit(processed)
+        while True:
+            try:
+                async with contextlib.aclosing(self._submitted(processed)) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            except QueueFullError as error:
+                if not waits_for_room:
+                    raise
+                await asyncio.sleep(error.retry_after)
+
+    async def _submitted(self, processed: ProcessedRequest) -> AsyncGenerator[RequestOutput, None]:
         if self._closing:
             raise EngineDeadError("the engine is shutting down and accepts no new requests")
         updated = asyncio.Event()

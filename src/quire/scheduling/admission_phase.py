@@ -14,6 +14,7 @@ from quire.request import Request
 from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.connector_calls import ConnectorCalls
 from quire.scheduling.deadlines import Deadlines
+from quire.scheduling.flow_shares import FlowShares
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.outputs import SchedulerStats
 from quire.scheduling.plan import Plan
@@ -73,6 +74,7 @@ class AdmissionPhase:
     policy: AdmissionPolicy
     step_mix: StepMix
     sharing: StepSharing
+    flow_shares: FlowShares
     suspects: Suspects
     stats: SchedulerStats
     eviction: CacheEviction | None
@@ -102,6 +104,10 @@ class AdmissionPhase:
             if may_start is not None and request.request_id not in may_start:
                 queue.pass_over(request.request_id)
                 continue
+            budget = self.flow_shares.left_for(request, plan.budget)
+            if budget <= 0:
+                queue.pass_over(request.request_id)
+                continue
             if not self._has_slots(request):
                 break
             if self.loads.is_coming(request.awaited_load):
@@ -118,7 +124,7 @@ class AdmissionPhase:
             if not num_external:
                 prefix = self._with_filling(request, prefix)
             num_computed = prefix.num_tokens + num_external
-            chunk = self.step_mix.first_chunk(self._num_wanted(request, num_computed), plan.budget)
+            chunk = self.step_mix.first_chunk(self._num_wanted(request, num_computed), budget)
             if not chunk:
                 break
             candidate = self._candidate(request, prefix, num_computed + (0 if is_async else chunk))
@@ -368,6 +374,7 @@ class AdmissionPhase:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self.clock.now
         slot = self.slots.enter(request)
+        self.flow_shares.note_start(slot, chunk)
         num_new_blocks = self.kv.blocks_for(request.num_computed_tokens + chunk) - prefix.num_blocks
         self._num_promised += num_new_blocks
         if prefix.filler is not None:

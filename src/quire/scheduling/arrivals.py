@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
 
 from quire.config import SchedulerConfig
 from quire.errors import DuplicateRequestError
@@ -38,7 +36,6 @@ class Arrivals:
     config: SchedulerConfig
     max_model_len: int
     reads_priority: bool
-    read_clock: Callable[[], float]
     state: SchedulerState
     kv: KVCacheManager
     waiting: WaitingRequests
@@ -47,14 +44,11 @@ class Arrivals:
     timeouts: TimeoutPhase
     connector: ConnectorCalls
     eviction: CacheEviction | None
-    _numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count, init=False)
 
     def add(self, request: Request) -> None:
         """Let a request in, see `SchedulerInterface.add_request`."""
         self._refuse(request)
-        request.arrival = next(self._numbers)
-        now = self.read_clock()
-        request.arrival_time = min(now, request.arrival_time)
+        now = self.waiting.number(request)
         try:
             self.kv.register(request.request_id, request.prompt_array, request.cache_salt)
             self.timeouts.start(request, now)

@@ -88,6 +88,8 @@ class Explanation:
             return "a step that computed it has failed; its requests are tried again in turns"
         if self.loads.is_coming(request.awaited_load):
             return "KV of its first tokens is on its way for another request"
+        if self.waiting.queue.is_in_line(request.request_id):
+            return "it takes its place in the queue when those before it of the same flow have left that"
         head = self.waiting.queue.head()
         if head is not None and head is not request:
             num_before = self.waiting.queue.num_before(request)

@@ -23,6 +23,7 @@ from quire.scheduling.deadlines import Deadlines
 from quire.scheduling.drafting import Drafting
 from quire.scheduling.explanation import Explanation
 from quire.scheduling.fences import Fences
+from quire.scheduling.flow_shares import FlowShares
 from quire.scheduling.guarded_context import guarded
 from quire.scheduling.inspection import Inspection
 from quire.scheduling.kv_holdings import KVHoldings
@@ -184,7 +185,6 @@ class SchedulerParts:
             config=self._config,
             max_model_len=self._max_model_len,
             reads_priority=self.order.reads_priority or self.retention.reads_priority,
-            read_clock=self._context.clock,
             state=self.state,
             kv=self.kv,
             waiting=self.waiting,
@@ -221,6 +221,7 @@ class SchedulerParts:
         )
 
     def _build_planning(self) -> None:
+        self.flow_shares = FlowShares(self._config, self.running, self.waiting.queue)
         self.running_phase = RunningPhase(
             config=self._config,
             kv=self.kv,
@@ -233,6 +234,7 @@ class SchedulerParts:
             finisher=self.finisher,
             victim_policy=self.victim_policy,
             drafting=self.drafting,
+            flow_shares=self.flow_shares,
             eviction=self.eviction,
         )
         self.admission_phase = AdmissionPhase(
@@ -253,6 +255,7 @@ class SchedulerParts:
             policy=self.admission_policy,
             step_mix=self.step_mix,
             sharing=self.sharing,
+            flow_shares=self.flow_shares,
             suspects=self.suspects,
             stats=self.stats,
             eviction=self.eviction,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 from quire.request import Request
 from quire.scheduling.policies.order import OrderKey, QueueOrder
+
+
+def _came_first(request: Request) -> None:
+    """Date the place of a request that was behind nobody of its flow."""
+    request.queued_time = request.arrival_time
 
 
 class _Place(NamedTuple):
@@ -21,17 +26,55 @@ class _Place(NamedTuple):
     num_tokens: int
 
 
+class _Line:
+    """The requests of a flow that wait behind the one of it that was the last to take a place."""
+
+    def __init__(self, first: str) -> None:
+        self.first = first  # id of that one
+        self._heap: list[tuple[int, Request]] = []
+        self._waiting: dict[str, Request] = {}  # what left is in the heap until it comes to the head
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, request: Request) -> None:
+        self._waiting[request.request_id] = request
+        heapq.heappush(self._heap, (request.arrival, request))
+
+    def remove(self, request_id: str) -> None:
+        del self._waiting[request_id]
+
+    def pop(self) -> Request:
+        """Remove and return the first, of which there must be one."""
+        while True:
+            _, request = heapq.heappop(self._heap)
+            if self._waiting.pop(request.request_id, None) is request:
+                return request
+
+
 class ReadyQueue:
     """One heap for each lane of the order.
+
+    Of the requests of one flow, only one that has not run yet has a place in a lane: the others line up
+    behind it. When it leaves the queue, the next one takes a place as if it came only then. So a flow gives
+    way to whoever has come meanwhile, and each of its requests waits for finitely many others. This is deficit round robin (Shreedhar and Varghese 1995, "Efficient Fair Queuing Using Deficit
+    Round-Robin") by requests; flows of one request each are served as they come.
 
     Pushing and removing cost O(log n). A place that was left stays in its heap until it comes to the head of
     its lane, or until more than half of the heap is such places. The first requests of the lanes stand in
     another heap. Asking for the head computes the keys of those that are new or whose lane has changed by
     `QueueOrder.changed_lanes`; of all, if the order does not say which.
+
+    Args:
+        order: of the queue.
+        take_place: dates a request that takes its place behind others of its flow, and numbers it anew.
     """
 
-    def __init__(self, order: QueueOrder) -> None:
+    def __init__(self, order: QueueOrder, take_place: Callable[[Request], None] = _came_first) -> None:
         self._order = order
+        self._take_place = take_place
+        self._lines: dict[str, _Line] = {}  # by flow
+        self._in_line: dict[str, Request] = {}
         self._places: dict[str, _Place] = {}
         self._lanes: dict[Hashable, list[_Place]] = {}  # the first of each heap is never one that was left
         self._lane_sizes: dict[Hashable, int] = {}
@@ -46,22 +89,45 @@ class ReadyQueue:
         self.num_tokens = 0  # prompt and output tokens of all that wait
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + len(self._in_line)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over the requests as they were pushed, not in order of service."""
-        return (place.request for place in self._places.values())
+        """Iterate over the requests, not in order of service."""
+        return itertools.chain((place.request for place in self._places.values()), self._in_line.values())
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._places
+        return request_id in self._places or request_id in self._in_line
 
     def get(self, request_id: str) -> Request | None:
         """Return the waiting request with this id, or None."""
         place = self._places.get(request_id)
-        return None if place is None else place.request
+        return self._in_line.get(request_id) if place is None else place.request
 
     def push(self, request: Request) -> None:
-        """Add a request that is not in the queue."""
+        """Add a request that is not in the queue; one that has had a place before gets it back at once."""
+        if request.queued_time is not None:
+            self._queue(request)
+            return
+        line = self._lines.get(request.flow)
+        if line is None:
+            self._lines[request.flow] = _Line(request.request_id)
+            _came_first(request)
+            self._queue(request)
+        else:
+            line.push(request)
+            self._in_line[request.request_id] = request
+            self.num_tokens += request.num_tokens
+
+    def is_in_line(self, request_id: str) -> bool:
+        """Whether a request waits for its place behind others of its flow."""
+        return request_id in self._in_line
+
+    def num_in_line(self, flow: str) -> int:
+        """Return how many requests of a flow have no place yet."""
+        line = self._lines.get(flow)
+        return 0 if line is None else len(line)
+
+    def _queue(self, request: Request) -> None:
         self._order.queued(request)
         self._put(self._new_place(request))
 
@@ -105,7 +171,28 @@ class ReadyQueue:
         Raises:
             KeyError: it does not.
         """
+        in_line = self._in_line.pop(request_id, None)
+        if in_line is not None:
+            self.num_tokens -= in_line.num_tokens
+            self._lines[in_line.flow].remove(request_id)
+            return
+        self._let_next_up(self._places[request_id].request)
         self._order.unqueued(self._take(request_id).request)
+
+    def _let_next_up(self, request: Request) -> None:
+        """If a request that leaves is the first of its line, let the next one take a place."""
+        line = self._lines.get(request.flow)
+        if line is None or line.first != request.request_id:
+            return
+        if not len(line):
+            del self._lines[request.flow]
+            return
+        following = line.pop()
+        line.first = following.request_id
+        del self._in_line[following.request_id]
+        self.num_tokens -= following.num_tokens
+        self._take_place(following)
+        self._queue(following)
 
     def pass_over(self, request_id: str) -> None:
         """Put a request that waits aside until `restore`; for the order, it has not left the queue."""
@@ -125,7 +212,7 @@ class ReadyQueue:
             held.clear()
         self._firsts.clear()
         self._lanes_to_file.clear()
-        self.num_tokens = 0
+        self.num_tokens = sum(request.num_tokens for request in self._in_line.values())
         for request in waiting:
             self._put(self._new_place(request))
         self._passed_over = [self._new_place(place.request) for place in self._passed_over]

@@ -13,6 +13,7 @@ from quire.scheduling.beam_groups import BeamGroup, BeamGroups
 from quire.scheduling.beams import BeamPhase
 from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.drafting import Drafting
+from quire.scheduling.flow_shares import FlowShares
 from quire.scheduling.kv_holdings import KVHoldings
 from quire.scheduling.plan import Plan
 from quire.scheduling.policies.victim import RunningView, VictimPolicy
@@ -38,6 +39,7 @@ class RunningPhase:
     finisher: RequestFinisher
     victim_policy: VictimPolicy
     drafting: Drafting
+    flow_shares: FlowShares
     eviction: CacheEviction | None
 
     def plan(self, plan: Plan) -> None:
@@ -60,7 +62,7 @@ class RunningPhase:
         if self.eviction is not None:
             wanted = self.eviction.bounded(slots, wanted)
         chunk_limit = self.config.long_prefill_token_threshold or plan.budget
-        wanted = np.minimum(np.maximum(wanted, 0), chunk_limit)
+        wanted = self.flow_shares.bound(slots, np.minimum(np.maximum(wanted, 0), chunk_limit))
         left_before = plan.budget - (np.cumsum(wanted) - wanted)
         plan.slots = slots
         plan.num_tokens = np.minimum(np.maximum(left_before, 0), wanted).astype(np.int32)

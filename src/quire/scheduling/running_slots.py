@@ -38,6 +38,8 @@ class RunningSlots:
         self.token_limit = np.zeros(max_num_seqs, dtype=np.int32)  # ends when num_tokens reaches it
         self.min_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # may not stop before num_tokens reaches it
         self.stop_ids = np.full((max_num_seqs, 4), NO_TOKEN, dtype=np.int32)  # widened as needed
+        self.priority = np.zeros(max_num_seqs, dtype=np.int64)
+        self.flow = np.zeros(max_num_seqs, dtype=np.int32)  # a number that its running requests share
         self.client_index = np.zeros(max_num_seqs, dtype=np.int32)
         self.awaits_first_token = np.zeros(max_num_seqs, dtype=np.bool_)  # its client has had no output yet
         self.is_beam = np.zeros(max_num_seqs, dtype=np.bool_)  # a beam search chooses its tokens
@@ -49,6 +51,8 @@ class RunningSlots:
         self._has_stop_ids = [False] * max_num_seqs
         self._max_model_len = max_model_len
         self._slots: dict[str, int] = {}
+        self._flows: dict[str, list[int]] = {}  # number and running requests of each flow
+        self._free_flows = list(range(max_num_seqs))
         self._keys: list[OrderKey] = [()] * max_num_seqs
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._order: list[tuple[OrderKey, int]] = []
@@ -83,6 +87,21 @@ class RunningSlots:
         """Return what the request in a slot is sorted by."""
         return self._keys[slot]
 
+    def num_in_flow(self, flow: str) -> int:
+        """Return how many requests of a flow run, each beam of a search counted."""
+        return self._flows[flow][1] if flow in self._flows else 0
+
+    def _enter_flow(self, slot: int, flow: str) -> None:
+        if flow not in self._flows:
+            self._flows[flow] = [self._free_flows.pop(), 0]
+        self._flows[flow][1] += 1
+        self.flow[slot] = self._flows[flow][0]
+
+    def _leave_flow(self, flow: str) -> None:
+        self._flows[flow][1] -= 1
+        if not self._flows[flow][1]:
+            self._free_flows.append(self._flows.pop(flow)[0])
+
     def occupy(self, request: Request, key: OrderKey) -> int:
         """Put a request into a free slot and return it; whatever raises, the slot is still free."""
         slot = self._free[-1]
@@ -97,11 +116,13 @@ class RunningSlots:
         self.token_limit[slot] = token_limit(request, self._max_model_len)
         self.min_tokens[slot] = num_prompt + request.sampling_params.min_tokens
         self.client_index[slot] = request.client_index
+        self.priority[slot] = request.priority
         self.awaits_first_token[slot] = not request.output_token_ids
         self.has_grammar[slot] = self.is_beam[slot] = False
         self._set_stop_ids(slot, request)
         bisect.insort(self._order, (key, slot))
         self._free.pop()
+        self._enter_flow(slot, request.flow)
         self.requests[slot] = request
         self.request_ids[slot] = request.request_id
         self._slots[request.request_id] = slot
@@ -114,6 +135,7 @@ class RunningSlots:
         """Take the request out of its slot, up to date; the slot stays unusable until `free` is called."""
         request = self.update_request(slot)
         self.requests[slot] = None
+        self._leave_flow(request.flow)
         del self._slots[request.request_id]
         self.occupied[slot] = False
         self._order.pop(bisect.bisect_left(self._order, (self._keys[slot], slot)))

@@ -54,7 +54,7 @@ class SlotManager:
         num_output = token_limit(request, self.max_model_len) - request.num_prompt_tokens
         search = BeamSearch(params, eos_token_ids=request.eos_token_ids, max_tokens=num_output)
         others = [  # NUL: no client's request has such an id
-            Request(f"{request.request_id}\0beam-{place}", request.prompt_array, params)
+            Request(f"{request.request_id}\0beam-{place}", request.prompt_array, params, flow=request.flow)
             for place in range(1, params.beam_width)
         ]
         group = BeamGroup(request, search, [slot])

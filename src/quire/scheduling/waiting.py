@@ -36,7 +36,9 @@ class WaitingRequests:
         *,
         read_clock: Callable[[], float],
     ) -> None:
-        self.queue = ReadyQueue(order)
+        self.queue = ReadyQueue(order, self._take_place)
+        self._read_clock = read_clock
+        self._numbers = itertools.count()
         self.drain_rate = DrainRate(read_clock)
         self._grammars = grammars
         self._loads = loads
@@ -75,6 +77,20 @@ class WaitingRequests:
         if request is None and (load := self._loads.get(request_id)) is not None:
             request = load.request
         return request
+
+    def number(self, request: Request) -> float:
+        """Number and date a request that arrives, and return the time; one that was begun keeps its place."""
+        request.arrival = next(self._numbers)
+        now = self._read_clock()
+        request.arrival_time = min(now, request.arrival_time)
+        if request.output_token_ids:
+            request.queued_time = request.arrival_time
+        return now
+
+    def _take_place(self, request: Request) -> None:
+        """Number and date a request whose turn it is to take a place in the queue."""
+        request.arrival = next(self._numbers)
+        request.queued_time = self._read_clock()
 
     def enter(self, request: Request) -> None:
         """Add a new request.

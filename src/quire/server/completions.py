@@ -50,8 +50,14 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         if body.add_special_tokens is not None:
             options["add_special_tokens"] = body.add_special_tokens
         streams: list[OutputStream] = [
-            self._context.llm.generate(prompt, self._params, request_id=request_id, **options)
-            for prompt, request_id in zip(body.prompts, self._request_ids, strict=True)
+            self._context.llm.generate(
+                prompt,
+                self._params,
+                request_id=request_id,
+                waits_for_room=index >= self._most_live,  # the call has begun, so that it is not refused
+                **options,
+            )
+            for index, (prompt, request_id) in enumerate(zip(body.prompts, self._request_ids, strict=True))
         ]
         if len(streams) == 1:
             return streams

@@ -32,6 +32,7 @@ async def generate(
     streams: Sequence[OutputStream],
     *,
     preparing: asyncio.Semaphore,
+    most_live: int,
     call_id: str,
     request_ids: Sequence[str],
     num_sequences: int,
@@ -48,6 +49,7 @@ async def generate(
     Args:
         streams: one for each prompt.
         preparing: of which a stream takes a place to start, given back by whoever sees that it is prepared.
+        most_live: streams that are read at once; the others start as these end.
         call_id: as no other tenant's call has it (`Tenant.engine_id`).
         request_ids: the engine's, one for each prompt.
         num_sequences: completions of each prompt.
@@ -63,7 +65,7 @@ async def generate(
     unfinished = set(range(len(streams)))
     with calls.serving(call_id, request_ids), contextlib.ExitStack() as stack:
         timers = [stack.enter_context(RequestTimer(metrics, tenant, num_sequences)) for _ in streams]
-        async with contextlib.aclosing(_merged(streams, preparing)) as outputs:
+        async with contextlib.aclosing(_merged(streams, preparing, most_live)) as outputs:
             async for index, output in outputs:
                 timers[index].observe(output)
                 if access_record is not None:
@@ -151,7 +153,9 @@ def _without_failures(output: RequestOutput) -> RequestOutput:
     return dataclasses.replace(output, outputs=completions, finished=False)
 
 
-async def _merged(streams: Sequence[OutputStream], preparing: asyncio.Semaphore) -> CallOutputs:
+async def _merged(
+    streams: Sequence[OutputStream], preparing: asyncio.Semaphore, most_live: int
+) -> CallOutputs:
     """Yield the outputs of all streams as they come; a slow reader sees only the latest of each."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
@@ -168,17 +172,25 @@ async def _merged(streams: Sequence[OutputStream], preparing: asyncio.Semaphore)
                 changed.set()
 
     tasks: list[asyncio.Task[None]] = []
+    ended: list[asyncio.Task[None]] = []
+    places = asyncio.Semaphore(most_live)
+
+    def note_end(task: asyncio.Task[None]) -> None:
+        ended.append(task)
+        places.release()
+        changed.set()
 
     async def start() -> None:
         for index, stream in enumerate(streams):
+            await places.acquire()
             await preparing.acquire()
             task = asyncio.create_task(pump(index, stream))
-            task.add_done_callback(lambda _: changed.set())
+            task.add_done_callback(note_end)
             tasks.append(task)
 
     starting = asyncio.create_task(start())
     try:
-        async for item in _drained(tasks, len(streams), latest, changed):
+        async for item in _drained(ended, len(streams), latest, changed):
             yield item
     finally:
         starting.cancel()
@@ -188,25 +200,23 @@ async def _merged(streams: Sequence[OutputStream], preparing: asyncio.Semaphore)
 
 
 async def _drained(
-    tasks: Sequence[asyncio.Task[None]],
+    ended: list[asyncio.Task[None]],
     num_streams: int,
     latest: dict[int, RequestOutput],
     changed: asyncio.Event,
 ) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield what the pumps leave in `latest` until all have ended; raise the first error of any.
-
-    `tasks` grows until there is one for each stream.
-    """
-    while True:
+    """Yield what the pumps leave in `latest` until all have come to `ended`; raise the first error of any."""
+    num_ended = 0
+    while num_ended < num_streams:
         await changed.wait()
         changed.clear()
-        ended = [task for task in tasks if task.done()]
+        tasks = ended.copy()
+        ended.clear()
         while latest:
             yield latest.popitem()
-        for task in ended:
+        for task in tasks:
             task.result()
-        if len(ended) == num_streams:
-            return
+        num_ended += len(tasks)
 
 
 class SequenceProgress:

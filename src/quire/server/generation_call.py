@@ -133,7 +133,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         started = self._request.headers.get(REQUEST_START)
         if started is not None and self._context.config.trust_request_start:
             options["arrival_time"] = arrival_time_of(started)
-        return {**options, "before_submit": self._before_submit}
+        return {**options, "flow": self._engine_id, "before_submit": self._before_submit}
 
     async def _before_submit(self, processed: ProcessedRequest) -> None:
         """Hold one of the engine's requests to the limits of the call and of its tenant."""
@@ -238,6 +238,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return generate(
             self._streams(),
             preparing=self._preparing,
+            most_live=self._most_live,
             call_id=self._engine_id,
             request_ids=self._request_ids,
             num_sequences=self._params.n,
@@ -246,6 +247,15 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             tenant=self._tenant.figures,
             access_record=access_record_of(self._request.scope),
         )
+
+    @property
+    def _most_live(self) -> int:
+        """How many of the call's prompts may be in the engine: more than can run, so that no slot idles.
+
+        What comes to the engine at once is in the way of others' requests, which queue up behind it.
+        """
+        num_sequences = max(self._params.num_sequences, self._params.beam_width)
+        return max(1, 2 * self._context.llm.config.scheduler.max_num_seqs // num_sequences)
 
     async def _final_outputs(self) -> list[RequestOutput]:
         """Return the last output of each prompt."""

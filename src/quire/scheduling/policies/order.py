@@ -46,9 +46,10 @@ class QueueOrder(ABC):
     def key(self, request: Request) -> OrderKey:
         """Return what a waiting request is sorted by, as things stand; the lowest is served first.
 
-        `request.arrival_time`, in seconds on the scheduler's clock, is when the request came: to this
-        engine, or before that to a router or to an engine that has died. `request.arrival` is its number in
-        the order in which this scheduler got them, with which a key ends.
+        `request.queued_time`, in seconds on the scheduler's clock, is when the request came: to this engine, or
+        before that to a router or to an engine that has died. `request.arrival` is its number in the order in
+        which this scheduler got them, with which a key ends. For one that has waited behind others of its flow,
+        both are as if it had come when the one before it left the queue.
         """
 
     def lane(self, request: Request) -> Hashable:
@@ -100,14 +101,15 @@ class Priority(QueueOrder):
     """Lower priority value first; `SchedulerConfig.priority_ageing` seconds of waiting make up for one level.
 
     All requests age at the same speed, so their order never changes: priority minus waited levels compares
-    like arrival time plus priority in seconds.
+    like the time when it was queued plus priority in seconds.
     """
 
     @override
     def key(self, request: Request) -> OrderKey:
         ageing = self.config.priority_ageing
         if ageing > 0:
-            return (request.arrival_time + request.priority * ageing, request.arrival)
+            assert request.queued_time is not None, "it is being queued"
+            return (request.queued_time + request.priority * ageing, request.arrival)
         return (request.priority, *_turn(request))
 
 
@@ -201,4 +203,5 @@ def _comes_anew(request: Request) -> bool:
 
 def _turn(request: Request) -> OrderKey:
     """Return what requests are sorted by if nothing else tells them apart: when they came, and to here."""
-    return (request.arrival_time, request.arrival)
+    assert request.queued_time is not None, "it is being queued"
+    return (request.queued_time, request.arrival)

@@ -1,0 +1,97 @@
+"""What large flows get of a step while there are others: as much as those, so that a step at most doubles.
+
+A step with hundreds of sequences takes many times as long as one with a few, and who has one sequence waits
+for all of it. A flow that fills the batch is therefore bounded as soon as anybody else is served. With nobody
+else it has the whole machine, after some steps: whoever asks for one thing after the other is missing for a
+moment only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.config import SchedulerConfig
+from quire.request import Request
+from quire.scheduling.ready_queue import ReadyQueue
+from quire.scheduling.running_slots import RunningSlots
+from quire.step import BoolArray, IntArray
+
+LEAST_SHARE = 32
+"""Part of a step's tokens that large flows always get: reading the weights takes as long as some tokens."""
+
+
+class FlowShares:
+    """Bounds the tokens of large flows in each step: those with more sequences than their least share.
+
+    Flows of at most as important requests are bounded by those of the others, equal ones in equal parts.
+    Within a flow, the first sequences in the order of service get theirs, and the others wait in their slots.
+
+    Args:
+        config: of the scheduler.
+        running: the requests that run, and their flows.
+        queue: has the other requests of these flows.
+    """
+
+    def __init__(self, config: SchedulerConfig, running: RunningSlots, queue: ReadyQueue) -> None:
+        self._running = running
+        self._queue = queue
+        self._splits_prompts = config.dynamic_split_fuse
+        self._whole_step = config.max_num_batched_tokens
+        self._least = max(1, config.max_num_batched_tokens // LEAST_SHARE)
+        self._is_large: BoolArray = np.zeros(config.max_num_seqs, dtype=np.bool_)  # by number of the flow
+        self._grown = self._least  # what a flow may have that nobody else shares the step with
+        self._left: dict[str, int] = {}  # of what large flows may have in this step, tokens
+
+    def bound(self, slots: IntArray, wanted: IntArray) -> IntArray:
+        """Return how many tokens running requests may have in this step: [R].
+
+        Args:
+            slots: in the order of service, [R].
+            wanted: tokens, [R].
+        """
+        self._left.clear()
+        flows = self._running.flow[slots]
+        is_large = self._is_large[flows]
+        if not is_large.any():
+            return wanted
+        bounded = wanted.copy()
+        large = np.unique(flows[is_large]).tolist()
+        is_shared = False
+        for flow in large:
+            rows = (flows == flow).nonzero()[0]
+            limit, others = self._limit(slots, wanted, is_large, int(slots[rows[0]]), len(large))
+            is_shared |= others
+            before = np.cumsum(wanted[rows]) - wanted[rows]
+            bounded[rows] = np.clip(limit - before, 0, wanted[rows])
+            name = self._running.request_at(int(slots[rows[0]])).flow
+            self._left[name] = limit - int(bounded[rows].sum())
+        self._grown = self._least if is_shared else min(2 * self._grown, self._whole_step)
+        return bounded
+
+    def _limit(
+        self, slots: IntArray, wanted: IntArray, is_large: BoolArray, slot: int, num_large: int
+    ) -> tuple[int, bool]:
+        """Return the tokens of a large flow, and whether it shares the step with others."""
+        priority = self._running.priority
+        num_others = int(wanted[~is_large & (priority[slots] <= priority[slot])].sum())
+        limit = max(self._least, num_others) if num_others else self._grown
+        return max(1, limit // num_large), num_others > 0
+
+    def left_for(self, request: Request, budget: int) -> int:
+        """Return how many tokens of the budget a request may start with; 0: its flow has had its share."""
+        flow = request.flow
+        num_running = self._running.num_in_flow(flow)
+        if num_running + self._queue.num_in_line(flow) < self._least:
+            return budget
+        if flow not in self._left:
+            self._left[flow] = self._grown
+        if not self._splits_prompts:
+            return budget if self._left[flow] > 0 else 0
+        return min(budget, self._left[flow])
+
+    def note_start(self, slot: int, num_tokens: int) -> None:
+        """Count what a request gets in this step that has just been admitted to a slot."""
+        flow = self._running.request_at(slot).flow
+        self._is_large[self._running.flow[slot]] = flow in self._left
+        if flow in self._left:
+            self._left[flow] -= num_tokens
