@@ -145,6 +145,7 @@ def _draw_options(choose: Chooser, world: World) -> dict:
         "cache_salt": "other" if choose.chance(15) else "",
         "client_index": choose.integer(0, 1),
         "tenant": choose.among(["", "a", "b"]),
+        "flow": choose.among(["", "", "large", "other"]),
     }
     if world.config.policy == "priority":
         options["priority"] = choose.integer(0, 2)

@@ -24,6 +24,11 @@ class Arrivals:
         request.arrival_time = at
         return request
 
+    def take_place(self, request: Request, at: float) -> None:
+        """Number and date a request as if it came only now."""
+        request.arrival = next(self._numbers)
+        request.queued_time = at
+
 
 def run_to(request: Request, num_output: int, status: RequestStatus) -> Request:
     """Give a request so many output tokens in all, and a status."""

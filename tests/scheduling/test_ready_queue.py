@@ -22,7 +22,10 @@ class SmallWindow(LongestPrefix):
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The queue against a list that is sorted each time: the best of the lanes' firsts."""
+    """The queue against a list that is sorted each time: the best of the lanes' firsts.
+
+    Beside it are the lines of the flows, of which each has one request that came last to a place.
+    """
 
     order_name: object = "fcfs"
 
@@ -34,15 +37,30 @@ class QueueMachine(RuleBasedStateMachine):
             config=SchedulerConfig(priority_ageing=ageing, block_size=2),
             find_cached=lambda request: self.cached.get(request.request_id, 0),
         )
-        self.queue = ReadyQueue(self.order)
+        self.queue = ReadyQueue(self.order, lambda request: self.arrivals.take_place(request, self.now))
+        self.firsts: dict[str, object] = {}  # by flow
+        self.lines: dict[str, list] = {}
         self.arrivals = Arrivals()
         self.now = 0.0
         self.waiting: list[tuple] = []  # lane, lane key, request
         self.running: list = []
 
     def push(self, request):
+        is_new = request.queued_time is None
         self.queue.push(request)
+        if is_new and request.flow in self.firsts:
+            self.lines[request.flow].append(request)
+            return
+        if is_new:
+            self.firsts[request.flow] = request
+            self.lines[request.flow] = []
+        self.place(request)
+
+    def place(self, request):
         self.waiting.append((self.order.lane(request), self.order.lane_key(request), request))
+
+    def all_waiting(self):
+        return [place[2] for place in self.waiting] + [one for line in self.lines.values() for one in line]
 
     def expected_head(self):
         firsts = {}
@@ -51,18 +69,34 @@ class QueueMachine(RuleBasedStateMachine):
         return min((request for _, request in firsts.values()), key=self.order.key, default=None)
 
     def drop(self, request):
-        self.queue.remove(request.request_id)
+        line = self.lines.get(request.flow, [])
+        if request in line:
+            line.remove(request)
+            self.queue.remove(request.request_id)
+            return
         self.waiting = [place for place in self.waiting if place[2] is not request]
+        is_first = self.firsts.get(request.flow) is request
+        following = min(line, key=lambda other: other.arrival) if is_first and line else None
+        self.queue.remove(request.request_id)
+        if following is not None:
+            line.remove(following)
+            self.firsts[request.flow] = following
+            assert following.queued_time == self.now
+            self.place(following)
+        elif is_first:
+            del self.firsts[request.flow], self.lines[request.flow]
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=4),
         tenant=st.sampled_from("abc"),
         priority=st.integers(-1, 2),
         wait=st.floats(0, 10),
+        flow=st.sampled_from(["", "", "x", "y"]),
     )
-    def arrive(self, prompt, tenant, priority, wait):
+    def arrive(self, prompt, tenant, priority, wait, flow):
         self.now += wait
-        self.push(self.arrivals.request(prompt=prompt, tenant=tenant, priority=priority, at=self.now))
+        fields = {"tenant": tenant, "priority": priority, "at": self.now}
+        self.push(self.arrivals.request(prompt=prompt, flow=flow and flow + tenant, **fields))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), num_cached=st.integers(0, 4))
@@ -73,7 +107,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def abort(self, data):
-        self.drop(data.draw(st.sampled_from(self.waiting))[2])
+        self.drop(data.draw(st.sampled_from(self.all_waiting())))
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -108,7 +142,9 @@ class QueueMachine(RuleBasedStateMachine):
     def agrees(self):
         if not hasattr(self, "queue"):
             return
-        requests = [request for _, _, request in self.waiting]
+        requests = self.all_waiting()
+        assert all(self.queue.is_in_line(one.request_id) for line in self.lines.values() for one in line)
+        assert all(self.queue.num_in_line(flow) == len(line) for flow, line in self.lines.items())
         assert self.queue.head() is self.expected_head()
         assert len(self.queue) == len(requests)
         assert set(self.queue) == set(requests)
@@ -212,3 +248,38 @@ def test_the_queue_does_not_grow_with_what_has_passed_through_it(order):
         queue.remove(request.request_id)
     assert len(queue) == 1
     assert num_held(queue) <= held + 1000
+
+
+def test_a_flow_takes_turns_with_requests_that_come_later():
+    arrivals = Arrivals()
+    queue = ReadyQueue(
+        ORDERS.build("fcfs", config=SchedulerConfig(), find_cached=lambda request: 0),
+        lambda request: arrivals.take_place(request, 0.0),
+    )
+    for _ in range(3):
+        queue.push(arrivals.request(flow="large"))
+    for name in "ab":
+        queue.push(arrivals.request(flow=name))
+    served = []
+    while (head := queue.head()) is not None:
+        served.append(head.flow)
+        queue.remove(head.request_id)
+        if head.flow == "a":
+            queue.push(arrivals.request(flow="c"))
+    assert served == ["large", "a", "b", "large", "c", "large"]
+
+
+def test_what_has_had_its_place_does_not_line_up_again():
+    arrivals = Arrivals()
+    queue = ReadyQueue(
+        ORDERS.build("fcfs", config=SchedulerConfig(), find_cached=lambda request: 0),
+        lambda request: arrivals.take_place(request, 0.0),
+    )
+    requests = [arrivals.request(flow="large") for _ in range(3)]
+    for request in requests:
+        queue.push(request)
+    queue.remove(requests[0].request_id)
+    queue.push(run_to(requests[0], 1, RequestStatus.PREEMPTED))
+    assert queue.head() is requests[0]
+    assert queue.is_in_line(requests[2].request_id)
+    assert not queue.is_in_line(requests[1].request_id)

@@ -131,6 +131,7 @@ class AdmissionPhase:
             if not self._find_blocks(candidate, request, prefix, memory):
                 if self._fails_if_waiting_is_useless(request):
                     continue
+                self.flow_shares.note_lack(request)
                 break
             if is_async:
                 self.waiting.begin_load(request)

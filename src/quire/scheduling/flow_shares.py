@@ -41,6 +41,9 @@ class FlowShares:
         self._is_large: BoolArray = np.zeros(config.max_num_seqs, dtype=np.bool_)  # by number of the flow
         self._grown = self._least  # what a flow may have that nobody else shares the step with
         self._left: dict[str, int] = {}  # of what large flows may have in this step, tokens
+        self._num_others = 0  # tokens of all other flows in this step
+        self._others_wait = False
+        self._lacks_blocks = False
 
     def bound(self, slots: IntArray, wanted: IntArray) -> IntArray:
         """Return how many tokens running requests may have in this step: [R].
@@ -52,6 +55,7 @@ class FlowShares:
         self._left.clear()
         flows = self._running.flow[slots]
         is_large = self._is_large[flows]
+        self._num_others = int(wanted[~is_large].sum())
         if not is_large.any():
             return wanted
         bounded = wanted.copy()
@@ -80,14 +84,58 @@ class FlowShares:
     def left_for(self, request: Request, budget: int) -> int:
         """Return how many tokens of the budget a request may start with; 0: its flow has had its share."""
         flow = request.flow
-        num_running = self._running.num_in_flow(flow)
-        if num_running + self._queue.num_in_line(flow) < self._least:
+        if not self._is_of_large(request):
             return budget
+        if self._others_wait and self._running.num_in_flow(flow) > self._least:
+            return 0
         if flow not in self._left:
-            self._left[flow] = self._grown
+            self._left[flow] = max(self._least, self._num_others) if self._num_others else self._grown
         if not self._splits_prompts:
             return budget if self._left[flow] > 0 else 0
         return min(budget, self._left[flow])
+
+    def _is_of_large(self, request: Request) -> bool:
+        flow = request.flow
+        return self._running.num_in_flow(flow) + self._queue.num_in_line(flow) >= self._least
+
+    def note_lack(self, request: Request) -> None:
+        """Take note that a request was next in this step, and there were not enough blocks for it."""
+        self._lacks_blocks = not self._is_of_large(request)
+
+    def slot_to_clear(self, num_held_back: int) -> int | None:
+        """Return the slot of a large flow that is to make room for others before the next step; None: none.
+
+        That is the last one in the order of service, if a request of a flow that is not large finds no slot,
+        or has not found enough blocks. What runs of a large flow beyond its least share waits for its turn
+        in the step, and can as well do so in the queue.
+
+        Args:
+            num_held_back: slots that will be free without that.
+        """
+        lacks_blocks, self._lacks_blocks = self._lacks_blocks, False
+        running = self._running
+        self._others_wait = running.has_flow_above(self._least) and (other := self._first_other()) is not None
+        if not self._others_wait:
+            return None
+        num_slots = max(1, other.sampling_params.beam_width)
+        if not lacks_blocks and running.num_free + num_held_back >= num_slots:
+            return None
+        for slot in running.in_order()[::-1].tolist():
+            victim = running.request_at(slot)
+            is_less = victim.priority >= other.priority and not running.is_beam[slot]
+            if is_less and running.num_in_flow(victim.flow) > self._least:
+                return slot
+        return None
+
+    def _first_other(self) -> Request | None:
+        """Return the request of the queue that is served first among those that are not of a large flow."""
+        queue = self._queue
+        try:
+            while (head := queue.head()) is not None and self._is_of_large(head):
+                queue.pass_over(head.request_id)
+        finally:
+            queue.restore()
+        return head
 
     def note_start(self, slot: int, num_tokens: int) -> None:
         """Count what a request gets in this step that has just been admitted to a slot."""

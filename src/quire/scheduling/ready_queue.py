@@ -48,8 +48,8 @@ class _Line:
         """Remove and return the first, of which there must be one."""
         while True:
             _, request = heapq.heappop(self._heap)
-            if self._waiting.pop(request.request_id, None) is request:
-                return request
+            if self._waiting.get(request.request_id) is request:
+                return self._waiting.pop(request.request_id)
 
 
 class ReadyQueue:

@@ -91,6 +91,12 @@ class RunningSlots:
         """Return how many requests of a flow run, each beam of a search counted."""
         return self._flows[flow][1] if flow in self._flows else 0
 
+    def has_flow_above(self, number: int) -> bool:
+        """Whether more than `number` requests of any flow run."""
+        if len(self) - len(self._flows) < number:
+            return False
+        return any(num_running > number for _, num_running in self._flows.values())
+
     def _enter_flow(self, slot: int, flow: str) -> None:
         if flow not in self._flows:
             self._flows[flow] = [self._free_flows.pop(), 0]

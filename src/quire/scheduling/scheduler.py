@@ -65,6 +65,7 @@ class Scheduler(SchedulerInterface):
         self._timeout_phase = parts.timeout_phase
         self._transfer_phase = parts.transfer_phase
         self._step_mix = parts.step_mix
+        self._flow_shares = parts.flow_shares
         self._running_phase = parts.running_phase
         self._admission_phase = parts.admission_phase
         self._commit_phase = parts.commit_phase
@@ -105,6 +106,9 @@ class Scheduler(SchedulerInterface):
     def _fill(self, plan: Plan) -> None:
         match self._pause_state:
             case PauseState.UNPAUSED:
+                slot = self._flow_shares.slot_to_clear(self._fences.num_slots)
+                if slot is not None:
+                    self._slots.preempt_if_running(slot)
                 self._step_mix.fill(plan, self._running_phase.plan, self._admission_phase.plan)
             case PauseState.PAUSED_NEW:
                 self._running_phase.plan(plan)
