@@ -59,11 +59,6 @@ class RequestOptions:
         help="How long the full blocks of the prompt are kept in the prefix cache, unless running requests "
         "need the memory.",
     )
-    flow: ShortText = knob(
-        default="",
-        help="What the request is a part of, such as a call with many prompts: requests of one flow queue up "
-        "one behind the other, so that a large flow does not delay others. Empty: it is a flow of its own.",
-    )
     kv_transfer_params: KVTransferParams | None = knob(
         default=None,
         unit="names to strings, whole numbers or booleans, strings and names of up to 256 characters",
@@ -74,7 +69,7 @@ class RequestOptions:
         if (found := violation(self)) is not None:
             name, refusal = found
             raise InvalidRequestError(f"{name} {refusal}", param=name)
-        for name in ("cache_salt", "tenant", "flow"):
+        for name in ("cache_salt", "tenant"):
             require_text(getattr(self, name), name)
         for text in itertools.chain.from_iterable((self.kv_transfer_params or {}).items()):
             if isinstance(text, str):

@@ -131,7 +131,17 @@ class FakeLLM:
             raise InvalidRequestError("a token id is beyond the vocabulary", param="tokens")
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    async def generate(self, prompt, sampling_params, *, request_id=None, before_submit=None, **options):
+    async def generate(
+        self,
+        prompt,
+        sampling_params,
+        *,
+        request_id=None,
+        before_submit=None,
+        flow="",
+        waits_for_room=False,
+        **options,
+    ):
         if self.dead:
             raise EngineDeadError(self.dead)
         ids = [BOS, *map(ord, prompt)] if isinstance(prompt, str) else list(prompt)

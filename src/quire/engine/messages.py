@@ -125,7 +125,8 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     `sampling_params` is resolved: `max_tokens` and the bad words' token ids are filled in.
     `resumed_outputs` has the tokens that each sequence has generated in an engine that has died, and from
     which it continues; None: the request is new. `arrival_time` is when the request came, in seconds on the
-    system's monotonic clock; infinity: when the engine gets it.
+    system's monotonic clock; infinity: when the engine gets it. `flow` names what it is a part of, such as a
+    call with many prompts, which takes turns with others; empty: its sequences are a flow of their own.
     """
 
     sequences: list[tuple[str, int]]
@@ -135,6 +136,7 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     options: RequestOptions = RequestOptions()
     resumed_outputs: list[list[int]] | None = None
     arrival_time: float = math.inf
+    flow: str = ""
 
     @property
     def sequence_ids(self) -> list[str]:

@@ -85,6 +85,7 @@ class InputProcessor:
         truncation_side: TruncationSide = "left",
         shorten_output: bool = False,
         arrival_time: float | None = None,
+        flow: str = "",
         **options: Any,
     ) -> ProcessedRequest:
         """Validate and tokenize one request.
@@ -101,6 +102,7 @@ class InputProcessor:
             shorten_output: whether a `max_tokens` beyond the model's maximum length means as many as fit.
             arrival_time: when the request came, in seconds of `time.monotonic()`, by which it has its place
                 in the engine's queue; None, or a time that is still to come: now.
+            flow: what the request is a part of, see `EngineCoreRequest`.
             options: fields of `RequestOptions`.
 
         Raises:
@@ -129,6 +131,7 @@ class InputProcessor:
             eos_token_ids=self._tokenizer.eos_token_ids,
             options=RequestOptions(**options),
             arrival_time=now if arrival_time is None else _checked_time(arrival_time),
+            flow=flow,
         )
         return ProcessedRequest(
             request_id=request_id,

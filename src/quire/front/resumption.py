@@ -186,6 +186,7 @@ def continuation(state: RequestState, default_timeout: float, now: float) -> Eng
         ),
         resumed_outputs=[live[name] for name, _ in sequences],
         arrival_time=request.arrival_time,
+        flow=request.flow,
     )
 
 
