@@ -1,10 +1,11 @@
 """What a hostile request does to the others: steady streams and /health, before and during each attack.
 
-Starts `quire serve`, opens streams of one token at a time, and sends each attack while they run. For each it
-prints the time between two tokens of the streams (p50 and p99 in milliseconds) before and during the attack,
-the same of small calls if `--clients` send any, the slowest answer of /health, how much more memory the server's front took, and what the attacker was
-answered; also, how much of the machine's time its host gave to others meanwhile. The attacks are those of
-attacking_requests.py and attacking_connections.py, each of which is run by a process of its own.
+Starts `quire serve`, opens streams of one token at a time, and sends each attack while they run. For each
+it prints the time between two tokens of the streams (p50 and p99 in milliseconds) before and during the
+attack, the same of small calls if `--clients` send any one after another, the slowest answer of /health,
+how much more memory the server's front took, and what the attacker was answered; also, how much of the
+machine's time its host gave to others meanwhile. The attacks are those of attacking_requests.py and
+attacking_connections.py, each of which is run by a process of its own.
 
     python benchmarks/attacks.py [--attack NAME ...] [--model DIR] [--streams 16] [--python PATH] [--json]
 

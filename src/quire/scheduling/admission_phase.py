@@ -51,10 +51,11 @@ class _Admitted(NamedTuple):
 class AdmissionPhase:
     """Moves requests from the head of the queue into slots, as long as policy, blocks and budget allow.
 
-    No request overtakes another: the first that does not fit ends the phase. Only a request whose KV may be
-    elsewhere, while its connector does not know yet, or is on its way for another request, is passed over for
-    the step. While others run, a step looks for `LOOKUP_BLOCKS` more cached blocks of a request at most: to
-    hash a very long prompt takes longer than they should wait, and so it is admitted some steps later.
+    No request overtakes another: the first that does not fit ends the phase. Only a request of a large flow
+    that has had its share, or one whose KV may be elsewhere, while its connector does not know yet, or is on
+    its way for another request, is passed over for the step. While others run, a step looks for
+    `LOOKUP_BLOCKS` more cached blocks of a request at most: to hash a very long prompt takes longer than they
+    should wait, and so it is admitted some steps later.
     """
 
     config: SchedulerConfig
@@ -105,14 +106,11 @@ class AdmissionPhase:
                 queue.pass_over(request.request_id)
                 continue
             budget = self.flow_shares.left_for(request, plan.budget)
-            if budget <= 0:
+            if not budget or self.loads.is_coming(request.awaited_load):
                 queue.pass_over(request.request_id)
                 continue
             if not self._has_slots(request):
                 break
-            if self.loads.is_coming(request.awaited_load):
-                queue.pass_over(request.request_id)
-                continue
             prefix = self._find_prefix(request)
             if prefix is None:
                 break

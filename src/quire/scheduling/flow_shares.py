@@ -92,7 +92,7 @@ class FlowShares:
             self._left[flow] = max(self._least, self._num_others) if self._num_others else self._grown
         if not self._splits_prompts:
             return budget if self._left[flow] > 0 else 0
-        return min(budget, self._left[flow])
+        return max(0, min(budget, self._left[flow]))
 
     def _is_of_large(self, request: Request) -> bool:
         flow = request.flow

@@ -55,10 +55,11 @@ class _Line:
 class ReadyQueue:
     """One heap for each lane of the order.
 
-    Of the requests of one flow, only one that has not run yet has a place in a lane: the others line up
-    behind it. When it leaves the queue, the next one takes a place as if it came only then. So a flow gives
-    way to whoever has come meanwhile, and each of its requests waits for finitely many others. This is deficit round robin (Shreedhar and Varghese 1995, "Efficient Fair Queuing Using Deficit
-    Round-Robin") by requests; flows of one request each are served as they come.
+    Of the requests of one flow that have not had a place yet, only one takes a place in a lane: the others
+    line up behind it. When it leaves the queue, the next one takes a place as if it came only then. So a flow
+    gives way to whoever has come meanwhile, and each of its requests waits for finitely many others: a round
+    robin over the flows (Nagle 1987, "On Packet Switches with Infinite Storage"). Flows of one request each
+    are served as they come.
 
     Pushing and removing cost O(log n). A place that was left stays in its heap until it comes to the head of
     its lane, or until more than half of the heap is such places. The first requests of the lanes stand in

@@ -13,7 +13,7 @@ from quire.errors import InvalidRequestError
 from quire.front.detokenizer import DecoderFactory
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.completions_call import CompletionsCall
-from quire.server.generation import OutputStream, end_reason, naming_fields
+from quire.server.generation import OutputStream, end_reason, naming_fields, without_output
 from quire.server.logprobs import CompletionLogprobsWriter, joined
 from quire.server.protocol import CompletionRequest
 from quire.server.responses import Completion, CompletionChoice, CompletionLogprobs
@@ -59,6 +59,8 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
             )
             for index, (prompt, request_id) in enumerate(zip(body.prompts, self._request_ids, strict=True))
         ]
+        if body.only_scores_prompt:
+            streams = [without_output(stream) for stream in streams]
         if len(streams) == 1:
             return streams
         return [naming_fields({"prompt": f"prompt[{index}]"}, one) for index, one in enumerate(streams)]
@@ -68,15 +70,6 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
     ) -> CompletionChoice:
         text, logprobs = await self._echoed(prompt_index, output, completion)
         index = self._choice_index(prompt_index, completion)
-        if self._body.only_scores_prompt:
-            return CompletionChoice(
-                index=index,
-                text=text,
-                logprobs=logprobs,
-                finish_reason="length",
-                token_ids=self._token_ids(completion, 0),
-                **self._prompt_fields(prompt_index, output),
-            )
         return CompletionChoice(
             index=index,
             text=text + completion.text,
@@ -102,8 +95,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         index = self._choice_index(prompt_index, completion)
         reason = end_reason(completion)
         if self._body.only_scores_prompt:
-            last = CompletionChoice(index=index, text="", finish_reason="length")
-            return [last] if reason else []
+            return [CompletionChoice(index=index, text="", finish_reason=reason)] if reason else []
         logprobs = await self._logprobs(prompt_index, completion, first_new_token)
         token_ids = self._token_ids(completion, first_new_token)
         if not (new_text or reason or token_ids or (logprobs and logprobs.tokens)):

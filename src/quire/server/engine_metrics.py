@@ -94,10 +94,15 @@ class EngineCollector(Collector):
         return (
             ("quire_engine_steps", "Number of engine steps.", stats.num_steps),
             ("quire_scheduled_tokens", "Number of tokens computed in all steps.", stats.num_scheduled_tokens),
-            ("quire_preemptions", "Number of preemptions for lack of KV blocks.", stats.num_preemptions),
+            (
+                "quire_preemptions",
+                "Number of times that a running request went back to the queue: for lack of KV blocks, "
+                "for the turn of others, or because a step had failed.",
+                stats.num_preemptions,
+            ),
             (
                 "quire_prefix_cache_queried_tokens",
-                "Number of prompt tokens looked up in the prefix cache.",
+                "Number of prompt tokens looked up in the prefix cache, once for all sequences of a request.",
                 stats.prefix_queried_tokens,
             ),
             (

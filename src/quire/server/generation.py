@@ -97,6 +97,25 @@ async def reading(outputs: CallOutputs) -> AsyncIterator[CallOutputs]:
             raise
 
 
+async def without_output(stream: OutputStream) -> OutputStream:
+    """Pass on `stream` without what has been generated: the token that the engine samples at least."""
+    async with contextlib.aclosing(stream) as outputs:
+        async for output in outputs:
+            yield dataclasses.replace(output, outputs=[_emptied(one) for one in output.outputs])
+
+
+def _emptied(completion: CompletionOutput) -> CompletionOutput:
+    is_stop = completion.finish_reason is FinishReason.STOP
+    return dataclasses.replace(
+        completion,
+        text="",
+        token_ids=[],
+        logprobs=None if completion.logprobs is None else [],
+        finish_reason=FinishReason.LENGTH if is_stop else completion.finish_reason,
+        stop_reason=None,
+    )
+
+
 async def naming_fields(fields: Mapping[str, str], stream: OutputStream) -> OutputStream:
     """Pass on `stream`; where the engine finds fault with a parameter, name the request's field for it.
 
@@ -255,15 +274,14 @@ def is_cut_off(completion: CompletionOutput) -> bool:
     return completion.finish_reason is FinishReason.LENGTH or isinstance(completion.stop_reason, str)
 
 
-def usage_of(outputs: Sequence[RequestOutput], *, count_completion: bool = True) -> TokenUsage:
+def usage_of(outputs: Sequence[RequestOutput]) -> TokenUsage:
     """Return the tokens of all outputs; each prompt counts once, whatever its number of sequences."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    completion_tokens = generated if count_completion else 0
     cached = sum(output.num_cached_tokens for output in outputs)
     return TokenUsage(
         prompt_tokens=prompt,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt + completion_tokens,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )

@@ -44,7 +44,10 @@ class Metrics:
         self.prompt_tokens = self._counter(
             "quire_prompt_tokens", "Number of prompt tokens of answered requests."
         )
-        self.generation_tokens = self._counter("quire_generation_tokens", "Number of generated tokens.")
+        self.generation_tokens = self._counter(
+            "quire_generation_tokens",
+            "Number of generated tokens, with best_of and beam search those of the n sequences returned.",
+        )
         self.finished = Counter(
             "quire_requests_finished",
             "Number of finished sequences (each of a request's n counts), by reason: stop, length, abort "

@@ -8,6 +8,9 @@ from quire.errors import InvalidRequestError, QueueFullError, RequestTimeoutErro
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.metrics import EndLabel, Metrics
 from quire.server.tenant_metrics import TenantFigures
+from quire.status import FinishReason
+
+_ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class RequestTimer:
@@ -101,8 +104,9 @@ class RequestTimer:
         metrics = self._metrics
         metrics.request_duration.observe(now - self._start)
         metrics.request_tokens.observe(len(output.prompt_token_ids))
-        metrics.prompt_tokens.inc(len(output.prompt_token_ids))
-        self._tenant.num_prompt_tokens += len(output.prompt_token_ids)
+        if all(one.finish_reason in _ANSWERED for one in output.outputs):
+            metrics.prompt_tokens.inc(len(output.prompt_token_ids))
+            self._tenant.num_prompt_tokens += len(output.prompt_token_ids)
         if self._first_token is None:
             return
         last_token = max(self._last_time)
