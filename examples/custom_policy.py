@@ -16,7 +16,7 @@ class ShortestPrompt(QueueOrder):
 
     def key(self, request: Request) -> tuple[float, ...]:
         """Return what waiting requests are sorted by, lowest first; the arrival number breaks ties."""
-        return (request.arrival_time + request.num_prompt_tokens / 1000, request.arrival)
+        return (request.queued_time + request.num_prompt_tokens / 1000, request.arrival)
 
 
 def main() -> None:

@@ -39,20 +39,20 @@ class Request:
             queue; one that is still to come, such as infinity, is when the scheduler gets it.
 
     The scheduler numbers requests as they arrive (`arrival`) and bounds their `arrival_time`. It dates when
-    they take their place in the queue (`queued_time`, None before), and numbers those anew that have waited for
-    it behind others of their flow. It dates their first admission (`first_scheduled_time`), notes which other
-    request's load of KV they wait or have waited for (`awaited_load`), counts what of `prompt_logprobs` has
-    been sent to their client (`num_prompt_logprobs`), and keeps the tokens of running ones itself:
-    `output_token_ids` and `num_computed_tokens` are up to date whenever the request does not run.
+    they take their place in the queue (`queued_time`, once it `has_had_place`), and numbers those anew that have
+    waited for it behind others of their flow. It dates their first admission (`first_scheduled_time`), notes
+    which other request's load of KV they wait or have waited for (`awaited_load`), counts what of
+    `prompt_logprobs` has been sent to their client (`num_prompt_logprobs`), and keeps the tokens of running
+    ones itself: `output_token_ids` and `num_computed_tokens` are up to date whenever the request does not run.
     """
 
     __slots__ = (
         "arrival", "arrival_time", "awaited_load", "beam_sequence_ids", "cache_salt", "client_index",
-        "eos_token_ids", "first_scheduled_time", "flow", "is_known_to_runner", "is_resumed", "kv_load_failed",
-        "kv_transfer_params", "num_cached_tokens", "num_computed_tokens", "num_prompt_logprobs",
-        "output_token_ids", "pin_prefix", "priority", "prompt_array", "queue_timeout", "queued_time",
-        "request_id", "sampling_params", "shares_prompt_with", "status", "stop_reason", "tenant",
-        "tenant_weight", "timeout",
+        "eos_token_ids", "first_scheduled_time", "flow", "has_had_place", "is_known_to_runner", "is_resumed",
+        "kv_load_failed", "kv_transfer_params", "num_cached_tokens", "num_computed_tokens",
+        "num_prompt_logprobs", "output_token_ids", "pin_prefix", "priority", "prompt_array", "queue_timeout",
+        "queued_time", "request_id", "sampling_params", "shares_prompt_with", "status", "stop_reason",
+        "tenant", "tenant_weight", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -101,7 +101,8 @@ class Request:
         self.beam_sequence_ids = beam_sequence_ids
         self.is_resumed = is_resumed
         self.arrival_time = arrival_time
-        self.queued_time: float | None = None
+        self.queued_time = 0.0
+        self.has_had_place = False
         self.first_scheduled_time: float | None = None
         self.status = RequestStatus.WAITING
         self.is_known_to_runner = False

@@ -38,23 +38,28 @@ class QueueMachine(RuleBasedStateMachine):
             find_cached=lambda request: self.cached.get(request.request_id, 0),
         )
         self.queue = ReadyQueue(self.order, lambda request: self.arrivals.take_place(request, self.now))
-        self.firsts: dict[str, object] = {}  # by flow
-        self.lines: dict[str, list] = {}
+        self.firsts: dict[tuple, object] = {}  # by flow, priority and tenant
+        self.lines: dict[tuple, list] = {}
         self.arrivals = Arrivals()
         self.now = 0.0
         self.waiting: list[tuple] = []  # lane, lane key, request
         self.running: list = []
 
     def push(self, request):
-        is_new = request.queued_time is None
+        is_new = not request.has_had_place
         self.queue.push(request)
-        if is_new and request.flow in self.firsts:
-            self.lines[request.flow].append(request)
+        key = self.line_of(request)
+        if is_new and key in self.firsts:
+            self.lines[key].append(request)
             return
         if is_new:
-            self.firsts[request.flow] = request
-            self.lines[request.flow] = []
+            self.firsts[key] = request
+            self.lines[key] = []
         self.place(request)
+
+    @staticmethod
+    def line_of(request):
+        return request.flow, request.priority, request.tenant
 
     def place(self, request):
         self.waiting.append((self.order.lane(request), self.order.lane_key(request), request))
@@ -69,22 +74,23 @@ class QueueMachine(RuleBasedStateMachine):
         return min((request for _, request in firsts.values()), key=self.order.key, default=None)
 
     def drop(self, request):
-        line = self.lines.get(request.flow, [])
+        key = self.line_of(request)
+        line = self.lines.get(key, [])
         if request in line:
             line.remove(request)
             self.queue.remove(request.request_id)
             return
         self.waiting = [place for place in self.waiting if place[2] is not request]
-        is_first = self.firsts.get(request.flow) is request
+        is_first = self.firsts.get(key) is request
         following = min(line, key=lambda other: other.arrival) if is_first and line else None
         self.queue.remove(request.request_id)
         if following is not None:
             line.remove(following)
-            self.firsts[request.flow] = following
+            self.firsts[key] = following
             assert following.queued_time == self.now
             self.place(following)
         elif is_first:
-            del self.firsts[request.flow], self.lines[request.flow]
+            del self.firsts[key], self.lines[key]
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=4),
@@ -96,7 +102,7 @@ class QueueMachine(RuleBasedStateMachine):
     def arrive(self, prompt, tenant, priority, wait, flow):
         self.now += wait
         fields = {"tenant": tenant, "priority": priority, "at": self.now}
-        self.push(self.arrivals.request(prompt=prompt, flow=flow and flow + tenant, **fields))
+        self.push(self.arrivals.request(prompt=prompt, flow=flow, **fields))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), num_cached=st.integers(0, 4))
@@ -144,7 +150,7 @@ class QueueMachine(RuleBasedStateMachine):
             return
         requests = self.all_waiting()
         assert all(self.queue.is_in_line(one.request_id) for line in self.lines.values() for one in line)
-        assert all(self.queue.num_in_line(flow) == len(line) for flow, line in self.lines.items())
+        assert all(self.queue.num_in_line(self.firsts[key]) == len(self.lines[key]) for key in self.firsts)
         assert self.queue.head() is self.expected_head()
         assert len(self.queue) == len(requests)
         assert set(self.queue) == set(requests)

@@ -43,6 +43,7 @@ class RecordedRequest(msgspec.Struct, array_like=True):
     is_resumed: bool = False
     tenant_weight: float = 1.0
     arrival_time: float = math.inf
+    flow: str = ""
 
     @classmethod
     def of(cls, request: Request) -> RecordedRequest:

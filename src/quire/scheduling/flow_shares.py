@@ -86,7 +86,7 @@ class FlowShares:
         flow = request.flow
         if not self._is_of_large(request):
             return budget
-        if self._others_wait and self._running.num_in_flow(flow) > self._least:
+        if self._others_wait and self._running.num_in_flow(flow) >= self._least:
             return 0
         if flow not in self._left:
             self._left[flow] = max(self._least, self._num_others) if self._num_others else self._grown
@@ -95,8 +95,8 @@ class FlowShares:
         return max(0, min(budget, self._left[flow]))
 
     def _is_of_large(self, request: Request) -> bool:
-        flow = request.flow
-        return self._running.num_in_flow(flow) + self._queue.num_in_line(flow) >= self._least
+        num_running = self._running.num_in_flow(request.flow)
+        return num_running + self._queue.num_in_line(request) >= self._least
 
     def note_lack(self, request: Request) -> None:
         """Take note that a request was next in this step, and there were not enough blocks for it."""
@@ -114,16 +114,18 @@ class FlowShares:
         """
         lacks_blocks, self._lacks_blocks = self._lacks_blocks, False
         running = self._running
-        self._others_wait = running.has_flow_above(self._least) and (other := self._first_other()) is not None
-        if not self._others_wait:
+        other = self._first_other() if running.has_flow_of(self._least) else None
+        self._others_wait = other is not None
+        if other is None:
             return None
         num_slots = max(1, other.sampling_params.beam_width)
         if not lacks_blocks and running.num_free + num_held_back >= num_slots:
             return None
-        for slot in running.in_order()[::-1].tolist():
+        order: list[int] = running.in_order().tolist()
+        for slot in reversed(order):
             victim = running.request_at(slot)
-            is_less = victim.priority >= other.priority and not running.is_beam[slot]
-            if is_less and running.num_in_flow(victim.flow) > self._least:
+            may_leave = victim.priority >= other.priority and not running.is_beam[slot]
+            if may_leave and running.num_in_flow(victim.flow) > self._least:
                 return slot
         return None
 

@@ -11,9 +11,14 @@ from quire.request import Request
 from quire.scheduling.policies.order import OrderKey, QueueOrder
 
 
+def _line_of(request: Request) -> tuple[Hashable, ...]:
+    """Return what requests that line up have in common: none waits for less important ones."""
+    return request.flow, request.priority, request.tenant
+
+
 def _came_first(request: Request) -> None:
     """Date the place of a request that was behind nobody of its flow."""
-    request.queued_time = request.arrival_time
+    request.queued_time, request.has_had_place = request.arrival_time, True
 
 
 class _Place(NamedTuple):
@@ -74,7 +79,7 @@ class ReadyQueue:
     def __init__(self, order: QueueOrder, take_place: Callable[[Request], None] = _came_first) -> None:
         self._order = order
         self._take_place = take_place
-        self._lines: dict[str, _Line] = {}  # by flow
+        self._lines: dict[tuple[Hashable, ...], _Line] = {}
         self._in_line: dict[str, Request] = {}
         self._places: dict[str, _Place] = {}
         self._lanes: dict[Hashable, list[_Place]] = {}  # the first of each heap is never one that was left
@@ -106,12 +111,12 @@ class ReadyQueue:
 
     def push(self, request: Request) -> None:
         """Add a request that is not in the queue; one that has had a place before gets it back at once."""
-        if request.queued_time is not None:
+        if request.has_had_place:
             self._queue(request)
             return
-        line = self._lines.get(request.flow)
+        line = self._lines.get(_line_of(request))
         if line is None:
-            self._lines[request.flow] = _Line(request.request_id)
+            self._lines[_line_of(request)] = _Line(request.request_id)
             _came_first(request)
             self._queue(request)
         else:
@@ -123,9 +128,9 @@ class ReadyQueue:
         """Whether a request waits for its place behind others of its flow."""
         return request_id in self._in_line
 
-    def num_in_line(self, flow: str) -> int:
-        """Return how many requests of a flow have no place yet."""
-        line = self._lines.get(flow)
+    def num_in_line(self, request: Request) -> int:
+        """Return how many requests of a request's flow, and of its priority, have no place yet."""
+        line = self._lines.get(_line_of(request))
         return 0 if line is None else len(line)
 
     def _queue(self, request: Request) -> None:
@@ -175,23 +180,24 @@ class ReadyQueue:
         in_line = self._in_line.pop(request_id, None)
         if in_line is not None:
             self.num_tokens -= in_line.num_tokens
-            self._lines[in_line.flow].remove(request_id)
+            self._lines[_line_of(in_line)].remove(request_id)
             return
         self._let_next_up(self._places[request_id].request)
         self._order.unqueued(self._take(request_id).request)
 
     def _let_next_up(self, request: Request) -> None:
         """If a request that leaves is the first of its line, let the next one take a place."""
-        line = self._lines.get(request.flow)
+        line = self._lines.get(_line_of(request))
         if line is None or line.first != request.request_id:
             return
         if not len(line):
-            del self._lines[request.flow]
+            del self._lines[_line_of(request)]
             return
         following = line.pop()
         line.first = following.request_id
         del self._in_line[following.request_id]
         self.num_tokens -= following.num_tokens
+        following.has_had_place = True
         self._take_place(following)
         self._queue(following)
 

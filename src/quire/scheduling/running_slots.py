@@ -91,11 +91,11 @@ class RunningSlots:
         """Return how many requests of a flow run, each beam of a search counted."""
         return self._flows[flow][1] if flow in self._flows else 0
 
-    def has_flow_above(self, number: int) -> bool:
-        """Whether more than `number` requests of any flow run."""
-        if len(self) - len(self._flows) < number:
+    def has_flow_of(self, number: int) -> bool:
+        """Whether `number` requests of any flow run, or more."""
+        if len(self) - len(self._flows) < number - 1:
             return False
-        return any(num_running > number for _, num_running in self._flows.values())
+        return any(num_running >= number for _, num_running in self._flows.values())
 
     def _enter_flow(self, slot: int, flow: str) -> None:
         if flow not in self._flows:

@@ -84,7 +84,7 @@ class WaitingRequests:
         now = self._read_clock()
         request.arrival_time = min(now, request.arrival_time)
         if request.output_token_ids:
-            request.queued_time = request.arrival_time
+            request.queued_time, request.has_had_place = request.arrival_time, True
         return now
 
     def _take_place(self, request: Request) -> None:

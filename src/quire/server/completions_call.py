@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -82,7 +82,7 @@ class CompletionsCall(GenerationCall[RequestT]):
                     await asyncio.sleep(0)
         return self.answer_type(
             choices=choices,
-            usage=usage_of(ordered),
+            usage=self._usage(ordered),
             kv_transfer_params=self._kv_transfer_params(ordered[0]),
             **self._answer_fields(ordered[0]),
             **self._head,
@@ -130,7 +130,7 @@ class CompletionsCall(GenerationCall[RequestT]):
         async with reading(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 latest[prompt_index] = output
-                usage = usage_of([output]) if so_far else no_usage
+                usage = self._usage([output]) if so_far else no_usage
                 events = [
                     self._event([piece], usage)
                     for completion in output.outputs
@@ -141,7 +141,7 @@ class CompletionsCall(GenerationCall[RequestT]):
                 if events:
                     yield b"".join(map(sse_event, events))
         if self._include_usage:
-            yield sse_event(self._event([], usage_of(list(latest.values()))))
+            yield sse_event(self._event([], self._usage(list(latest.values()))))
         yield SSE_DONE
 
     async def _pieces(
@@ -167,6 +167,9 @@ class CompletionsCall(GenerationCall[RequestT]):
 
     def _choice_index(self, prompt_index: int, completion: CompletionOutput) -> int:
         return prompt_index * self._params.n + completion.index
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> TokenUsage:
+        return usage_of(outputs)
 
     def _kv_transfer_params(self, output: RequestOutput) -> Mapping[str, Any] | UnsetType:
         """Return where the KV of the call's prompt is kept; of several prompts, nothing is said."""

@@ -108,7 +108,6 @@ class Priority(QueueOrder):
     def key(self, request: Request) -> OrderKey:
         ageing = self.config.priority_ageing
         if ageing > 0:
-            assert request.queued_time is not None, "it is being queued"
             return (request.queued_time + request.priority * ageing, request.arrival)
         return (request.priority, *_turn(request))
 
@@ -203,5 +202,4 @@ def _comes_anew(request: Request) -> bool:
 
 def _turn(request: Request) -> OrderKey:
     """Return what requests are sorted by if nothing else tells them apart: when they came, and to here."""
-    assert request.queued_time is not None, "it is being queued"
     return (request.queued_time, request.arrival)
