@@ -141,6 +141,7 @@ async def test_sums_of_the_answers_are_the_counters(seed, num_kv_blocks):
         calls = [call_completions, call_completions, call_chat]
         for _ in range(3):
             await asyncio.gather(*(rng.choice(calls)(http, rng, seen) for _ in range(12)))
+        await asyncio.gather(*(call_at_length(http, 10 + number, seen) for number in range(8)))
         before = await metrics_of(http)
         check(before, seen.sums)
         assert (before["quire_preemptions_total"] > 0) == (num_kv_blocks < 100)
@@ -150,6 +151,14 @@ async def test_sums_of_the_answers_are_the_counters(seed, num_kv_blocks):
         assert after["quire_prompt_tokens_total"] == before["quire_prompt_tokens_total"]
 
     await served(num_kv_blocks, work)
+
+
+async def call_at_length(http, token_id: int, seen: Seen) -> None:
+    """Generate what takes four blocks: eight of them do not fit into sixteen."""
+    body = {"model": NAME, "prompt": [token_id], "max_tokens": 60, "ignore_eos": True}
+    usage = (await http.post("/v1/completions", json=body)).json()["usage"]
+    assert usage["completion_tokens"] == 60
+    seen.note(1, 0, 60, requests=1, sequences=1)
 
 
 async def abandon_a_call(http) -> None:

@@ -53,11 +53,12 @@ class FlowShares:
             wanted: tokens, [R].
         """
         self._left.clear()
+        if not self._is_large.any():
+            self._num_others = int(wanted.sum())
+            return wanted
         flows = self._running.flow[slots]
         is_large = self._is_large[flows]
         self._num_others = int(wanted[~is_large].sum())
-        if not is_large.any():
-            return wanted
         bounded = wanted.copy()
         large = np.unique(flows[is_large]).tolist()
         is_shared = False
