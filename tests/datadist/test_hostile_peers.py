@@ -441,7 +441,7 @@ class RawPrompt:
             channel = protocol.prompt_channel(control[0])
             channel.receive(soon())
             offer = TransportOffer("tcp", b"\x91\x01")
-            channel.send(LinkOffer(1, 2, False, offer, 0), soon())
+            channel.send(LinkOffer(1, 2, False, offer, 0, False), soon())
             stream = stack.enter_context(self._accept(control[1]))
             channel.expect(protocol.OfferAccepted, soon())
             channel.send(protocol.LinkEstablished(), soon())

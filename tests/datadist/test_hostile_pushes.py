@@ -292,6 +292,7 @@ class Sender:
         self.connection, self.reasons, self.sent = theirs, [], []
         self.channel = ControlChannel(theirs, msgspec.msgpack.Decoder(FromPushSender))
         self.sender = PushSender(mine, "DECODER 2", self.send, self.reasons.append)
+        self.sender.announce()
         self.channel.expect(PushesReady, soon())
 
     def send(self, transfer_id, memory, spans, deadline) -> None:

@@ -343,7 +343,7 @@ def link_with_a_liar():
     mine, theirs = socket.socketpair()
     for one in (mine, theirs):
         one.setblocking(False)
-    offer = LinkOffer(5, 1, True, TransportOffer("tcp", b""), 16)
+    offer = LinkOffer(5, 1, True, TransportOffer("tcp", b""), 16, False)
     terms = LinkTerms(1, ("127.0.0.1", 0), b"", use_checksum=True)
     link = DecoderLink(0, decoder_channel(mine), Scribbler(), offer, terms)
     try:

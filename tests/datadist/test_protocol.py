@@ -120,7 +120,7 @@ from_decoder |= (
     | st.builds(OfferDeclined, st.text(max_size=30))
 )
 from_prompt = (
-    st.builds(LinkOffer, u64, u64, st.booleans(), offers, u32)
+    st.builds(LinkOffer, u64, u64, st.booleans(), offers, u32, st.booleans())
     | st.builds(PullAccepted, u64)
     | st.builds(PullRefused, u64, st.integers(0, 255), st.text(max_size=30))
     | st.builds(PullConfirmed, u64)

@@ -250,8 +250,8 @@ def test_a_push_waits_for_the_end_of_the_registration_that_allows_it(make_pair, 
     is_pushing, push = threading.Event(), PromptLink.push
 
     class SlowSender(PushSender):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)  # the DECODER knows now
+        def announce(self):
+            super().announce()  # the DECODER knows now
             assert is_pushing.wait(sides.PATIENT / 1000)
 
     def push_and_tell(link, *arguments):

@@ -41,10 +41,13 @@ from quire.datadist.protocol import (
     expected,
     require_transfer,
 )
+from quire.datadist.push_protocol import PushRequest
 from quire.datadist.push_receiver import PushReceiver
+from quire.datadist.push_sender import PushSender
 from quire.datadist.spans import ByteSpans
-from quire.datadist.status import LLMException, LLMStatusCode, failure
+from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 from quire.datadist.transports.interface import DestinationEnd, LinkTerms
+from quire.datadist.transports.tcp import TcpSourceEnd
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,9 @@ class DecoderLink:
         self._channel = channel
         self._destination_end = destination_end
         self._terms = terms
+        self._can_push = offer.takes_pushes
         self._pushes: PushReceiver | None = None
+        self._back_pushes: PushSender | None = None
         self._opening = threading.Lock()
         self._busy = threading.Lock()
         self._num_transfers = 0
@@ -204,6 +209,23 @@ class DecoderLink:
             if self._is_broken:
                 self._pushes.shut_down()
 
+    def push(self, request: PushRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
+        """Have the peer, which is MIX as this side is, take `spans` to where `request` says.
+
+        Raises:
+            LLMException: what `PushSender.push` raises, and LLM_PARAM_INVALID (the peer is not MIX).
+        """
+        if not self._can_push:
+            raise invalid(
+                f"PROMPT {self.cluster_id} takes no pushes; over a link that this side has made, it pushes only "
+                "to a peer whose role is MIX"
+            )
+        with self._use(deadline):
+            self._require_intact()
+        pushes = self._opened_back_pushes(deadline)
+        with self._use(deadline):
+            pushes.push(request, memory, spans, deadline)
+
     def check(self, deadline: float) -> None:
         """Make sure that the PROMPT answers.
 
@@ -228,6 +250,35 @@ class DecoderLink:
             raise self._not_linked() from error
         finally:
             self._busy.release()
+
+    def _opened_back_pushes(self, deadline: float) -> PushSender:
+        """Return what pushes; open its connection if there is none. Others may end the link meanwhile."""
+        with self._opening:
+            if self._back_pushes is None:
+                try:
+                    self._back_pushes = self._new_back_pushes(deadline)
+                except OSError as error:
+                    self._break(f"no connection to push over: {error}")
+                    raise failure(
+                        LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
+                        f"cannot push to PROMPT {self.cluster_id}: {error}; unlink and link again",
+                    ) from error
+                if self._is_broken:
+                    self._back_pushes.close()
+            return self._back_pushes
+
+    def _new_back_pushes(self, deadline: float) -> PushSender:
+        """Return what pushes over a new connection, which carries messages and data in turn."""
+        connection = sockets.connect(self._terms.address, deadline)
+        try:
+            greeting = new_greeting(ConnectionKind.BACK_PUSHES, 0, self._terms.link_id)
+            greet(connection, self._terms.key, greeting, deadline)
+            source_end = TcpSourceEnd(1, use_checksum=self._terms.use_checksum)
+            source_end.attach(0, connection)
+            return PushSender(connection, f"PROMPT {self.cluster_id}", source_end.send, self._break)
+        except BaseException:
+            connection.close()
+            raise
 
     def _require_intact(self) -> None:
         if not self.stands:
@@ -269,6 +320,8 @@ class DecoderLink:
         with self._busy:
             self._channel.close()
             self._destination_end.close()
+        if self._back_pushes is not None:
+            self._back_pushes.close()
 
     def _ask(
         self, request: PullRequest | LoanRequest | PrefixRequest, transfer_id: int, deadline: float
@@ -331,6 +384,8 @@ class DecoderLink:
         self._destination_end.shut_down()
         if self._pushes is not None:
             self._pushes.shut_down()
+        if self._back_pushes is not None:
+            self._back_pushes.shut_down()
 
     def _not_linked(self) -> LLMException:
         return failure(

@@ -64,7 +64,8 @@ class DecoderLinks:
             link = self._links.get(cluster_id)
         if link is None:
             raise failure(
-                LLMStatusCode.LLM_NOT_YET_LINK, f"PROMPT {cluster_id} is not linked; call link_clusters"
+                LLMStatusCode.LLM_NOT_YET_LINK,
+                f"cluster {cluster_id} is not linked; call link_clusters on the side that is DECODER or MIX",
             )
         return link
 

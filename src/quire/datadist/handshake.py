@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from quire.datadist import sockets
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 _MAGIC = b"QuireKV\n"
 _GREETING = struct.Struct("<8sHBBQ32s")
@@ -28,11 +28,12 @@ NONCE_BYTES = 32
 
 
 class ConnectionKind(enum.IntEnum):
-    """What a connection is for."""
+    """What a connection is for: the side that listens pushes over PUSHES, the other over BACK_PUSHES."""
 
     CONTROL = 1
     STREAM = 2
     PUSHES = 3
+    BACK_PUSHES = 4
 
 
 class HandshakeError(ConnectionError):

@@ -12,7 +12,8 @@ from quire.datadist.memory import CacheMemory
 from quire.datadist.options import InitOptions
 from quire.datadist.prompt_link import PromptLink
 from quire.datadist.prompt_service import PromptService
-from quire.datadist.status import LLMException, LLMStatusCode, failure
+from quire.datadist.pushes import PushingLink
+from quire.datadist.status import LLMException, LLMStatusCode
 from quire.datadist.transports.opening import open_transports
 
 logger = logging.getLogger(__name__)
@@ -31,18 +32,26 @@ class LinkEnds:
         links: that this side has made, as a DECODER does.
         service: of the links that others have made, as to a PROMPT; None: it does not listen.
         shares_memory: whether peers on this host may map the caches.
+        takes_pushes: whether this side is MIX, so that those who link to it from now on may push to it.
 
     Raises:
         LLMException: LLM_FAILED, it cannot listen; nothing is left.
     """
 
     def __init__(
-        self, options: InitOptions, *, cluster_id: int, epoch: int, pool: CachePool[CacheMemory]
+        self,
+        options: InitOptions,
+        *,
+        cluster_id: int,
+        epoch: int,
+        pool: CachePool[CacheMemory],
+        takes_pushes: bool,
     ) -> None:
         self._options = options
         self._cluster_id = cluster_id
         self._epoch = epoch
         self._pool = pool
+        self.takes_pushes = takes_pushes
         self._transports = open_transports(
             options.transports, listens=options.address is not None, num_tcp_streams=options.num_tcp_streams
         )
@@ -56,7 +65,9 @@ class LinkEnds:
             return
         if not options.token and not ipaddress.IPv4Address(options.address[0]).is_loopback:
             logger.warning(
-                "listening on %s without quire.token: everyone who reaches it can read KV", options.address[0]
+                "listening on %s without quire.token: everyone who reaches it can read KV, and in role MIX "
+                "write to caches that take pushes",
+                options.address[0],
             )
         try:
             self.service = PromptService(options.address, options.token, self._new_link, listeners)
@@ -69,20 +80,14 @@ class LinkEnds:
         """Whether there is a link, also one that is broken."""
         return bool(self.links.transports or (self.service is not None and self.service.transports))
 
-    def link_to_push(self, cluster_id: int) -> PromptLink:
-        """Return the link that a DECODER has made.
+    def link_to_push(self, cluster_id: int) -> PushingLink:
+        """Return the link that a peer has made, or else the one that this side has.
 
         Raises:
             LLMException: LLM_NOT_YET_LINK.
         """
         link = None if self.service is None else self.service.link_of(cluster_id)
-        if link is None:
-            raise failure(
-                LLMStatusCode.LLM_NOT_YET_LINK,
-                f"cluster {cluster_id} has not linked to this side, which pushes only over links that "
-                "others have made; have it link here too (role MIX, with listen_ip_info on this side)",
-            )
-        return link
+        return self.links.link_of(cluster_id) if link is None else link
 
     def unlink(self, cluster_id: int, deadline: float) -> LLMStatusCode:
         """Take a link down, at both ends if this side has made it."""
@@ -126,4 +131,5 @@ class LinkEnds:
             pool=self._pool,
             transports=self._transports,
             use_checksum=self._options.use_checksum,
+            takes_pushes=self.takes_pushes,
         )

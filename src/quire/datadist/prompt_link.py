@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -52,10 +53,12 @@ from quire.datadist.pull_sources import PullSource, open_pull_source, require_ep
 from quire.datadist.push_protocol import (
     PushRequest,
 )
+from quire.datadist.push_receiver import PushReceiver
 from quire.datadist.push_sender import PushSender
 from quire.datadist.spans import ByteSpans
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 from quire.datadist.transports.interface import SourceEnd, Transport
+from quire.datadist.transports.tcp import TcpDestinationEnd
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class PromptLink:
         transports: that this side has, the best first.
         use_checksum: whether this side wants checksums.
         lender: what this side lends; None: nothing.
+        takes_pushes: whether this side is MIX, and the other may push into its caches.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class PromptLink:
         transports: Sequence[Transport],
         use_checksum: bool,
         lender: Lender | None = None,
+        takes_pushes: bool = False,
     ) -> None:
         self.link_id = link_id
         self.key = key
@@ -106,12 +111,14 @@ class PromptLink:
         self._epoch = epoch
         self._pool = pool
         self._transports = transports
-        self._use_checksum = use_checksum
+        self._use_checksum = use_checksum  # and from `establish` on, whether the other does, too
         self._lender = lender
+        self._takes_pushes = takes_pushes
         sockets.end_if_peer_vanishes(connection)  # the link waits on it without a deadline
         self._channel = prompt_channel(connection)
         self._is_established = False
         self._pushes: PushSender | None = None
+        self._back_pushes: PushReceiver | None = None
         self._changing = threading.Lock()
         self._sending = threading.Lock()  # a DECODER that keeps to the protocol never lets anybody wait
 
@@ -164,9 +171,30 @@ class PromptLink:
             if not self._is_established or self._pushes is not None:
                 return False
             try:
-                self._pushes = PushSender(connection, self._peer, self._send, self.drop)
+                pushes = PushSender(connection, self._peer, self._send, self.drop)
+                pushes.announce()
             except OSError as error:
                 logger.info("%s takes no pushes after all: %s", self._peer, error)
+                return False
+            self._pushes = pushes
+        return True
+
+    def attach_back_pushes(self, connection: socket.socket) -> bool:
+        """Take a proved connection over which the other side pushes; return whether it was wanted."""
+        with self._changing:
+            if not self._takes_pushes or not self._is_established or self._back_pushes is not None:
+                return False
+            try:
+                self._back_pushes = PushReceiver(
+                    connection,
+                    self._pool,
+                    TcpDestinationEnd([connection], use_checksum=self._use_checksum),
+                    use_link=lambda _: contextlib.nullcontext(),  # nothing else is received over the link
+                    break_link=self.drop,
+                    deadline=None,
+                )
+            except (OSError, RuntimeError) as error:  # it has ended, or there are too many threads
+                logger.warning("%s cannot push: %s", self._peer, error)
                 return False
         return True
 
@@ -184,6 +212,8 @@ class PromptLink:
             self.source_end.shut_down()  # before the source of a transfer may be released
         if self._pushes is not None:
             self._pushes.shut_down()
+        if self._back_pushes is not None:
+            self._back_pushes.shut_down()
         self._channel.send_last(LinkDropped(reason))
 
     def close(self) -> None:
@@ -192,6 +222,8 @@ class PromptLink:
         self._channel.close()
         with self._changing:
             self._is_established = False
+        if self._back_pushes is not None:
+            self._back_pushes.shut_down()
         if self.source_end is not None:
             self.source_end.shut_down()
         if self._pushes is not None:
@@ -219,7 +251,7 @@ class PromptLink:
     def _agree_on_transport(self, request: LinkRequest, deadline: float) -> SourceEnd:
         """Offer what both sides have, the best first, until the DECODER can use one."""
         self._require_fitting(request)
-        use_checksum = self._use_checksum or request.use_checksum
+        self._use_checksum = use_checksum = self._use_checksum or request.use_checksum
         peers = {one.name: one.parameters for one in request.transports}
         for transport in self._transports:
             if transport.name not in peers:
@@ -233,7 +265,9 @@ class PromptLink:
                 continue
             self.source_end = source_end
             offer = TransportOffer(transport.name, source_end.parameters)
-            message = LinkOffer(self._epoch, self.link_id, use_checksum, offer, self._block_size)
+            message = LinkOffer(
+                self._epoch, self.link_id, use_checksum, offer, self._block_size, self._takes_pushes
+            )
             self._channel.send(message, deadline)
             answer = self._channel.receive(deadline)
             if not isinstance(answer, OfferDeclined):

@@ -130,6 +130,8 @@ class PromptService:
                 link = self._links.get(greeting.link_id)
             if greeting.kind is ConnectionKind.PUSHES:
                 return link is not None and link.attach_pushes(connection)
+            if greeting.kind is ConnectionKind.BACK_PUSHES:
+                return link is not None and link.attach_back_pushes(connection)
             source_end = None if link is None else link.source_end
             return source_end is not None and source_end.attach(greeting.stream, connection)
         with self._lock:

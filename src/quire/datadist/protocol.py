@@ -89,7 +89,7 @@ class LinkOffer(Message):
     """PROMPT: this is how. After `OfferDeclined`, it offers another transport, or drops the link.
 
     `epoch` is random for each start of the PROMPT; references of another epoch are void. `block_size` is that
-    of the blocks that it lends, in tokens; 0: it lends none.
+    of the blocks that it lends, in tokens; 0: it lends none. `takes_pushes`: it is MIX, and can be pushed to.
     """
 
     epoch: U64
@@ -97,6 +97,7 @@ class LinkOffer(Message):
     use_checksum: bool
     transport: TransportOffer
     block_size: U32
+    takes_pushes: bool
 
 
 class OfferAccepted(Message):

@@ -1,4 +1,8 @@
-"""The messages of the connection for pushes; `protocol.py` says how they are framed."""
+"""The messages of a connection for pushes; `protocol.py` says how they are framed.
+
+The PROMPT sends the data over the link's transport. A MIX that has linked to another is the PROMPT of its own
+pushes; their data travel between the messages, as a share of the TCP transport.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ class AddressedTarget(msgspec.Struct, array_like=True, tag=True):
 
 
 class PushesReady(Message):
-    """PROMPT: pushes may come on this connection."""
+    """PROMPT: pushes may come on this connection, which the DECODER has opened."""
 
 
 class PushRequest(Message):

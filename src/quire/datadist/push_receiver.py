@@ -1,4 +1,4 @@
-"""The DECODER's end of a link's pushes: a thread that takes what fits a cache of its own."""
+"""The taking end of a link's pushes: a thread that takes what fits a cache of its own."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ class PushReceiver:
     Args:
         connection: that was opened for it, proved.
         pool: the caches; those of models take no pushes, others that were allocated only by their addresses.
-        destination_end: of the link.
+        destination_end: gets their data.
         use_link: lets nothing else use `destination_end`.
         break_link: marks the link as broken, with a reason.
-        deadline: for the PROMPT to be ready.
+        deadline: for the peer to be ready; None: it has opened the connection, so it is.
 
     Raises:
-        OSError: the PROMPT is not, in time.
+        OSError: the peer is not, in time.
+        RuntimeError: there are too many threads.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class PushReceiver:
         *,
         use_link: UseLink,
         break_link: Callable[[str], None],
-        deadline: float,
+        deadline: float | None,
     ) -> None:
         self._channel = ControlChannel(connection, _decoder)
         self._pool = pool
@@ -77,7 +78,8 @@ class PushReceiver:
         self._use_link = use_link
         self._break_link = break_link
         self._is_wanted = True
-        self._channel.expect(PushesReady, deadline)
+        if deadline is not None:
+            self._channel.expect(PushesReady, deadline)
         sockets.end_if_peer_vanishes(connection)
         thread = threading.Thread(target=self._run, name="datadist-pushes", daemon=True)
         thread.start()

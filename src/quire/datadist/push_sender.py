@@ -1,4 +1,4 @@
-"""The PROMPT's end of a link's pushes."""
+"""The pushing end of a link's pushes: the PROMPT's, or that of a MIX which has linked to another."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REFUSALS = (
     LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
     LLMStatusCode.LLM_FAILED,
 )
-"""Codes with which a DECODER may refuse a push."""
+"""Codes with which a peer may refuse a push."""
 
 FIRST_TRANSFER = 1 << 63  # those of pulls count from 1
 
@@ -45,12 +45,12 @@ SendSpans = Callable[[int, CacheMemory, ByteSpans, float], None]
 
 
 class PushSender:
-    """Asks a DECODER to take bytes, and sends them; several threads may push.
+    """Asks a peer to take bytes, and sends them; several threads may push.
 
     Args:
-        connection: that the DECODER has opened for it, proved.
-        name: of the DECODER.
-        send: moves bytes to the DECODER.
+        connection: for it, proved.
+        name: of the peer.
+        send: moves bytes to the peer.
         end_link: takes the link down, with a reason.
     """
 
@@ -65,22 +65,25 @@ class PushSender:
         self._busy = threading.Lock()
         self._has_ended = False
         self._numbers = itertools.count(FIRST_TRANSFER)
+
+    def announce(self) -> None:
+        """Tell the peer, which has opened the connection, that pushes may come; raise `OSError` if it is gone."""
         self._channel.send(PushesReady(), time.monotonic() + FRAME_LIMIT)
 
     def push(self, request: PushRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        """Have the DECODER take `spans` to where `request` says.
+        """Have the peer take `spans` to where `request` says.
 
         `transfer_id` and `timeout_ms` of the request are filled in.
 
         Raises:
             LLMException: LLM_NOT_YET_LINK (the link has ended), LLM_WAIT_PROCESS_TIMEOUT (it broke, and is
-                down; or it was busy until the deadline), or why the DECODER refused.
+                down; or it was busy until the deadline), or why the peer refused.
         """
         if not self._busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise failure(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT, f"the link with {self._name} is in use")
         try:
             if self._has_ended or self._channel.has_something():
-                self._end_link("the DECODER takes pushes no more")
+                self._end_link("the peer takes pushes no more")
                 raise failure(LLMStatusCode.LLM_NOT_YET_LINK, f"{self._name} has ended the link")
             self._transfer(request, memory, spans, deadline)
         except LLMException:

@@ -44,7 +44,7 @@ class Session:
         self._linking = threading.Lock()
         self._adding = threading.RLock()
         self._models: list[LLMModel] = []
-        self._ends = self._new_ends(options)
+        self._ends = self._new_ends(role, options)
         self.manager = KvCacheManager(
             role, self._pool, self._ends, device=options.device, timeout=options.timeout
         )
@@ -140,10 +140,11 @@ class Session:
             if before.has_links:
                 raise failure(LLMStatusCode.LLM_EXIST_LINK, "there are links; unlink them first")
             is_same = before.service is not None and before.service.address == options.address
-            ends = before if is_same else self._new_ends(options)
+            ends = before if is_same else self._new_ends(role, options)
             try:
                 with self.manager.switching(role, ends):
                     self.role, self._ends = role, ends
+                    ends.takes_pushes = role is LLMRole.MIX
             except BaseException:
                 if ends is not before:
                     ends.close()
@@ -153,8 +154,14 @@ class Session:
                 before.close()
                 before.close_transports()
 
-    def _new_ends(self, options: InitOptions) -> LinkEnds:
-        return LinkEnds(options, cluster_id=self._cluster_id, epoch=self._epoch, pool=self._pool)
+    def _new_ends(self, role: LLMRole, options: InitOptions) -> LinkEnds:
+        return LinkEnds(
+            options,
+            cluster_id=self._cluster_id,
+            epoch=self._epoch,
+            pool=self._pool,
+            takes_pushes=role is LLMRole.MIX,
+        )
 
     def _allocate(self, desc: CacheDesc) -> CacheMemory:
         host_memory = SharedHostMemory if self._ends.shares_memory else HostMemory
