@@ -16,7 +16,6 @@ from sides import byte_desc, pattern, read_cache, register_new, write_cache
 from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
-    CacheKey,
     CacheKeyByIdAndIndex,
     KvCache,
     LLMDataDist,

@@ -217,8 +217,8 @@ class DecoderLink:
         """
         if not self._can_push:
             raise invalid(
-                f"PROMPT {self.cluster_id} takes no pushes; over a link that this side has made, it pushes only "
-                "to a peer whose role is MIX"
+                f"PROMPT {self.cluster_id} takes no pushes; over a link that this side has made, it pushes "
+                "only to a peer whose role is MIX"
             )
         with self._use(deadline):
             self._require_intact()
@@ -253,7 +253,7 @@ class DecoderLink:
 
     def _opened_back_pushes(self, deadline: float) -> PushSender:
         """Return what pushes; open its connection if there is none. Others may end the link meanwhile."""
-        with self._opening:
+        with self._holding(self._opening, deadline):
             if self._back_pushes is None:
                 try:
                     self._back_pushes = self._new_back_pushes(deadline)
@@ -285,16 +285,19 @@ class DecoderLink:
             self._break("it was dropped by the PROMPT")
             raise self._not_linked()
 
+    def _use(self, deadline: float) -> contextlib.AbstractContextManager[None]:
+        return self._holding(self._busy, deadline)
+
     @contextlib.contextmanager
-    def _use(self, deadline: float) -> Iterator[None]:
-        if not self._busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
+    def _holding(self, lock: threading.Lock, deadline: float) -> Iterator[None]:
+        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise failure(
                 LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT, f"the link with PROMPT {self.cluster_id} is in use"
             )
         try:
             yield
         finally:
-            self._busy.release()
+            lock.release()
 
     def unlink(self, deadline: float) -> LLMStatusCode:
         """Take both ends down.

@@ -150,6 +150,8 @@ class PromptLink:
             message = self._channel.receive_when_it_comes()
             if isinstance(message, Unlink):
                 unregister(self)  # before the DECODER hears that both ends are gone
+                if self._back_pushes is not None:
+                    self._back_pushes.shut_down()  # its end says nothing of the link
                 self._channel.send(Unlinked(), time.monotonic() + FRAME_LIMIT)
                 return
             if isinstance(message, CheckLink):
@@ -190,7 +192,7 @@ class PromptLink:
                     self._pool,
                     TcpDestinationEnd([connection], use_checksum=self._use_checksum),
                     use_link=lambda _: contextlib.nullcontext(),  # nothing else is received over the link
-                    break_link=self.drop,
+                    break_link=self._break,
                     deadline=None,
                 )
             except (OSError, RuntimeError) as error:  # it has ended, or there are too many threads
@@ -238,6 +240,10 @@ class PromptLink:
     @property
     def _peer(self) -> str:
         return f"DECODER {self.decoder_cluster_id}"
+
+    def _break(self, reason: str) -> None:
+        logger.warning("the link with %s is broken: %s", self._peer, reason)
+        self.drop(reason)
 
     def _send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
         assert self.source_end is not None

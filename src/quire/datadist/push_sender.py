@@ -67,7 +67,7 @@ class PushSender:
         self._numbers = itertools.count(FIRST_TRANSFER)
 
     def announce(self) -> None:
-        """Tell the peer, which has opened the connection, that pushes may come; raise `OSError` if it is gone."""
+        """Tell a peer that has opened the connection that pushes may come; raise `OSError` if it is gone."""
         self._channel.send(PushesReady(), time.monotonic() + FRAME_LIMIT)
 
     def push(self, request: PushRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
