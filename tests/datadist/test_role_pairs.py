@@ -170,19 +170,17 @@ def test_each_operation_moves_the_bytes_or_is_refused(new_datadist, linking, lis
     client, server = Side(first), Side(second)
     for seed, (cell, has_linked) in enumerate(itertools.product(cells(), (True, False))):
         me, peer = (client, server) if has_linked else (server, client)
-        is_pull = cell.operation in PULLS
-        source, target = me.caches[cell.mine], peer.caches[cell.theirs]
-        at = [(me.manager, source), (peer.manager, target)]
-        (_, source), (_, target) = at = at[::-1] if is_pull else at
-        for number, (manager, cache) in enumerate(at):
-            write_cache(manager, cache, 2 * seed + number)
+        what = cell, me.datadist.role, peer.datadist.role
+        ends = [(me.manager, me.caches[cell.mine]), (peer.manager, peer.caches[cell.theirs])]
+        source, target = reversed(ends) if cell.operation in PULLS else ends
+        write_cache(*source, 2 * seed)
+        write_cache(*target, 2 * seed + 1)
         code = cell.run(me, peer)
-        role, other = me.datadist.role, peer.datadist.role
-        assert code is cell.expected(role, other, has_linked=has_linked), (cell, role, other)
+        assert code is cell.expected(*what[1:], has_linked=has_linked), what
         expected = pattern(DESC, 2 * seed + 1)
         if code is SUCCESS:
             expected[:, TARGET] = pattern(DESC, 2 * seed)[:, SOURCE]
-        np.testing.assert_array_equal(read_cache(at[1][0], target), expected, str((cell, role, other)))
+        np.testing.assert_array_equal(read_cache(*target), expected, str(what))
     first.check_link_status(2)  # no refusal has broken it
     assert first.unlink_clusters([sides.cluster_info(2, 0)], sides.PATIENT)[0] is SUCCESS
     assert not second._session._ends.has_links

@@ -65,7 +65,8 @@ class DecoderLinks:
         if link is None:
             raise failure(
                 LLMStatusCode.LLM_NOT_YET_LINK,
-                f"cluster {cluster_id} is not linked; call link_clusters on the side that is DECODER or MIX",
+                f"this side has not linked to cluster {cluster_id}; call link_clusters (of a PROMPT and a "
+                "DECODER, on the DECODER)",
             )
         return link
 
