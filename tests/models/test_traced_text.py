@@ -115,6 +115,8 @@ def marked(source, **variables):
         ("{{ '%.2s|%5s' % (x, x) }}", "⟦he|  hey⟧"),
         ("{{ ('<a>' | safe) + x }}{{ x + ('<a>' | safe) }}", "<a>⟦heyhey⟧<a>"),
         ("{% autoescape true %}<a>{{ x }}{% endautoescape %}", "<a>⟦hey⟧"),
+        ("{{ ('<a>\n' + x + '\n' + x) | indent(2, true) }}", "  <a>\n  ⟦hey⟧\n  ⟦hey⟧"),
+        ("{{ (x + '\n\n' + x) | indent }}", "⟦hey⟧\n\n    ⟦hey⟧"),
         ("{{ '<a>'['format']() }}{{ x | attr('upper') is defined }}", "⟦<a>⟧True"),
     ],
 )  # fmt: skip

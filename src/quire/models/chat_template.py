@@ -173,7 +173,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         )
         self.filters.update({name: _tracing(self.filters[name]) for name in _TEXT_FILTERS})
         self.filters.update(
-            format=_format, join=_join, replace=_replace, safe=_safe, tojson=_tracing(_to_json)
+            format=_format, indent=_indent, join=_join, replace=_replace, safe=_safe, tojson=_tracing(_to_json)
         )
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
 
@@ -228,7 +228,6 @@ _TEXT_FILTERS = (
     "escape",
     "filesizeformat",
     "forceescape",
-    "indent",
     "lower",
     "pprint",
     "string",
@@ -278,6 +277,15 @@ def _join(environment: jinja2.Environment, value: Any, d: Any = "", attribute: A
     if attribute is not None:
         value = map(jinja2.filters.make_attrgetter(environment, attribute), value)
     return traced(str(d)).join(str(_shown(item)) for item in value)
+
+
+def _indent(s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> TracedText:
+    space = width if isinstance(width, str) else " " * width
+    lines = traced(str(_shown(s)) + "\n").splitlines()
+    indented = [
+        space + line if (first if not at else line or blank) else line for at, line in enumerate(lines)
+    ]
+    return traced("\n").join(indented)
 
 
 def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> TracedText:
