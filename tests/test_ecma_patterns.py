@@ -167,7 +167,6 @@ def test_examples(pattern, found, others):
         (r"a\b", ["word boundary", "character 2"]),
         (r"[\B]", ["word boundary"]),
         (r"\A", [r"escape that ECMA-262 does not have"]),
-        (r"\_", ["escape"]),
         (r"\u12", ["escape"]),
         (r"\01", ["escape"]),
         ("\\", ["escape"]),
@@ -195,3 +194,11 @@ def test_what_is_refused(pattern, words):
     with pytest.raises(ValueError, match="the pattern") as caught:
         rust_pattern(pattern)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_an_escaped_underscore_is_one():
+    assert rust_pattern(r"^[a-z\_\-]+\_$") == r"^[a-z_\x{2D}]+_$"
+
+
+def test_a_brace_without_end_takes_linear_time():
+    assert rust_pattern("a{" + "1" * 60_000) == r"a\x{7B}" + "1" * 60_000
