@@ -68,6 +68,7 @@ _DIALECTS = frozenset(
 )
 _NOT_ENFORCED = frozenset({"$schema", "$id", "$anchor", "$dynamicAnchor", "nullable", "x-guidance"})
 _NEEDED = {"minContains": "contains", "maxContains": "contains", "then": "if", "else": "if"}
+_BOUNDS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 _TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 _COUNTS = tuple(f"{bound}{what}" for bound in ("min", "max") for what in ("Length", "Items", "Properties"))
 _BY_LETTERS = {name.casefold(): name for name in _ENFORCED}
@@ -78,8 +79,9 @@ def enforceable_schema(schema: Mapping[str, Any], *, closes_objects: bool) -> di
 
     An object that has `properties` and does not say whether it may have others may not, unless another part
     of the schema speaks of the same object and so may name more of them. `nullable` becomes a type,
-    references lead to definitions of the whole schema, patterns are written as Rust reads them, and formats
-    that are not enforced are left out.
+    references lead to definitions of the whole schema, patterns are written as Rust reads them, formats that
+    are not enforced are left out, and `propertyNames` becomes properties or a pattern of them. What OpenAPI's
+    `discriminator` tells the alternatives of a `oneOf` apart by is required.
 
     Args:
         schema: as it was written.
@@ -231,12 +233,16 @@ class _Rewriting:
                 yield from self._targets(child, is_open=child_is_open)
 
     def _ready(self, schema: dict[str, Any], *, is_open: bool) -> dict[str, Any]:
-        """Return a schema without what cannot be left as it is."""
+        """Return a schema without what cannot be left as it is, and without its definitions."""
         self._count()
         _require_enforced(schema)
-        children = _children(schema, is_open=is_open)
+        if "propertyNames" in schema:
+            self._replace_property_names(schema)
+        children = (one for one in _children(schema, is_open=is_open) if one[0] not in _DEFINITIONS)
         ready: dict[str, Any] = {}
         for key, value in schema.items():
+            if key in _DEFINITIONS:
+                continue
             if key in _MAPPINGS and isinstance(value, dict):
                 ready[key] = {name: self._ready_value(*next(children)[1:]) for name in value}
             elif key in _LISTS and isinstance(value, list):
@@ -248,6 +254,9 @@ class _Rewriting:
         if not is_open and _may_be_closed(schema):
             ready["additionalProperties"] = False
         ready = {key: _enforceable(key, value) for key, value in ready.items() if _constrains(key, schema)}
+        _make_exclusive(ready)
+        if "oneOf" in ready:
+            ready["oneOf"] = self._told_apart(schema, ready["oneOf"])
         return _with_null(ready) if schema.get("nullable") is True else ready
 
     def _count(self) -> None:
@@ -259,13 +268,62 @@ class _Rewriting:
             )
 
     def _ready_value(self, schema: Any, is_open: bool) -> Any:
-        return self._ready(schema, is_open=is_open) if isinstance(schema, dict) else schema
+        if not isinstance(schema, dict):
+            return schema
+        is_never = schema.get("not") is True or schema.get("not") == {}
+        return False if is_never else self._ready(schema, is_open=is_open)
+
+    def _replace_property_names(self, schema: dict[str, Any]) -> None:
+        """Say by other keywords what names properties have, where nothing else says it."""
+        names = self._without_reference(schema["propertyNames"])
+        if not isinstance(names, dict) or names.get("type", "string") != "string":
+            return
+        _require_enforced(names)
+        keys = {key for key in names if key in _ENFORCED and _constrains(key, names)} - {"type"}
+        value = schema.get("additionalProperties", True)
+        if not keys:
+            del schema["propertyNames"]
+            return
+        if not schema.keys().isdisjoint(("properties", "patternProperties")):
+            return
+        if keys == {"enum"} or keys == {"const"}:
+            listed = names["enum"] if "enum" in names else [names["const"]]
+            schema["properties"] = {name: value for name in listed if isinstance(name, str)}
+        elif keys == {"pattern"}:
+            schema["patternProperties"] = {names["pattern"]: value}
+        elif keys <= {"minLength", "maxLength"}:
+            least, most = int(names.get("minLength", 0)), names.get("maxLength", "")
+            schema["patternProperties"] = {f"^[^]{{{least},{most and int(most)}}}$": value}
+        else:
+            return
+        del schema["propertyNames"]
+        schema["additionalProperties"] = False
+
+    def _told_apart(self, schema: Mapping[str, Any], alternatives: list[Any]) -> list[Any]:
+        """Return ready alternatives of a oneOf, each with the property that tells them apart."""
+        discriminator = schema.get("discriminator")
+        name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+        if not isinstance(name, str):
+            return alternatives
+        told_apart = []
+        for alternative, ready in zip(schema["oneOf"], alternatives, strict=True):
+            target = self._without_reference(alternative)
+            properties = target.get("properties") if isinstance(target, dict) else None
+            if isinstance(properties, dict) and isinstance(ready, dict) and name in properties:
+                required = ready.get("required", [])
+                ready = {**ready, "required": [*required, *({name} - set(required))]}
+            told_apart.append(ready)
+        return told_apart
+
+    def _without_reference(self, schema: Any) -> Any:
+        """Return what a schema that is a reference, and no more, leads to; others are themselves."""
+        if not isinstance(schema, dict) or [key for key in schema if key in _ENFORCED] != ["$ref"]:
+            return schema
+        return self._document.target(schema)
 
     def _reference(self, schema: Mapping[str, Any]) -> str:
-        """Return a schema's reference as one to the whole document or to a definition of it."""
+        """Return a schema's reference as one to a definition of the document, which parts can take along."""
         target = self._document.target(schema)
-        if target is self._document.root:
-            return "#"
         if (own := self._definitions.get(id(target))) is not None:
             return own
         if id(target) not in self._further:
@@ -316,6 +374,15 @@ def _may_be_closed(schema: Mapping[str, Any]) -> bool:
 def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema that allows null, too."""
     return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _make_exclusive(schema: dict[str, Any]) -> None:
+    """Write the bounds of draft 4 and OpenAPI 3.0, `exclusiveMinimum` being true, as later drafts do."""
+    for exclusive, bound in _BOUNDS.items():
+        if isinstance(is_exclusive := schema.get(exclusive), bool):
+            del schema[exclusive]
+            if is_exclusive:
+                schema[exclusive] = schema.pop(bound)
 
 
 def _constrains(key: str, schema: Mapping[str, Any]) -> bool:
@@ -381,10 +448,7 @@ _REQUIREMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         (lambda value: _is_number(value) and value >= 0 and value == int(value), "a whole number from 0"),
     ),
     **dict.fromkeys(("minimum", "maximum"), (_is_number, "a number")),
-    **dict.fromkeys(
-        ("exclusiveMinimum", "exclusiveMaximum"),
-        (lambda value: _is_number(value) or value is False, "a number"),
-    ),
+    **dict.fromkeys(_BOUNDS, (lambda value: isinstance(value, int | float), "a number")),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number greater than 0"),
     **dict.fromkeys(("pattern", "format", "$ref"), (_is_text, "text")),
     **dict.fromkeys(("uniqueItems", "nullable"), (lambda value: isinstance(value, bool), "true or false")),
@@ -405,7 +469,8 @@ _REQUIREMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _require_enforced(schema: Mapping[str, Any]) -> None:
     for key, value in schema.items():
-        if key in _UNENFORCED or (key in ("exclusiveMinimum", "exclusiveMaximum") and value is True):
+        lacks_bound = value is True and key in _BOUNDS and _BOUNDS[key] not in schema
+        if key in _UNENFORCED or lacks_bound:
             raise ValueError(
                 f"the keyword {key!r} with the value {value!r:.40} cannot be enforced; leave it out"
             )

@@ -19,7 +19,7 @@ from quire.errors import InvalidRequestError
 SUITE = json.loads((Path(__file__).parent / "json_schema_test_suite" / "draft2020-12.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "json-schema.md"
 REASONS = [
-    (r"Unimplemented keys: \[(.*?)\]", None),
+    (r"what cannot be enforced: (.*?); leave", None),
     (r"the keyword '([^']+)'", None),
     (r"alternatives of a oneOf", "oneOf"),
     (r"patternProperty regexes .* not disjoint", "patternProperties"),

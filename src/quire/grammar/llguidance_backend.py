@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -24,12 +25,19 @@ if TYPE_CHECKING:
 
 MAX_LEXER_STATES = 50_000  # of one grammar, 1 to 2 kB each
 _LONGEST_SHOWN_ERROR = 600  # characters
-# llguidance's words for alternatives that may overlap name an option that is not offered here.
-_ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
-_ONE_OF_HERE = (
-    "the alternatives of a oneOf may overlap, which cannot be enforced; use anyOf, or make them exclude "
-    "each other"
-)
+# llguidance's words, which mean nothing to a client, or name an option that is not offered here.
+_OTHER_WORDS = [
+    (
+        r"oneOf constraints are not supported\. Enable 'coerce_one_of' option .*",
+        "the alternatives of a oneOf may overlap, which cannot be enforced; use anyOf, or make them exclude "
+        "each other",
+    ),
+    (r"Unimplemented keys: \[(.*)\]", r"what cannot be enforced: \1; leave it out"),
+    (
+        r"the grammar cannot be followed any further: NoExtensionBias.*",
+        "no text is valid, or a part of it consists of itself without end",
+    ),
+]
 
 
 class LLGuidanceBackend:
@@ -307,5 +315,7 @@ def _refusal(spec: StructuredOutputsParams, reason: str) -> InvalidRequestError:
 
 
 def _shortened(text: str) -> str:
-    text = text.removesuffix("\n<non-verbose/>").rstrip().replace(_ONE_OF, _ONE_OF_HERE)
+    text = text.removesuffix("\n<non-verbose/>").rstrip()
+    for pattern, words in _OTHER_WORDS:
+        text = re.sub(pattern, words, text)
     return text if len(text) <= _LONGEST_SHOWN_ERROR else text[:_LONGEST_SHOWN_ERROR] + "…"
