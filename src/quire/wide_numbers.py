@@ -16,6 +16,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _MIN_EXACT, _MAX_EXACT = 1e-9, 2**53 - 1
 _MAX_DIGITS = 64  # of a bound, without the zeros at its end
 _MAX_ITEMS = 1000
+_MAX_LENGTH = 2**20  # of all rules, in characters
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _OF_NUMBERS = (*_LOWER, *_UPPER, "multipleOf")
 _OF_TYPES = {
@@ -76,6 +77,7 @@ class _Rules:
         }
         self._names: dict[str, str] = {}  # of the rules of definitions
         self._rules: list[str] = []
+        self._length = 0
 
     def rules(self) -> list[str]:
         """Return all rules."""
@@ -87,7 +89,8 @@ class _Rules:
         """Return an expression for a value."""
         if schema is True or _is_plain(schema, self._targets):
             bare = {} if schema is True else schema
-            return self._rule("%json " + json.dumps({**bare, **self._own}))
+            body = json.dumps({**bare, "x-guidance": _SPACING})
+            return self._rule("%json " + (json.dumps({**bare, **self._own}) if '"$ref"' in body else body))
         if others := [key for key in _NOT_BESIDE if key in schema]:
             raise _not_enforceable(others[0])
         in_place = [key for key in _IN_PLACE if key in schema]
@@ -188,12 +191,18 @@ class _Rules:
         return self._rule(" | ".join(alternatives))
 
     def _rule(self, body: str) -> str:
-        name = f"{self._name}v{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
-        return name
+        return self._named(f"{self._name}v{len(self._rules)}", body)
 
     def _terminal(self, body: str) -> str:
-        name = f"{self._name.upper()}V{len(self._rules)}"
+        return self._named(f"{self._name.upper()}V{len(self._rules)}", body)
+
+    def _named(self, name: str, body: str) -> str:
+        self._length += len(body)
+        if self._length > _MAX_LENGTH:
+            raise ValueError(
+                f"its numbers beyond {_MAX_EXACT}, or close to 0, take more than {_MAX_LENGTH} characters of "
+                "rules; leave out some of their bounds"
+            )
         self._rules.append(f"{name}: {body}")
         return name
 

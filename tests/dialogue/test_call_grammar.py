@@ -14,8 +14,11 @@ import pytest
 from answers import said
 
 import quire
+from byte_grammars import accepts, compiled
 from quire.dialogue.call_grammar import structure_of_answer
 from quire.dialogue.formats import FORMATS
+from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.literal_calls import PythonicCalls
 from quire.dialogue.tools import Tool, ToolUse
 from quire.errors import InvalidRequestError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
@@ -262,3 +265,29 @@ def test_references_of_strict_schemas_are_followed(name, target, problem):
     answer = Model(name, has_marks=False).answer(structure_of_answer(FORMATS[name], use, {}.get), 1)
     [(_, arguments), *_] = said(name, [answer]).calls
     assert json.loads(arguments)["a"] in ("C", "F")
+
+
+def test_references_to_the_whole_schema_mean_it_in_the_grammar_of_one_parameter():
+    schema = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}}
+    tool = Tool("f", parameters={**schema, "required": ["kids"]}, strict=True)
+    tool = tool.enforceable(closes_objects=True)
+    writer = GrammarWriter((), lambda mark: None)
+    grammar = compiled(grammar=writer.grammar(PythonicCalls().grammar(writer, tool)))
+    assert accepts(grammar, 'f(kids=[{"kids": []}])')
+    assert not accepts(grammar, "f(kids=[[]])")
+
+
+@pytest.mark.parametrize("bound", [{"minimum": 2**63}, {"minimum": 2**63, "multipleOf": 3}])
+def test_what_grows_too_large_or_cannot_be_enforced_is_refused_with_the_tools(bound):
+    many = {f"p{number}": bound for number in range(500)}
+    use = ToolUse((Tool("f", parameters={"properties": many}),), frozenset({"f"}), must_call=True)
+    with pytest.raises(InvalidRequestError, match="the parameters of the tools cannot be enforced") as caught:
+        structure_of_answer(FORMATS["hermes"], use, lambda mark: None)
+    assert caught.value.param == "tools"
+
+
+def test_tools_that_are_too_large_together_are_refused_before_any_work():
+    tool = Tool("f", parameters={"description": "x" * 60_000})
+    use = ToolUse((tool,) * 5, frozenset({"f"}), must_call=True)
+    with pytest.raises(InvalidRequestError, match="262144 at most"):
+        use.enforceable(closes_objects=True)

@@ -33,16 +33,18 @@ def structure_of_answer(
         InvalidRequestError: the schemas are too large, or of a kind that the format cannot enforce.
     """
     writer = GrammarWriter(call_format.marks, token_id_of)
-    expression = None if content is None or use.must_call else _content(writer, content)
-    start = call_format.answer_grammar(writer, use, expression)
     try:
-        return StructuredOutputsParams(grammar=writer.grammar(start))
-    except InvalidRequestError as error:
+        expression = None if content is None or use.must_call else _content(writer, content)
+        grammar = writer.grammar(call_format.answer_grammar(writer, use, expression))
+    except InvalidRequestError:
+        raise
+    except ValueError as error:
         raise InvalidRequestError(
-            f"the parameters of the tools are too large to be enforced: {error}; send fewer tools, or "
+            f"the parameters of the tools cannot be enforced: {error}; send fewer or smaller tools, or "
             "neither tool_choice nor strict",
             param="tools",
         ) from None
+    return StructuredOutputsParams(grammar=grammar)
 
 
 def _content(writer: GrammarWriter, content: StructuredOutputsParams) -> str:

@@ -7,15 +7,18 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from quire.structured_outputs import MAX_GRAMMAR_BYTES
 from quire.wide_numbers import has_wide_numbers, json_rules
 
-_ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "$schema", "$id"})
+ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "$schema", "$id"})
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties")
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarWriter:
     """A grammar under construction. Methods return expressions; rules that these need are added.
+
+    They raise `ValueError` where the grammar becomes too large, or a schema cannot be enforced.
 
     Args:
         marks: texts that may be tokens of their own.
@@ -26,10 +29,12 @@ class GrammarWriter:
         found = {mark: token_id_of(mark) for mark in marks}
         self._token_ids = {mark: token_id for mark, token_id in found.items() if token_id is not None}
         self._rules: list[str] = []
+        self._length = 0  # of these, in characters
 
     def grammar(self, start: str) -> str:
         """Return the whole grammar, whose output is `start`."""
-        return "\n".join([f"start: {start}", *self._rules, ""])
+        self._add(f"start: {start}")
+        return "\n".join([*self._rules, ""])
 
     def literal(self, text: str) -> str:
         """Return an expression for a text; marks in it that are tokens come as these."""
@@ -59,13 +64,14 @@ class GrammarWriter:
             root: the schema that it is part of, to which its references refer.
         """
         bare = _without_annotations(schema)
-        for key in ("$defs", "definitions"):
-            if root is not None and key in root:
-                bare[key] = _without_annotations({key: root[key]})[key]
+        if root is not None and '"$ref"' in json.dumps(bare):
+            own = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            bare |= _without_annotations(own)
         if not has_wide_numbers(bare):
             return self._rule("%json " + json.dumps({**bare, "x-guidance": _SPACING}))
         name = f"r{len(self._rules)}"
-        self._rules += json_rules(bare, name)
+        for line in json_rules(bare, name):
+            self._add(line)
         return name
 
     def text_up_to(self, end: str, without: Iterable[str] = ()) -> str:
@@ -95,13 +101,19 @@ class GrammarWriter:
     def _terminal(self, pattern: str, excluded: Iterable[str]) -> str:
         name = f"T{len(self._rules)}"
         without = "".join(f" & ~/(?s:.*){_pattern(mark)}(?s:.*)/" for mark in sorted(excluded))
-        self._rules.append(f"{name}: /{pattern}/{without}")
+        self._add(f"{name}: /{pattern}/{without}")
         return name
 
     def _rule(self, body: str, attributes: str = "") -> str:
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {body}")
+        self._add(f"{name}{attributes}: {body}")
         return name
+
+    def _add(self, rule: str) -> None:
+        self._length += len(rule) + 1
+        if self._length > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"a grammar may have at most {MAX_GRAMMAR_BYTES} bytes")
+        self._rules.append(rule)
 
 
 def _pattern(text: str) -> str:
@@ -111,7 +123,7 @@ def _pattern(text: str) -> str:
 
 def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema without what only tells people something."""
-    return {key: _stripped(key, value) for key, value in schema.items() if key not in _ANNOTATIONS}
+    return {key: _stripped(key, value) for key, value in schema.items() if key not in ANNOTATIONS}
 
 
 def _stripped(key: str, value: Any) -> Any:

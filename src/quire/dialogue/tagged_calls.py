@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.dialogue.call_reading import CallReader, NotACallError, escaped, json_text
-from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.grammar_writing import ANNOTATIONS, GrammarWriter
 from quire.dialogue.incoming_text import Reading
 from quire.dialogue.literals import json_of
 from quire.dialogue.tools import Tool
@@ -267,7 +267,10 @@ def _without_reference(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Ma
     for _ in range(_MAX_REFERENCES):
         if isinstance(reference := schema.get("$ref"), str):
             rest = {key: value for key, value in schema.items() if key != "$ref"}
-            schema = {**_referred(root, reference), **rest}
+            target = _referred(root, reference)
+            if any(rest[key] != target[key] for key in rest.keys() & target.keys() - ANNOTATIONS):
+                break
+            schema = {**target, **rest}
     return schema
 
 

@@ -15,6 +15,7 @@ from quire.errors import InvalidRequestError
 from quire.json_schemas import enforceable_schema
 from quire.structured_outputs import MAX_SCHEMA_BYTES
 
+MAX_ENFORCED_BYTES = 4 * MAX_SCHEMA_BYTES  # of the schemas of all tools of a request
 TOOL_NAME_PATTERN = r"^[A-Za-z0-9_.:/-]{1,128}$"
 
 
@@ -86,8 +87,15 @@ class ToolUse:
         """Return the same with schemas of which a grammar ignores nothing, see `enforceable_schema`.
 
         Raises:
-            InvalidRequestError: a schema cannot be enforced.
+            InvalidRequestError: a schema cannot be enforced, or they are too large together.
         """
+        size = sum(len(json.dumps(tool.parameters)) for tool in self.tools)
+        if size > MAX_ENFORCED_BYTES:
+            raise InvalidRequestError(
+                f"the parameters of the tools have {size} bytes together; {MAX_ENFORCED_BYTES} at most can be "
+                "enforced: send fewer tools, or neither tool_choice nor strict",
+                param="tools",
+            )
         tools = tuple(tool.enforceable(closes_objects=closes_objects) for tool in self.tools)
         return dataclasses.replace(self, tools=tools)
 
