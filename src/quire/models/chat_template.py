@@ -173,7 +173,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         )
         self.filters.update({name: _tracing(self.filters[name]) for name in _TEXT_FILTERS})
         self.filters.update(
-            format=_format, indent=_indent, join=_join, replace=_replace, safe=_safe, tojson=_tracing(_to_json)
+            format=_format,
+            indent=_indent,
+            join=_join,
+            replace=_replace,
+            safe=_safe,
+            tojson=_tracing(_to_json),
         )
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
 
