@@ -286,7 +286,7 @@ class _Rewriting:
             return
         if not schema.keys().isdisjoint(("properties", "patternProperties")):
             return
-        if keys == {"enum"} or keys == {"const"}:
+        if keys in ({"enum"}, {"const"}):
             listed = names["enum"] if "enum" in names else [names["const"]]
             schema["properties"] = {name: value for name in listed if isinstance(name, str)}
         elif keys == {"pattern"}:
@@ -310,9 +310,10 @@ class _Rewriting:
             target = self._without_reference(alternative)
             properties = target.get("properties") if isinstance(target, dict) else None
             if isinstance(properties, dict) and isinstance(ready, dict) and name in properties:
-                required = ready.get("required", [])
-                ready = {**ready, "required": [*required, *({name} - set(required))]}
-            told_apart.append(ready)
+                required = dict.fromkeys([*ready.get("required", []), name])
+                told_apart.append({**ready, "required": list(required)})
+            else:
+                told_apart.append(ready)
         return told_apart
 
     def _without_reference(self, schema: Any) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 
 from quire.json_schemas import subschemas
 
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As `json.dumps` sets spaces: where any are allowed, a small model may go on for ever."""
 _MIN_EXACT, _MAX_EXACT = 1e-9, 2**53 - 1
 _MAX_DIGITS = 64  # of a bound, without the zeros at its end
 _MAX_ITEMS = 1000
@@ -71,7 +72,7 @@ class _Rules:
         self._schema = schema
         self._name = name
         own = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        self._own = {**own, "x-guidance": _SPACING}
+        self._own = {**own, "x-guidance": SPACING}
         self._targets = {f"#/{key}/{one}": part for key in own for one, part in own[key].items()} | {
             "#": schema
         }
@@ -89,7 +90,7 @@ class _Rules:
         """Return an expression for a value."""
         if schema is True or _is_plain(schema, self._targets):
             bare = {} if schema is True else schema
-            body = json.dumps({**bare, "x-guidance": _SPACING})
+            body = json.dumps({**bare, "x-guidance": SPACING})
             return self._rule("%json " + (json.dumps({**bare, **self._own}) if '"$ref"' in body else body))
         if others := [key for key in _NOT_BESIDE if key in schema]:
             raise _not_enforceable(others[0])

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.structured_outputs import MAX_GRAMMAR_BYTES
-from quire.wide_numbers import has_wide_numbers, json_rules
+from quire.wide_numbers import SPACING, has_wide_numbers, json_rules
 
 ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "$schema", "$id"})
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties")
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarWriter:
@@ -68,7 +67,7 @@ class GrammarWriter:
             own = {key: root[key] for key in ("$defs", "definitions") if key in root}
             bare |= _without_annotations(own)
         if not has_wide_numbers(bare):
-            return self._rule("%json " + json.dumps({**bare, "x-guidance": _SPACING}))
+            return self._rule("%json " + json.dumps({**bare, "x-guidance": SPACING}))
         name = f"r{len(self._rules)}"
         for line in json_rules(bare, name):
             self._add(line)

@@ -92,8 +92,8 @@ class ToolUse:
         size = sum(len(json.dumps(tool.parameters)) for tool in self.tools)
         if size > MAX_ENFORCED_BYTES:
             raise InvalidRequestError(
-                f"the parameters of the tools have {size} bytes together; {MAX_ENFORCED_BYTES} at most can be "
-                "enforced: send fewer tools, or neither tool_choice nor strict",
+                f"the parameters of the tools have {size} bytes together; {MAX_ENFORCED_BYTES} at most can "
+                "be enforced: send fewer tools, or neither tool_choice nor strict",
                 param="tools",
             )
         tools = tuple(tool.enforceable(closes_objects=closes_objects) for tool in self.tools)

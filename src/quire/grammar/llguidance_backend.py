@@ -18,7 +18,7 @@ from quire.grammar.thought import Spelling
 from quire.json_schemas import enforceable_schema
 from quire.step import IntArray
 from quire.structured_outputs import StructuredOutputsParams
-from quire.wide_numbers import has_wide_numbers, json_rules
+from quire.wide_numbers import SPACING, has_wide_numbers, json_rules
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -119,11 +119,7 @@ class LLGuidanceBackend:
             schema = enforceable_schema(json.loads(spec.json), closes_objects=self.closes_objects)
             if has_wide_numbers(schema):
                 return LLMatcher.grammar_from_lark("\n".join(["start: json", *json_rules(schema, "json")]))
-            # Spaces as `json.dumps` sets them: where any are allowed, a small model may go on for ever.
-            return LLMatcher.grammar_from_json_schema(
-                json.dumps(schema),
-                defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-            )
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=SPACING)
         if spec.regex is not None:
             return LLMatcher.grammar_from_regex(spec.regex)
         if spec.choice is not None:
