@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.json_schemas import subschemas
 
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As `json.dumps` sets spaces: where any are allowed, a small model may go on for ever."""
 _MIN_EXACT, _MAX_EXACT = 1e-9, 2**53 - 1
 _MAX_DIGITS = 64  # of a bound, without the zeros at its end

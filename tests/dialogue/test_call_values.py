@@ -250,9 +250,10 @@ NAMES = st.sampled_from(["get_weather", "ping"])
 
 def written_by(template, calls):
     shown = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return ChatTemplate(template, {}).render(
-        [], add_generation_prompt=False, tools=None, variables={"calls": shown}
+    chat = ChatTemplate(template, {}).render(
+        [], add_generation_prompt=False, tools=None, variables={"calls": shown}, traces=False
     )
+    return chat.text
 
 
 def assert_read_back(name, template, calls, data, schemas=SCHEMAS):
