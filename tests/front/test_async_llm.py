@@ -100,6 +100,8 @@ async def test_one_engine_many_uses(checkpoint):
         await aborting_from_outside_ends_the_stream(llm)
         await errors_reach_the_caller(llm)
         await a_full_queue_refuses(llm)
+        await later_parts_of_a_call_wait_for_room(llm)
+        await the_timeout_of_later_parts_of_a_call_counts_from_its_beginning(llm)
         await slow_callers_miss_nothing_but_the_middle(llm)
         await prefixes_are_forgotten(llm)
         await a_bad_grammar_fails_its_request_alone(llm)
@@ -191,6 +193,44 @@ async def a_full_queue_refuses(llm):
         await stream.aclose()
     assert len((await waiting).outputs) == 4
     await wait_until_empty(llm)
+
+
+async def later_parts_of_a_call_wait_for_room(llm):
+    streams = [llm.generate(f"the {index}", LONG) for index in range(4)]
+    for stream in streams:
+        await anext(stream)
+    waiting = asyncio.create_task(last_of(llm.generate("the", greedy(2, n=4))))
+    while (await llm.stats()).num_waiting < 4:
+        pass
+    waits = []
+
+    async def make_room(seconds):
+        waits.append(seconds)
+        for stream in streams:
+            await stream.aclose()
+        await waiting
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asyncio, "sleep", make_room)
+        output = await last_of(llm.generate("the", greedy(2, n=3), begun_at=time.monotonic()))
+    assert [len(one.token_ids) for one in output.outputs] == [2, 2, 2]
+    assert len(waits) == 1
+    assert waits[0] > 0
+    await wait_until_empty(llm)
+
+
+async def the_timeout_of_later_parts_of_a_call_counts_from_its_beginning(llm):
+    seen = []
+
+    async def note(processed):
+        seen.append(processed.core_request)
+
+    begun_at = time.monotonic() - 100.0
+    await last_of(llm.generate("the", greedy(2), timeout=1e4, begun_at=begun_at, before_submit=note))
+    assert 0 < seen[0].options.timeout <= 1e4 - 100.0
+    with pytest.raises(RequestTimeoutError, match="99 s after its call"):
+        await anext(llm.generate("the", greedy(2), timeout=99.0, begun_at=begun_at))
+    await last_of(llm.generate("the", greedy(2), timeout=0.0, begun_at=begun_at))
 
 
 async def slow_callers_miss_nothing_but_the_middle(llm):

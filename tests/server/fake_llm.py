@@ -139,7 +139,7 @@ class FakeLLM:
         request_id=None,
         before_submit=None,
         flow="",
-        waits_for_room=False,
+        begun_at=None,
         **options,
     ):
         if self.dead:

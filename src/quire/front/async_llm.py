@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -20,7 +21,13 @@ from quire.engine.messages import (
     Shutdown,
     ToEngine,
 )
-from quire.errors import CrashLoopError, EngineAsleepError, EngineDeadError, QueueFullError
+from quire.errors import (
+    CrashLoopError,
+    EngineAsleepError,
+    EngineDeadError,
+    QueueFullError,
+    RequestTimeoutError,
+)
 from quire.front.explaining import Explaining
 from quire.front.input_processor import ProcessedRequest
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
@@ -148,8 +155,9 @@ class AsyncLLM:
             sampling_params: how to sample and when to stop; None: the defaults.
             request_id: unique among live requests; None: generated.
             options: those of `LLM.generate`; `before_submit`, which is awaited with the prepared request,
-                and refuses it if it raises; and `waits_for_room`, whether it is tried again as long as too
-                many are waiting.
+                and refuses it if it raises; and `begun_at`, when the call began of which it is a later part,
+                in seconds of `time.monotonic()`: its timeout counts from there, and it is tried again as long
+                as too many are waiting.
 
         Raises:
             InvalidRequestError: the request or its grammar is invalid.
@@ -437,7 +445,7 @@ class AsyncLLM:
         *,
         may_wait: bool = False,
         before_submit: Callable[[ProcessedRequest], Awaitable[None]] | None = None,
-        waits_for_room: bool = False,
+        begun_at: float | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.wait_until_ready()
@@ -447,14 +455,19 @@ class AsyncLLM:
         processed = await self._threads.run(length, call, may_wait=may_wait)
         if before_submit is not None:
             await before_submit(processed)
+        timeout = processed.core_request.options.timeout
+        if timeout is None:
+            timeout = self.config.scheduler.request_timeout
         while True:
+            if begun_at is not None and timeout:
+                _count_timeout_from(begun_at, timeout, processed)
             try:
                 async with contextlib.aclosing(self._submitted(processed)) as outputs:
                     async for output in outputs:
                         yield output
                 return
             except QueueFullError as error:
-                if not waits_for_room:
+                if begun_at is None:
                     raise
                 await asyncio.sleep(error.retry_after)
 
@@ -560,3 +573,19 @@ class AsyncLLM:
         """Wake all tasks in `_wait_for`."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _count_timeout_from(begun_at: float, timeout: float, processed: ProcessedRequest) -> None:
+    """Leave a request that is about to be submitted what is left of its timeout (seconds) since `begun_at`.
+
+    Raises:
+        RequestTimeoutError: nothing.
+    """
+    left = begun_at + timeout - time.monotonic()
+    if left <= 0:
+        raise RequestTimeoutError(
+            f"the request had not been submitted {timeout:g} s after its call; raise the timeout if it has "
+            "one of its own, or SchedulerConfig.request_timeout"
+        )
+    request = processed.core_request
+    request.options = dataclasses.replace(request.options, timeout=left)

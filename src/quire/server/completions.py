@@ -54,7 +54,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
                 prompt,
                 self._params,
                 request_id=request_id,
-                waits_for_room=index >= self._most_live,  # the call has begun, so that it is not refused
+                begun_at=self._begun_at if index >= self._most_live else None,  # begun, and so not refused
                 **options,
             )
             for index, (prompt, request_id) in enumerate(zip(body.prompts, self._request_ids, strict=True))

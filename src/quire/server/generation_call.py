@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -77,6 +78,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._body = body
         self._context = context_of(request)
         self._context.require_model(body.model)
+        self._begun_at = time.monotonic()
         self._id = f"{self.id_prefix}-{request_id_of(request)}"
         self._tenant = tenant_of(request)
         self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
