@@ -117,7 +117,8 @@ def _roles(places: Iterable[tuple[Mapping[str, Any], Path]]) -> dict[str, AddedT
         together = {**own, **(named if isinstance(named, dict) else {})}
         _check_count(together, str(file))
         for role, value in together.items():
-            found[role] = None if value is None else _token(value, f"{file}: {role:.100}", special=True)
+            is_none = value in (None, "")  # old files have an empty text
+            found[role] = None if is_none else _token(value, f"{file}: {role:.100}", special=True)
     ordered = {role: found.get(role) for role in (*_ROLES, *found)}
     return {role: token for role, token in ordered.items() if token is not None}
 
