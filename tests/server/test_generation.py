@@ -4,6 +4,9 @@ import asyncio
 import contextlib
 from collections import Counter
 
+import pytest
+
+from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.generation import PREPARED_AT_ONCE, generate
 from quire.server.live_calls import LiveCalls
@@ -17,12 +20,12 @@ def finished_output(index):
     return RequestOutput(f"request-{index}", "a", [1], [completion], finished=True)
 
 
-def outputs_of(streams, preparing, most_live=100):
+def outputs_of(streams, preparing, places=None):
     return contextlib.aclosing(
         generate(
             streams,
             preparing=preparing,
-            most_live=most_live,
+            places=places or asyncio.Semaphore(),
             call_id="call",
             request_ids=[f"request-{index}" for index in range(len(streams))],
             num_sequences=1,
@@ -83,15 +86,31 @@ async def test_no_more_prompts_are_live_than_may_be():
 
     async def stream(index):
         nonlocal most, running
+        preparing.release()
+        await places.acquire()
         running += 1
         most = max(most, running)
-        preparing.release()
         for _ in range(5):
             await asyncio.sleep(0)
         running -= 1
         yield finished_output(index)
 
-    preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
-    async with outputs_of([stream(index) for index in range(20)], preparing, most_live=3) as outputs:
+    preparing, places = asyncio.Semaphore(PREPARED_AT_ONCE), asyncio.Semaphore(3)
+    async with outputs_of([stream(index) for index in range(20)], preparing, places) as outputs:
         assert sorted([index async for index, _ in outputs]) == list(range(20))
     assert most == 3
+
+
+async def test_a_bad_prompt_is_refused_while_the_first_ones_are_computed():
+    async def stream(index):
+        preparing.release()
+        if index == 19:
+            raise InvalidRequestError("too long")
+        await places.acquire()
+        await asyncio.Event().wait()
+        yield
+
+    preparing, places = asyncio.Semaphore(PREPARED_AT_ONCE), asyncio.Semaphore(3)
+    async with outputs_of([stream(index) for index in range(20)], preparing, places) as outputs:
+        with pytest.raises(InvalidRequestError, match="too long"):
+            await anext(outputs)

@@ -32,7 +32,7 @@ async def generate(
     streams: Sequence[OutputStream],
     *,
     preparing: asyncio.Semaphore,
-    most_live: int,
+    places: asyncio.Semaphore,
     call_id: str,
     request_ids: Sequence[str],
     num_sequences: int,
@@ -49,7 +49,7 @@ async def generate(
     Args:
         streams: one for each prompt.
         preparing: of which a stream takes a place to start, given back by whoever sees that it is prepared.
-        most_live: streams that are read at once; the others start as these end.
+        places: of which a prepared stream takes one before it goes to the engine, given back here at its end.
         call_id: as no other tenant's call has it (`Tenant.engine_id`).
         request_ids: the engine's, one for each prompt.
         num_sequences: completions of each prompt.
@@ -65,7 +65,7 @@ async def generate(
     unfinished = set(range(len(streams)))
     with calls.serving(call_id, request_ids), contextlib.ExitStack() as stack:
         timers = [stack.enter_context(RequestTimer(metrics, tenant, num_sequences)) for _ in streams]
-        async with contextlib.aclosing(_merged(streams, preparing, most_live)) as outputs:
+        async with contextlib.aclosing(_merged(streams, preparing, places)) as outputs:
             async for index, output in outputs:
                 timers[index].observe(output)
                 if access_record is not None:
@@ -173,7 +173,7 @@ def _without_failures(output: RequestOutput) -> RequestOutput:
 
 
 async def _merged(
-    streams: Sequence[OutputStream], preparing: asyncio.Semaphore, most_live: int
+    streams: Sequence[OutputStream], preparing: asyncio.Semaphore, places: asyncio.Semaphore
 ) -> CallOutputs:
     """Yield the outputs of all streams as they come; a slow reader sees only the latest of each."""
     if len(streams) == 1:
@@ -192,7 +192,6 @@ async def _merged(
 
     tasks: list[asyncio.Task[None]] = []
     ended: list[asyncio.Task[None]] = []
-    places = asyncio.Semaphore(most_live)
 
     def note_end(task: asyncio.Task[None]) -> None:
         ended.append(task)
@@ -201,7 +200,6 @@ async def _merged(
 
     async def start() -> None:
         for index, stream in enumerate(streams):
-            await places.acquire()
             await preparing.acquire()
             task = asyncio.create_task(pump(index, stream))
             task.add_done_callback(note_end)

@@ -94,6 +94,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             "max_tokens" in defaults.fields and body.sampling_params(QUIRES_OWN).max_tokens is None
         )
         self._params = self._within_model(body.sampling_params(defaults))
+        self._places = asyncio.Semaphore(self._most_live)
 
     def _leave_out_unread_options(self) -> None:
         """Note options that the engine does not read as without effect.
@@ -138,11 +139,15 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return {**options, "flow": self._engine_id, "before_submit": self._before_submit}
 
     async def _before_submit(self, processed: ProcessedRequest) -> None:
-        """Hold one of the engine's requests to the limits of the call and of its tenant."""
+        """Hold one of the engine's requests to the limits of the call and of its tenant, and to its turn.
+
+        All prompts are prepared before, so that a bad one is refused before much has been computed.
+        """
         self._preparing.release()
         self._logprob_limit.admit(processed)
         if self._admit is not None:
             await self._admit(processed)
+        await self._places.acquire()
 
     @property
     @abc.abstractmethod
@@ -240,7 +245,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return generate(
             self._streams(),
             preparing=self._preparing,
-            most_live=self._most_live,
+            places=self._places,
             call_id=self._engine_id,
             request_ids=self._request_ids,
             num_sequences=self._params.n,
