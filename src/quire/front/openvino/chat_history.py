@@ -39,7 +39,8 @@ class ChatHistory:
         Raises:
             InvalidRequestError: it is no dictionary.
         """
-        self.set_messages([*self._messages, message])
+        require_chat([message], None, {})
+        self._messages.append(dict(copy.deepcopy(message)))
 
     def pop(self) -> dict[str, Any]:
         """Remove the last message, and return it.
