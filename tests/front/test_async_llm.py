@@ -204,6 +204,9 @@ async def later_parts_of_a_call_wait_for_room(llm):
         pass
     waits = []
 
+    async def note_begin(_):
+        return time.monotonic()
+
     async def make_room(seconds):
         waits.append(seconds)
         for stream in streams:
@@ -212,7 +215,7 @@ async def later_parts_of_a_call_wait_for_room(llm):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(asyncio, "sleep", make_room)
-        output = await last_of(llm.generate("the", greedy(2, n=3), begun_at=time.monotonic()))
+        output = await last_of(llm.generate("the", greedy(2, n=3), before_submit=note_begin))
     assert [len(one.token_ids) for one in output.outputs] == [2, 2, 2]
     assert len(waits) == 1
     assert waits[0] > 0
@@ -224,13 +227,14 @@ async def the_timeout_of_later_parts_of_a_call_counts_from_its_beginning(llm):
 
     async def note(processed):
         seen.append(processed.core_request)
+        return begun_at
 
     begun_at = time.monotonic() - 100.0
-    await last_of(llm.generate("the", greedy(2), timeout=1e4, begun_at=begun_at, before_submit=note))
+    await last_of(llm.generate("the", greedy(2), timeout=1e4, before_submit=note))
     assert 0 < seen[0].options.timeout <= 1e4 - 100.0
     with pytest.raises(RequestTimeoutError, match="99 s after its call"):
-        await anext(llm.generate("the", greedy(2), timeout=99.0, begun_at=begun_at))
-    await last_of(llm.generate("the", greedy(2), timeout=0.0, begun_at=begun_at))
+        await anext(llm.generate("the", greedy(2), timeout=99.0, before_submit=note))
+    await last_of(llm.generate("the", greedy(2), timeout=0.0, before_submit=note))
 
 
 async def slow_callers_miss_nothing_but_the_middle(llm):

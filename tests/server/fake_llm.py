@@ -139,7 +139,6 @@ class FakeLLM:
         request_id=None,
         before_submit=None,
         flow="",
-        begun_at=None,
         **options,
     ):
         if self.dead:

@@ -154,10 +154,10 @@ class AsyncLLM:
             prompt: text, or token ids.
             sampling_params: how to sample and when to stop; None: the defaults.
             request_id: unique among live requests; None: generated.
-            options: those of `LLM.generate`; `before_submit`, which is awaited with the prepared request,
-                and refuses it if it raises; and `begun_at`, when the call began of which it is a later part,
-                in seconds of `time.monotonic()`: its timeout counts from there, and it is tried again as long
-                as too many are waiting.
+            options: those of `LLM.generate`; and `before_submit`, which is awaited with the prepared request,
+                and refuses it if it raises. It returns None, or when the call began of which the request is a
+                later part, in seconds of `time.monotonic()`: its timeout counts from there, and it is tried
+                again as long as too many are waiting.
 
         Raises:
             InvalidRequestError: the request or its grammar is invalid.
@@ -191,7 +191,7 @@ class AsyncLLM:
             messages: of the conversation.
             sampling_params: as for `generate`.
             request_id: likewise.
-            options: `tools` and the options of `LLM.chat`; and those two, as for `generate`.
+            options: `tools` and the options of `LLM.chat`; and `before_submit`, as for `generate`.
 
         Raises:
             InvalidRequestError: the request or its grammar is invalid, or the template refuses it.
@@ -444,8 +444,7 @@ class AsyncLLM:
         params: SamplingParams | None,
         *,
         may_wait: bool = False,
-        before_submit: Callable[[ProcessedRequest], Awaitable[None]] | None = None,
-        begun_at: float | None = None,
+        before_submit: Callable[[ProcessedRequest], Awaitable[float | None]] | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         await self.wait_until_ready()
@@ -453,8 +452,7 @@ class AsyncLLM:
         length = length_of(prompt, params)
         call = functools.partial(prepare, prompt, params, **options)
         processed = await self._threads.run(length, call, may_wait=may_wait)
-        if before_submit is not None:
-            await before_submit(processed)
+        begun_at = None if before_submit is None else await before_submit(processed)
         timeout = processed.core_request.options.timeout
         if timeout is None:
             timeout = self.config.scheduler.request_timeout

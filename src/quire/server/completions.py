@@ -50,14 +50,8 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         if body.add_special_tokens is not None:
             options["add_special_tokens"] = body.add_special_tokens
         streams: list[OutputStream] = [
-            self._context.llm.generate(
-                prompt,
-                self._params,
-                request_id=request_id,
-                begun_at=self._begun_at if index >= self._most_live else None,  # begun, and so not refused
-                **options,
-            )
-            for index, (prompt, request_id) in enumerate(zip(body.prompts, self._request_ids, strict=True))
+            self._context.llm.generate(prompt, self._params, request_id=request_id, **options)
+            for prompt, request_id in zip(body.prompts, self._request_ids, strict=True)
         ]
         if body.only_scores_prompt:
             streams = [without_output(stream) for stream in streams]

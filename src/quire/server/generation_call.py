@@ -138,16 +138,19 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             options["arrival_time"] = arrival_time_of(started)
         return {**options, "flow": self._engine_id, "before_submit": self._before_submit}
 
-    async def _before_submit(self, processed: ProcessedRequest) -> None:
+    async def _before_submit(self, processed: ProcessedRequest) -> float | None:
         """Hold one of the engine's requests to the limits of the call and of its tenant, and to its turn.
 
-        All prompts are prepared before, so that a bad one is refused before much has been computed.
+        All prompts are prepared before, so that a bad one is refused before much has been computed. Return
+        when the call began if the request has waited for its turn, so that it is not refused now.
         """
         self._preparing.release()
         self._logprob_limit.admit(processed)
         if self._admit is not None:
             await self._admit(processed)
+        is_later = self._places.locked()
         await self._places.acquire()
+        return self._begun_at if is_later else None
 
     @property
     @abc.abstractmethod
