@@ -46,10 +46,10 @@ class QueueOrder(ABC):
     def key(self, request: Request) -> OrderKey:
         """Return what a waiting request is sorted by, as things stand; the lowest is served first.
 
-        `request.queued_time`, in seconds on the scheduler's clock, is when the request came: to this engine, or
-        before that to a router or to an engine that has died. `request.arrival` is its number in the order in
-        which this scheduler got them, with which a key ends. For one that has waited behind others of its flow,
-        both are as if it had come when the one before it left the queue.
+        `request.queued_time`, in seconds on the scheduler's clock, is when the request came: to this engine,
+        or before that to a router or to an engine that has died. `request.arrival` is its number in the order
+        in which this scheduler got them, with which a key ends. For one that has waited behind others of its
+        flow, both are as if it had come when the one before it left the queue.
         """
 
     def lane(self, request: Request) -> Hashable:
