@@ -135,7 +135,7 @@ def test_the_pipeline_takes_it_under_its_own_names(name, ours, text):
 def test_the_pipeline_refuses_another_end_of_sequence_with_it():
     config = GenerationConfig(structured_output_config=StructuredOutputConfig(regex="a"), eos_token_id=3)
     with pytest.raises(ConfigError, match="eos_token_id is 3"):
-        config.validate()
+        config.sampling_params(8, model_eos_token_ids=[2])
     with pytest.raises(InvalidRequestError, match="no field"):
         GenerationConfig(structured_output_config=StructuredOutputConfig()).validate()
 

@@ -204,7 +204,7 @@ async def test_what_is_enforced(client, llm, fields, names, starts_with_call):
     await create(client, **fields)
     grammar = llm.seen[0].params.structured_outputs.grammar
     assert re.findall(r'\\"name\\": \\"(\w+)\\"', grammar) == names
-    assert grammar.startswith("start: <[7]>") == starts_with_call
+    assert ("\nstart: <[7]>" in f"\n{grammar}") == starts_with_call
     assert len(llm.conversation[1]) == 2  # the model is told of all, so that prefixes stay the same
 
 
@@ -232,7 +232,7 @@ async def test_content_of_a_schema_beside_calls(client, llm):
         ({"tool_choice": "required", "extra_body": {"beam_width": 2}}, "beam_width", "tool_choice"),
         ({"tool_choice": "required", "extra_body": {"min_tokens": 2}}, "min_tokens", "tool_choice"),
         ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content", "no content"),
-        ({"tool_choice": "required", "tools": [tool_with({"enum": ["x" * 20_000]})]}, "tools", "too large"),
+        ({"tool_choice": "required", "tools": [tool_with({"enum": ["x" * 20_000]})]}, "tools", "at most 16"),
     ],
 )  # fmt: skip
 async def test_what_is_refused(client, fields, param, words):
