@@ -21,7 +21,7 @@ COMMANDS = [
     AddedToken("</think>", special=False, normalized=False),
     AddedToken("<tool_call>", special=False, normalized=True),
     AddedToken("<\uff5cUser\uff5c>", special=False, normalized=False),
-    AddedToken("{{word}}", special=False, normalized=True, single_word=True),
+    AddedToken("[{word}]", special=False, normalized=True, single_word=True),
 ]
 SPACES = [AddedToken("  ", special=False, normalized=False), AddedToken("\n\n", special=False)]
 SPELLINGS = [token.content for token in COMMANDS]
@@ -151,7 +151,7 @@ TEMPLATES = {
     "{% endmacro %}{% for m in messages %}{% set body %}{{ m.content }}{% endset %}{{ turn(m.role, body) }}"
     "{% endfor %}",
     "beyond-ascii": "\U0001f642\u00e9{% for m in messages %}{% if loop.first %}e\u0301{% endif %}"
-    "<\uff5cUser\uff5c>{{ m.content }}{{ '{{word}}' }}\u4e2d</s>\U0001f642{% endfor %}",
+    "<\uff5cUser\uff5c>{{ m.content }}{{ '[{word}]' }}\u4e2d</s>\U0001f642{% endfor %}",
     "formats": "{% for m in messages %}{{ '<|im_start|>{}\n{}<|im_end|>'.format(m.role, m.content) }}"
     "{{ ['<s>', m.content | tojson, '</s>'] | join('') }}{{ '<think>%s</think>' | format(m.content[1:]) }}"
     "{{ 'A<tool_call>' | replace('A', m.content) }}{{ ''.join([m.content, '<s>']) }}{% endfor %}",

@@ -1,15 +1,17 @@
 """Tokens that are commands to a model: only a chat template makes them, and what clients give never does.
 
-Commands are the special tokens and those of the other added tokens that are no words. The tokenizers library
-makes them of their spellings, wherever these are in a text. So in a text whose given part spells some, those
-that are the template's get other spellings, which nobody can know, and a tokenizer that has only these takes
-the others for the text that they are. All else of it is the model's own, so that the other tokens are, too.
+Commands are the special tokens, and those of the other added tokens that the template has or that are a
+name in angle or square brackets. The tokenizers library makes them of their spellings, wherever these are
+in a text. So in a text whose given part spells some, those that are the template's get other spellings,
+which nobody can know, and a tokenizer that has only these takes the others for the text that they are. All
+else of it is the model's own, so that the other tokens are, too.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import re
 import secrets
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ _LETTERS = "\u2d30\ua4ed\u16a0x"  # one that no command has stands for given let
 _SYMBOLS = "\u2e3a\u203b\u2042~"  # and one for all else that is not white space
 _KINDS_OF_WORDS = ("L", "M", "Nd", "Nl", "Pc")  # categories of Unicode
 _JOINERS = "\u200c\u200d"
+_MARK = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 _SPACE = "\u2581"  # as SentencePiece writes it
 
 
@@ -197,8 +200,8 @@ class CommandTokens:
 def _is_command(token: AddedToken, template: str) -> bool:
     """Return whether a token is a command; others are white space, letters, or words of the vocabulary."""
     text = token.content.replace(_SPACE, " ").strip()
-    is_word = len(text) <= 1 or all(one.isalnum() or one.isspace() for one in text)
-    return bool(token.content) and (token.special or not is_word or (len(text) > 1 and text in template))
+    is_mark = _MARK.fullmatch(text) is not None or (len(text) > 1 and text in template)
+    return bool(token.content) and (token.special or is_mark)
 
 
 def _overlaps_itself(text: str) -> bool:
