@@ -184,7 +184,8 @@ class _Rewriting:
             for name, one in definitions.items()
             if isinstance(one, dict)
         }
-        self._further: dict[int, tuple[str, Any]] = {}  # targets of references that become definitions
+        self._further: list[tuple[str, Any]] = []  # targets of references that become definitions, named
+        self._names: dict[int, str] = {}  # theirs
         self._open: set[int] = set()  # targets that must stay open
         self._num_schemas = 0
 
@@ -199,10 +200,7 @@ class _Rewriting:
                     name: self._ready_value(one, is_open=is_open or id(one) in self._open)
                     for name, one in definitions.items()
                 }
-        num_ready = 0
-        while num_ready < len(self._further):
-            name, target = list(self._further.values())[num_ready]
-            num_ready += 1
+        for name, target in self._further:  # grows
             ready.setdefault("$defs", {})[name] = self._ready_value(target, is_open=is_open)
         return ready
 
@@ -327,13 +325,14 @@ class _Rewriting:
         target = self._document.target(schema)
         if (own := self._definitions.get(id(target))) is not None:
             return own
-        if id(target) not in self._further:
+        if id(target) not in self._names:
             taken = self._document.root.get("$defs", {})
             name = f"reference-{len(self._further)}"
             while name in taken:
                 name += "-"
-            self._further[id(target)] = (name, target)
-        return f"#/$defs/{self._further[id(target)][0]}"
+            self._names[id(target)] = name
+            self._further.append((name, target))
+        return f"#/$defs/{self._names[id(target)]}"
 
 
 def _is_combined(schema: Mapping[str, Any]) -> bool:

@@ -59,9 +59,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_scheduled_tokens: int = 0
     num_finished: int = 0
     num_preemptions: int = 0
-    prefix_queried_tokens: int = (
-        0  # prompt tokens looked up when requests first started, those of siblings once
-    )
+    prefix_queried_tokens: int = 0  # prompt tokens looked up at requests' first start, siblings' once
     prefix_hit_tokens: int = 0  # of those, found; loaded ones are `num_loaded_tokens`
     num_draft_tokens: int = 0  # verified
     num_accepted_tokens: int = 0  # of those
