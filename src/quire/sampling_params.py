@@ -198,6 +198,11 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def is_verbatim(self) -> bool:
+        """Whether the output keeps the space with which it begins, since a structure may ask for that."""
+        return self.structured_outputs is not None and self.structured_outputs.may_begin_output
+
+    @property
     def is_ranked(self) -> bool:
         """Whether completions are ranked against each other, so that none is known before all have ended."""
         return self.beam_width > 0 or self.num_sequences > self.n

@@ -373,7 +373,7 @@ class OutputProcessor:
             processed.core_request.prompt_token_ids,
             skip_special_tokens=params.skip_special_tokens,
             shown=processed.shown_token_ids,
-            is_verbatim=params.structured_outputs is not None and params.structured_outputs.may_begin_output,
+            is_verbatim=params.is_verbatim,
         )
         thought = processed.thought if params.stop else None
         return StoppableText(

@@ -138,14 +138,13 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         """Return the writer of a choice that begins, which remembers how much text it has written of."""
         if self._body.logprobs is None:
             return None
-        structure = self._params.structured_outputs
         writer = CompletionLogprobsWriter(
             self._context.llm.tokenizer,
             self._decoders,
             self._body.logprobs,
             prompt_token_ids=output.prompt_token_ids,
             skip_special_tokens=self._params.skip_special_tokens,
-            is_verbatim=structure is not None and structure.may_begin_output,
+            is_verbatim=self._params.is_verbatim,
         )
         self._writers[self._choice_index(prompt_index, completion)] = writer
         return writer
