@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from scene import Scene
 
+from faulty_connector import FaultyConnector
 from quire.scheduling.flow_shares import LEAST_SHARE
 from quire.status import FinishReason
 
@@ -132,3 +133,14 @@ def test_a_large_beam_search_and_others_end_as_they_should():
     scene.add("small", [4], max_tokens=10)
     scene.finish()
     assert all(scene.reasons[name] is FinishReason.LENGTH for name in (*names, "small"))
+
+
+def test_those_behind_a_request_whose_kv_may_be_elsewhere_do_not_wait_for_that():
+    class Unsure(FaultyConnector):
+        def get_num_new_matched_tokens(self, request, num_computed_tokens):
+            if request.request_id in ("large0", "large2"):
+                return None, False
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    scene = scene_with_a_large_flow(4, connector=Unsure(4))
+    assert set(scene.step()) == {"large1", "large3"}

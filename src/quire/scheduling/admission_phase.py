@@ -102,12 +102,12 @@ class AdmissionPhase:
         memory = self._memory_view()
         may_start = self.suspects.may_start(self._is_live)
         while plan.budget > 0 and (request := queue.head()) is not None:
-            if may_start is not None and request.request_id not in may_start:
+            is_suspended = may_start is not None and request.request_id not in may_start
+            if is_suspended or not (budget := self.flow_shares.left_for(request, plan.budget)):
                 queue.pass_over(request.request_id)
                 continue
-            budget = self.flow_shares.left_for(request, plan.budget)
-            if not budget or self.loads.is_coming(request.awaited_load):
-                queue.pass_over(request.request_id)
+            if self.loads.is_coming(request.awaited_load):
+                self._put_off(request)
                 continue
             if not self._has_slots(request):
                 break
@@ -117,7 +117,7 @@ class AdmissionPhase:
             num_external, is_async = self._ask_connector(request, prefix)
             may_wait = is_async or not num_external
             if num_external is None or (may_wait and self._awaits_load(request, prefix)):
-                queue.pass_over(request.request_id)
+                self._put_off(request)
                 continue
             if not num_external:
                 prefix = self._with_filling(request, prefix)
@@ -138,6 +138,11 @@ class AdmissionPhase:
                 self.waiting.admit(request)
                 admitted.append(self._admit(request, prefix, num_external, chunk))
                 plan.budget -= chunk
+
+    def _put_off(self, request: Request) -> None:
+        """Pass over a request that waits for KV; those behind it in its flow need not wait for that."""
+        self.waiting.queue.let_next_up(request)
+        self.waiting.queue.pass_over(request.request_id)
 
     def _is_live(self, request_id: str) -> bool:
         return self.running.slot_of(request_id) is not None or request_id in self.waiting

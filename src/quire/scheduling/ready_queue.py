@@ -182,11 +182,11 @@ class ReadyQueue:
             self.num_tokens -= in_line.num_tokens
             self._lines[_line_of(in_line)].remove(request_id)
             return
-        self._let_next_up(self._places[request_id].request)
+        self.let_next_up(self._places[request_id].request)
         self._order.unqueued(self._take(request_id).request)
 
-    def _let_next_up(self, request: Request) -> None:
-        """If a request that leaves is the first of its line, let the next one take a place."""
+    def let_next_up(self, request: Request) -> None:
+        """Give the next of its line a place if a request, the first of it, leaves or cannot start yet."""
         line = self._lines.get(_line_of(request))
         if line is None or line.first != request.request_id:
             return
