@@ -86,7 +86,7 @@ def serve(source: str) -> None:
     sys.meta_path.insert(0, SourceFinder(source))
     import uvloop
 
-    from quire.server.listening import bound_socket
+    from quire.server.http.listening import bound_socket
 
     with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
         uvloop.run(serve_until_killed(bound))
@@ -96,7 +96,7 @@ async def serve_until_killed(bound: socket.socket) -> None:
     """Serve on a socket; print its port first."""
     from quire.config import ConnectionConfig, ServerConfig
     from quire.server.app import create_app
-    from quire.server.http_server import HttpServer
+    from quire.server.http.server import HttpServer
 
     engine: Any = InstantEngine()
     server = HttpServer(create_app(engine, ServerConfig()), ConnectionConfig())

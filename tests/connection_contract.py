@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from quire.server import acceptor
+from quire.server.http import acceptor
 from raw_http import COMPLETION, RawConnection, completion_head, request
 
 SHORT = 0.05  # seconds

@@ -5,8 +5,8 @@ import json
 import os
 import threading
 
-from quire.server import line_writer
-from quire.server.access_log import AccessLog
+from quire.server.wire import line_writer
+from quire.server.wire.access_log import AccessLog
 
 
 class LoggedLines:

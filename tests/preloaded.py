@@ -49,7 +49,7 @@ MODULES = (
     "quire.models.checkpoints.loading",
     "quire.scheduling.scheduler",
     "quire.server.app",
-    "quire.server.http_server",
+    "quire.server.http.server",
     "quire.server.serve",
 )
 

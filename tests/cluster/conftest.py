@@ -7,7 +7,7 @@ from fake_upstream import LONG, TIMEOUT, FakeEngine, running
 
 from quire.cluster.route import routing
 from quire.config import RouterConfig
-from quire.server.listening import bound_socket, url_of
+from quire.server.http.listening import bound_socket, url_of
 
 
 class Clock:

@@ -12,7 +12,7 @@ from fake_upstream import HEAD_OF_STREAM, FakeEngine, chunk, running
 from connection_contract import ConnectionContract, Served
 from quire.cluster.route import routing
 from quire.config import ConnectionConfig, RouterConfig
-from quire.server.listening import bound_socket, url_of
+from quire.server.http.listening import bound_socket, url_of
 from raw_http import request
 
 EVENT = b"data: " + b"x" * 9990 + b"\n\n"

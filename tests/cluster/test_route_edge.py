@@ -9,7 +9,7 @@ from certificates import certificate
 from logged import logged
 from quire.cluster.route import monitored, routing
 from quire.config import EdgeConfig, RouterConfig
-from quire.server.listening import bound_socket, listener, url_of
+from quire.server.http.listening import bound_socket, listener, url_of
 
 
 async def test_over_tls_and_a_unix_socket(tmp_path, monkeypatch):

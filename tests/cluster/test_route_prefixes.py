@@ -21,8 +21,8 @@ from quire.kv.events import BlockStored
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 from quire.server.app import create_app
-from quire.server.http_server import HttpServer
-from quire.server.listening import bound_socket, url_of
+from quire.server.http.listening import bound_socket, url_of
+from quire.server.http.server import HttpServer
 
 LOCAL = "tcp://127.0.0.1:*"
 PATIENCE = 60.0  # seconds, for what comes at once

@@ -20,7 +20,7 @@ from quire import (
 )
 from quire.front.resumption import RecoveryStats
 from quire.request_output import RequestOutput
-from quire.server.metrics import Metrics
+from quire.server.metrics.registry import Metrics
 
 TEXT = (
     "Quire pages its KV cache in blocks, batches requests continuously and computes prompts in chunks. " * 8

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 import uvloop
 
 from quire.config import ConnectionConfig, EdgeConfig
-from quire.server.http_server import HttpServer
-from quire.server.listening import listener
+from quire.server.http.listening import listener
+from quire.server.http.server import HttpServer
 
 MAX_BODY_BYTES = 1_000_000
 

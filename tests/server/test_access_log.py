@@ -13,8 +13,8 @@ from live_server import served
 
 from logged import logged
 from quire.config import EdgeConfig, ServerConfig
-from quire.server.access_log import MAX_LINE_LENGTH, AccessLogging, AccessRecord, printable
 from quire.server.app import create_app
+from quire.server.wire.access_log import MAX_LINE_LENGTH, AccessLogging, AccessRecord, printable
 
 BODY = {"model": "fake", "prompt": "Hi", "max_tokens": 3}
 TEXT_LINE = re.compile(

@@ -20,7 +20,7 @@ from quire.server.batches import handlers, input_lines, job, records, service, u
 from quire.server.batches.directory import BatchDirectory
 from quire.server.batches.input_lines import InputCheck
 from quire.server.batches.results import ResultFile
-from quire.server.leniency import HEADER
+from quire.server.wire.leniency import HEADER
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MODEL = {"model": "fake"}

@@ -9,7 +9,7 @@ import pytest
 from quire.config import EdgeConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.server.app import create_app
-from quire.server.browsers import CallerRules
+from quire.server.edge.browsers import CallerRules
 
 PAGE = "https://chat.example.com"
 BODY = {"model": "fake", "prompt": "Hi", "max_tokens": 3}

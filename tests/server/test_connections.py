@@ -15,12 +15,14 @@ from starlette.responses import Response
 
 from connection_contract import SHORT, ConnectionContract, Served, answer_to_new
 from quire.config import ServerConfig
-from quire.server import http_protocol, loop_turns, request_head
 from quire.server.app import create_app
-from quire.server.connections import Connections, default_limit
-from quire.server.deadline import Deadline
-from quire.server.errors import ApiError
-from quire.server.streaming import event_stream
+from quire.server.http import fair_reads as loop_turns
+from quire.server.http import protocol as http_protocol
+from quire.server.http import request_head
+from quire.server.http.connections import Connections, default_limit
+from quire.server.http.deadline import Deadline
+from quire.server.wire.errors import ApiError
+from quire.server.wire.streaming import event_stream
 from raw_http import COMPLETION, RawConnection, chunked, completion_head, request
 
 HOLD = request("/v1/completions", method="POST", body=b'{"model": "fake", "prompt": "hold"}')

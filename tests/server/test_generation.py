@@ -8,10 +8,10 @@ import pytest
 
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.generation import PREPARED_AT_ONCE, generate
+from quire.server.calls.outputs import PREPARED_AT_ONCE, generate
 from quire.server.live_calls import LiveCalls
-from quire.server.metrics import Metrics
-from quire.server.tenant_metrics import TenantFigures
+from quire.server.metrics.registry import Metrics
+from quire.server.tenancy.metrics import TenantFigures
 from quire.status import FinishReason
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from quire.config import ServerConfig
 from quire.errors import ConfigError
-from quire.server.key_file import MAX_BYTES, read_key_file
-from quire.server.tenants import Tenants
+from quire.server.tenancy.key_file import MAX_BYTES, read_key_file
+from quire.server.tenancy.tenants import Tenants
 
 GOOD = """\
 # Who may use the server.
@@ -169,7 +169,7 @@ async def test_the_file_is_only_read_when_it_has_changed_unless_that_is_forced(w
     tenants = Tenants("", write(GOOD))
     calls = []
     monkeypatch.setattr(
-        "quire.server.tenants.read_key_file", lambda path: calls.append(path) or read_key_file(path)
+        "quire.server.tenancy.tenants.read_key_file", lambda path: calls.append(path) or read_key_file(path)
     )
     await tenants.reload()
     assert not calls

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from live_server import MAX_BODY_BYTES
 
 from quire.config import ServerConfig
-from quire.server import leniency
 from quire.server.app import create_app
-from quire.server.leniency import (
+from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
+from quire.server.wire import leniency
+from quire.server.wire.leniency import (
     HEADER,
     MAX_IGNORED_NAMES,
     MAX_LOGGED_NAMES,
@@ -22,9 +23,8 @@ from quire.server.leniency import (
     is_within_edits,
     typo_hint,
 )
-from quire.server.paths import canonical_path
-from quire.server.protocol import ChatCompletionRequest, CompletionRequest
-from quire.server.strict_model import supported_names
+from quire.server.wire.paths import canonical_path
+from quire.server.wire.strict_model import supported_names
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -172,7 +172,7 @@ async def test_names_without_effect_are_bounded(http):
 
 
 async def test_the_log_has_each_name_once_and_no_values(http, caplog):
-    with caplog.at_level(logging.WARNING, "quire.server.leniency"):
+    with caplog.at_level(logging.WARNING, "quire.server.wire.leniency"):
         for _ in range(2):
             await complete(http, other="secret")
     [record] = caplog.records

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from quire.server import line_writer
-from quire.server.line_writer import MAX_WAITING, LineWriter
+from quire.server.wire import line_writer
+from quire.server.wire.line_writer import MAX_WAITING, LineWriter
 
 LINE = b"x" * 99 + b"\n"
 

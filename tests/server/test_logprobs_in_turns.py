@@ -10,8 +10,8 @@ import pytest
 
 from quire.front.detokenizer import DecoderFactory
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from quire.server import logprobs
-from quire.server.logprobs import CompletionLogprobsWriter, chat_logprobs, prompt_logprobs
+from quire.server.calls import logprobs
+from quire.server.calls.logprobs import CompletionLogprobsWriter, chat_logprobs, prompt_logprobs
 from tokenizers_for_tests import byte_level
 
 NUM_TOKENS = 40

@@ -10,12 +10,12 @@ import pytest
 from quire.config import ServerConfig
 from quire.errors import EngineDeadError
 from quire.scheduling.outputs import SchedulerStats
-from quire.server import monitoring
 from quire.server.app import create_app
-from quire.server.engine_probes import health_of, latest_exposition, stats_kept_current
-from quire.server.listening import bound_socket, url_of
-from quire.server.monitoring import Answer, monitored
-from quire.server.probes import METRICS_AGE, STUCK_AFTER, MonitoredServer
+from quire.server.http.listening import bound_socket, url_of
+from quire.server.monitoring import port as monitoring
+from quire.server.monitoring.engine_probes import health_of, latest_exposition, stats_kept_current
+from quire.server.monitoring.port import Answer, monitored
+from quire.server.monitoring.probes import METRICS_AGE, STUCK_AFTER, MonitoredServer
 
 
 def fail():

@@ -3,7 +3,7 @@
 import pytest
 from fake_llm import MAX_MODEL_LEN
 
-from quire.server.leniency import HEADER
+from quire.server.wire.leniency import HEADER
 from quire.structured_outputs import StructuredOutputsParams
 
 USER = {"role": "user", "content": "Hi"}

@@ -7,7 +7,7 @@ import pytest
 
 from quire.config import ServerConfig
 from quire.server.app import create_app
-from quire.server.page_files import page_files
+from quire.server.control.page_files import page_files
 
 FILES = page_files(needs_key=False)
 PATHS = sorted(FILES)

@@ -6,7 +6,7 @@ from scripted_llm import ScriptedLLM, ScriptedTokenizer
 
 from quire.config import ServerConfig
 from quire.server.app import create_app
-from quire.server.leniency import HEADER
+from quire.server.wire.leniency import HEADER
 
 USER = {"role": "user", "content": "Hi"}
 BEGUN = {"role": "assistant", "content": "It is"}

@@ -8,7 +8,7 @@ from scripted_llm import ScriptedLLM
 
 from quire.config import ServerConfig
 from quire.server.app import create_app
-from quire.server.leniency import HEADER
+from quire.server.wire.leniency import HEADER
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}<tool_call>{% if enable_thinking %}<think>\n{% endif %}"

@@ -13,7 +13,7 @@ from quire.cluster.client_request import ClientRequest
 from quire.config import ServerConfig
 from quire.errors import InvalidRequestError
 from quire.server.app import create_app
-from quire.server.request_start import LONGEST_HELD, arrival_time_of, request_start
+from quire.server.calls.request_start import LONGEST_HELD, arrival_time_of, request_start
 
 
 def age_of(value: str) -> float:

@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server import request_timer
-from quire.server.bulk_histogram import BulkHistogram
-from quire.server.metrics import Metrics
-from quire.server.request_timer import RequestTimer
-from quire.server.tenant_metrics import TenantFigures
+from quire.server.metrics import request_timer
+from quire.server.metrics.bulk_histogram import BulkHistogram
+from quire.server.metrics.registry import Metrics
+from quire.server.metrics.request_timer import RequestTimer
+from quire.server.tenancy.metrics import TenantFigures
 from quire.status import FinishReason
 
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from quire.limits import limits_of
 from quire.request_options import RequestOptions
 from quire.sampling_params import SamplingParams
-from quire.server.protocol import ChatCompletionRequest, CompletionRequest
+from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
 
 BODIES = {
     CompletionRequest: {"model": "m", "prompt": "p"},

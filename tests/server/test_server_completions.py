@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 from fake_llm import BOS, REPLY
 
-from quire.server import completions, completions_call
+from quire.server.openai import call as completions_call
+from quire.server.openai import completions
 
 
 async def create(client, **fields):

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.config import ServerConfig
 from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.server.app import create_app
-from quire.server.generation import SequenceProgress
-from quire.server.vllm_metrics import NAMES
+from quire.server.calls.outputs import SequenceProgress
+from quire.server.metrics.vllm import NAMES
 from quire.step import GraphStats
 
 MESSAGES = [{"role": "user", "content": "Hey"}]

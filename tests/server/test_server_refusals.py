@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from live_server import MAX_BODY_BYTES
 
 from quire.config import ServerConfig
-from quire.server import validation
 from quire.server.app import create_app
-from quire.server.protocol import MAX_OBJECTS, MAX_VALUES
-from quire.server.validation import count_outside_strings
+from quire.server.openai.bodies import MAX_OBJECTS, MAX_VALUES
+from quire.server.wire import validation
+from quire.server.wire.validation import count_outside_strings
 
 USER = {"role": "user", "content": "Hi"}
 

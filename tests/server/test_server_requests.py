@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.server import requests
+from quire.server.control import live_requests as requests
 
 
 async def held(http, llm, **fields) -> asyncio.Task:

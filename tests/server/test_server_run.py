@@ -19,9 +19,10 @@ import engine_schedulers
 import subprocesses
 from quire.config import EdgeConfig, EngineConfig, ServerConfig
 from quire.errors import ConfigError, ModelNotFoundError
-from quire.server import http_server, stopping
 from quire.server import serve as serve_module
-from quire.server.listening import bound_socket
+from quire.server.http import server as http_server
+from quire.server.http import stopping
+from quire.server.http.listening import bound_socket
 from quire.server.serve import serve
 
 PROGRAM = """

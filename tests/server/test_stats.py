@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config import ServerConfig
 from quire.server.app import create_app
-from quire.server.stats import MAX_LISTED_TENANTS
+from quire.server.monitoring.stats import MAX_LISTED_TENANTS
 
 KEYS = """
 [tenants.alice]

@@ -12,7 +12,7 @@ import httpx
 import psutil
 
 import subprocesses
-from quire.server import stopping
+from quire.server.http import stopping
 
 SERVER = """
 import dataclasses, sys, time

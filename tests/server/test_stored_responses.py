@@ -13,9 +13,9 @@ from scripted_llm import CALLS, ScriptedLLM
 from quire.config import ServerConfig
 from quire.server import database
 from quire.server.app import create_app
-from quire.server.openai_responses import background, event_logs, handlers, store
-from quire.server.openai_responses.answers import TextDelta
-from quire.server.openai_responses.store import ResponseStore, StoredResponse
+from quire.server.responses import background, event_logs, handlers, store
+from quire.server.responses.answers import TextDelta
+from quire.server.responses.store import ResponseStore, StoredResponse
 
 PING = {"type": "function", "name": "ping", "parameters": {"type": "object"}}
 MODEL = {"model": "fake"}

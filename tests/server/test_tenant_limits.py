@@ -17,8 +17,8 @@ from quire import SamplingParams
 from quire.config import ServerConfig, TenantConfig
 from quire.errors import ConfigError, InvalidRequestError
 from quire.server.app import create_app
-from quire.server.errors import ApiError
-from quire.server.tenant_limits import TenantUsage, TokenBucket
+from quire.server.tenancy.limits import TenantUsage, TokenBucket
+from quire.server.wire.errors import ApiError
 
 TENANTS = """
 [tenants.alice]

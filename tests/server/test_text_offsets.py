@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire.front.detokenizer import DecoderFactory
 from quire.models.tokenizer import Tokenizer
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from quire.server.logprobs import CompletionLogprobsWriter, joined
+from quire.server.calls.logprobs import CompletionLogprobsWriter, joined
 from tokenizers_for_tests import ADDED, CORPUS, KINDS, byte_level, of_kind, sentencepiece
 
 PIECES = [*(token.content for token in ADDED), *CORPUS[0].split(" "), "  ", "é", "e\u0301", "É", "漢", "🙂"]

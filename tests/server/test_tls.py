@@ -15,8 +15,8 @@ from live_server import served
 from certificates import certificate
 from quire.config import EdgeConfig
 from quire.errors import ConfigError
-from quire.server.listening import listener
-from quire.server.tls import ServerCertificate
+from quire.server.http.listening import listener
+from quire.server.http.tls import ServerCertificate
 
 
 @pytest.fixture(scope="module")

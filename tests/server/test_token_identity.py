@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quire.front.detokenizer import DecoderFactory
 from quire.models.tokenizer import Tokenizer
 from quire.request_output import CompletionOutput, Logprob
-from quire.server.logprobs import CompletionLogprobsWriter, chat_logprobs, joined
+from quire.server.calls.logprobs import CompletionLogprobsWriter, chat_logprobs, joined
 from tokenizers_for_tests import KINDS, byte_level, of_kind
 
 NUM_CANDIDATES = 5

@@ -22,9 +22,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from quire.config import ServerConfig
 from quire.errors import ConfigError
-from quire.server import serve, tracing
+from quire.server import serve
 from quire.server.app import create_app
-from quire.server.tracing import MAX_QUEUED_SPANS, Tracing, tracing_to
+from quire.server.metrics import tracing
+from quire.server.metrics.tracing import MAX_QUEUED_SPANS, Tracing, tracing_to
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 COMPLETION = {
@@ -254,7 +255,7 @@ def lost_traces(caplog):
 
 
 def test_without_the_extra_there_is_one_clear_error(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "quire.server.tracing", None)
+    monkeypatch.setitem(__import__("sys").modules, "quire.server.metrics.tracing", None)
     config = ServerConfig(otlp_traces_endpoint="http://localhost:4318")
     with pytest.raises(ConfigError, match=r"needs the module .* pip install 'quire\[otel\]'"):
         serve._tracing(config)

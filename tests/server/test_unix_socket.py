@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from quire.errors import ConfigError
-from quire.server.unix_socket import MAX_PATH_LENGTH, unix_socket
+from quire.server.http.unix_socket import MAX_PATH_LENGTH, unix_socket
 
 
 @pytest.fixture

@@ -21,15 +21,15 @@ from quire.cluster.metrics import RouterMetrics
 from quire.cluster.relay import STOPPING
 from quire.cluster.router import Router
 from quire.config import EdgeConfig, RouterConfig
-from quire.server.access_log import CLIENT_LEFT, AccessLog, AccessLogging, note_error
-from quire.server.bodies import bounded_body
-from quire.server.browsers import CallerCheck, CallerRules, cors_options
-from quire.server.errors import ApiError, ClientGoneError, as_api_error
-from quire.server.middleware import KeyCheck, RequestEnvelope
-from quire.server.paths import READINESS_PATHS, CanonicalPath
-from quire.server.responses import Health, json_response
-from quire.server.streaming import unless_disconnected
-from quire.server.tenants import Tenants
+from quire.server.edge.browsers import CallerCheck, CallerRules, cors_options
+from quire.server.edge.middleware import KeyCheck, RequestEnvelope
+from quire.server.tenancy.tenants import Tenants
+from quire.server.wire.access_log import CLIENT_LEFT, AccessLog, AccessLogging, note_error
+from quire.server.wire.answers import Health, json_response
+from quire.server.wire.bodies import bounded_body
+from quire.server.wire.errors import ApiError, ClientGoneError, as_api_error
+from quire.server.wire.paths import READINESS_PATHS, CanonicalPath
+from quire.server.wire.streaming import unless_disconnected
 
 ENGINES_PATH = "/route/engines"
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")

@@ -10,7 +10,7 @@ from starlette.types import Scope, Send
 
 from quire.cluster.upstream import REQUEST_ID, Headers, is_end_to_end
 from quire.errors import InvalidRequestError
-from quire.server.request_start import REQUEST_START, request_start
+from quire.server.calls.request_start import REQUEST_START, request_start
 
 _ASCII = "".join(map(chr, range(0x21, 0x7F)))
 

@@ -8,7 +8,7 @@ from quire.cluster.engines import MAX_ENGINES, Engine, EngineState, Role
 from quire.cluster.router import Router
 from quire.config import engine_url
 from quire.errors import ConfigError, InvalidRequestError
-from quire.server.errors import ApiError
+from quire.server.wire.errors import ApiError
 
 
 class EngineChange(msgspec.Struct, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.cluster.engines import NOT_CHECKED, Engine, Role
 from quire.cluster.upstream import Upstream
-from quire.server.responses import EngineDescription
+from quire.server.wire.answers import EngineDescription
 
 if TYPE_CHECKING:
     from quire.cluster.kv_event_feeds import KVEventFeeds

@@ -13,7 +13,7 @@ from quire.cluster.block_index import BlockIndex
 from quire.cluster.engines import Engine
 from quire.cluster.kv_event_feed import EventSource, KVEventFeed
 from quire.config import RouterConfig
-from quire.server.responses import EngineDescription
+from quire.server.wire.answers import EngineDescription
 
 logger = logging.getLogger(__name__)
 

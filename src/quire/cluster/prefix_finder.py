@@ -18,8 +18,8 @@ from quire.dialogue.thoughts import THOUGHT_FORMATS, thought_format_of_template
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.models.tokenizer import Tokenizer
-from quire.server.protocol import MAX_OBJECTS, MAX_VALUES, ChatCompletionRequest, CompletionRequest
-from quire.server.validation import count_outside_strings
+from quire.server.openai.bodies import MAX_OBJECTS, MAX_VALUES, ChatCompletionRequest, CompletionRequest
+from quire.server.wire.validation import count_outside_strings
 from quire.step import IntArray
 
 logger = logging.getLogger(__name__)

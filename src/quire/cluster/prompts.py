@@ -10,7 +10,7 @@ import msgspec
 
 from quire.cluster.prefix_memory import chunk_keys
 from quire.errors import InvalidRequestError
-from quire.server.other_names import NAMES_IN_COMPLETIONS
+from quire.server.wire.other_names import NAMES_IN_COMPLETIONS
 
 if TYPE_CHECKING:
     from quire.cluster.prefix_finder import CachedPrefixes

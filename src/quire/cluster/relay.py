@@ -10,8 +10,8 @@ from starlette.types import Send
 
 from quire.cluster.client_request import ClientRequest
 from quire.cluster.upstream import Answer, EngineRequestError
-from quire.server.access_log import note_error
-from quire.server.errors import SERVER_ERROR, UNAVAILABLE, ApiError
+from quire.server.wire.access_log import note_error
+from quire.server.wire.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from quire.cluster.app import create_app
 from quire.cluster.engines import EngineState
 from quire.cluster.router import Router
 from quire.config import RouterConfig
-from quire.server.access_log import AccessLog, access_log
-from quire.server.connections import raise_descriptor_limit
-from quire.server.http_server import HttpServer
-from quire.server.listening import Listener, listener
-from quire.server.monitoring import monitoring_socket
-from quire.server.probes import MonitoredServer
-from quire.server.stopping import StopSignals, announce_stop, finished_unless_set
+from quire.server.http.connections import raise_descriptor_limit
+from quire.server.http.listening import Listener, listener
+from quire.server.http.server import HttpServer
+from quire.server.http.stopping import StopSignals, announce_stop, finished_unless_set
+from quire.server.monitoring.port import monitoring_socket
+from quire.server.monitoring.probes import MonitoredServer
+from quire.server.wire.access_log import AccessLog, access_log
 
 
 def route(config: RouterConfig) -> None:

@@ -24,9 +24,9 @@ from quire.cluster.prompts import GenerationBody, OtherBody, Prompt
 from quire.cluster.relay import relay
 from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError, Upstream
 from quire.config import RouterConfig
-from quire.server.errors import SERVER_ERROR, TIMEOUT, UNAVAILABLE, ApiError
 from quire.server.live_calls import LiveCalls
-from quire.server.responses import Health
+from quire.server.wire.answers import Health
+from quire.server.wire.errors import SERVER_ERROR, TIMEOUT, UNAVAILABLE, ApiError
 
 if TYPE_CHECKING:
     from quire.cluster.kv_event_feeds import KVEventFeeds

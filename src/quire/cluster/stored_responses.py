@@ -10,7 +10,7 @@ from quire.cluster.engines import DECODERS, Engine
 from quire.cluster.metrics import Purpose
 from quire.cluster.prompts import Prompt
 from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError
-from quire.server.errors import UNAVAILABLE, ApiError
+from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from yarl import URL
 from quire.cluster.engines import Engine
 from quire.config import RouterConfig
 from quire.errors import QuireError
-from quire.server.responses import EngineDescription
+from quire.server.wire.answers import EngineDescription
 
 MAX_WHOLE_ANSWER = 1 << 20
 """Bytes up to which an answer is held until it is complete, so that a request can still go elsewhere."""

@@ -18,8 +18,14 @@ from starlette.routing import Route
 import quire
 from quire.config import ServerConfig
 from quire.errors import nearest_name
-from quire.server.access_log import AccessLog, AccessLogging
-from quire.server.administration import (
+from quire.server.anthropic.answers import ErrorAnswer, MessageAnswer, TokenCount
+from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
+from quire.server.anthropic.call import count_message_tokens, create_message
+from quire.server.batches.directory import BatchDirectory, opened_directory
+from quire.server.batches.endpoints import BATCH_ENDPOINTS
+from quire.server.batches.service import Batches
+from quire.server.context import ServerContext, context_of
+from quire.server.control.administration import (
     is_paused,
     is_sleeping,
     pause,
@@ -28,46 +34,40 @@ from quire.server.administration import (
     sleep,
     wake_up,
 )
-from quire.server.answering import answer_of
-from quire.server.anthropic.answers import ErrorAnswer, MessageAnswer, TokenCount
-from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
-from quire.server.anthropic.call import count_message_tokens, create_message
-from quire.server.batches.directory import BatchDirectory, opened_directory
-from quire.server.batches.endpoints import BATCH_ENDPOINTS
-from quire.server.batches.service import Batches
-from quire.server.browsers import CallerCheck, CallerRules, cors_options
-from quire.server.chat import create_chat_completion
-from quire.server.completions import create_completion
-from quire.server.context import ServerContext, context_of
-from quire.server.docs_page import docs_page
-from quire.server.engine_probes import current_stats, health_of
-from quire.server.error_shapes import error_shape_of
-from quire.server.errors import ApiError, as_api_error
-from quire.server.http_metrics import HttpMetrics
-from quire.server.kv_transfers import release_kv
-from quire.server.middleware import KeyCheck, RequestEnvelope
+from quire.server.control.kv_release import release_kv
+from quire.server.control.live_requests import abort_request, get_request, list_requests
+from quire.server.control.page_files import page_files, page_routes
+from quire.server.control.tokenization import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
+from quire.server.dispatch import answer_of
+from quire.server.edge.browsers import CallerCheck, CallerRules, cors_options
+from quire.server.edge.middleware import KeyCheck, RequestEnvelope
+from quire.server.edge.root_path import RootPath
+from quire.server.metrics.http import HttpMetrics
+from quire.server.monitoring.engine_probes import current_stats, health_of
+from quire.server.monitoring.stats import Stats, get_stats
 from quire.server.ollama.endpoints import OLLAMA_ENDPOINTS
-from quire.server.openai_responses.answers import DeletedResponse, InputItemList, ResponseAnswer
-from quire.server.openai_responses.body import ResponsesRequest
-from quire.server.openai_responses.handlers import (
+from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
+from quire.server.openai.chat import create_chat_completion
+from quire.server.openai.completions import create_completion
+from quire.server.responses.answers import DeletedResponse, InputItemList, ResponseAnswer
+from quire.server.responses.body import ResponsesRequest
+from quire.server.responses.handlers import (
     cancel_response,
     create_response,
     delete_response,
     get_response,
     list_input_items,
 )
-from quire.server.openapi import (
-    GENERATION_ERRORS,
-    PROMPT_ERRORS,
-    TOKENIZATION_ERRORS,
-    Endpoint,
-    openapi_document,
-)
-from quire.server.page_files import page_files, page_routes
-from quire.server.paths import MONITORING_PATHS, READINESS_PATHS, CanonicalPath
-from quire.server.protocol import ChatCompletionRequest, CompletionRequest
-from quire.server.requests import abort_request, get_request, list_requests
-from quire.server.responses import (
+from quire.server.sampling_defaults import SamplingDefaults
+from quire.server.tenancy.tenants import Tenants
+from quire.server.wire.access_log import AccessLog, AccessLogging
+from quire.server.wire.answers import (
     AbortedCall,
     ChatCompletion,
     ChatCompletionChunk,
@@ -91,21 +91,21 @@ from quire.server.responses import (
     encode,
     json_response,
 )
-from quire.server.root_path import RootPath
-from quire.server.sampling_defaults import SamplingDefaults
-from quire.server.stats import Stats, get_stats
-from quire.server.tenants import Tenants
-from quire.server.tokenization import (
-    DetokenizeRequest,
-    TokenizeRequest,
-    detokenize,
-    tokenize,
-    tokenizer_info,
+from quire.server.wire.docs_page import docs_page
+from quire.server.wire.error_shapes import error_shape_of
+from quire.server.wire.errors import ApiError, as_api_error
+from quire.server.wire.openapi import (
+    GENERATION_ERRORS,
+    PROMPT_ERRORS,
+    TOKENIZATION_ERRORS,
+    Endpoint,
+    openapi_document,
 )
+from quire.server.wire.paths import MONITORING_PATHS, READINESS_PATHS, CanonicalPath
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
-    from quire.server.tracing import Tracing
+    from quire.server.metrics.tracing import Tracing
 
 
 def create_app(

@@ -16,22 +16,22 @@ from quire.dialogue.thoughts import THOUGHT_FORMATS, ThoughtFormat, thought_form
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.errors import ConfigError, InvalidRequestError
 from quire.server.database import IN_MEMORY
-from quire.server.errors import ApiError
-from quire.server.leniency import IgnoredNames, Leniency
 from quire.server.live_calls import LiveCalls
-from quire.server.metrics import Metrics
-from quire.server.openai_responses.background import BackgroundResponses
-from quire.server.openai_responses.event_logs import EventLogs
-from quire.server.openai_responses.store import ResponseStore
+from quire.server.metrics.registry import Metrics
+from quire.server.responses.background import BackgroundResponses
+from quire.server.responses.event_logs import EventLogs
+from quire.server.responses.store import ResponseStore
 from quire.server.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from quire.server.tenants import Tenant, Tenants
+from quire.server.tenancy.tenants import Tenant, Tenants
+from quire.server.wire.errors import ApiError
+from quire.server.wire.leniency import IgnoredNames, Leniency
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from quire.front.async_llm import AsyncLLM
     from quire.server.batches.service import Batches
-    from quire.server.tracing import Tracing
+    from quire.server.metrics.tracing import Tracing
 
 
 ENGINE_TIMEOUT = 2.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from quire.front.worker_thread import TooManyJobsError, WorkerThread
-from quire.server.errors import ApiError
+from quire.server.wire.errors import ApiError
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
-from quire.server.errors import UNAVAILABLE, ApiError
+from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 
 class LiveCalls:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, QuireError
 from quire.front.engine_launch import started_ahead
-from quire.server.access_log import access_log
-from quire.server.connections import raise_descriptor_limit
-from quire.server.listening import Listener, listener
-from quire.server.monitoring import monitoring_socket
-from quire.server.stopping import StopSignals, announce_stop, cancelled_at_end, finished_unless_set
+from quire.server.http.connections import raise_descriptor_limit
+from quire.server.http.listening import Listener, listener
+from quire.server.http.stopping import StopSignals, announce_stop, cancelled_at_end, finished_unless_set
+from quire.server.monitoring.port import monitoring_socket
+from quire.server.wire.access_log import access_log
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from quire.models.tokenizer import Tokenizer
     from quire.server.batches.directory import BatchDirectory
     from quire.server.context import ServerContext
-    from quire.server.tenants import Tenants
-    from quire.server.tracing import Tracing
+    from quire.server.metrics.tracing import Tracing
+    from quire.server.tenancy.tenants import Tenants
 
 _COLLECTION_THRESHOLDS = (700, 10, 100)  # Python's own, but for fewer full collections
 _END_TIMEOUT = 0.5  # seconds; for the engine to end by itself, when the last answers are sent
@@ -68,7 +68,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         llm = AsyncLLM(engine_config)  # outside the event loop: Ctrl-C must be able to end a download
         threading.Thread(target=_try_chat_template, args=(llm.tokenizer,), daemon=True).start()
 
-        import quire.server.http_server  # noqa: F401 - slow, too
+        import quire.server.http.server  # noqa: F401 - slow, too
         from quire.server.app import api_documents, create_app
         from quire.server.sampling_defaults import read_sampling_defaults
 
@@ -108,7 +108,7 @@ def _tenants(config: ServerConfig) -> Tenants | None:
     """Read the key file, if there is one, before anything slow is begun."""
     if not config.api_keys_file:
         return None
-    from quire.server.tenants import Tenants
+    from quire.server.tenancy.tenants import Tenants
 
     return Tenants(config.api_key, config.api_keys_file)
 
@@ -118,7 +118,7 @@ def _tracing(config: ServerConfig) -> Tracing | None:
     if not config.otlp_traces_endpoint:
         return None
     try:
-        from quire.server.tracing import tracing_to
+        from quire.server.metrics.tracing import tracing_to
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"ServerConfig.otlp_traces_endpoint needs the module {error.name}, which is not installed; "
@@ -172,8 +172,8 @@ async def _monitored(context: ServerContext, bound: socket.socket | None) -> Asy
     if bound is None:
         yield
         return
-    from quire.server.engine_probes import health_of, latest_exposition, stats_kept_current
-    from quire.server.probes import MonitoredServer
+    from quire.server.monitoring.engine_probes import health_of, latest_exposition, stats_kept_current
+    from quire.server.monitoring.probes import MonitoredServer
 
     server = MonitoredServer(lambda: health_of(context), lambda: latest_exposition(context))
     async with stats_kept_current(context), server.answering(bound):
@@ -182,7 +182,7 @@ async def _monitored(context: ServerContext, bound: socket.socket | None) -> Asy
 
 async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:
     """Serve until a signal stops the server, or engines die again and again."""
-    from quire.server.http_server import HttpServer
+    from quire.server.http.server import HttpServer
 
     context: ServerContext = app.state.context
     server = HttpServer(app, context.config.connections, listening.tls, app.state.access_log)

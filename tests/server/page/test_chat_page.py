@@ -11,7 +11,7 @@ from test_reasoning import REPLY as THOUGHTFUL
 from test_reasoning import THOUGHT, ThinkingLLM
 
 from quire.server.app import ENDPOINTS
-from quire.server.openapi import openapi_document
+from quire.server.wire.openapi import openapi_document
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

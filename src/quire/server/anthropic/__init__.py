@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: a translation over the conversations of `quire.server.conversation`."""
+"""Anthropic's Messages API: a translation over the conversations of `quire.server.calls.conversation`."""

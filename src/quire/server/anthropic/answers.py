@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 
 from msgspec import Raw, Struct
 
-from quire.server.errors import ApiError
-from quire.server.responses import encode
+from quire.server.wire.answers import encode
+from quire.server.wire.errors import ApiError
 
 NO_INPUT = Raw(b"{}")
 

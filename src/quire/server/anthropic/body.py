@@ -11,14 +11,10 @@ from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt, limits_of
 from quire.sampling_params import SamplingParams, StopText
 from quire.server.anthropic.turns import Message, TextBlocks, ToolUseBlock, openai_messages
-from quire.server.leniency import Leniency
-from quire.server.other_names import take_other_values
-from quire.server.prompt_options import PromptOptions
-from quire.server.reasoning import Thinking
-from quire.server.response_format import structure_of_schema
-from quire.server.sampling_defaults import SamplingDefaults
-from quire.server.strict_model import Ignored, StrictModel, Unsupported, optional_field
-from quire.server.tool_fields import (
+from quire.server.calls.prompt_options import PromptOptions
+from quire.server.calls.reasoning import Thinking
+from quire.server.calls.response_format import structure_of_schema
+from quire.server.calls.tool_fields import (
     MAX_TOOLS,
     FunctionTool,
     ToolName,
@@ -26,6 +22,10 @@ from quire.server.tool_fields import (
     named_tool,
     tool_use_of,
 )
+from quire.server.sampling_defaults import SamplingDefaults
+from quire.server.wire.leniency import Leniency
+from quire.server.wire.other_names import take_other_values
+from quire.server.wire.strict_model import Ignored, StrictModel, Unsupported, optional_field
 from quire.structured_outputs import StructuredOutputsParams
 
 

@@ -42,13 +42,13 @@ from quire.server.anthropic.answers import (
     named_event,
 )
 from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
+from quire.server.calls.call import GenerationCall
+from quire.server.calls.conversation import AnswerReader, Conversation
+from quire.server.calls.outputs import OutputStream, SequenceProgress, is_cut_off, naming_fields, reading
+from quire.server.calls.tool_answers import object_of
 from quire.server.context import context_of, leniency_of
-from quire.server.conversation import AnswerReader, Conversation
-from quire.server.errors import ApiError
-from quire.server.generation import OutputStream, SequenceProgress, is_cut_off, naming_fields, reading
-from quire.server.generation_call import GenerationCall
-from quire.server.responses import json_response
-from quire.server.tool_answers import object_of
+from quire.server.wire.answers import json_response
+from quire.server.wire.errors import ApiError
 from quire.status import FinishReason
 
 CALL_ID_PREFIX = "toolu_"

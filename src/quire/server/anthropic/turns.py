@@ -10,8 +10,8 @@ from pydantic import Discriminator, Field, Tag
 
 from quire.dialogue.earlier_turns import text_of
 from quire.errors import InvalidRequestError
-from quire.server.strict_model import Ignored, JsonObject, StrictModel, text_or_list
-from quire.server.tool_fields import CalledName, CallId
+from quire.server.calls.tool_fields import CalledName, CallId
+from quire.server.wire.strict_model import Ignored, JsonObject, StrictModel, text_or_list
 
 
 class TextBlock(StrictModel):

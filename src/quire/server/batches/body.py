@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from quire.server.openai_responses.body import Metadata
-from quire.server.strict_model import Ignored, StrictModel
+from quire.server.responses.body import Metadata
+from quire.server.wire.strict_model import Ignored, StrictModel
 
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 Cursor = Annotated[str, Field(max_length=128)]

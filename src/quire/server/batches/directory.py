@@ -14,7 +14,7 @@ from typing import TypeVar
 from quire.config import ServerConfig
 from quire.errors import ConfigError
 from quire.front.worker_thread import TooManyJobsError, WorkerThread
-from quire.server.errors import UNAVAILABLE, ApiError
+from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from quire.server.batches.handlers import (
     list_batches,
     list_files,
 )
-from quire.server.openapi import Endpoint
+from quire.server.wire.openapi import Endpoint
 
 _ERRORS = {
     400: "The request is invalid; `param` is the field at fault.",

@@ -24,10 +24,10 @@ from quire.server.batches.body import BatchQuery, BatchRequest, FileQuery
 from quire.server.batches.directory import disk_failure
 from quire.server.batches.service import Batches
 from quire.server.context import context_of, leniency_of, tenant_of
-from quire.server.errors import ApiError
-from quire.server.leniency import Leniency
-from quire.server.responses import json_response
-from quire.server.validation import read_query
+from quire.server.wire.answers import json_response
+from quire.server.wire.errors import ApiError
+from quire.server.wire.leniency import Leniency
+from quire.server.wire.validation import read_query
 
 if TYPE_CHECKING:
     from quire.server.batches.upload import UploadForm

@@ -27,7 +27,7 @@ from quire.server.batches.directory import BatchDirectory, StoredBytes
 from quire.server.batches.input_lines import InputCheck, InputLine, InputLines, parsed_line
 from quire.server.batches.records import Records
 from quire.server.batches.results import ResultFile, Results
-from quire.server.stopping import finished_unless_set
+from quire.server.http.stopping import finished_unless_set
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import msgspec
 
 from quire.server.batches.answers import Batch, FileObject
 from quire.server.database import Database
-from quire.server.errors import UNAVAILABLE, ApiError
+from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 MAX_BATCHES = 10_000
 """Batches of a tenant that are remembered; the oldest that have ended are forgotten."""

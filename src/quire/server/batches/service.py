@@ -12,9 +12,9 @@ from quire.config import BatchConfig
 from quire.server.batches.answers import Batch
 from quire.server.batches.directory import BatchDirectory, StoredBytes
 from quire.server.batches.job import BatchJob, Turns
-from quire.server.batches.line_calls import answer_line
 from quire.server.batches.records import Records
-from quire.server.errors import UNAVAILABLE, ApiError
+from quire.server.batches.requests import answer_line
+from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

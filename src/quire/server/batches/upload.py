@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.errors import InvalidRequestError
 from quire.server.batches.directory import BatchDirectory
-from quire.server.errors import ApiError, ClientGoneError
+from quire.server.wire.errors import ApiError, ClientGoneError
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

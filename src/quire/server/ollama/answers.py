@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from quire.server.errors import ApiError
-from quire.server.responses import TokenLogprob, encode
+from quire.server.wire.answers import TokenLogprob, encode
+from quire.server.wire.errors import ApiError
 
 DoneReason = Literal["stop", "length", "load"]
 

@@ -11,14 +11,14 @@ from pydantic_core import PydanticCustomError
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.sampling_params import NumLogprobs, SamplingParams
+from quire.server.calls.prompt_options import PromptOptions
+from quire.server.calls.reasoning import Thinking
+from quire.server.calls.response_format import ANY_OBJECT, structure_of_schema
+from quire.server.calls.tool_fields import Tools, tool_use_of
 from quire.server.ollama.messages import NoImages, OllamaMessage, openai_messages
 from quire.server.ollama.options import OllamaOptions
-from quire.server.prompt_options import PromptOptions
-from quire.server.reasoning import Thinking
-from quire.server.response_format import ANY_OBJECT, structure_of_schema
 from quire.server.sampling_defaults import SamplingDefaults
-from quire.server.strict_model import Ignored, StrictModel, Unsupported
-from quire.server.tool_fields import Tools, tool_use_of
+from quire.server.wire.strict_model import Ignored, StrictModel, Unsupported
 
 
 def _format_form(value: Any) -> str | None:

@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.context import leniency_of
-from quire.server.conversation import AnswerReader, Conversation
-from quire.server.errors import ApiError
-from quire.server.generation import (
+from quire.server.calls.call import GenerationCall
+from quire.server.calls.conversation import AnswerReader, Conversation
+from quire.server.calls.logprobs import chat_logprobs
+from quire.server.calls.outputs import (
     CallOutputs,
     OutputStream,
     SequenceProgress,
@@ -25,8 +25,7 @@ from quire.server.generation import (
     naming_fields,
     reading,
 )
-from quire.server.generation_call import GenerationCall
-from quire.server.logprobs import chat_logprobs
+from quire.server.context import leniency_of
 from quire.server.ollama.answers import (
     OllamaAnswerMessage,
     OllamaChat,
@@ -38,8 +37,9 @@ from quire.server.ollama.answers import (
 from quire.server.ollama.body import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
 from quire.server.ollama.durations import Durations
 from quire.server.ollama.message_reader import MessageReader
-from quire.server.responses import json_response
-from quire.server.streaming import JSON_LINES
+from quire.server.wire.answers import json_response
+from quire.server.wire.errors import ApiError
+from quire.server.wire.streaming import JSON_LINES
 
 _FIELD_NAMES = {
     "max_tokens": "options.num_predict",

@@ -20,8 +20,8 @@ from quire.server.ollama.models import (
     ollama_version,
     show_model,
 )
-from quire.server.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint
-from quire.server.streaming import JSON_LINES
+from quire.server.wire.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint
+from quire.server.wire.streaming import JSON_LINES
 
 OLLAMA_ENDPOINTS = (
     Endpoint(

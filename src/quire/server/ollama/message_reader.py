@@ -15,10 +15,10 @@ from quire.dialogue.events import (
     ReasoningDelta,
 )
 from quire.request_output import CompletionOutput
-from quire.server.conversation import AnswerReader
-from quire.server.generation import is_cut_off
+from quire.server.calls.conversation import AnswerReader
+from quire.server.calls.outputs import is_cut_off
+from quire.server.calls.tool_answers import object_of
 from quire.server.ollama.answers import CalledTool, OllamaAnswerMessage, OllamaToolCall
-from quire.server.tool_answers import object_of
 
 
 class MessageReader:

@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from quire.dialogue.messages import MAX_CALLS
-from quire.server.chat_messages import Role
-from quire.server.strict_model import Ignored, JsonObject, StrictModel, Unsupported
-from quire.server.tool_fields import CalledName, CallId
+from quire.server.calls.tool_fields import CalledName, CallId
+from quire.server.openai.chat_messages import Role
+from quire.server.wire.strict_model import Ignored, JsonObject, StrictModel, Unsupported
 
 
 def _refuse_images(value: Any) -> None:

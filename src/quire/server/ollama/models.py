@@ -30,8 +30,8 @@ from quire.server.ollama.answers import (
     timestamp,
 )
 from quire.server.ollama.options import OWN_NAMES
-from quire.server.responses import json_response
-from quire.server.strict_model import Ignored, StrictModel
+from quire.server.wire.answers import json_response
+from quire.server.wire.strict_model import Ignored, StrictModel
 
 API_VERSION = "0.12.11"
 """The version of Ollama whose API this is; clients refuse those that lack what they need."""

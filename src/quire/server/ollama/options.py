@@ -8,10 +8,10 @@ from pydantic import Field, create_model
 
 from quire.limits import limits_of
 from quire.sampling_params import SamplingParams
-from quire.server.leniency import Leniency
-from quire.server.other_names import take_other_values
-from quire.server.protocol import Stop
-from quire.server.strict_model import Ignored, StrictModel, body_fields, optional_field
+from quire.server.openai.bodies import Stop
+from quire.server.wire.leniency import Leniency
+from quire.server.wire.other_names import take_other_values
+from quire.server.wire.strict_model import Ignored, StrictModel, body_fields, optional_field
 
 OWN_NAMES = {
     "temperature": "temperature",

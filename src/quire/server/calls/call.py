@@ -1,0 +1,284 @@
+"""What every API that generates has in common: one call, answered whole or as a stream."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import InvalidRequestError
+from quire.request_output import RequestOutput
+from quire.sampling_params import SamplingParams
+from quire.server.calls.logprob_limit import LogprobLimit
+from quire.server.calls.outputs import PREPARED_AT_ONCE, CallOutputs, OutputStream, generate, reading
+from quire.server.calls.request_start import REQUEST_START, arrival_time_of
+from quire.server.context import context_of, leniency_of, request_id_of, tenant_of
+from quire.server.sampling_defaults import QUIRES_OWN, SamplingDefaults
+from quire.server.wire.access_log import access_record_of
+from quire.server.wire.answers import json_response
+from quire.server.wire.errors import ApiError
+from quire.server.wire.streaming import SERVER_SENT_EVENTS, event_stream, unless_disconnected
+
+if TYPE_CHECKING:
+    from quire.front.input_processor import ProcessedRequest
+    from quire.server.metrics.tracing import Tracing
+
+
+class GenerationBody(Protocol):
+    """What a body that asks for generation has, whichever API it is of."""
+
+    @property
+    def model(self) -> str:
+        """The served model's name."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the answer is sent as it is generated."""
+
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Raises:
+            InvalidRequestError: a value out of range, or two that contradict each other.
+        """
+
+    def request_options(self) -> dict[str, Any]:
+        """Return the fields of `RequestOptions` that were given."""
+
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+
+class GenerationCall(abc.ABC, Generic[BodyT]):
+    """One call: its parameters, and the building of its answer.
+
+    Args:
+        request: whose body is `body`.
+        body: what the client asks for.
+
+    Raises:
+        ApiError: 404, another model is asked for; 403, the tenant has no right to what is asked for.
+        InvalidRequestError: parameters that are out of range or contradict each other.
+    """
+
+    id_prefix: ClassVar[str]
+    operation: ClassVar[str] = "chat"  # as OpenTelemetry calls it
+    stream_type: ClassVar[str] = SERVER_SENT_EVENTS
+    """Media type of a stream."""
+
+    def __init__(self, request: Request, body: BodyT) -> None:
+        self._request = request
+        self._body = body
+        self._context = context_of(request)
+        self._context.require_model(body.model)
+        self._begun_at = time.monotonic()
+        self._id = f"{self.id_prefix}-{request_id_of(request)}"
+        self._tenant = tenant_of(request)
+        self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
+        self._admit: Callable[[ProcessedRequest], Awaitable[None]] | None = None
+        self._logprob_limit = LogprobLimit(self._context.config.max_logprobs_per_request)
+        self._options = body.request_options()
+        if "kv_transfer_params" in self._options:
+            self._tenant.require_kv_transfer("kv_transfer_params", "kv_transfer_params")
+        self._leave_out_unread_options()
+        defaults = self._context.sampling_defaults
+        # A length that the client has not asked for is no reason to refuse its request.
+        self._shortens = not self._context.config.strict or (
+            "max_tokens" in defaults.fields and body.sampling_params(QUIRES_OWN).max_tokens is None
+        )
+        self._params = self._within_model(body.sampling_params(defaults))
+        self._places = asyncio.Semaphore(self._most_live)
+
+    def _leave_out_unread_options(self) -> None:
+        """Note options that the engine does not read as without effect.
+
+        Raises:
+            InvalidRequestError: the server is strict; a priority the engine itself refuses then.
+        """
+        info, leniency = self._context.llm.info, leniency_of(self._request)
+        if self._options.get("priority") and not info.reads_priority and not leniency.is_strict:
+            del self._options["priority"]
+            leniency.ignore("priority")
+        if self._options.get("kv_transfer_params") and not info.reads_kv_transfer_params:
+            if leniency.is_strict:
+                raise InvalidRequestError(
+                    "kv_transfer_params has no effect, since the engine has no KV connector that reads it; "
+                    "start it with another --role or --kv-connector",
+                    param="kv_transfer_params",
+                )
+            del self._options["kv_transfer_params"]
+            leniency.ignore("kv_transfer_params")
+
+    def _within_model(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with no more output tokens than the model has room for, unless it shortens none."""
+        longest = self._context.llm.info.max_model_len
+        if not self._shortens or (params.max_tokens or 0) <= longest:
+            return params
+        return dataclasses.replace(params, max_tokens=longest)
+
+    @property
+    def _engine_id(self) -> str:
+        """The call's id, as no other tenant's call has it."""
+        return self._tenant.engine_id(self._id)
+
+    def _request_options(self) -> dict[str, Any]:
+        """Return options of the engine's requests: the client's, and its tenant's."""
+        options = self._tenant.request_options(self._options)
+        if self._shortens:
+            options["shorten_output"] = True
+        started = self._request.headers.get(REQUEST_START)
+        if started is not None and self._context.config.trust_request_start:
+            options["arrival_time"] = arrival_time_of(started)
+        return {**options, "flow": self._engine_id, "before_submit": self._before_submit}
+
+    async def _before_submit(self, processed: ProcessedRequest) -> float | None:
+        """Hold one of the engine's requests to the limits of the call and of its tenant, and to its turn.
+
+        All prompts are prepared before, so that a bad one is refused before much has been computed. Return
+        when the call began if the request has waited for its turn, so that it is not refused now.
+        """
+        self._preparing.release()
+        self._logprob_limit.admit(processed)
+        if self._admit is not None:
+            await self._admit(processed)
+        is_later = self._places.locked()
+        await self._places.acquire()
+        return self._begun_at if is_later else None
+
+    @property
+    @abc.abstractmethod
+    def _request_ids(self) -> Sequence[str]:
+        """The engine's ids, one for each prompt."""
+
+    @abc.abstractmethod
+    def _streams(self) -> Sequence[OutputStream]:
+        """Return the engine's outputs, one stream for each prompt."""
+
+    async def response(self) -> Response:
+        """Answer the call, whole or as a stream.
+
+        Raises:
+            ClientGoneError: the client left first.
+            QuireError: what the engine refused the call with, or ended it with.
+        """
+        receive = self._request.receive
+        if self._body.stream:
+            return await event_stream(
+                receive,
+                self._events(),
+                self._error_event,
+                request_id=request_id_of(self._request),
+                media_type=self.stream_type,
+            )
+        answer = await unless_disconnected(receive, self.whole_answer())
+        return json_response(answer)
+
+    def _error_event(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that fails."""
+        return b"data: " + error.body() + b"\n\n"
+
+    def _outputs(self) -> CallOutputs:
+        outputs = self._limited_outputs() if self._tenant.usage.has_limits else self._generate()
+        return outputs if self._context.tracing is None else self._traced(self._context.tracing, outputs)
+
+    async def _traced(self, tracing: Tracing, outputs: CallOutputs) -> CallOutputs:
+        """Pass on `outputs`, and make a span of them."""
+        span = tracing.begin(self.operation, self._request.headers, self._span_attributes())
+        error: BaseException | None = None
+        try:
+            async with reading(outputs):
+                async for prompt_index, output in outputs:
+                    span.observe(prompt_index, output)
+                    yield prompt_index, output
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            span.end(error)
+
+    def _span_attributes(self) -> dict[str, Any]:
+        """Return what the call asks for, without any of the client's text; None: it does not say."""
+        params = self._params
+        return {
+            "gen_ai.request.model": self._body.model,
+            "gen_ai.response.model": self._context.model_name,
+            "gen_ai.response.id": self._id,
+            "gen_ai.request.id": request_id_of(self._request),
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.frequency_penalty": params.frequency_penalty,
+            "gen_ai.request.presence_penalty": params.presence_penalty,
+            "gen_ai.request.choice.count": params.n if params.n > 1 else None,
+            "quire.tenant": self._tenant.name or None,
+        }
+
+    async def _limited_outputs(self) -> CallOutputs:
+        """Like `_generate`, within the limits of the tenant."""
+        params, request_ids = self._params, self._request_ids
+        num_sequences = max(params.num_sequences, params.beam_width)
+        with self._tenant.usage.call(
+            len(request_ids),
+            num_sequences,
+            len(request_ids) * self._least_tokens(num_sequences),
+            has_grammar=params.structured_outputs is not None,
+        ) as call:
+            self._admit = call.admit
+            async with reading(self._generate()) as outputs:
+                async for prompt_index, output in outputs:
+                    call.note(request_ids[prompt_index], output)
+                    yield prompt_index, output
+
+    def _least_tokens(self, num_sequences: int) -> int:
+        """Return how many tokens a prompt and all that may follow it have at least."""
+        of_short_prompt = 1 + num_sequences * (self._params.max_tokens or 1)
+        if self._context.config.strict:
+            return of_short_prompt
+        # The longest prompt leaves room for one token, and `max_tokens` is shortened to the room.
+        return min(of_short_prompt, self._context.llm.info.max_model_len - 1 + num_sequences)
+
+    def _generate(self) -> CallOutputs:
+        return generate(
+            self._streams(),
+            preparing=self._preparing,
+            places=self._places,
+            call_id=self._engine_id,
+            request_ids=self._request_ids,
+            num_sequences=self._params.n,
+            calls=self._context.calls,
+            metrics=self._context.metrics,
+            tenant=self._tenant.figures,
+            access_record=access_record_of(self._request.scope),
+        )
+
+    @property
+    def _most_live(self) -> int:
+        """How many of the call's prompts may be in the engine: more than can run, so that no slot idles.
+
+        What comes to the engine at once is in the way of others' requests, which queue up behind it.
+        """
+        num_sequences = max(self._params.num_sequences, self._params.beam_width)
+        return max(1, 2 * self._context.llm.config.scheduler.max_num_seqs // num_sequences)
+
+    async def _final_outputs(self) -> list[RequestOutput]:
+        """Return the last output of each prompt."""
+        final: dict[int, RequestOutput] = {}
+        async with reading(self._outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                final[prompt_index] = output
+        return [final[index] for index in sorted(final)]
+
+    @abc.abstractmethod
+    async def whole_answer(self) -> msgspec.Struct:
+        """Return the answer, once it is complete."""
+
+    @abc.abstractmethod
+    def _events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of the answer."""

@@ -1,0 +1,341 @@
+"""What every API of conversations has in common: messages and tools to the engine, its text to events."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import secrets
+import string
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from quire.dialogue.answer_parser import AnswerParser
+from quire.dialogue.call_grammar import structure_of_answer
+from quire.dialogue.earlier_turns import text_of
+from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
+from quire.dialogue.formats import has_place_for_tools
+from quire.dialogue.thought_tokens import ThoughtTokens
+from quire.dialogue.thoughts import ExpectedThought, ThoughtFormat, expected_thought
+from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.dialogue.tools import ToolUse
+from quire.errors import InvalidRequestError
+from quire.front.thoughts import ThoughtControl
+from quire.json_schemas import enforceable_schema
+from quire.request_output import CompletionOutput
+from quire.sampling_params import SamplingParams
+from quire.server.calls.outputs import OutputStream
+from quire.server.calls.prompt_options import PromptOptions
+from quire.server.calls.reasoning import Thinking
+from quire.server.context import ServerContext
+from quire.structured_outputs import StructuredOutputsParams
+
+_SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
+_SHORT_ID_LENGTH = 9
+
+
+class ConversationBody(Protocol):
+    """What a body that asks for the next message of a conversation has, whichever API it is of."""
+
+    def tool_use(self) -> ToolUse | None:
+        """Return which tools the answer may or must call; None: none.
+
+        Raises:
+            InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
+        """
+
+    def given_messages(self) -> list[dict[str, Any]]:
+        """Return the messages in OpenAI's form."""
+
+    def thinking_options(self) -> Thinking:
+        """Return how the model is to think."""
+
+    def prompt_options(self) -> PromptOptions:
+        """Return how the messages become a prompt."""
+
+
+class Conversation:
+    """A conversation that the model is to continue.
+
+    Args:
+        context: of the server.
+        body: with the messages and tools.
+        params: of the answer, without what tools demand of it; None: there is to be none.
+
+    Raises:
+        InvalidRequestError: the model cannot call tools, or not as it must.
+    """
+
+    def __init__(
+        self, context: ServerContext, body: ConversationBody, params: SamplingParams | None = None
+    ) -> None:
+        self._context = context
+        call_format = context.tool_call_format
+        self._messages = body.given_messages()
+        self._tool_use = body.tool_use()
+        self._call_format: ToolCallFormat | None = None
+        self._thinking = body.thinking_options()
+        self._prompt_options = body.prompt_options()
+        self._thought: ExpectedThought | None = None  # known with the first output
+        self._readers: dict[int, AnswerReader] = {}  # by index of the completion
+        self._thought_tokens: dict[int, ThoughtTokens] = {}  # likewise
+        self.params = asked = SamplingParams() if params is None else params
+        if self._tool_use is not None:
+            self._call_format = _required_format(context)
+            if self._needs_tool_grammar(self._tool_use, self._call_format):
+                _require_grammar_possible(asked)
+                self.params = _params_with_tools(asked, self._tool_use, self._call_format, context)
+        self._has_tool_grammar = self.params is not asked
+        if call_format is not None and call_format.ends:
+            self.params = _params_with_ends(self.params, call_format, context)
+
+    def _needs_tool_grammar(self, use: ToolUse, call_format: ToolCallFormat) -> bool:
+        """Whether a grammar must lay out the answer: its calls, or the message after a thought."""
+        must_follow_thought = call_format.in_messages and self._thinking.budget is not None
+        return use.needs_grammar or must_follow_thought or self.params.structured_outputs is not None
+
+    @property
+    def is_structured_by_tools(self) -> bool:
+        """Whether the answer has a grammar because of the tools."""
+        return self._tool_use is not None and self._tool_use.needs_grammar
+
+    def outputs(self, request_id: str, options: dict[str, Any]) -> OutputStream:
+        """Return the engine's outputs.
+
+        Args:
+            request_id: of the engine's request.
+            options: of the engine's request.
+        """
+        stream = self._context.llm.chat(
+            self._messages,
+            self.params,
+            request_id=request_id,
+            marks=tuple(self._marks()),
+            **self._thought_options(),
+            **self._template_options(),
+            **options,
+        )
+        thought_format = self._context.thought_format
+        return stream if thought_format is None else self._noting_thought(thought_format, stream)
+
+    async def prompt_tokens(self) -> list[int]:
+        """Return the tokens of the prompt."""
+        return await self._context.llm.tokenize_chat(self._messages, **self._template_options())
+
+    def _thought_options(self) -> dict[str, Any]:
+        thought_format = self._context.thought_format
+        budget = self._thinking.budget
+        if thought_format is None or (
+            budget is None and self.params.structured_outputs is None and not self.params.stop
+        ):
+            return {}
+        message = self._context.config.thinking_budget_message
+        control = ThoughtControl(
+            thought_format,
+            budget,
+            message,
+            self._continued,
+            leads_to_content=not self._has_tool_grammar,
+        )
+        return {"thought": control}
+
+    @property
+    def _continued(self) -> str:
+        """The beginning of the answer that is in the prompt already."""
+        continues = self._prompt_options.continue_final_message
+        return text_of(self._messages[-1].get("content")) if continues else ""
+
+    def _marks(self) -> Iterator[str]:
+        """Yield the texts that are read in answers, also where they are special tokens."""
+        if self._call_format is not None:
+            yield from self._call_format.marks
+        if (thought_format := self._context.thought_format) is not None:
+            yield from thought_format.marks
+
+    def _template_options(self) -> dict[str, Any]:
+        """Return what the chat template gets to see besides the messages."""
+        options = {"call_format": self._context.tool_call_format, **self._prompt_options.given()}
+        if self._tool_use is not None:
+            options["tools"] = [tool.for_template() for tool in self._tool_use.tools]
+        variables = self._thinking.variables(self._context.chat_template, self._context.thought_format)
+        if self._prompt_options.documents is not None:
+            variables = {"documents": self._prompt_options.documents, **variables}
+        if variables:
+            options["chat_template_kwargs"] = variables
+        return options
+
+    async def _noting_thought(self, thought_format: ThoughtFormat, stream: OutputStream) -> OutputStream:
+        """Pass on `stream`, having noted what its prompt says of a thought."""
+        async with contextlib.aclosing(stream) as outputs:
+            async for output in outputs:
+                if self._thought is None:
+                    self._thought = expected_thought(thought_format, output.prompt or "", self._continued)
+                yield output
+
+    def reader(self, completion: CompletionOutput) -> AnswerReader:
+        """Return what reads the text of one completion."""
+        reader = self._readers.get(completion.index)
+        if reader is None:
+            reader = AnswerReader(
+                self._call_format, self._tool_use, self._thought, shows_thought=self._thinking.is_shown
+            )
+            self._readers[completion.index] = reader
+        return reader
+
+    def num_thought_tokens(self, completion: CompletionOutput) -> int | None:
+        """Return how many tokens of a completion so far are thought; None: of this model, that is unknown."""
+        if self._context.thought_format is None:
+            return None
+        if self._thought is None:
+            return 0
+        counter = self._thought_tokens.get(completion.index)
+        if counter is None:
+            tokenizer = self._context.llm.tokenizer
+            counter = ThoughtTokens(self._thought, tokenizer.token_text, tokenizer.added_token_id)
+            self._thought_tokens[completion.index] = counter
+        return counter.update(completion.token_ids)
+
+
+class AnswerReader:
+    """Reads one answer as it comes.
+
+    Args:
+        call_format: in which the model calls tools; None: it calls none.
+        use: of tools by the answer.
+        thought: with which the answer may begin; None: with none.
+        shows_thought: whether its events are returned.
+    """
+
+    def __init__(
+        self,
+        call_format: ToolCallFormat | None,
+        use: ToolUse | None,
+        thought: ExpectedThought | None,
+        *,
+        shows_thought: bool,
+    ) -> None:
+        self._parser: AnswerParser | None = None
+        self._must_call = use is not None and use.must_call
+        if call_format is not None or thought is not None:
+            self._parser = AnswerParser(call_format, {} if use is None else use.schemas, thought)
+        self._shows_thought = shows_thought
+        self._short_ids = call_format is not None and call_format.short_ids
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the answer has called tools so far, and all calls are complete."""
+        return self._parser is not None and self._parser.has_calls
+
+    def events(self, new_text: str, *, is_last: bool, is_cut_off: bool = False) -> list[AnswerEvent]:
+        """Return what is new with a piece of the text.
+
+        Args:
+            new_text: the piece.
+            is_last: whether nothing follows.
+            is_cut_off: whether something else than the model has ended the answer.
+        """
+        if self._parser is None:
+            return [ContentDelta(new_text)] if new_text else []
+        events = self._parser.feed(new_text)
+        if is_last:
+            events += self._parser.finish(is_cut_off=is_cut_off)
+        return [event for event in events if self._is_shown(event)]
+
+    def _is_shown(self, event: AnswerEvent) -> bool:
+        """Whether an event is told; what is no call where there must be one is the beginning of one."""
+        if isinstance(event, ReasoningDelta):
+            return self._shows_thought
+        return not (self._must_call and isinstance(event, ContentDelta))
+
+    def new_call_id(self, prefix: str = "call_") -> str:
+        """Return an id for a call: with the prefix, unless the template wants short ones."""
+        if self._short_ids:
+            return "".join(secrets.choice(_SHORT_ID_CHARACTERS) for _ in range(_SHORT_ID_LENGTH))
+        return prefix + secrets.token_hex(12)
+
+
+def _required_format(context: ServerContext) -> ToolCallFormat:
+    """Return the format in which the served model calls tools.
+
+    Raises:
+        InvalidRequestError: its chat template has no place for tools, or the format is unknown.
+    """
+    template = context.llm.tokenizer.chat_template_source
+    if template is None or not has_place_for_tools(template):
+        raise InvalidRequestError(
+            "the model's chat template has no place for tools; leave them out, or serve a model that was "
+            "trained to call tools",
+            param="tools",
+        )
+    call_format = context.tool_call_format
+    if call_format is None:
+        raise InvalidRequestError(
+            "the format in which the model calls tools is not known from its chat template; start the server "
+            "with --tool-call-format",
+            param="tools",
+        )
+    return call_format
+
+
+def _params_with_ends(
+    params: SamplingParams, call_format: ToolCallFormat, context: ServerContext
+) -> SamplingParams:
+    """Return the parameters of an answer that ends with the marks which end one in the format."""
+    tokenizer = context.llm.tokenizer
+    known = {*tokenizer.eos_token_ids, *params.stop_token_ids}
+    token_ids = map(tokenizer.added_token_id, call_format.ends)
+    more = [token_id for token_id in token_ids if token_id is not None and token_id not in known]
+    return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *more)) if more else params
+
+
+def _require_grammar_possible(params: SamplingParams) -> None:
+    """Refuse what does not go together with a grammar, and say so in terms of tools.
+
+    Raises:
+        InvalidRequestError: a parameter does not.
+    """
+    for name in ("beam_width", "min_tokens", "ignore_eos"):
+        if value := getattr(params, name):
+            raise InvalidRequestError(
+                f"{name} is {value!r}, but a grammar sees to it that the tools are called as tool_choice, "
+                f"parallel_tool_calls, strict or the form of the answer want it; leave {name} or these out",
+                param=name,
+            )
+
+
+def _params_with_tools(
+    params: SamplingParams, use: ToolUse, call_format: ToolCallFormat, context: ServerContext
+) -> SamplingParams:
+    """Return the parameters of an answer that calls tools as it may or must.
+
+    Stop strings count in content, of which an answer that must call has none.
+
+    Raises:
+        InvalidRequestError: that cannot be enforced.
+    """
+    closes_objects = context.llm.config.scheduler.closed_json_objects
+    structure = structure_of_answer(
+        call_format,
+        use.enforceable(closes_objects=closes_objects),
+        context.llm.tokenizer.added_token_id,
+        content=_enforceable_content(params.structured_outputs, closes_objects=closes_objects),
+    )
+    stop = () if use.must_call else params.stop
+    return dataclasses.replace(params, structured_outputs=structure, stop=stop)
+
+
+def _enforceable_content(
+    content: StructuredOutputsParams | None, *, closes_objects: bool
+) -> StructuredOutputsParams | None:
+    """Return what the answer must be if it calls no tools, as a grammar can enforce it.
+
+    Raises:
+        InvalidRequestError: its schema cannot be enforced.
+    """
+    if content is None or not isinstance(content.json, str):
+        return content
+    try:
+        schema = enforceable_schema(json.loads(content.json), closes_objects=closes_objects)
+    except ValueError as error:
+        raise InvalidRequestError(f"the schema cannot be used: {error}", param="structured_outputs") from None
+    return dataclasses.replace(content, json=schema)

@@ -1,0 +1,98 @@
+"""Thinking as a body asks for it, and what the model's chat template is told of that."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from quire.dialogue.template_names import uses_name
+from quire.dialogue.thoughts import ThoughtFormat
+from quire.errors import InvalidRequestError
+from quire.server.wire.leniency import Leniency
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+_EFFORTS = typing.get_args(ReasoningEffort)  # least first
+_SWITCHES = ("enable_thinking", "thinking")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Thinking:
+    """How the model is to think before it answers.
+
+    Args:
+        is_on: whether it is to; None: as the chat template has it by default.
+        effort: how much; None: likewise.
+        template_kwargs: variables for the chat template, which win over the effort.
+        is_shown: whether the client gets the thought.
+        budget: maximum number of tokens of the thought; None: as many as it takes.
+    """
+
+    is_on: bool | None = None
+    effort: ReasoningEffort | None = None
+    template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_shown: bool = True
+    budget: int | None = None
+
+    def variables(self, template: str, thought_format: ThoughtFormat | None = None) -> dict[str, Any]:
+        """Return the variables for a chat template.
+
+        There is a switch that turns thinking on and off, and `reasoning_effort`, as far as the template uses
+        these names. An effort that models of `thought_format` do not know becomes the nearest that they do.
+        """
+        variables: dict[str, Any] = {}
+        if self.is_on is not None:
+            variables = {name: self.is_on for name in _SWITCHES if uses_name(template, name)}
+        effort = None if self.effort == "none" and variables else self.effort
+        if effort is not None and uses_name(template, "reasoning_effort"):
+            known = () if thought_format is None else thought_format.efforts
+            variables["reasoning_effort"] = _nearest(effort, known)
+        return {**variables, **self.template_kwargs}
+
+    def note_effort_without_effect(
+        self, template: str, leniency: Leniency, *, can_think: bool, param: str = "reasoning_effort"
+    ) -> None:
+        """Note an effort that the chat template has no place for.
+
+        Args:
+            template: chat template of the model.
+            leniency: with which the body is read.
+            can_think: whether the model is known to think.
+            param: path of the field with the effort.
+
+        Raises:
+            InvalidRequestError: the server is strict.
+        """
+        asks_for_nothing = self.effort is None or (self.effort == "none" and not can_think)
+        if asks_for_nothing or any(uses_name(template, name) for name in (*_SWITCHES, "reasoning_effort")):
+            return
+        _note(param, f"is {self.effort!r}", leniency)
+
+    def note_switch_without_effect(
+        self, template: str, leniency: Leniency, *, can_think: bool, param: str
+    ) -> None:
+        """Note that the model is to think, if it is not known to think and its template has no switch.
+
+        The arguments are those of `note_effort_without_effect`.
+
+        Raises:
+            InvalidRequestError: the server is strict.
+        """
+        if self.is_on and not can_think and not any(uses_name(template, name) for name in _SWITCHES):
+            _note(param, "turns thinking on", leniency)
+
+
+def _note(param: str, problem: str, leniency: Leniency) -> None:
+    if leniency.is_strict:
+        raise InvalidRequestError(
+            f"{param} {problem}, which is not supported by the model's chat template; leave it out",
+            param=param,
+        )
+    leniency.ignore(param)
+
+
+def _nearest(effort: ReasoningEffort, known: Sequence[str]) -> str:
+    """Return the effort of `known` that is nearest to another; that itself if none is known."""
+    return min(known, key=lambda one: abs(_EFFORTS.index(one) - _EFFORTS.index(effort)), default=effort)

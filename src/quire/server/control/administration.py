@@ -1,0 +1,120 @@
+"""What concerns all tenants: the prefix cache, and an engine that pauses or sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import EngineDeadError
+from quire.server.context import ServerContext, context_of, tenant_of
+from quire.server.wire.answers import PauseStatus, ResetPrefixCache, SleepStatus, json_response
+from quire.server.wire.errors import ApiError
+from quire.server.wire.validation import read_query
+
+RESET_TIMEOUT = 60.0
+"""Seconds to wait for the engine, which may be within a long step."""
+
+Mode = Literal["abort", "wait", "keep"]
+
+
+class PauseOptions(BaseModel):
+    """The query of POST /pause; see `AsyncLLM.pause_generation`."""
+
+    mode: Mode = "abort"
+    clear_cache: bool = True
+
+
+class SleepOptions(BaseModel):
+    """The query of POST /sleep; see `AsyncLLM.sleep`. Nothing is left of the engine, whatever the level."""
+
+    mode: Mode = "abort"
+    level: Literal["1", "2"] = "1"
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget all cached prefixes, of every tenant, if no KV block is in use."""
+    context = _context_of_admin(request, "the prefix cache")
+    try:
+        is_reset = await asyncio.wait_for(context.llm.reset_prefix_cache(), RESET_TIMEOUT)
+    except TimeoutError:
+        raise EngineDeadError(f"the engine has not answered for {RESET_TIMEOUT:g} s") from None
+    if not is_reset:
+        raise ApiError(
+            409,
+            "the prefix cache is in use by requests, pins or peers; try again when they have ended",
+            code="prefix_cache_in_use",
+        )
+    return json_response(ResetPrefixCache())
+
+
+async def pause(request: Request) -> Response:
+    """Admit no requests until POST /resume; new ones wait."""
+    context = _context_of_controller(request)
+    options = read_query(request, PauseOptions)
+    is_cleared = await context.llm.pause_generation(options.mode, clear_cache=options.clear_cache)
+    return json_response(PauseStatus(is_paused=True, is_cache_cleared=is_cleared))
+
+
+async def resume(request: Request) -> Response:
+    """End the pause."""
+    await _context_of_controller(request).llm.resume_generation()
+    return json_response(PauseStatus(is_paused=False))
+
+
+async def is_paused(request: Request) -> Response:
+    """Tell whether the engine is paused."""
+    return json_response(PauseStatus(is_paused=await context_of(request).llm.is_paused()))
+
+
+async def sleep(request: Request) -> Response:
+    """End the engine until POST /wake_up, so that its weights and KV take no memory."""
+    context = _context_of_controller(request)
+    await context.llm.sleep(read_query(request, SleepOptions).mode)
+    return json_response(SleepStatus(is_sleeping=True))
+
+
+async def wake_up(request: Request) -> Response:
+    """Start an engine that sleeps, and answer when it accepts requests."""
+    await _context_of_controller(request).llm.wake_up()
+    return json_response(SleepStatus(is_sleeping=False))
+
+
+async def is_sleeping(request: Request) -> Response:
+    """Tell whether the engine is asleep."""
+    return json_response(SleepStatus(is_sleeping=await context_of(request).llm.is_sleeping()))
+
+
+def _context_of_controller(request: Request) -> ServerContext:
+    """Return the server's state to a tenant that may stop the engine.
+
+    Raises:
+        ApiError: 403, the tenant may not, or nobody may.
+    """
+    context = _context_of_admin(request, "the engine")
+    if not context.config.engine_control:
+        raise ApiError(
+            403,
+            "this server's engine cannot be paused over HTTP; start it with --engine-control",
+            code="not_permitted",
+        )
+    return context
+
+
+def _context_of_admin(request: Request, what: str) -> ServerContext:
+    """Return the server's state to a tenant that may change what all tenants share.
+
+    Raises:
+        ApiError: 403, the tenant may not.
+    """
+    tenant = tenant_of(request)
+    if not tenant.sees_all:
+        raise ApiError(
+            403,
+            f"{what} is shared: the tenant {tenant.name!r} is no admin in the server's key file",
+            code="not_permitted",
+        )
+    return context_of(request)

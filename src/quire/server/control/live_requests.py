@@ -1,0 +1,88 @@
+"""/v1/requests: what the requests that are being served do or wait for, and their end before time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.context import ENGINE_TIMEOUT, ServerContext, context_of, tenant_of
+from quire.server.tenancy.tenants import Tenant
+from quire.server.wire.answers import AbortedCall, ServedCall, ServedCallList, json_response
+from quire.server.wire.errors import TIMEOUT, ApiError
+
+MAX_LISTED = 100
+
+MAX_SENTENCES = 200
+"""Sentences of an answer, as many for each call: with a long queue, each takes the engine a millisecond."""
+
+
+async def list_requests(request: Request) -> Response:
+    """List the requests that the tenant may know of, the oldest first, with what each does or waits for."""
+    context, tenant = context_of(request), tenant_of(request)
+    own = filter(tenant.sees, context.calls.by_id)
+    engine_ids = list(itertools.islice(own, MAX_LISTED))
+    has_more = next(own, None) is not None
+    data = await _explained(context, tenant, engine_ids)
+    return json_response(ServedCallList(data=data, has_more=has_more))
+
+
+async def get_request(request: Request) -> Response:
+    """Explain what a request does or waits for, by the id that its answer carries."""
+    context, tenant = context_of(request), tenant_of(request)
+    [call] = await _explained(context, tenant, [_live_id(request)])
+    return json_response(call)
+
+
+async def abort_request(request: Request) -> Response:
+    """End a request that is being served; its client gets an error with the code aborted."""
+    context, tenant = context_of(request), tenant_of(request)
+    call_id = _live_id(request)
+    context.calls.note_abort(call_id)
+    for request_id in context.calls.by_id[call_id]:
+        context.llm.abort(request_id)
+    return json_response(AbortedCall(id=tenant.call_id(call_id)))
+
+
+def _live_id(request: Request) -> str:
+    """Return the id (`Tenant.engine_id`) of the call that the path names.
+
+    Raises:
+        ApiError: 404, none that the tenant may know of is being served.
+    """
+    context, tenant = context_of(request), tenant_of(request)
+    request_id: str = request.path_params["request_id"]
+    calls = context.calls.by_id
+    candidates = [tenant.engine_id(request_id)] + [request_id] * tenant.sees_all
+    engine_id = next(filter(calls.__contains__, candidates), None)
+    if engine_id is None:
+        raise ApiError(
+            404,
+            f"the request {request_id!r} is not being served: it has ended or never arrived; /v1/requests "
+            "lists those that are",
+            code="request_not_found",
+        )
+    return engine_id
+
+
+async def _explained(context: ServerContext, tenant: Tenant, engine_ids: Sequence[str]) -> list[ServedCall]:
+    """Return what these calls, which are being served, do or wait for, with ids as `tenant` knows them."""
+    groups = [context.calls.by_id[engine_id] for engine_id in engine_ids]
+    limit = MAX_SENTENCES // max(1, len(groups))
+    try:
+        states = await asyncio.wait_for(context.llm.explain_all(groups, limit), ENGINE_TIMEOUT)
+    except TimeoutError:
+        raise ApiError(
+            504,
+            f"the engine has not explained its requests within {ENGINE_TIMEOUT:g} s: its steps take long, or "
+            "it hangs, which /health tells; try again",
+            kind=TIMEOUT,
+            code="engine_timeout",
+        ) from None
+    return [
+        ServedCall(id=tenant.call_id(engine_id), state=state)
+        for engine_id, state in zip(engine_ids, states, strict=True)
+    ]

@@ -1,0 +1,111 @@
+"""What surrounds every request: its X-Request-Id, and who may send it."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.tenancy.api_keys import key_refusal
+from quire.server.tenancy.tenants import Tenant, Tenants
+from quire.server.wire.access_log import access_record_of
+from quire.server.wire.error_shapes import error_shape_of, request_id_headers_of
+from quire.server.wire.errors import ApiError
+from quire.server.wire.paths import MONITORING_PATHS
+
+MAX_REQUEST_ID_LENGTH = 128  # characters
+
+_REQUEST_ID = re.compile(r"[!-~]+")  # visible ASCII
+
+
+class RequestEnvelope:
+    """ASGI middleware: gives each request an id and echoes it.
+
+    Args:
+        app: the application inside.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", uuid.uuid4().hex)
+        refusal = _request_id_refusal(request_id)
+        echoed = uuid.uuid4().hex if refusal else request_id
+        scope.setdefault("state", {})["request_id"] = echoed
+
+        ids = dict.fromkeys(request_id_headers_of(scope["path"]), echoed)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(ids)
+            await send(message)
+
+        if refusal:
+            await refusal.response(error_shape_of(scope["path"]))(scope, receive, send_with_id)
+        else:
+            await self._app(scope, receive, send_with_id)
+
+
+class KeyCheck:
+    """ASGI middleware: refuses requests without a valid API key.
+
+    `scope["state"]` has the request's `Tenant` as `tenant`, if it was asked for a key.
+
+    Args:
+        app: the application inside.
+        tenants: have the keys.
+        open_paths: need no key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, tenants: Tenants, open_paths: frozenset[str] = MONITORING_PATHS
+    ) -> None:
+        self._app = app
+        self._tenants = tenants
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http" or scope["path"] in self._open_paths or not self._tenants.needs_key:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        tenant = self._tenants.of_headers(headers)
+        if tenant is None:
+            given = [headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key")]
+            refusal = key_refusal(*given)
+            await refusal.response(error_shape_of(scope["path"]))(scope, receive, send)
+        else:
+            scope.setdefault("state", {})["tenant"] = tenant
+            if (record := access_record_of(scope)) is not None:
+                record.tenant = tenant.name
+            await self._app(scope, receive, _telling_rates(tenant, send) if tenant.usage.has_rates else send)
+
+
+def _telling_rates(tenant: Tenant, send: Send) -> Send:
+    """Return `send` with what is left of the tenant's limits per minute in the headers of the answer."""
+
+    async def send_with_rates(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(tenant.usage.headers())
+        await send(message)
+
+    return send_with_rates
+
+
+def _request_id_refusal(request_id: str) -> ApiError | None:
+    if len(request_id) > MAX_REQUEST_ID_LENGTH:
+        problem = f"has {len(request_id)} characters; at most {MAX_REQUEST_ID_LENGTH} are taken"
+    elif not _REQUEST_ID.fullmatch(request_id):
+        problem = f"is {request_id!r}; it must consist of visible ASCII characters"
+    else:
+        return None
+    return ApiError(400, f"X-Request-Id {problem}", code="invalid_request_id")

@@ -1,0 +1,1 @@
+"""HTTP/1.1 connections: accepting, limits, TLS, sockets, and stopping."""

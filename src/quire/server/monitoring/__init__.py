@@ -1,0 +1,1 @@
+"""The monitoring port, and figures for people."""

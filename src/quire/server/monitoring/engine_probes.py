@@ -1,0 +1,61 @@
+"""What is told of an engine to those who monitor its server, by the event loop and by another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from quire.errors import EngineDeadError
+from quire.scheduling.outputs import SchedulerStats
+from quire.server.context import STATS_TIMEOUT, ServerContext
+from quire.server.http.stopping import cancelled_at_end
+from quire.server.wire.answers import Health
+
+STATS_INTERVAL = 1.0
+"""Seconds between questions for the engine's figures, which a busy engine tells more often by itself."""
+
+
+def health_of(context: ServerContext) -> Health:
+    """Return whether requests can be served; any thread may ask."""
+    if context.calls.draining:
+        return Health(status="draining", reason="the server is shutting down")
+    try:
+        context.llm.check_health()
+    except EngineDeadError as error:
+        return Health(status="unavailable", reason=str(error))
+    return Health(status="ok")
+
+
+async def current_stats(context: ServerContext) -> tuple[SchedulerStats | None, bool]:
+    """Return the engine's figures, the last ones if it is within a long step, and whether it is up."""
+    llm = context.llm
+    try:
+        llm.check_health()
+        return await asyncio.wait_for(llm.stats(), STATS_TIMEOUT), True
+    except TimeoutError:
+        return llm.latest_stats, True
+    except EngineDeadError:
+        return llm.latest_stats, False
+
+
+def latest_exposition(context: ServerContext) -> bytes:
+    """Return the metrics in the Prometheus text format, from what is known already; any thread may ask."""
+    llm = context.llm
+    is_up = health_of(context).status != "unavailable"
+    context.metrics.engine.update(llm.latest_stats, llm.recovery_stats, engine_up=is_up)
+    return context.metrics.exposition()
+
+
+@contextlib.asynccontextmanager
+async def stats_kept_current(context: ServerContext) -> AsyncIterator[None]:
+    """Have the engine's figures at hand for the duration of the context."""
+    async with cancelled_at_end(_ask_for_stats(context)):
+        yield
+
+
+async def _ask_for_stats(context: ServerContext) -> None:
+    while True:
+        with contextlib.suppress(EngineDeadError):
+            await context.llm.stats()
+        await asyncio.sleep(STATS_INTERVAL)

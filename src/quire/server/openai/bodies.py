@@ -1,0 +1,438 @@
+"""Bodies of requests: strict pydantic models of what OpenAI's clients send, plus Quire's sampling fields.
+
+A field that is null counts as left out. Fields that OpenAI defines and Quire does not support are declared
+with the type `Unsupported`, so that they are refused by name, or as `Ignored` if they change no token; see
+`quire.server.wire.leniency` for other names.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    create_model,
+)
+from pydantic_core import PydanticCustomError
+
+from quire.dialogue.tools import ToolUse
+from quire.errors import InvalidRequestError
+from quire.limits import NonNegativeInt, PositiveInt, limits_of
+from quire.request_options import RequestOptions, ShortText
+from quire.sampling_params import (
+    MAX_BEAM_WIDTH,
+    Bias,
+    NumLogprobs,
+    NumSequences,
+    SamplingParams,
+    StopText,
+    TokenId,
+)
+from quire.server.calls.prompt_options import PromptFields
+from quire.server.calls.reasoning import ReasoningEffort, Thinking
+from quire.server.calls.response_format import ResponseFormat, StructuredOutputs
+from quire.server.calls.tool_fields import (
+    ToolChoice,
+    Tools,
+    tool_use_of,
+)
+from quire.server.openai.chat_messages import ChatMessage
+from quire.server.sampling_defaults import SamplingDefaults
+from quire.server.wire.leniency import Ignorable, Leniency
+from quire.server.wire.other_names import NAMES_IN_CHATS, NAMES_IN_COMPLETIONS, take_other_values
+from quire.server.wire.strict_model import (
+    Ignored,
+    JsonObject,
+    StrictModel,
+    Unsupported,
+    body_fields,
+    optional_field,
+    text_or_list,
+)
+
+MAX_PROMPTS = 1024
+MAX_OBJECTS = 4_096  # in a body; each takes microseconds to check
+MAX_VALUES = 65_536  # in a body, besides the token ids of a prompt
+MAX_LOGIT_BIASES = 1024
+DEFAULT_COMPLETION_TOKENS = 16
+_OTHERWISE_IN_BODIES = (  # in another form, or of only one of the bodies
+    "bad_words_token_ids",
+    "best_of",
+    "logit_bias",
+    "logprobs",
+    "stop",
+    "structured_outputs",
+)
+
+TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
+
+
+def _prompt_form(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "=text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else ""
+    if isinstance(first, list):
+        return "=token_lists"
+    return "=texts" if isinstance(first, str) else "=tokens"
+
+
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+PromptForms = Annotated[
+    Annotated[str, Tag("=text")]
+    | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("=texts")]
+    | Annotated[TokenIds, Tag("=tokens")]
+    | Annotated[
+        list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("=token_lists")
+    ],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="form",
+        custom_error_message="it must be text, token ids, or a list of either",
+    ),
+]
+Stop = Annotated[
+    Annotated[StopText, Tag("=text")]
+    | Annotated[
+        list[StopText],
+        Field(fail_fast=True, max_length=limits_of(SamplingParams)["stop"].bounds["max_length"]),
+        Tag("=texts"),
+    ],
+    text_or_list("=texts", "a string or a list of strings"),
+]
+
+
+def _few_enough(biases: Any) -> Any:
+    """Check the size before the items: there may be a million of them."""
+    if isinstance(biases, dict) and len(biases) > MAX_LOGIT_BIASES:
+        raise PydanticCustomError("too_long", f"it may have at most {MAX_LOGIT_BIASES} entries")
+    return biases
+
+
+LogitBias = Annotated[
+    dict[TokenIdText, Bias], Field(max_length=MAX_LOGIT_BIASES), BeforeValidator(_few_enough)
+]
+
+
+class StreamOptions(StrictModel):
+    """What a stream carries besides the text."""
+
+    path_prefix = "stream_options."
+
+    include_usage: bool | None = Field(None, description="Send a final event with the token usage.")
+    continuous_usage_stats: bool | None = Field(
+        None,
+        description="Send the prompt's usage so far with every event, and a final event with that of all.",
+    )
+    include_obfuscation: Annotated[Literal[False] | None, Ignorable()] = Field(
+        None, description="Padding is never added."
+    )
+
+
+SharedFields = create_model(
+    "SharedFields",
+    __base__=StrictModel,
+    **body_fields(SamplingParams, exclude=_OTHERWISE_IN_BODIES),
+    **body_fields(RequestOptions, exclude=("tenant", "tenant_weight")),
+)
+
+
+class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
+    """Fields that completions and chat share."""
+
+    model: str = Field(description="The served model's name, as /v1/models lists it.")
+    logit_bias: LogitBias | None = optional_field(SamplingParams, "logit_bias")
+    stop: Stop | None = optional_field(SamplingParams, "stop")
+    use_beam_search: bool | None = Field(
+        None,
+        description="Use beam search with beam_width beams. If beam_width is not given: best_of or n beams.",
+    )
+    structured_outputs: StructuredOutputs | None = optional_field(SamplingParams, "structured_outputs")
+    stream: bool | None = Field(None, description="Send tokens as server-sent events as they are generated.")
+    stream_options: StreamOptions | None = Field(None, description="Options for streaming; needs stream.")
+    user: ShortText | None = optional_field(RequestOptions, "tenant")
+    return_token_ids: bool | None = Field(
+        None, description="Return the token ids of the prompt and of the output."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None,
+        description="Number of the prompt's tokens that are kept; -1: as many as fit beside max_tokens. "
+        "Default: all.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which side truncate_prompt_tokens cuts off. Default: left."
+    )
+
+    @classmethod
+    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
+        """Take what other servers' clients mean by values that Quire has another form for."""
+        take_other_values(values)
+        if values.get("stream_options") is not None and not values.get("stream"):
+            del values["stream_options"]
+            leniency.ignore("stream_options")
+        if values.get("truncate_prompt_tokens") is None and values.pop("truncation_side", None) is not None:
+            leniency.ignore("truncation_side")
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with an event that carries the usage.
+
+        Raises:
+            InvalidRequestError: `stream_options` without `stream`.
+        """
+        if self.stream_options is None:
+            return False
+        if not self.stream:
+            raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+        return bool(self.stream_options.include_usage) or self.includes_usage_so_far
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether each event of a stream carries the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def only_scores_prompt(self) -> bool:
+        """Whether the prompt is to be echoed with nothing after it."""
+        return False
+
+    @abc.abstractmethod
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Raises:
+            InvalidRequestError: a value out of range, or two that contradict each other.
+        """
+
+    def request_options(self) -> dict[str, Any]:
+        """Return the fields of `RequestOptions` that were given."""
+        given = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(RequestOptions)}
+        given["tenant"] = self.user
+        return {name: value for name, value in given.items() if value is not None}
+
+    def shared_sampling_fields(self) -> dict[str, Any]:
+        """Return those fields that `SamplingParams` has under the same name and that were given."""
+        names = _SHARED_SAMPLING_FIELDS
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = self.structured_outputs.params()
+        return given
+
+    def checked_params(self, fields: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
+        """Return the engine's parameters from those given for this body, and defaults for others.
+
+        Raises:
+            InvalidRequestError: a value out of range, two that contradict each other, or a stream of
+                completions that are not known before all have ended.
+        """
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "stream is true, and prompt_logprobs come with whole answers only; set stream to false",
+                param="stream",
+            )
+        if self.use_beam_search:
+            fields.setdefault("beam_width", fields.pop("best_of", fields.get("n", 1)))
+            if not 2 <= fields["beam_width"] <= MAX_BEAM_WIDTH:
+                raise InvalidRequestError(
+                    f"use_beam_search with {fields['beam_width']} beams; set beam_width to a number from "
+                    f"2 to {MAX_BEAM_WIDTH}",
+                    param="use_beam_search",
+                )
+        elif self.use_beam_search is False and self.beam_width:
+            raise InvalidRequestError(
+                f"use_beam_search is false, but beam_width is {self.beam_width}", param="use_beam_search"
+            )
+        params = defaults.params(fields)
+        if self.stream and params.is_ranked:
+            kind = "beam search" if params.beam_width else f"best_of {params.best_of} above n {params.n}"
+            raise InvalidRequestError(
+                f"stream is true, but with {kind} nothing is known before all is; set stream to false",
+                param="stream",
+            )
+        return params
+
+
+_CONVERTED_FIELDS = ("logit_bias", "structured_outputs")
+_SHARED_SAMPLING_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name in GenerationRequest.model_fields and field.name not in _CONVERTED_FIELDS
+)
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    names_of_other_servers = NAMES_IN_COMPLETIONS
+
+    prompt: PromptForms = Field(description="Text or token ids to continue, one or several.")
+    max_tokens: NonNegativeInt | None = Field(
+        None,
+        description="Maximum number of output tokens; 0 only with echo. "
+        f"Default: {DEFAULT_COMPLETION_TOKENS}.",
+    )
+    best_of: NumSequences | None = optional_field(SamplingParams, "best_of")
+    echo: bool | None = Field(
+        None, description="Put the prompt in front of the text. With max_tokens 0: return only the prompt."
+    )
+    logprobs: NumLogprobs | None = optional_field(SamplingParams, "logprobs")
+    add_special_tokens: bool | None = Field(
+        None, description="Add the tokens that the model wants around a text to it. Default: true."
+    )
+    suffix: Unsupported = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several, each text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # a list whose first item is an int holds ints
+        return self.prompt  # type: ignore[return-value]
+
+    @property
+    def only_scores_prompt(self) -> bool:
+        """Whether the prompt is to be echoed with nothing after it."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Raises:
+            InvalidRequestError: a value out of range, or two that contradict each other.
+        """
+        fields = self.shared_sampling_fields()
+        if self.best_of is not None:
+            fields["best_of"] = self.best_of
+        fields.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
+        if self.only_scores_prompt:
+            fields["max_tokens"] = 1  # the engine samples at least one token; it is dropped
+            fields.pop("min_tokens", None)
+        elif self.max_tokens == 0:
+            raise InvalidRequestError(
+                "max_tokens is 0; it must be at least 1, or echo must be true", param="max_tokens"
+            )
+        if self.logprobs is not None:
+            fields["logprobs"] = self.logprobs
+            if self.echo:
+                fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return self.checked_params(fields, defaults)
+
+
+class ChatCompletionRequest(PromptFields, GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    names_of_other_servers = NAMES_IN_CHATS
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)] = Field(
+        description="The conversation so far."
+    )
+    max_completion_tokens: PositiveInt | None = Field(None, description="The newer name of max_tokens.")
+    logprobs: bool | None = Field(None, description="Return the log-probabilities of the answer's tokens.")
+    top_logprobs: NumLogprobs | None = Field(
+        None, description="Number of most likely tokens to return besides; needs logprobs."
+    )
+    response_format: ResponseFormat | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    service_tier: Annotated[Literal["auto", "default"] | None, Ignorable()] = None
+    store: Annotated[Literal[False] | None, Ignorable()] = None
+    tools: Tools | None = Field(None, description="What the model may call; at most 128.")
+    tool_choice: ToolChoice | None = Field(
+        None, description="Whether tools may be called, must be, and which. Default: auto."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may have several calls. Default: true."
+    )
+    chat_template_kwargs: JsonObject | None = Field(
+        None, description="Variables for the chat template, such as enable_thinking."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="How much the model thinks, as far as its chat template knows efforts; none: not."
+    )
+    thinking_token_budget: NonNegativeInt | None = Field(
+        None, description="Maximum number of tokens of what the model thinks; then the answer begins."
+    )
+    include_reasoning: bool | None = Field(
+        None, description="Return what the model thinks as reasoning_content. Default: true."
+    )
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    functions: Unsupported = None
+    metadata: Ignored = None
+    prediction: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    verbosity: Ignored = None
+    web_search_options: Unsupported = None
+
+    @classmethod
+    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
+        """Let max_completion_tokens win over max_tokens, and top_logprobs ask for logprobs."""
+        super().adapt(values, leniency)
+        if values.get("top_logprobs") is not None and values.get("logprobs") is None:
+            values["logprobs"] = True
+        if values.get("max_completion_tokens") is not None:
+            older = values.pop("max_tokens", None)
+            if older is not None and older != values["max_completion_tokens"]:
+                leniency.ignore("max_tokens")
+
+    def tool_use(self) -> ToolUse | None:
+        """Return which tools the answer may or must call; None: none.
+
+        Raises:
+            InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
+        """
+        return tool_use_of(self.tools, self.tool_choice, parallel_tool_calls=self.parallel_tool_calls)
+
+    def given_messages(self) -> list[dict[str, Any]]:
+        """Return the messages in OpenAI's form."""
+        return [message.as_given() for message in self.messages]
+
+    def thinking_options(self) -> Thinking:
+        """Return how the model is to think."""
+        return Thinking(
+            is_on=None if self.reasoning_effort is None else self.reasoning_effort != "none",
+            effort=self.reasoning_effort,
+            template_kwargs=self.chat_template_kwargs or {},
+            budget=self.thinking_token_budget,
+            is_shown=self.include_reasoning is not False,
+        )
+
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Raises:
+            InvalidRequestError: a value out of range, or two that contradict each other.
+        """
+        fields = self.shared_sampling_fields()
+        structure = None if self.response_format is None else self.response_format.params()
+        if structure is not None:
+            if "structured_outputs" in fields:
+                raise InvalidRequestError(
+                    "response_format and structured_outputs both say what the output is; give one of them",
+                    param="response_format",
+                )
+            fields["structured_outputs"] = structure
+        newer = self.max_completion_tokens
+        if newer is not None:
+            if self.max_tokens is not None and self.max_tokens != newer:
+                raise InvalidRequestError(
+                    f"max_tokens is {self.max_tokens} and max_completion_tokens {newer}; give one of them",
+                    param="max_tokens",
+                )
+            fields["max_tokens"] = newer
+        if self.logprobs:
+            fields["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs is not None:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self.checked_params(fields, defaults)

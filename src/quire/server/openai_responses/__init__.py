@@ -1,1 +1,0 @@
-"""OpenAI's Responses API: a translation over the conversations of `quire.server.conversation`."""

@@ -1,0 +1,1 @@
+"""Tenants: their keys, their limits, and what they used."""

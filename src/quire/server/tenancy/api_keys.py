@@ -1,0 +1,42 @@
+"""API keys: what of a request is one, and how it is compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from quire.server.wire.errors import ApiError
+
+
+def key_digest(key: bytes) -> bytes:
+    """Return the SHA-256 of a key: keys are looked up by it.
+
+    How long a lookup takes tells something about digests, of which nobody can choose or invert any, and
+    nothing about keys.
+    """
+    return hashlib.sha256(key).digest()
+
+
+def digests_of(keys: str) -> frozenset[bytes]:
+    """Return the digests of keys that are separated by spaces."""
+    return frozenset(key_digest(key.encode()) for key in keys.split())
+
+
+def presented_keys(authorization: bytes, x_api_key: bytes) -> Iterator[bytes]:
+    """Yield the keys that a request presents in the headers of these names; empty: there is none."""
+    scheme, _, token = authorization.partition(b" ")
+    if scheme.lower() == b"bearer" and (token := token.strip()):
+        yield token
+    if x_api_key := x_api_key.strip():
+        yield x_api_key
+
+
+def key_refusal(authorization: bytes, x_api_key: bytes) -> ApiError:
+    """Return the answer to a request that presents no valid key in the headers of these names."""
+    problem = "is wrong" if any(presented_keys(authorization, x_api_key)) else "is missing"
+    return ApiError(
+        401,
+        f"the API key {problem}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )

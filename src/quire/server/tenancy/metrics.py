@@ -1,0 +1,81 @@
+"""What each tenant has asked for and been given, as Prometheus metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from quire.server.tenancy.tenants import Tenants
+
+
+@dataclasses.dataclass(slots=True)
+class TenantFigures:
+    """One tenant's requests, of which a call has one for each prompt, and their tokens.
+
+    Attributes:
+        num_requests: that were sent to the engine, or waited for that.
+        num_waiting: of those that are being served, the ones without a token so far.
+        num_running: of those that are being served, the ones that have a token.
+        num_prompt_tokens: of answered requests.
+        num_generated_tokens: of all.
+    """
+
+    num_requests: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
+_COUNTERS = (
+    (
+        "num_requests",
+        "quire_tenant_requests",
+        "Number of requests of a tenant, each prompt of a call counted.",
+    ),
+    ("num_prompt_tokens", "quire_tenant_prompt_tokens", "Number of prompt tokens of answered requests."),
+    ("num_generated_tokens", "quire_tenant_generation_tokens", "Number of generated tokens."),
+)
+_GAUGES = (
+    ("num_waiting", "quire_tenant_requests_waiting", "Number of requests that have no token so far."),
+    ("num_running", "quire_tenant_requests_running", "Number of requests that have a token and go on."),
+)
+
+
+class TenantCollector(Collector):
+    """The figures of the tenants that there are at present.
+
+    Args:
+        tenants: of the server.
+    """
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric; called by the registry."""
+        tenants = self._tenants.separate
+        for attribute, name, meaning in _COUNTERS:
+            counter = CounterMetricFamily(name, meaning, labels=["tenant"])
+            for tenant in tenants:
+                counter.add_metric([tenant.name], getattr(tenant.figures, attribute))
+            yield counter
+        for attribute, name, meaning in _GAUGES:
+            gauge = GaugeMetricFamily(name, meaning, labels=["tenant"])
+            for tenant in tenants:
+                gauge.add_metric([tenant.name], getattr(tenant.figures, attribute))
+            yield gauge
+        refused = CounterMetricFamily(
+            "quire_tenant_refusals",
+            "Number of times that a limit of the key file refused a tenant's call or one of its prompts.",
+            labels=["tenant", "limit"],
+        )
+        for tenant in tenants:
+            for limit, number in tenant.usage.num_refusals.items():
+                refused.add_metric([tenant.name, limit], number)
+        yield refused

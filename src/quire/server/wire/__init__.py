@@ -1,0 +1,1 @@
+"""Bodies in and answers out: reading, validation, errors, streams, and the OpenAPI document."""

@@ -1,0 +1,232 @@
+"""The access log: one line for each request, when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.wire.line_writer import LineWriter
+from quire.server.wire.paths import POLLED_PATHS
+
+if TYPE_CHECKING:
+    from quire.request_output import RequestOutput
+
+CLIENT_LEFT = 499
+"""nginx's status for a client that left before its answer; nobody reads it."""
+
+MAX_LINE_LENGTH = 2048  # bytes
+
+_STATE = "access_record"
+_MAX_LENGTHS = {"client": 64, "method": 16, "path": 256, "request_id": 128, "tenant": 64, "error": 128}
+_UNPRINTED = re.compile(r"[^!#-\[\]-~]")  # also what would end a field of the text format
+
+Format = Literal["text", "json"]
+
+
+class AccessRecord:
+    """What is known of one request.
+
+    Attributes:
+        client: address of the connection's other end; batch: it is a line of a batch.
+        method, path: of the request, the path as it was sent, without its query.
+        request_id: its X-Request-Id, or the one that it was given.
+        tenant: whose it is, as far as its key tells; whoever checks keys sets it.
+        status: of the answer; 0: none was sent.
+        error: code of what went wrong.
+    """
+
+    __slots__ = (
+        "_first_token_at", "_outputs", "_start", "client", "error", "method", "path", "request_id", "status",
+        "tenant",
+    )  # fmt: skip
+
+    def __init__(self, *, client: str, method: str, path: str, request_id: str = "") -> None:
+        self.client = client
+        self.method = method
+        self.path = path
+        self.request_id = request_id
+        self.tenant = ""
+        self.status = 0
+        self.error = ""
+        self._outputs: dict[int, RequestOutput] = {}  # the last of each prompt
+        self._start = time.perf_counter()
+        self._first_token_at: float | None = None
+
+    def observe(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take note of a cumulative output of one of the request's prompts."""
+        self._outputs[prompt_index] = output
+        if self._first_token_at is None and any(one.token_ids for one in output.outputs):
+            self._first_token_at = time.perf_counter()
+
+    def fields(self) -> dict[str, Any]:
+        """Return the names and values of the line, the time of day first."""
+        now = time.perf_counter()
+        fields: dict[str, Any] = {"time": _time_of_day()}
+        for name, max_length in _MAX_LENGTHS.items():
+            if value := getattr(self, name):
+                fields[name] = printable(value, max_length)
+        fields |= {"status": self.status, "latency": round(now - self._start, 6)}
+        if self._outputs:
+            fields |= _tokens(self._outputs)
+        if self._first_token_at is not None:
+            fields["time_to_first_token"] = round(self._first_token_at - self._start, 6)
+        return fields
+
+
+class AccessLog:
+    """Writes a line for each request; see `LineWriter` for what happens if nobody reads them.
+
+    Args:
+        line_format: of the lines.
+        descriptor: to write to; stays open.
+    """
+
+    def __init__(self, line_format: Format, descriptor: int) -> None:
+        self._to_line = _FORMATS[line_format]
+        self.writer = LineWriter(descriptor, self._line_of_dropped)
+
+    def write(self, record: AccessRecord) -> None:
+        """Write the line of a request that has ended (on `POLLED_PATHS`, if it failed); never waits."""
+        if record.path in POLLED_PATHS and record.status < 400:
+            return
+        self.writer.write(self._to_line(record.fields()))
+
+    @contextlib.contextmanager
+    def noting(self, scope: MutableMapping[str, Any], record: AccessRecord) -> Iterator[AccessRecord]:
+        """Have a request noted on `record`, and write its line when it ends."""
+        state = scope.setdefault("state", {})
+        state[_STATE] = record
+        try:
+            yield record
+        except BaseException as error:
+            left = isinstance(error, asyncio.CancelledError)
+            record.status = record.status or (CLIENT_LEFT if left else 500)
+            record.error = record.error or ("cancelled" if left else "internal_error")
+            raise
+        finally:
+            record.request_id = state.get("request_id", "")
+            self.write(record)
+
+    def _line_of_dropped(self, number: int) -> bytes:
+        return self._to_line({"time": _time_of_day(), "dropped_lines": number})
+
+
+@contextlib.contextmanager
+def access_log(kind: Literal["off", "text", "json"]) -> Iterator[AccessLog | None]:
+    """Yield a log on the standard output; None if it is off."""
+    if kind == "off":
+        yield None
+        return
+    log = AccessLog(kind, sys.stdout.fileno())
+    try:
+        yield log
+    finally:
+        log.writer.close()
+
+
+class AccessLogging:
+    """ASGI middleware: logs each request when it ends.
+
+    Args:
+        app: the application inside.
+        log: to write to.
+    """
+
+    def __init__(self, app: ASGIApp, *, log: AccessLog) -> None:
+        self._app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        with self._log.noting(scope, record_of(scope)) as record:
+
+            async def send_noting(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    record.status = message["status"]
+                await send(message)
+
+            await self._app(scope, receive, send_noting)
+
+
+def access_record_of(scope: Mapping[str, Any]) -> AccessRecord | None:
+    """Return the record of an ASGI request; None if none is kept."""
+    record: AccessRecord | None = scope.get("state", {}).get(_STATE)
+    return record
+
+
+def note_error(scope: Mapping[str, Any], error: str) -> None:
+    """Have the request's line name what went wrong; what went wrong first counts."""
+    if (record := access_record_of(scope)) is not None and not record.error:
+        record.error = error
+
+
+def printable(text: str, max_length: int) -> str:
+    """Return text of a client as visible ASCII, without quotes and spaces, and cut off if it is long."""
+    shown = _UNPRINTED.sub(lambda match: _escaped(match[0]), text[: max_length + 1])
+    return shown if len(shown) <= max_length else f"{shown[: max_length - 3]}..."
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def record_of(scope: Mapping[str, Any]) -> AccessRecord:
+    """Return the record of a request that begins."""
+    client = scope.get("client")
+    path = scope.get("raw_path")
+    return AccessRecord(
+        client=client[0] if client else "unix",
+        method=scope["method"],
+        path=path.decode("latin-1") if path else scope["path"],
+    )
+
+
+def _tokens(outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+    completions = [one for output in outputs.values() for one in output.outputs]
+    reasons: dict[str, int] = {}
+    for one in completions:
+        if one.finish_reason is not None:
+            reasons[one.finish_reason] = reasons.get(one.finish_reason, 0) + 1
+    return {
+        "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs.values()),
+        "cached_tokens": sum(output.num_cached_tokens for output in outputs.values()),
+        "completion_tokens": sum(len(one.token_ids) for one in completions),
+        "finish_reasons": reasons,
+    }
+
+
+def _time_of_day() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _json_line(fields: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(fields) + b"\n"
+
+
+def _text_line(fields: dict[str, Any]) -> bytes:
+    """Return the fields as `name=value`; the first ones, which each request has, without names."""
+    shown = [str(fields.pop("time"))]
+    if "method" in fields:
+        client, method, path, status = (fields.pop(name) for name in ("client", "method", "path", "status"))
+        shown.append(f'{client} "{method} {path}" {status}')
+    reasons = fields.pop("finish_reasons", None)
+    shown += [f"{name}={value}" for name, value in fields.items()]
+    if reasons:
+        shown.append("finish_reasons=" + ",".join(f"{reason}:{count}" for reason, count in reasons.items()))
+    return (" ".join(shown) + "\n").encode()
+
+
+_FORMATS = {"text": _text_line, "json": _json_line}

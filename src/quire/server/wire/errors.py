@@ -1,0 +1,157 @@
+"""Errors as the HTTP client sees them: OpenAI's shape, and one place that decides the status."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.errors import (
+    ContextLengthError,
+    DuplicateRequestError,
+    EngineAsleepError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestQuarantinedError,
+    RequestTimeoutError,
+)
+from quire.server.wire.access_log import note_error
+from quire.server.wire.answers import ErrorDetail, ErrorResponse, encode
+from quire.server.wire.raw_response import closing_response
+
+log = logging.getLogger(__name__)
+
+ErrorShape: TypeAlias = "Callable[[ApiError], msgspec.Struct]"
+"""Returns an error as clients of one API expect it."""
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+UNAVAILABLE = "service_unavailable_error"
+TIMEOUT = "timeout_error"
+
+
+_REQUEST_CODES = {
+    ContextLengthError: "context_length_exceeded",
+    DuplicateRequestError: "duplicate_request_id",
+}
+
+
+def openai_error(error: ApiError) -> ErrorResponse:
+    """Return an error as OpenAI's clients expect it: `{"error": {...}}`."""
+    detail = ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
+    return ErrorResponse(error=detail)
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Args:
+        status: HTTP status code.
+        message: what was wrong, the value, the limit and what to do.
+        kind: OpenAI's error type.
+        param: the request field at fault, if it is one.
+        code: a short machine-readable reason, if there is one.
+        headers: added to the response, as Retry-After.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self, shape: ErrorShape = openai_error) -> bytes:
+        """Return the JSON body, in the shape of an API."""
+        return encode(shape(self))
+
+    def response(self, shape: ErrorShape = openai_error) -> Response:
+        """Return the whole HTTP response."""
+        return _ErrorAnswer(self, shape)
+
+    def closing_response(self) -> bytes:
+        """Return the whole HTTP response as it is sent, for a connection that closes after it."""
+        return closing_response(self.status, "application/json", self.body(), headers=self.headers)
+
+    @property
+    def reason(self) -> str:
+        """What went wrong in a word, and the field at fault; without anything that a message quotes."""
+        return f"{self.code or self.kind}:{self.param}" if self.param else self.code or self.kind
+
+
+class _ErrorAnswer(Response):
+    """The answer that an error is, which the access log gets to know."""
+
+    def __init__(self, error: ApiError, shape: ErrorShape) -> None:
+        super().__init__(error.body(shape), error.status, error.headers, media_type="application/json")
+        self._reason = error.reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        note_error(scope, self._reason)
+        await super().__call__(scope, receive, send)
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+def as_api_error(error: Exception, *, request_id: str = "") -> ApiError:
+    """Return what the client is told about `error`; the unexpected is logged here, once, and not disclosed.
+
+    Args:
+        error: anything raised while a request was served.
+        request_id: the X-Request-Id of the request, to find its log lines by.
+    """
+    answer = _expected(error)
+    if answer is not None:
+        return answer
+    log.error("request %s failed", request_id, exc_info=error)
+    return ApiError(
+        500,
+        f"internal error; the server's log has the details under request id {request_id!r}",
+        kind=SERVER_ERROR,
+        code="internal_error",
+    )
+
+
+def _expected(error: Exception) -> ApiError | None:
+    """Return the answer to an error whose message is meant for the client; None for any other."""
+    answer: ApiError | None = None
+    match error:
+        case ApiError():
+            answer = error
+        case InvalidRequestError():
+            answer = ApiError(400, str(error), param=error.param, code=_REQUEST_CODES.get(type(error)))
+        case QueueFullError():
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            answer = ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
+        case RequestTimeoutError():
+            answer = ApiError(504, str(error), kind=TIMEOUT, code="timeout")
+        case RequestQuarantinedError():
+            answer = ApiError(500, str(error), kind=SERVER_ERROR, code="quarantined")
+        case EngineAsleepError():
+            answer = ApiError(503, str(error), kind=UNAVAILABLE, code="engine_asleep")
+        case EngineDeadError():
+            answer = ApiError(503, str(error), kind=UNAVAILABLE, code="engine_dead")
+        case HTTPException():
+            answer = ApiError(error.status_code, str(error.detail), headers=error.headers)
+    return answer
