@@ -41,7 +41,7 @@ from quire.datadist import (
     LLMRole,
     LLMStatusCode,
 )
-from quire.datadist.options import DEFAULT_TCP_STREAMS
+from quire.datadist.interface.options import DEFAULT_TCP_STREAMS
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 28, 8, 128, 16
 PART_BYTES = NUM_KV_HEADS * BLOCK_SIZE * HEAD_SIZE * 2  # K or V of a layer in a block

@@ -37,7 +37,7 @@ MODULES = (
     "torch",
     "quire.cli.generate",
     "quire.cli.serve",
-    "quire.datadist.llm_datadist",
+    "quire.datadist.interface.llm_datadist",
     "quire.engine.core",
     "quire.engine.loop",
     "quire.engine.ranks.gloo",

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 
 from quire.datadist import LLMClusterInfo, LLMConfig, LLMDataDist, LLMRole
-from quire.datadist.handshake import ConnectionKind, greet, new_greeting
-from quire.datadist.protocol import (
+from quire.datadist.transports.tcp import TcpParameters
+from quire.datadist.wire.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.wire.protocol import (
     BYTE_ORDER,
     LinkEstablished,
     LinkOffer,
@@ -18,7 +19,6 @@ from quire.datadist.protocol import (
     TransportOffer,
     decoder_channel,
 )
-from quire.datadist.transports.tcp import TcpParameters
 
 PROMPT_ID, DECODER_ID = 1, 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quire.datadist import sockets
+from quire.datadist.wire import sockets
 
 Census = dict[str, int]
 

@@ -9,7 +9,7 @@ import struct
 
 import sides
 
-from quire.datadist.handshake import ConnectionKind, new_greeting
+from quire.datadist.wire.handshake import ConnectionKind, new_greeting
 
 NUM_CONNECTIONS = 300  # more than may be half-open
 LINGER_NOTHING = struct.pack("ii", 1, 0)  # closing then resets the connection

@@ -16,10 +16,12 @@ from forwarder import Forwarder
 from raw_peers import RawDecoder, connection_to, soon, started
 from sides import byte_desc, owned_bytes, pattern, register_new, write_new_blocks
 
-from quire.datadist import BlocksCacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode, push_receiver
-from quire.datadist.decoder_link import DecoderLink
-from quire.datadist.handshake import ConnectionKind, greet, new_greeting
-from quire.datadist.protocol import (
+from quire.datadist import BlocksCacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode
+from quire.datadist.links import push_receiver
+from quire.datadist.links.decoder_link import DecoderLink
+from quire.datadist.links.push_sender import FIRST_TRANSFER
+from quire.datadist.wire.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.wire.protocol import (
     BlocksSource,
     CheckLink,
     ControlChannel,
@@ -27,8 +29,13 @@ from quire.datadist.protocol import (
     LinkOffer,
     encode_runs,
 )
-from quire.datadist.push_protocol import FromPushReceiver, PushAccepted, PushesReady, PushRefused, PushRequest
-from quire.datadist.push_sender import FIRST_TRANSFER
+from quire.datadist.wire.push_protocol import (
+    FromPushReceiver,
+    PushAccepted,
+    PushesReady,
+    PushRefused,
+    PushRequest,
+)
 
 NOT_LINKED = LLMStatusCode.LLM_NOT_YET_LINK
 SUCCESS = LLMStatusCode.LLM_SUCCESS

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire.datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMStatusCode
-from quire.datadist.cache_pool import CachePool
+from quire.datadist.caches.cache_pool import CachePool
 
 UNSET = 2**64 - 1
 KEYS = [

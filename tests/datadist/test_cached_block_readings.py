@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.datadist.cached_blocks import PART_BLOCKS, CachedBlocks
-from quire.datadist.protocol import DIGEST_BYTES, ProtocolError, decode_digests
+from quire.datadist.loans.cached_blocks import PART_BLOCKS, CachedBlocks
 from quire.datadist.status import LLMException
+from quire.datadist.wire.protocol import DIGEST_BYTES, ProtocolError, decode_digests
 from quire.kv import block_hash
 
 NAMES = st.integers(0, 4)

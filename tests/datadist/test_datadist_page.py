@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quire.datadist import LLMStatusCode, option_keys
-from quire.datadist.options import DEFAULT_TCP_STREAMS
+from quire.datadist import LLMStatusCode
+from quire.datadist.interface import option_keys
+from quire.datadist.interface.options import DEFAULT_TCP_STREAMS
 from quire.datadist.transports.tcp import MAX_STREAMS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "datadist.md").read_text(encoding="utf-8")

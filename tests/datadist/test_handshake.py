@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from quire.datadist import handshake, sockets
-from quire.datadist.handshake import (
+from quire.datadist.wire import handshake, sockets
+from quire.datadist.wire.handshake import (
     GREETING_BYTES,
     PROOF_BYTES,
     ConnectionKind,

@@ -17,23 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_peers import DECODER_ID, PROMPT_ID, RawDecoder, address_of, connection_to, soon, started
 
-from quire.datadist import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKey,
-    DataType,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-    door,
-    prompt_service,
-    protocol,
-    sockets,
-)
-from quire.datadist.cache_pool import CachePool
-from quire.datadist.handshake import GREETING_BYTES, ConnectionKind, HandshakeError, greet, new_greeting
-from quire.datadist.memory import HostMemory
-from quire.datadist.protocol import (
+from quire.datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
+from quire.datadist.caches.cache_pool import CachePool
+from quire.datadist.caches.memory import HostMemory
+from quire.datadist.links import door, prompt_service
+from quire.datadist.links.pull_sources import open_pull_source
+from quire.datadist.transports.interface import Checksum
+from quire.datadist.wire import protocol, sockets
+from quire.datadist.wire.handshake import GREETING_BYTES, ConnectionKind, HandshakeError, greet, new_greeting
+from quire.datadist.wire.protocol import (
     BlocksSource,
     KeySource,
     LayerRange,
@@ -51,8 +43,6 @@ from quire.datadist.protocol import (
     Unlinked,
     encode_runs,
 )
-from quire.datadist.pull_sources import open_pull_source
-from quire.datadist.transports.interface import Checksum
 
 TOKEN = "correct horse"
 DESC = CacheDesc(2, [4, 8], DataType.DT_UINT8)
@@ -451,7 +441,7 @@ class RawPrompt:
 
     @contextlib.contextmanager
     def _accept(self, secret: bytes):
-        from quire.datadist.handshake import connection_key, decode_greeting, listening_proof
+        from quire.datadist.wire.handshake import connection_key, decode_greeting, listening_proof
 
         connection, _ = self.listener.accept()
         connection.setblocking(False)

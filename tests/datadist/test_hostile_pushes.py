@@ -16,11 +16,15 @@ from hypothesis import strategies as st
 from raw_peers import DECODER_ID, PROMPT_ID, RawDecoder, address_of, connection_to, soon, started
 from sides import byte_desc, register_new
 
-from quire.datadist import BlocksCacheKey, CacheDesc, DataType, LLMException, LLMRole, LLMStatusCode, sockets
-from quire.datadist.cache_pool import CachePool
-from quire.datadist.handshake import ConnectionKind, greet, new_greeting
-from quire.datadist.memory import HostMemory
-from quire.datadist.protocol import (
+from quire.datadist import BlocksCacheKey, CacheDesc, DataType, LLMException, LLMRole, LLMStatusCode
+from quire.datadist.caches.cache_pool import CachePool
+from quire.datadist.caches.memory import HostMemory
+from quire.datadist.caches.spans import slot_spans
+from quire.datadist.links.push_receiver import PushReceiver, hold_target, target_spans
+from quire.datadist.links.push_sender import FIRST_TRANSFER, PushSender
+from quire.datadist.wire import sockets
+from quire.datadist.wire.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.wire.protocol import (
     BlocksSource,
     ControlChannel,
     LayerRange,
@@ -29,7 +33,7 @@ from quire.datadist.protocol import (
     SlotSource,
     encode_runs,
 )
-from quire.datadist.push_protocol import (
+from quire.datadist.wire.push_protocol import (
     AddressedTarget,
     FromPushReceiver,
     FromPushSender,
@@ -39,9 +43,6 @@ from quire.datadist.push_protocol import (
     PushRefused,
     PushRequest,
 )
-from quire.datadist.push_receiver import PushReceiver, hold_target, target_spans
-from quire.datadist.push_sender import FIRST_TRANSFER, PushSender
-from quire.datadist.spans import slot_spans
 
 DESC = CacheDesc(2, [4, 8], DataType.DT_UINT8)
 TIMEOUT = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
@@ -403,7 +404,7 @@ def test_pushes_have_one_connection_of_an_established_link(prompt):
 
 
 def test_a_prompt_that_never_gets_ready_for_pushes_is_linked_without_them(prompt, monkeypatch):
-    from quire.datadist.prompt_link import PromptLink
+    from quire.datadist.links.prompt_link import PromptLink
 
     monkeypatch.setattr(PromptLink, "attach_pushes", lambda *_: False)
     with started(LLMRole.DECODER, DECODER_ID, transports="tcp") as decoder:

@@ -13,17 +13,21 @@ import torch
 from raw_peers import address_of, soon, started
 
 from quire.datadist import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
-from quire.datadist.arriving_blocks import ArrivingBlocks
-from quire.datadist.cache_pool import CachePool
-from quire.datadist.cached_blocks import CachedBlocks
-from quire.datadist.decoder_link import DecoderLink
-from quire.datadist.lending import Lender
-from quire.datadist.linking import establish_link
-from quire.datadist.loans import Loans
-from quire.datadist.memory import HostMemory
-from quire.datadist.prompt_link import PromptLink
-from quire.datadist.prompt_service import PromptService
-from quire.datadist.protocol import (
+from quire.datadist.caches.cache_pool import CachePool
+from quire.datadist.caches.memory import HostMemory
+from quire.datadist.caches.registered_memory import memory_of_tensors
+from quire.datadist.caches.spans import part_spans
+from quire.datadist.links.decoder_link import DecoderLink
+from quire.datadist.links.linking import establish_link
+from quire.datadist.links.prompt_link import PromptLink
+from quire.datadist.links.prompt_service import PromptService
+from quire.datadist.loans.arriving_blocks import ArrivingBlocks
+from quire.datadist.loans.cached_blocks import CachedBlocks
+from quire.datadist.loans.lending import Lender
+from quire.datadist.loans.loans import Loans
+from quire.datadist.transports.interface import DestinationEnd, LinkTerms
+from quire.datadist.transports.opening import open_transports
+from quire.datadist.wire.protocol import (
     DIGEST_BYTES,
     LinkOffer,
     LoanReport,
@@ -37,10 +41,6 @@ from quire.datadist.protocol import (
     decoder_channel,
     prompt_channel,
 )
-from quire.datadist.registered_memory import memory_of_tensors
-from quire.datadist.spans import part_spans
-from quire.datadist.transports.interface import DestinationEnd, LinkTerms
-from quire.datadist.transports.opening import open_transports
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 96
 DESC = CacheDesc(1, [NUM_BLOCKS, BLOCK_BYTES], DataType.DT_INT8)

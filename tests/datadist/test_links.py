@@ -9,19 +9,11 @@ import pytest
 from raw_peers import DECODER_ID, PROMPT_ID, RawDecoder, address_of, started
 
 import subprocesses
-from quire.datadist import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKey,
-    DataType,
-    LLMException,
-    LLMRole,
-    LLMStatusCode,
-    decoder_links,
-    pulls,
-    sockets,
-)
+from quire.datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
+from quire.datadist.interface import pulls
+from quire.datadist.links import decoder_links
 from quire.datadist.transports import tcp
+from quire.datadist.wire import sockets
 
 DESC = CacheDesc(3, [20, 6], DataType.DT_UINT8)
 

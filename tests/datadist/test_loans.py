@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.datadist.arriving_blocks import ArrivingBlocks
-from quire.datadist.loans import BlockPart, Loans
-from quire.datadist.spans import ByteSpans
+from quire.datadist.caches.spans import ByteSpans
+from quire.datadist.loans.arriving_blocks import ArrivingBlocks
+from quire.datadist.loans.loans import BlockPart, Loans
 from quire.datadist.status import LLMException, LLMStatusCode
 
 BLOCK_BYTES = 40
@@ -250,7 +250,7 @@ def test_nobody_waits_for_a_loan_that_has_ended_and_its_name_may_be_given_anew()
 
 
 def test_only_so_many_names_are_remembered(monkeypatch):
-    monkeypatch.setattr("quire.datadist.loans._MAX_OVER", 2)
+    monkeypatch.setattr("quire.datadist.loans.loans._MAX_OVER", 2)
     loans = Loans(BLOCK_BYTES)
     loans.release(["one", "two", "three"])
     assert loans.offer("one", "request", 4, DIGEST) == FIRST

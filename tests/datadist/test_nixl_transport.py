@@ -23,10 +23,10 @@ from quire.datadist import (
     LLMRole,
     LLMStatusCode,
 )
-from quire.datadist.memory import HostMemory
-from quire.datadist.protocol import ControlChannel, ProtocolError, encode_runs
-from quire.datadist.spans import block_spans
+from quire.datadist.caches.memory import HostMemory
+from quire.datadist.caches.spans import block_spans
 from quire.datadist.transports import nixl, nixl_agent
+from quire.datadist.wire.protocol import ControlChannel, ProtocolError, encode_runs
 
 KEY = BlocksCacheKey(1)
 SUCCESS = LLMStatusCode.LLM_SUCCESS

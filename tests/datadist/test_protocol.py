@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.datadist import protocol, sockets
-from quire.datadist.protocol import (
+from quire.datadist.wire import protocol, sockets
+from quire.datadist.wire.protocol import (
     MAX_FRAME_BYTES,
     BlocksSource,
     CheckLink,
@@ -51,7 +51,7 @@ from quire.datadist.protocol import (
     encode_runs,
     prompt_channel,
 )
-from quire.datadist.push_protocol import (
+from quire.datadist.wire.push_protocol import (
     AddressedTarget,
     FromPushReceiver,
     FromPushSender,

@@ -22,12 +22,11 @@ from quire.datadist import (
     DataType,
     LLMException,
     LLMStatusCode,
-    prompt_link,
-    push_receiver,
 )
-from quire.datadist import pulls as pulls_module
-from quire.datadist.prompt_link import PromptLink
-from quire.datadist.push_sender import PushSender
+from quire.datadist.interface import pulls as pulls_module
+from quire.datadist.links import prompt_link, push_receiver
+from quire.datadist.links.prompt_link import PromptLink
+from quire.datadist.links.push_sender import PushSender
 from quire.datadist.transports.interface import LinkTerms
 
 

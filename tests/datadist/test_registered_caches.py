@@ -25,8 +25,8 @@ from quire.datadist import (
     LLMStatusCode,
     Placement,
 )
-from quire.datadist.memory import HostMemory
-from quire.datadist.registered_memory import memory_at, memory_of_tensors
+from quire.datadist.caches.memory import HostMemory
+from quire.datadist.caches.registered_memory import memory_at, memory_of_tensors
 
 INVALID = LLMStatusCode.LLM_PARAM_INVALID
 NOT_EXIST = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST

@@ -23,23 +23,12 @@ from raw_peers import DECODER_ID, PROMPT_ID, RawDecoder, address_of, soon, start
 from remote_objects import remote_process
 from sides import byte_desc, pattern, read_cache, write_new_cache
 
-from quire.datadist import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKey,
-    DataType,
-    LLMRole,
-    LLMStatusCode,
-    prompt_link,
-    protocol,
-    shared_host_memory,
-    sockets,
-)
-from quire.datadist.handshake import ConnectionKind, greet, new_greeting
-from quire.datadist.memory import DeviceMemory, HostMemory
-from quire.datadist.protocol import LinkEstablished, LinkOffer, OfferAccepted, TransportOffer
-from quire.datadist.shared_host_memory import SharedHostMemory
-from quire.datadist.spans import block_spans, runs, slot_spans
+from quire.datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMRole, LLMStatusCode
+from quire.datadist.caches import shared_host_memory
+from quire.datadist.caches.memory import DeviceMemory, HostMemory
+from quire.datadist.caches.shared_host_memory import SharedHostMemory
+from quire.datadist.caches.spans import block_spans, runs, slot_spans
+from quire.datadist.links import prompt_link
 from quire.datadist.transports import shared_memory, unix_sockets
 from quire.datadist.transports.shared_memory import (
     FileSpans,
@@ -47,6 +36,9 @@ from quire.datadist.transports.shared_memory import (
     SharedMemorySourceEnd,
     SharedMemoryTransport,
 )
+from quire.datadist.wire import protocol, sockets
+from quire.datadist.wire.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.wire.protocol import LinkEstablished, LinkOffer, OfferAccepted, TransportOffer
 
 DESC = CacheDesc(2, [4, 1000], DataType.DT_UINT8)
 ALL = slot_spans(range(2), 0, 4000)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.datadist import CacheDesc, DataType
-from quire.datadist import spans as spans_module
-from quire.datadist.memory import DeviceMemory, HostMemory
-from quire.datadist.spans import ByteSpans, block_spans, common_pieces, runs, slot_spans
+from quire.datadist.caches import spans as spans_module
+from quire.datadist.caches.memory import DeviceMemory, HostMemory
+from quire.datadist.caches.spans import ByteSpans, block_spans, common_pieces, runs, slot_spans
 
 
 def naive_bytes(spans: ByteSpans) -> list[tuple[int, int]]:

@@ -11,12 +11,13 @@ import pytest
 import torch
 import xxhash
 
-from quire.datadist import CacheDesc, DataType, sockets
-from quire.datadist.memory import DeviceMemory, HostMemory
-from quire.datadist.spans import block_spans, runs, slot_spans
+from quire.datadist import CacheDesc, DataType
+from quire.datadist.caches.memory import DeviceMemory, HostMemory
+from quire.datadist.caches.spans import block_spans, runs, slot_spans
 from quire.datadist.transports import tcp
 from quire.datadist.transports.interface import Checksum, ChecksumError
 from quire.datadist.transports.tcp import TcpDestinationEnd, TcpParameters, TcpSourceEnd, TcpTransport, shares
+from quire.datadist.wire import sockets
 
 
 def soon() -> float:

@@ -13,7 +13,7 @@ import pytest
 from engine_checks import check_after_every_step, core_of
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig, SchedulerConfig
-from quire.datadist.decoder_link import DecoderLink
+from quire.datadist.links.decoder_link import DecoderLink
 from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError

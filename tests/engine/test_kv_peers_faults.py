@@ -17,14 +17,14 @@ import pytest
 from engine_checks import check_after_every_step, core_of
 from late_steps import compute_late
 from quire import LLM, SamplingParams
-from quire.datadist.cached_blocks import CachedBlocks, CachedReading
-from quire.datadist.decoder_link import DecoderLink
-from quire.datadist.loans import Loans
-from quire.datadist.prompt_link import PromptLink
-from quire.datadist.protocol import LoanReport
+from quire.datadist.links.decoder_link import DecoderLink
+from quire.datadist.links.prompt_link import PromptLink
+from quire.datadist.loans.cached_blocks import CachedBlocks, CachedReading
+from quire.datadist.loans.loans import Loans
 from quire.datadist.status import LLMStatusCode, failure
 from quire.datadist.transports.shared_memory import SharedMemoryDestinationEnd, SharedMemorySourceEnd
 from quire.datadist.transports.tcp import TcpDestinationEnd, TcpSourceEnd
+from quire.datadist.wire.protocol import LoanReport
 from quire.engine.messages import EngineCoreRequest
 from quire.kv.peers import connector as connector_module
 from quire.kv.peers import links, peer_prefixes, pulls

@@ -13,7 +13,7 @@ from engine_checks import core_of
 from host_choice import HostChoice
 from late_steps import compute_late
 from quire import LLM
-from quire.datadist.loans import Loans
+from quire.datadist.loans.loans import Loans
 from quire.kv.peers.loan_steps import LoanSteps
 
 

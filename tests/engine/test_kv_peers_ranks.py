@@ -14,7 +14,7 @@ import pytest
 
 from engine_checks import check_after_every_step, core_of
 from quire import LLM, SamplingParams
-from quire.datadist.decoder_link import DecoderLink
+from quire.datadist.links.decoder_link import DecoderLink
 from quire.errors import ConfigError, EngineDeadError
 from quire.kv.peers import block_layouts, peer_prefixes
 

@@ -9,9 +9,9 @@ import torch
 
 from checkpoints import make_checkpoint
 from quire import LLM, SamplingParams
-from quire.datadist.cache_desc import CacheDesc
+from quire.datadist.caches.cache_desc import CacheDesc
+from quire.datadist.caches.memory import DeviceMemory
 from quire.datadist.enums import DataType
-from quire.datadist.memory import DeviceMemory
 from quire.kernels.triton.device import is_interpreted
 
 NUM_BYTES = 1 << 12 if is_interpreted else 64 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from late_device import LateDevice
-from quire.datadist.loans import Loans
+from quire.datadist.loans.loans import Loans
 from quire.kv.load_costs import LoadCosts
 from quire.kv.peers.loan_steps import LoanStep, LoanSteps
 from quire.kv.step_times import StepTimes, host_mark

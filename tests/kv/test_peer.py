@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from late_device import LateDevice
-from quire.datadist.protocol import LoanReport
 from quire.datadist.status import LLMStatusCode, failure
+from quire.datadist.wire.protocol import LoanReport
 from quire.kv.block_hash import SequenceKeys, root_digest
 from quire.kv.page_layout import PageLayout
 from quire.kv.peers import links, pull_readers

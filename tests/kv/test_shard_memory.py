@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.datadist.loans import BlockPart
+from quire.datadist.loans.loans import BlockPart
 from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.kv.page_layout import PageLayout, VectorFormat
 from quire.kv.peers import block_layouts

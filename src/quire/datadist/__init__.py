@@ -11,25 +11,25 @@ from quire.lazy_attributes import lazy_attributes
 TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 
 if TYPE_CHECKING:
-    from quire.datadist.cache_desc import CacheDesc
-    from quire.datadist.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-    from quire.datadist.cache_tasks import (
+    from quire.datadist.caches.cache_desc import CacheDesc
+    from quire.datadist.caches.cache_keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+    from quire.datadist.caches.tensor import Tensor, TensorDesc
+    from quire.datadist.enums import DataType, LLMRole, Placement
+    from quire.datadist.interface.cache_tasks import (
         CacheTask,
         LayerSynchronizer,
         TransferConfig,
         TransferWithCacheKeyConfig,
     )
-    from quire.datadist.configs import LLMConfig, ModelConfig
-    from quire.datadist.configs import LLMConfig as LlmConfig
-    from quire.datadist.enums import DataType, LLMRole, Placement
-    from quire.datadist.kv_cache import Cache, KvCache
-    from quire.datadist.kv_cache_manager import KvCacheManager
-    from quire.datadist.llm_datadist import LLMDataDist
-    from quire.datadist.llm_model import LLMModel
-    from quire.datadist.model_runner import ModelRunner, set_default_runner_factory
-    from quire.datadist.requests import LLMClusterInfo, LLMReq
+    from quire.datadist.interface.configs import LLMConfig, ModelConfig
+    from quire.datadist.interface.configs import LLMConfig as LlmConfig
+    from quire.datadist.interface.kv_cache import Cache, KvCache
+    from quire.datadist.interface.kv_cache_manager import KvCacheManager
+    from quire.datadist.interface.llm_datadist import LLMDataDist
+    from quire.datadist.interface.llm_model import LLMModel
+    from quire.datadist.interface.model_runner import ModelRunner, set_default_runner_factory
+    from quire.datadist.peers import LLMClusterInfo, LLMReq
     from quire.datadist.status import LLMException, LLMStatusCode
-    from quire.datadist.tensor import Tensor, TensorDesc
 
 __all__ = [
     "BlocksCacheKey",
@@ -62,33 +62,33 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BlocksCacheKey": "quire.datadist.cache_keys",
-    "Cache": "quire.datadist.kv_cache",
-    "CacheDesc": "quire.datadist.cache_desc",
-    "CacheKey": "quire.datadist.cache_keys",
-    "CacheKeyByIdAndIndex": "quire.datadist.cache_keys",
-    "CacheTask": "quire.datadist.cache_tasks",
+    "BlocksCacheKey": "quire.datadist.caches.cache_keys",
+    "Cache": "quire.datadist.interface.kv_cache",
+    "CacheDesc": "quire.datadist.caches.cache_desc",
+    "CacheKey": "quire.datadist.caches.cache_keys",
+    "CacheKeyByIdAndIndex": "quire.datadist.caches.cache_keys",
+    "CacheTask": "quire.datadist.interface.cache_tasks",
     "DataType": "quire.datadist.enums",
-    "KvCache": "quire.datadist.kv_cache",
-    "KvCacheManager": "quire.datadist.kv_cache_manager",
-    "LLMClusterInfo": "quire.datadist.requests",
-    "LLMConfig": "quire.datadist.configs",
-    "LLMDataDist": "quire.datadist.llm_datadist",
+    "KvCache": "quire.datadist.interface.kv_cache",
+    "KvCacheManager": "quire.datadist.interface.kv_cache_manager",
+    "LLMClusterInfo": "quire.datadist.peers",
+    "LLMConfig": "quire.datadist.interface.configs",
+    "LLMDataDist": "quire.datadist.interface.llm_datadist",
     "LLMException": "quire.datadist.status",
-    "LLMModel": "quire.datadist.llm_model",
-    "LLMReq": "quire.datadist.requests",
+    "LLMModel": "quire.datadist.interface.llm_model",
+    "LLMReq": "quire.datadist.peers",
     "LLMRole": "quire.datadist.enums",
     "LLMStatusCode": "quire.datadist.status",
-    "LayerSynchronizer": "quire.datadist.cache_tasks",
-    "LlmConfig": "quire.datadist.configs",
-    "ModelConfig": "quire.datadist.configs",
-    "ModelRunner": "quire.datadist.model_runner",
+    "LayerSynchronizer": "quire.datadist.interface.cache_tasks",
+    "LlmConfig": "quire.datadist.interface.configs",
+    "ModelConfig": "quire.datadist.interface.configs",
+    "ModelRunner": "quire.datadist.interface.model_runner",
     "Placement": "quire.datadist.enums",
-    "Tensor": "quire.datadist.tensor",
-    "TensorDesc": "quire.datadist.tensor",
-    "TransferConfig": "quire.datadist.cache_tasks",
-    "TransferWithCacheKeyConfig": "quire.datadist.cache_tasks",
-    "set_default_runner_factory": "quire.datadist.model_runner",
+    "Tensor": "quire.datadist.caches.tensor",
+    "TensorDesc": "quire.datadist.caches.tensor",
+    "TransferConfig": "quire.datadist.interface.cache_tasks",
+    "TransferWithCacheKeyConfig": "quire.datadist.interface.cache_tasks",
+    "set_default_runner_factory": "quire.datadist.interface.model_runner",
 }
 
 __getattr__, __dir__ = lazy_attributes(globals(), _HOMES)

@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 
 import xxhash
 
-from quire.datadist.memory import CacheMemory
-from quire.datadist.spans import ByteSpans
+from quire.datadist.caches.memory import CacheMemory
+from quire.datadist.caches.spans import ByteSpans
 
 
 class ChecksumError(ConnectionError):

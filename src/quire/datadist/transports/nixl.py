@@ -18,19 +18,8 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
-from quire.datadist import sockets
-from quire.datadist.handshake import ConnectionKind, greet, new_greeting
-from quire.datadist.memory import CacheMemory
-from quire.datadist.protocol import (
-    U32,
-    U64,
-    ControlChannel,
-    ProtocolError,
-    Size,
-    encode_runs,
-    require_transfer,
-)
-from quire.datadist.spans import ByteSpans, Int64Array, common_pieces
+from quire.datadist.caches.memory import CacheMemory
+from quire.datadist.caches.spans import ByteSpans, Int64Array, common_pieces
 from quire.datadist.transports.interface import (
     Checksum,
     ChecksumError,
@@ -41,6 +30,17 @@ from quire.datadist.transports.interface import (
 )
 from quire.datadist.transports.nixl_agent import Descriptors, NixlAgent, RegionMetadata, memory_kind
 from quire.datadist.transports.source_spans import EncodedSpans, decode_source_spans
+from quire.datadist.wire import sockets
+from quire.datadist.wire.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.wire.protocol import (
+    U32,
+    U64,
+    ControlChannel,
+    ProtocolError,
+    Size,
+    encode_runs,
+    require_transfer,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.datadist import sockets
-from quire.datadist.memory import CacheMemory
+from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.transports.call_thread import CallFailedError, CallThread
+from quire.datadist.wire import sockets
 
 logger = logging.getLogger(__name__)
 

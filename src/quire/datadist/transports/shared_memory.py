@@ -22,15 +22,22 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
-from quire.datadist import sockets
-from quire.datadist.handshake import ConnectionKind, greet, new_greeting
-from quire.datadist.memory import CacheMemory
-from quire.datadist.protocol import U64, ControlChannel, ProtocolError, Size, encode_runs, require_transfer
-from quire.datadist.shared_host_memory import MappedMemory, SharedHostMemory
-from quire.datadist.spans import ByteSpans, common_pieces
+from quire.datadist.caches.memory import CacheMemory
+from quire.datadist.caches.shared_host_memory import MappedMemory, SharedHostMemory
+from quire.datadist.caches.spans import ByteSpans, common_pieces
 from quire.datadist.transports import unix_sockets
 from quire.datadist.transports.interface import DestinationEnd, LinkTerms, SourceEnd, Transport
 from quire.datadist.transports.source_spans import EncodedSpans, decode_source_spans
+from quire.datadist.wire import sockets
+from quire.datadist.wire.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.wire.protocol import (
+    U64,
+    ControlChannel,
+    ProtocolError,
+    Size,
+    encode_runs,
+    require_transfer,
+)
 
 logger = logging.getLogger(__name__)
 

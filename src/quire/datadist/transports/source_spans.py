@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from quire.datadist.protocol import MAX_BLOCK_RUNS, ProtocolError, decode_runs
-from quire.datadist.spans import ByteSpans
+from quire.datadist.caches.spans import ByteSpans
+from quire.datadist.wire.protocol import MAX_BLOCK_RUNS, ProtocolError, decode_runs
 
 EncodedSpans = Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * 16)]
 """First byte and number of bytes of each span, as `protocol.encode_runs` returns them."""

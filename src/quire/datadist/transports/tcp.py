@@ -16,10 +16,8 @@ from collections.abc import Callable
 import msgspec
 from typing_extensions import override
 
-from quire.datadist import sockets
-from quire.datadist.handshake import ConnectionKind, greet, new_greeting
-from quire.datadist.memory import CacheMemory
-from quire.datadist.spans import ByteSpans
+from quire.datadist.caches.memory import CacheMemory
+from quire.datadist.caches.spans import ByteSpans
 from quire.datadist.transports.interface import (
     Checksum,
     ChecksumError,
@@ -28,6 +26,8 @@ from quire.datadist.transports.interface import (
     SourceEnd,
     Transport,
 )
+from quire.datadist.wire import sockets
+from quire.datadist.wire.handshake import ConnectionKind, greet, new_greeting
 
 MAX_STREAMS = 16
 MIN_SHARE_BYTES = 1 << 20  # below that, a further thread costs more than it saves

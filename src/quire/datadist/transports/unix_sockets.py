@@ -7,7 +7,7 @@ import secrets
 import socket
 import struct
 
-from quire.datadist import sockets
+from quire.datadist.wire import sockets
 
 _CREDENTIALS = struct.Struct("iII")  # process, user and group
 

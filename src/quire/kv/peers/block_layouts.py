@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.datadist.arriving_blocks import ArrivingBlocks, BlockConversion, ConvertedBlocks
-from quire.datadist.spans import ByteSpans, Int64Array, part_spans
+from quire.datadist.caches.spans import ByteSpans, Int64Array, part_spans
+from quire.datadist.loans.arriving_blocks import ArrivingBlocks, BlockConversion, ConvertedBlocks
 from quire.kv.page_layout import HeadsLayout, PageLayout
 
 MAX_SENT_SPANS = 1 << 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from quire.datadist.cached_blocks import CachedBlocks
+from quire.datadist.loans.cached_blocks import CachedBlocks
 from quire.kv.block_hash import BlockKey
 from quire.kv.events import KVEventSink
 

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from typing_extensions import override
 
-from quire.datadist.cache_desc import CacheDesc
-from quire.datadist.cache_pool import CachePool
-from quire.datadist.cached_blocks import CachedBlocks
-from quire.datadist.decoder_link import DecoderLink
-from quire.datadist.lending import Lender
-from quire.datadist.linking import establish_link
-from quire.datadist.loans import Loans
-from quire.datadist.memory import CacheMemory
-from quire.datadist.prompt_link import PromptLink
-from quire.datadist.prompt_service import PromptService
+from quire.datadist.caches.cache_desc import CacheDesc
+from quire.datadist.caches.cache_pool import CachePool
+from quire.datadist.caches.memory import CacheMemory
+from quire.datadist.links.decoder_link import DecoderLink
+from quire.datadist.links.linking import establish_link
+from quire.datadist.links.prompt_link import PromptLink
+from quire.datadist.links.prompt_service import PromptService
+from quire.datadist.loans.cached_blocks import CachedBlocks
+from quire.datadist.loans.lending import Lender
+from quire.datadist.loans.loans import Loans
 from quire.datadist.transports.interface import Transport
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.kv.connector import KVConnector

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.datadist.loans import Loans
+from quire.datadist.loans.loans import Loans
 from quire.errors import InvalidRequestError
 from quire.kv.block_hash import SequenceKeys
 from quire.kv.peers.loan_steps import LoanStep, LoanSteps

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from quire.datadist.decoder_link import DecoderLink
+from quire.datadist.links.decoder_link import DecoderLink
 
 LINK_TIMEOUT = 5.0
 """Seconds for a peer to answer when it is linked to, or told news."""

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from quire.datadist.loans import Loans
+from quire.datadist.loans.loans import Loans
 from quire.kv.step_times import StepMark
 
 

@@ -7,9 +7,9 @@ import threading
 import time
 from collections import deque
 
-from quire.datadist.memory import CacheMemory
-from quire.datadist.protocol import MAX_LOAN_NAMES
+from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.status import LLMException
+from quire.datadist.wire.protocol import MAX_LOAN_NAMES
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.links import LINK_TIMEOUT, OneLink, OpenLink, PeerLinks
 from quire.kv.peers.prefix_lookup import PrefixLookup

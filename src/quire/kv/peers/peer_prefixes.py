@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from quire.datadist.protocol import DIGEST_BYTES
+from quire.datadist.wire.protocol import DIGEST_BYTES
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
 from quire.kv.peers.known_peers import KnownPeers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from quire.datadist.protocol import MAX_PREFIX_BLOCKS
+from quire.datadist.wire.protocol import MAX_PREFIX_BLOCKS
 from quire.kv.block_hash import SequenceKeys
 from quire.kv.peers.transfer_params import Address
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
-from quire.datadist.memory import CacheMemory
+from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.status import LLMException, LLMStatusCode
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.links import OneLink, PeerLinks

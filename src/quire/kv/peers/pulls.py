@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 import numpy as np
 from typing_extensions import override
 
-from quire.datadist.decoder_link import DecoderLink
-from quire.datadist.memory import CacheMemory
-from quire.datadist.protocol import LoanRequest, PrefixRequest
+from quire.datadist.caches.memory import CacheMemory
+from quire.datadist.links.decoder_link import DecoderLink
+from quire.datadist.wire.protocol import LoanRequest, PrefixRequest
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.transfer_params import Address, BorrowingParams
 from quire.kv.step_times import StepMark

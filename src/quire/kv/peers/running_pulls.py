@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from quire.datadist import sockets
+from quire.datadist.wire import sockets
 from quire.kv.connector_stats import KVPeerStats
 from quire.kv.load_costs import LoadCosts
 from quire.kv.peers.known_peers import KnownPeers

@@ -1,0 +1,1 @@
+"""Caches of one side: descriptions, memory, and which parts of it are moved."""

@@ -1,0 +1,89 @@
+"""A cache of a pool, and what holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from quire.datadist.caches.cache_desc import CacheDesc
+from quire.datadist.caches.cache_keys import CacheKey
+from quire.datadist.status import invalid
+
+M = TypeVar("M")
+
+SlotName = tuple[bool, int, int]
+"""What a key names on this PROMPT: whether a prefix, its id or the request's, and the model's."""
+
+
+@dataclasses.dataclass(eq=False)
+class PooledCache(Generic[M]):
+    """A cache and what holds it; only the pool changes it."""
+
+    cache_id: int
+    desc: CacheDesc
+    memory: M
+    is_blocks: bool
+    is_of_model: bool = False
+    is_registered: bool = False
+    has_handle: bool = True
+    num_keys: int = 0
+    num_transfers: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors that count for the pool: none of memory that belongs to somebody else."""
+        return 0 if self.is_registered else self.desc.num_tensors * self.desc.tensor_bytes
+
+
+@dataclasses.dataclass(eq=False)
+class Binding(Generic[M]):
+    """One life of a key: a key that is bound again is another binding."""
+
+    name: SlotName
+    cache: PooledCache[M]
+    slot: int
+
+
+EndTransfer = Callable[[PooledCache[M], Binding[M] | None], None]
+"""Lets go of a cache, and of a key that was consumed."""
+
+
+class SourceHold(Generic[M]):
+    """Keeps a cache for one transfer. `end` must be called, and may be called again.
+
+    Attributes:
+        cache: what is read.
+        slot: that was named, or None if it is a blocks cache.
+    """
+
+    def __init__(
+        self,
+        end_transfer: EndTransfer[M],
+        cache: PooledCache[M],
+        slot: int | None,
+        binding: Binding[M] | None,
+    ) -> None:
+        self.cache = cache
+        self.slot = slot
+        self._end_transfer = end_transfer
+        self._binding = binding
+        self._has_ended = False
+
+    def end(self, *, consume: bool) -> None:
+        """End the transfer; with `consume`, a request key that was held goes, if it is still the same one."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._end_transfer(self.cache, self._binding if consume else None)
+
+
+def slot_name(key: CacheKey) -> SlotName:
+    """Return what a key names."""
+    return key.is_prefix_key, key.prefix_id if key.is_prefix_key else key.req_id, key.model_id
+
+
+def slot_names(desc: CacheDesc, keys: Sequence[CacheKey]) -> dict[SlotName, int]:
+    """Return the slot of each key that is no placeholder; of a repeated key, the last."""
+    if len(keys) > desc.batch_size:
+        raise invalid(f"there are {len(keys)} keys for {desc.batch_size} slots")
+    return {slot_name(key): slot for slot, key in enumerate(keys) if not key.is_placeholder}

@@ -1,0 +1,1 @@
+"""The interface of `LLMDataDist`: sides, models, caches, and tasks."""

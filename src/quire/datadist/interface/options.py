@@ -1,0 +1,190 @@
+"""Options as `LLMDataDist.init` and `add_model` read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from quire.datadist.caches.cache_desc import CacheDesc
+from quire.datadist.enums import DataType, LLMRole
+from quire.datadist.interface import option_keys
+from quire.datadist.interface.configs import parse_address
+from quire.datadist.status import invalid
+from quire.datadist.transports.opening import DEFAULT_TRANSPORTS, transport_names
+from quire.datadist.transports.tcp import MAX_STREAMS
+
+DEFAULT_TIMEOUT_MS = 1000
+DEFAULT_TCP_STREAMS = 4
+
+_MAX_I32 = 2**31 - 1
+_MAX_I64 = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class InitOptions:
+    """What `init` needs; unknown options are ignored.
+
+    Attributes:
+        address: where this side listens, ip and port, or None.
+        device: what `Placement.DEVICE` means.
+        timeout: of calls that move KV, in seconds.
+        pool_bytes: maximum number of bytes of all caches, or None.
+        token: that peers must have; empty: none.
+        use_checksum: whether checksums of all that is moved are compared, except by shared memory.
+        transports: names of those that may be used; a PROMPT prefers them in this order.
+        num_tcp_streams: maximum number of connections of a link.
+    """
+
+    address: tuple[str, int] | None
+    device: torch.device
+    timeout: float
+    pool_bytes: int | None
+    token: bytes
+    use_checksum: bool
+    transports: tuple[str, ...]
+    num_tcp_streams: int
+
+    @classmethod
+    def read(cls, role: LLMRole, options: Mapping[str, str]) -> InitOptions:
+        """Read options.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID, one that is required is missing, or one is malformed.
+        """
+        index = _integer(options, option_keys.DEVICE_ID, 0, _MAX_I32)
+        if index is None:
+            raise invalid(f"{option_keys.DEVICE_ID} is missing; set device_id")
+        timeout_ms = _integer(options, option_keys.SYNC_KV_TIMEOUT, 1, _MAX_I32)
+        num_streams = _integer(options, option_keys.TCP_STREAMS, 1, MAX_STREAMS)
+        return cls(
+            address=listen_address(role, options),
+            device=_device(options, index),
+            timeout=(timeout_ms or DEFAULT_TIMEOUT_MS) / 1e3,
+            pool_bytes=_integer(options, option_keys.POOL_SIZE, 0, _MAX_I64),
+            token=options.get(option_keys.TOKEN, "").encode(),
+            use_checksum=_boolean(options, option_keys.CHECKSUM, default=True),
+            transports=_transports(options),
+            num_tcp_streams=num_streams or DEFAULT_TCP_STREAMS,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """What `add_model` needs; unknown options are ignored.
+
+    Attributes:
+        desc: of the model's cache.
+        seq_len_limit: tokens that a prompt may have, or None.
+        is_paged: whether the cache is a blocks cache.
+        has_prefixes: whether prompts may begin with a prefix that was computed before.
+    """
+
+    desc: CacheDesc
+    seq_len_limit: int | None
+    is_paged: bool
+    has_prefixes: bool
+
+    @classmethod
+    def read(cls, options: Mapping[str, str]) -> ModelOptions:
+        """Read options.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID, one that is required is missing, or one is malformed.
+        """
+        shapes = [_shape(text) for text in _items(options, option_keys.KV_SHAPES)]
+        data_types = [_data_type(text) for text in _items(options, option_keys.KV_DTYPES)]
+        if len(shapes) != len(data_types):
+            raise invalid(f"there are {len(shapes)} kv_shapes and {len(data_types)} kv_dtypes")
+        if any(shape != shapes[0] for shape in shapes) or len(set(data_types)) != 1:
+            raise invalid("kv_shapes must be equal, and kv_dtypes, too")
+        is_paged = _boolean(options, option_keys.ENABLE_PAGE_ATTENTION, default=False)
+        seq_len_dim = _integer(options, option_keys.KV_SEQ_LEN_DIM_INDEX, 0, len(shapes[0]) - 1)
+        is_flow_model = _boolean(options, option_keys.IS_FLOW_MODEL, default=False)
+        if is_flow_model and len(_items(options, option_keys.OM_PATHS)) != 1:
+            raise invalid("om_paths must have one path with is_flow_model")
+        return cls(
+            desc=CacheDesc(len(shapes), shapes[0], data_types[0]),
+            seq_len_limit=None if seq_len_dim is None or is_paged else shapes[0][seq_len_dim],
+            is_paged=is_paged,
+            has_prefixes=_boolean(options, option_keys.ENABLE_SHARED_SYSTEM_PREFIX, default=False),
+        )
+
+
+def listen_address(role: LLMRole, options: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return where a side listens, ip and port: a PROMPT must, MIX may, a DECODER never does.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID, it is missing or malformed.
+    """
+    text = options.get(option_keys.LISTEN_IP_INFO)
+    if role is LLMRole.DECODER or (text is None and role is LLMRole.MIX):
+        return None
+    if text is None:
+        raise invalid(f"{option_keys.LISTEN_IP_INFO} is missing; a PROMPT needs listen_ip_info")
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise invalid(f"{option_keys.LISTEN_IP_INFO}: {error}") from error
+
+
+def _integer(options: Mapping[str, str], key: str, least: int, greatest: int) -> int | None:
+    text = options.get(key)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= greatest):
+        raise invalid(f"{key} is {text!r}, not an integer in {least}..{greatest}")
+    return int(text)
+
+
+def _boolean(options: Mapping[str, str], key: str, *, default: bool) -> bool:
+    text = options.get(key)
+    if text not in (None, "0", "1"):
+        raise invalid(f"{key} is {text!r}, not '0' or '1'")
+    return default if text is None else text == "1"
+
+
+def _transports(options: Mapping[str, str]) -> tuple[str, ...]:
+    text = options.get(option_keys.TRANSPORTS)
+    try:
+        return DEFAULT_TRANSPORTS if text is None else transport_names(text)
+    except ValueError as error:
+        raise invalid(f"{option_keys.TRANSPORTS} {error}") from error
+
+
+def _items(options: Mapping[str, str], key: str) -> list[str]:
+    text = options.get(key)
+    if not text:
+        raise invalid(f"{key} is missing")
+    return text.split(";")
+
+
+def _shape(text: str) -> list[int]:
+    try:
+        shape = [int(dim) for dim in text.split(",")]
+    except ValueError:
+        raise invalid(f"{option_keys.KV_SHAPES} has {text!r}, not 'd0,d1,...'") from None
+    if not all(1 <= dim <= _MAX_I64 for dim in shape):
+        raise invalid(f"{option_keys.KV_SHAPES} has {text!r}, whose dimensions are not all positive")
+    return shape
+
+
+def _data_type(text: str) -> DataType:
+    known = {str(int(one)): one for one in DataType}
+    if text not in known:
+        raise invalid(f"{option_keys.KV_DTYPES} has {text!r}; the data types are {', '.join(known)}")
+    return known[text]
+
+
+def _device(options: Mapping[str, str], index: int) -> torch.device:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    name = options.get(option_keys.DEVICE, default)
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda" or index >= torch.cuda.device_count():
+        raise invalid(
+            f"{option_keys.DEVICE} is {name!r} and {option_keys.DEVICE_ID} {index}; here are cpu and "
+            f"{torch.cuda.device_count()} cuda devices"
+        )
+    return torch.device("cuda", index)

@@ -1,0 +1,1 @@
+"""Links between two sides: making them, serving them, pulls and pushes."""

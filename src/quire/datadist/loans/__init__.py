@@ -1,0 +1,1 @@
+"""Blocks that their owner lends to peers."""

@@ -1,0 +1,115 @@
+"""Blocks that are filled as a peer sends them, part by part; the peer's blocks may be smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from typing_extensions import override
+
+from quire.datadist.caches.spans import ByteSpans, Int64Array, part_spans
+from quire.datadist.loans.loans import BlockPart
+
+
+class ArrivingBlocks:
+    """Blocks that are filled by a peer's blocks of the same size.
+
+    Args:
+        block_ids: where block `first_block + i` of the peer goes [N].
+        first_block: in the peer's numbers.
+        block_bytes: bytes of a block.
+    """
+
+    def __init__(self, block_ids: Int64Array, first_block: int, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._block_ids = block_ids
+        self._first_block = first_block
+        self._filled = np.zeros(len(block_ids), dtype=np.int64)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every byte of every block has come."""
+        return bool((self._filled == self._block_bytes).all())
+
+    def spans_for(self, part: BlockPart) -> ByteSpans:
+        """Return where a part goes, and count it as come.
+
+        Raises:
+            ValueError: it does not continue what has come.
+        """
+        return part_spans(self._block_ids[self._take(part)], self._block_bytes, part.offset, part.num_bytes)
+
+    def _take(self, part: BlockPart) -> slice:
+        """Return which of the blocks a part fills; raises what `spans_for` does."""
+        start = part.first_block - self._first_block
+        stop = start + part.num_blocks
+        if not (0 <= start < stop <= len(self._filled)) or part.num_bytes < 1:
+            raise ValueError(f"{part} is not among the blocks that were asked for")
+        filled = self._filled[start:stop]
+        if (filled != part.offset).any() or part.offset + part.num_bytes > self._block_bytes:
+            raise ValueError(f"{part} does not continue what has come")
+        filled += part.num_bytes
+        return slice(start, stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConversion:
+    """How several small blocks make up a large one: which bytes of each are where.
+
+    A small block is cut into pieces, one after another without gaps. A large block may lie in several places,
+    of which each has the same part of all blocks.
+
+    Attributes:
+        ratio: small blocks in a large one.
+        small_bytes: of a small block.
+        large_bytes: from a large block to the next one, in each place.
+        lengths: of the pieces, in bytes [P].
+        offsets: from the first large block, in its first place, to the pieces of its first small block [P].
+        strides: from there to those of the next small one [P].
+    """
+
+    ratio: int
+    small_bytes: int
+    large_bytes: int
+    lengths: Int64Array
+    offsets: Int64Array
+    strides: Int64Array
+
+    def spans(self, large: Int64Array, small: Int64Array, offset: int, num_bytes: int) -> ByteSpans:
+        """Return where a part of each of some small blocks is, in their order.
+
+        Args:
+            large: the large blocks that they are in [N].
+            small: which of the small blocks of these they are [N].
+            offset: of the part, in the small block.
+            num_bytes: of the part.
+        """
+        ends = np.cumsum(self.lengths)
+        starts = ends - self.lengths
+        first = np.maximum(starts, offset)
+        lengths = np.minimum(ends, offset + num_bytes) - first
+        pieces = np.flatnonzero(lengths > 0)
+        in_large = (self.offsets + first - starts)[pieces] + small[:, None] * self.strides[pieces]
+        offsets = large[:, None] * self.large_bytes + in_large
+        return ByteSpans(range(1), offsets.ravel(), np.tile(lengths[pieces], len(large)))
+
+
+class ConvertedBlocks(ArrivingBlocks):
+    """Blocks that are filled by a peer's smaller ones, or that lie in several places.
+
+    Args:
+        block_ids: the blocks to fill, one after another [N].
+        blocks: the peer's blocks that fill them, from the start of the first one on.
+        conversion: of the peer's blocks to these.
+    """
+
+    def __init__(self, block_ids: Int64Array, blocks: range, conversion: BlockConversion) -> None:
+        targets = np.repeat(block_ids, conversion.ratio)[: len(blocks)]
+        super().__init__(targets, blocks.start, conversion.small_bytes)
+        self._conversion = conversion
+
+    @override
+    def spans_for(self, part: BlockPart) -> ByteSpans:
+        taken, how = self._take(part), self._conversion
+        number = np.arange(taken.start, taken.stop) % how.ratio
+        return how.spans(self._block_ids[taken], number, part.offset, part.num_bytes)

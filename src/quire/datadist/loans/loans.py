@@ -1,0 +1,350 @@
+"""Blocks that their owner lends to peers by name, also while it still computes them.
+
+The owner's thread says which blocks are ready, or how many bytes of each that it computes; any number of
+readers take what is ready, in order. A loan that ends while it is read fails the reading, also if all bytes
+have been sent: so blocks that have got other content are never taken for what was lent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from quire.datadist.caches.spans import Int64Array
+from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
+
+_CHECK_INTERVAL = 0.5
+"""Seconds after which a waiting reader makes sure that it is still wanted."""
+
+_MAX_OVER = 1024
+"""Names that are known of loans that have ended, or were given back before they were offered: the last."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockPart:
+    """The bytes from `offset` on, `num_bytes` of each, of some adjacent blocks of a loan."""
+
+    first_block: int
+    num_blocks: int
+    offset: int
+    num_bytes: int
+
+    def split(self, max_blocks: int) -> Iterator[BlockPart]:
+        """Yield the same part of at most so many blocks at a time."""
+        for done in range(0, self.num_blocks, max_blocks):
+            num_blocks = min(max_blocks, self.num_blocks - done)
+            yield BlockPart(self.first_block + done, num_blocks, self.offset, self.num_bytes)
+
+
+@dataclasses.dataclass(slots=True)
+class _Loan:
+    name: str
+    owner: str
+    num_blocks: int
+    digest: bytes
+    number: int
+    block_ids: list[int] = dataclasses.field(default_factory=list)
+    num_ready: int = 0  # leading blocks that are complete
+    computed_stop: int = 0  # blocks from `num_ready` to this one are being computed
+    computed_bytes: int = 0  # of each of them, that are there
+    num_readers: int = 0
+    ended_because: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all of its blocks are."""
+        return self.num_ready == self.num_blocks
+
+
+class Loans:
+    """What an owner lends; every method may be called from any thread.
+
+    Args:
+        block_bytes: bytes of a block.
+        clock: returns seconds.
+    """
+
+    def __init__(self, block_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.block_bytes = block_bytes
+        self._clock = clock
+        self._loans: dict[str, _Loan] = {}  # by name
+        self._by_number: dict[int, _Loan] = {}
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._renewed: set[str] = set()
+        self._released: set[str] = set()
+        self._given_back: set[int] = set()  # numbers of loans whose owners do not know yet
+        self._over: dict[str, bool] = {}  # by name of what is no loan: was it given back before it was one?
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is lent."""
+        return not self._loans
+
+    # -- the owner -----------------------------------------------------------------------------------------
+    #
+    # It knows loans by number: a name may be given anew while a step of the loan that had it is computed.
+
+    def offer(self, name: str, owner: str, num_blocks: int, digest: bytes) -> int | None:
+        """Lend blocks, none of which is ready; return the loan's number, or None if the name is taken.
+
+        A loan that was given back before this has ended when this returns.
+
+        Args:
+            name: that peers know.
+            owner: that `take_renewed` and `take_released` return.
+            num_blocks: how many, at least 1.
+            digest: of the content of all of them.
+        """
+        with self._changed:
+            if name in self._loans:
+                return None
+            number = next(self._numbers)
+            loan = _Loan(name, owner, num_blocks, digest, number)
+            self._loans[name] = self._by_number[number] = loan
+            if self._over.pop(name, False):
+                self._given_back.add(number)
+                self._end(loan, "a peer has given it back before it was offered")
+            self._changed.notify_all()
+        return number
+
+    def begin_step(self, number: int, first_block: int, block_ids: Sequence[int]) -> None:
+        """Note that a step completes the blocks of a loan from `first_block` on.
+
+        A loan whose last step has not ended ends: nobody knows what that step has written. So does one whose
+        blocks are not told one after another: it is computed anew, into other blocks.
+        """
+        with self._changed:
+            loan = self._by_number.get(number)
+            if loan is None:
+                return
+            if loan.computed_stop > loan.num_ready:
+                self._end(loan, "its blocks were not computed to the end")
+                return
+            if first_block != len(loan.block_ids):
+                self._end(loan, "its blocks are computed anew")
+                return
+            loan.block_ids += block_ids
+            loan.computed_stop, loan.computed_bytes = len(loan.block_ids), 0
+
+    def advance(self, numbers: Iterable[int], num_bytes: int) -> None:
+        """Note that the blocks that the step completes for these loans have their first `num_bytes`."""
+        with self._changed:
+            for loan in filter(None, map(self._by_number.get, numbers)):
+                loan.computed_bytes = num_bytes
+            self._changed.notify_all()
+
+    def end_step(self, number: int) -> None:
+        """Note that the step has computed its blocks."""
+        with self._changed:
+            loan = self._by_number.get(number)
+            if loan is not None:
+                loan.num_ready = loan.computed_stop
+                self._changed.notify_all()
+
+    def is_ready(self, number: int) -> bool:
+        """Return whether all blocks of a loan are ready; False if there is none."""
+        with self._changed:
+            loan = self._by_number.get(number)
+            return loan is not None and loan.is_ready
+
+    def was_given_back(self, number: int) -> bool:
+        """Return whether a peer has given back a loan that its owner has not ended yet."""
+        with self._changed:
+            return number in self._given_back
+
+    def end(self, number: int, reason: str) -> None:
+        """Lend this no more; whoever reads it fails. Nothing happens if there is no such loan."""
+        with self._changed:
+            self._given_back.discard(number)
+            loan = self._by_number.get(number)
+            if loan is not None:
+                self._end(loan, reason)
+
+    def close(self, reason: str) -> None:
+        """Lend nothing more; nobody waits for an offer any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            for loan in list(self._loans.values()):
+                self._end(loan, reason)
+
+    def take_renewed(self) -> set[str]:
+        """Return the owners of loans that a peer reads, or has asked to keep since the last call."""
+        with self._changed:
+            renewed, self._renewed = self._renewed, set()
+            return renewed | {loan.owner for loan in self._loans.values() if loan.num_readers}
+
+    def take_released(self) -> set[str]:
+        """Return the owners of loans that a peer has given back since the last call."""
+        with self._changed:
+            released, self._released = self._released, set()
+            return released
+
+    # -- readers -------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        name: str,
+        first_block: int,
+        num_blocks: int,
+        digest: bytes,
+        *,
+        patience: float,
+        is_wanted: Callable[[], bool],
+    ) -> LoanReading:
+        """Begin to read the blocks of a loan from `first_block` on.
+
+        Args:
+            name: of the loan.
+            first_block: counted in the loan.
+            num_blocks: that the reader takes the loan to have.
+            digest: of the content that the reader expects of all of them.
+            patience: seconds to wait for the loan to be offered, unless one of this name has ended.
+            is_wanted: returns whether to go on waiting; it is asked now and then.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST (there is no such loan), LLM_PARAM_INVALID.
+            ConnectionError: the loan is wanted no more.
+        """
+        with self._changed:
+            self._wait_for_offer(name, self._clock() + patience, is_wanted)
+            loan = self._loans.get(name)
+            if loan is None:
+                raise _not_lent(name, "it was never offered, or has ended")
+            if (num_blocks, digest) != (loan.num_blocks, loan.digest):
+                raise invalid(f"loan {name!r} is {loan.num_blocks} blocks of other tokens")
+            if not 0 <= first_block < num_blocks:
+                raise invalid(f"block {first_block} is not among the {num_blocks} of loan {name!r}")
+            loan.num_readers += 1
+            return LoanReading(self, name, loan, range(first_block, num_blocks))
+
+    def _wait_for_offer(self, name: str, deadline: float, is_wanted: Callable[[], bool]) -> None:
+        while not self._is_decided(name) and (left := deadline - self._clock()) > 0:
+            if not is_wanted():
+                raise ConnectionError(f"loan {name!r} is wanted no more")
+            self._changed.wait(min(left, _CHECK_INTERVAL))
+
+    def _is_decided(self, name: str) -> bool:
+        """Return whether it is known that there is such a loan, or that there will be none."""
+        return name in self._loans or name in self._over or self._is_closed
+
+    def renew(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Note that a peer wants these loans to go on; return those that do not exist, and the ready ones."""
+        with self._changed:
+            wanted = set(names)
+            held = [self._loans[name] for name in sorted(wanted & self._loans.keys())]
+            self._renewed.update(loan.owner for loan in held)
+            return sorted(wanted - self._loans.keys()), [loan.name for loan in held if loan.is_ready]
+
+    def release(self, names: Iterable[str]) -> None:
+        """Note that a peer needs these loans no more: they end, also those that are offered after this."""
+        with self._changed:
+            for name in names:
+                loan = self._loans.get(name)
+                if loan is None:
+                    self._note_over(name, is_early=True)
+                else:
+                    self._released.add(loan.owner)
+                    self._given_back.add(loan.number)
+                    self._end(loan, "a peer has given it back")
+
+    def _end(self, loan: _Loan, reason: str) -> None:
+        del self._loans[loan.name], self._by_number[loan.number]
+        self._note_over(loan.name, is_early=False)
+        loan.ended_because = reason
+        self._changed.notify_all()
+
+    def _note_over(self, name: str, *, is_early: bool) -> None:
+        self._over.setdefault(name, is_early)
+        if len(self._over) > _MAX_OVER:
+            del self._over[next(iter(self._over))]
+
+    # -- one reading ---------------------------------------------------------------------------------------
+
+    def _next_part(self, reading: LoanReading, deadline: float, is_wanted: Callable[[], bool]) -> BlockPart:
+        with self._changed:
+            while True:
+                reading.require_held()
+                part = reading.ready_part()
+                if part is not None:
+                    return part
+                left = deadline - self._clock()
+                if left <= 0:
+                    raise TimeoutError(f"blocks of loan {reading.name!r} were not computed in time")
+                if not is_wanted():
+                    raise ConnectionError(f"loan {reading.name!r} is wanted no more")
+                self._changed.wait(min(left, _CHECK_INTERVAL))
+
+    def _end_reading(self, loan: _Loan) -> None:
+        with self._changed:
+            loan.num_readers -= 1
+
+
+class LoanReading:
+    """One reader's way through the blocks of a loan. One thread uses it, and closes it."""
+
+    def __init__(self, loans: Loans, name: str, loan: _Loan, blocks: range) -> None:
+        self.name = name
+        self._loans = loans
+        self._loan = loan
+        self._next = blocks.start  # all blocks before this one have been taken
+        self._stop = blocks.stop
+        self._group_stop = blocks.start  # of blocks that have been taken in part
+        self._offset = 0  # bytes of each of these that have been taken
+
+    def parts(self, deadline: float, is_wanted: Callable[[], bool]) -> Iterator[BlockPart]:
+        """Yield what is to be read, each part as soon as it is ready.
+
+        Args:
+            deadline: on the clock.
+            is_wanted: returns whether to go on waiting; it is asked now and then.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST (the loan has ended).
+            OSError: the rest was not ready in time, or is wanted no more.
+        """
+        while self._next < self._stop:
+            yield self._loans._next_part(self, deadline, is_wanted)
+
+    def block_ids(self, part: BlockPart) -> Int64Array:
+        """Return the owner's numbers of a part's blocks."""
+        first = part.first_block
+        return np.array(self._loan.block_ids[first : first + part.num_blocks], dtype=np.int64)
+
+    def require_held(self) -> None:
+        """Raise `LLMException` (LLM_KV_CACHE_NOT_EXIST) if the loan has ended."""
+        if self._loan.ended_because:
+            raise _not_lent(self.name, self._loan.ended_because)
+
+    def ready_part(self) -> BlockPart | None:
+        """Take what is ready and has not been taken, if anything; the caller has the lock."""
+        loan, block_bytes = self._loan, self._loans.block_bytes
+        if self._group_stop == self._next:
+            self._group_stop = max(self._next, min(self._stop, loan.num_ready))
+            if self._group_stop == self._next and loan.computed_bytes:
+                self._group_stop = max(self._next, min(self._stop, loan.computed_stop))
+        if self._group_stop == self._next:
+            return None
+        ready = block_bytes if loan.num_ready >= self._group_stop else loan.computed_bytes
+        if ready <= self._offset:
+            return None
+        part = BlockPart(self._next, self._group_stop - self._next, self._offset, ready - self._offset)
+        self._offset = ready
+        if ready == block_bytes:
+            self._next, self._offset = self._group_stop, 0
+        return part
+
+    def close(self) -> None:
+        """End the reading; call it once."""
+        self._loans._end_reading(self._loan)
+
+
+def _not_lent(name: str, reason: str) -> LLMException:
+    return failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, f"loan {name!r} cannot be read: {reason}")

@@ -1,0 +1,1 @@
+"""Messages and handshakes of a link's connections."""
