@@ -20,8 +20,8 @@ from quire.engine.messages import EngineCoreRequest, Explain, Reply, Shutdown, S
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.request_options import RequestOptions
 from quire.sampling_params import SamplingParams
-from quire.scheduling.admission_phase import AdmissionPhase
 from quire.scheduling.interface import PauseState
+from quire.scheduling.phases.admission import AdmissionPhase
 from quire.structured_outputs import StructuredOutputsParams
 
 

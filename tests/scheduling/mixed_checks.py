@@ -9,7 +9,7 @@ from mixed_requests import Expected
 
 from quire.request import Request
 from quire.scheduling import PauseState
-from quire.scheduling.flow_shares import LEAST_SHARE
+from quire.scheduling.accounts.flow_shares import LEAST_SHARE
 from quire.status import FinishReason, RequestStatus
 from quire.step import SchedulerOutput
 

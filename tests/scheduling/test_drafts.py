@@ -7,7 +7,7 @@ import pytest
 from fake_runner import VOCAB, naive_generation
 from scene import CLASSES, GatedGrammars, Scene, allowed_by_class, drafts_wanted
 
-from quire.scheduling.drafting import Drafting
+from quire.scheduling.phases.drafting import Drafting
 from quire.step import DraftTokenIds
 
 PROMPT = list(range(6))

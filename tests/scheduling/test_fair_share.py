@@ -13,9 +13,9 @@ from scene import Scene
 from faulty_connector import FaultyConnector
 from held import num_held
 from quire.config import SchedulerConfig
+from quire.scheduling.accounts.ready_queue import ReadyQueue
 from quire.scheduling.policies import ORDERS, fair_share
 from quire.scheduling.policies.fair_share import FIRST_GUESS, VirtualTokenCounters
-from quire.scheduling.ready_queue import ReadyQueue
 from quire.status import RequestStatus
 
 STOPPED = RequestStatus.FINISHED_STOPPED

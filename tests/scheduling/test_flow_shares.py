@@ -8,7 +8,7 @@ import pytest
 from scene import Scene
 
 from faulty_connector import FaultyConnector
-from quire.scheduling.flow_shares import LEAST_SHARE
+from quire.scheduling.accounts.flow_shares import LEAST_SHARE
 from quire.status import FinishReason
 
 LEAST = 2

@@ -7,7 +7,7 @@ from scene import Scene
 
 from quire.kv import block_hash
 from quire.kv.block_hash import BLOCKS_AHEAD
-from quire.scheduling import admission_phase
+from quire.scheduling.phases import admission as admission_phase
 from quire.status import RequestStatus
 
 BLOCK = 4

@@ -14,9 +14,9 @@ from quire.engine.messages import EngineStart, decode_start, encode_start
 from quire.errors import ConfigError
 from quire.kv.retention import RETENTIONS, RetentionPolicy, idle_blocks
 from quire.limits import limits_of
+from quire.scheduling.accounts.ready_queue import ReadyQueue
 from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS, AdmissionPolicy, QueueOrder, VictimPolicy
 from quire.scheduling.policies.victim import Last, RunningView
-from quire.scheduling.ready_queue import ReadyQueue
 from quire.status import RequestStatus
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"

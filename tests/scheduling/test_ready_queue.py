@@ -9,9 +9,9 @@ from policy_requests import Arrivals, run_to
 from held import num_held
 from opcodes import num_opcodes
 from quire.config import SchedulerConfig
+from quire.scheduling.accounts.ready_queue import ReadyQueue
 from quire.scheduling.policies import ORDERS
 from quire.scheduling.policies.order import LongestPrefix
-from quire.scheduling.ready_queue import ReadyQueue
 from quire.status import RequestStatus
 from unmutated import UNMUTATED
 

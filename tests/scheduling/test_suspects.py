@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.scheduling.suspects import PROBE_ID, Suspects
+from quire.scheduling.accounts.suspects import PROBE_ID, Suspects
 
 MOST_STEPS = 400
 

@@ -38,9 +38,9 @@ from quire.kv.tiers.connector import TierConnector
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.request import Request
 from quire.sampling_params import SamplingParams
+from quire.scheduling.accounts.suspects import PROBE_ID
 from quire.scheduling.interface import PauseState, SchedulerInterface, StepWithdrawnError
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
-from quire.scheduling.suspects import PROBE_ID
 from quire.status import FinishReason, RequestStatus
 
 Answer = TypeVar("Answer")

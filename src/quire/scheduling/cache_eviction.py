@@ -13,8 +13,8 @@ import numpy as np
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
+from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.outputs import SchedulerStats
-from quire.scheduling.running_slots import RunningSlots
 from quire.step import EvictionData, IntArray
 
 

@@ -19,11 +19,11 @@ from typing_extensions import override
 from quire.config import SchedulerConfig
 from quire.kv.connector import KVConnector
 from quire.request import Request
+from quire.scheduling.accounts.plan import Plan
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import PauseState, SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats, grammar_error_fields
-from quire.scheduling.parts import SchedulerParts
-from quire.scheduling.plan import Plan
+from quire.scheduling.wiring import SchedulerParts
 from quire.status import RequestStatus
 from quire.step import DraftTokenIds, GrammarOutput, IntArray, ModelRunnerOutput, SchedulerOutput
 

@@ -9,18 +9,18 @@ import numpy as np
 
 from quire.config import SchedulerConfig
 from quire.kv.manager import KVCacheManager
-from quire.scheduling.beam_groups import BeamGroup, BeamGroups
-from quire.scheduling.beams import BeamPhase
+from quire.scheduling.accounts.beam_groups import BeamGroup, BeamGroups
+from quire.scheduling.accounts.flow_shares import FlowShares
+from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.plan import Plan
+from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.steps_in_flight import StepsInFlight
 from quire.scheduling.cache_eviction import CacheEviction
-from quire.scheduling.drafting import Drafting
-from quire.scheduling.flow_shares import FlowShares
-from quire.scheduling.kv_holdings import KVHoldings
-from quire.scheduling.plan import Plan
+from quire.scheduling.phases.beams import BeamPhase
+from quire.scheduling.phases.drafting import Drafting
+from quire.scheduling.phases.request_finisher import RequestFinisher
+from quire.scheduling.phases.slot_manager import SlotManager
 from quire.scheduling.policies.victim import RunningView, VictimPolicy
-from quire.scheduling.request_finisher import RequestFinisher
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.slot_manager import SlotManager
-from quire.scheduling.steps_in_flight import StepsInFlight
 from quire.step import BoolArray, IntArray
 
 

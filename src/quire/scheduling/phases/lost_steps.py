@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container
 
-from quire.scheduling.fences import Fences
-from quire.scheduling.kv_holdings import KVHoldings
-from quire.scheduling.outbox import Outbox
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.slot_manager import SlotManager
-from quire.scheduling.steps_in_flight import StepsInFlight
+from quire.scheduling.accounts.fences import Fences
+from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.outbox import Outbox
+from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.steps_in_flight import StepsInFlight
+from quire.scheduling.phases.slot_manager import SlotManager
 from quire.step import SchedulerOutput
 
 

@@ -7,15 +7,15 @@ import dataclasses
 from quire.grammar.manager import GrammarManager
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduling.beam_groups import BeamGroup, BeamGroups
+from quire.scheduling.accounts.beam_groups import BeamGroup, BeamGroups
+from quire.scheduling.accounts.fences import Fences
+from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.outbox import Outbox
+from quire.scheduling.accounts.running_slots import RunningSlots, token_limit
+from quire.scheduling.accounts.waiting import WaitingRequests
 from quire.scheduling.beam_search import BeamSearch
-from quire.scheduling.fences import Fences
-from quire.scheduling.kv_holdings import KVHoldings
-from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import SchedulerStats
 from quire.scheduling.policies import AdmissionPolicy, QueueOrder
-from quire.scheduling.running_slots import RunningSlots, token_limit
-from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.step import BoolArray, IntArray
 
 

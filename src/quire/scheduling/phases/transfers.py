@@ -9,17 +9,17 @@ import numpy as np
 from quire.config import SchedulerConfig
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduling.beam_groups import BeamGroups
+from quire.scheduling.accounts.beam_groups import BeamGroups
+from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.remote_loads import RemoteLoad, RemoteLoads
+from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.waiting import WaitingRequests
 from quire.scheduling.cache_eviction import CacheEviction
-from quire.scheduling.connector_calls import ConnectorCalls
-from quire.scheduling.kv_holdings import KVHoldings
+from quire.scheduling.guards.connector_calls import ConnectorCalls
+from quire.scheduling.guards.step_clock import StepClock
 from quire.scheduling.outputs import SchedulerStats
-from quire.scheduling.remote_loads import RemoteLoad, RemoteLoads
-from quire.scheduling.request_finisher import RequestFinisher
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.slot_manager import SlotManager
-from quire.scheduling.step_clock import StepClock
-from quire.scheduling.waiting import WaitingRequests
+from quire.scheduling.phases.request_finisher import RequestFinisher
+from quire.scheduling.phases.slot_manager import SlotManager
 from quire.status import RequestStatus
 from quire.step import IntArray, KVConnectorOutput, SchedulerOutput
 

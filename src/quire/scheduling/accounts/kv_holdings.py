@@ -10,11 +10,11 @@ import numpy as np
 from quire.kv.leases import LeaseKind, LeaseSummary, LeaseTable
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduling.connector_calls import ConnectorCalls
-from quire.scheduling.fences import Fences
-from quire.scheduling.pinned_blocks import PinnedBlocks
-from quire.scheduling.remote_loads import RemoteLoads
-from quire.scheduling.step_clock import StepClock
+from quire.scheduling.accounts.fences import Fences
+from quire.scheduling.accounts.pinned_blocks import PinnedBlocks
+from quire.scheduling.accounts.remote_loads import RemoteLoads
+from quire.scheduling.guards.connector_calls import ConnectorCalls
+from quire.scheduling.guards.step_clock import StepClock
 from quire.step import IntArray
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from quire.kv.block_pool import BlockPool
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.steps_in_flight import StepsInFlight
+from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.steps_in_flight import StepsInFlight
 from quire.step import IntArray
 
 

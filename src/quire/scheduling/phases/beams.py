@@ -11,14 +11,14 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.kv.manager import KVCacheManager
-from quire.scheduling.beam_groups import BeamGroup, BeamGroups
+from quire.scheduling.accounts.beam_groups import BeamGroup, BeamGroups
+from quire.scheduling.accounts.outbox import Outbox
+from quire.scheduling.accounts.plan import Plan
+from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.beam_search import BeamCandidates, BeamStep
-from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import EngineCoreOutput, error_fields
-from quire.scheduling.plan import Plan
-from quire.scheduling.request_finisher import RequestFinisher
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.slot_manager import SlotManager
+from quire.scheduling.phases.request_finisher import RequestFinisher
+from quire.scheduling.phases.slot_manager import SlotManager
 from quire.status import FinishReason, RequestStatus
 from quire.step import ForkData, IntArray, ModelRunnerOutput
 

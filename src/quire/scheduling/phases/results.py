@@ -13,13 +13,13 @@ from quire.errors import QuireError
 from quire.grammar.manager import GrammarManager
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduling.beam_groups import BeamGroups
-from quire.scheduling.beams import BeamPhase
+from quire.scheduling.accounts.beam_groups import BeamGroups
+from quire.scheduling.accounts.fences import Fences
+from quire.scheduling.accounts.outbox import Outbox
+from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.step_sharing import StepSharing
+from quire.scheduling.accounts.suspects import Suspects
 from quire.scheduling.cache_eviction import CacheEviction
-from quire.scheduling.drafting import Drafting
-from quire.scheduling.fences import Fences
-from quire.scheduling.lost_steps import LostSteps
-from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -27,13 +27,13 @@ from quire.scheduling.outputs import (
     error_fields,
     grammar_error_fields,
 )
-from quire.scheduling.request_finisher import RequestFinisher
-from quire.scheduling.runner_faults import checked, valid_news, without_past_errors
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.slot_manager import SlotManager
-from quire.scheduling.step_sharing import StepSharing
-from quire.scheduling.suspects import Suspects
-from quire.scheduling.transfers import TransferPhase
+from quire.scheduling.phases.beams import BeamPhase
+from quire.scheduling.phases.drafting import Drafting
+from quire.scheduling.phases.lost_steps import LostSteps
+from quire.scheduling.phases.request_finisher import RequestFinisher
+from quire.scheduling.phases.runner_faults import checked, valid_news, without_past_errors
+from quire.scheduling.phases.slot_manager import SlotManager
+from quire.scheduling.phases.transfers import TransferPhase
 from quire.status import FinishReason, RequestStatus
 from quire.step import (
     NO_TOKEN,

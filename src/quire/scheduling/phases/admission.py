@@ -11,25 +11,25 @@ import numpy as np
 from quire.config import SchedulerConfig
 from quire.kv.manager import LOOKUP_BLOCKS, NO_PREFIX, KVCacheManager, Prefix
 from quire.request import Request
+from quire.scheduling.accounts.deadlines import Deadlines
+from quire.scheduling.accounts.flow_shares import FlowShares
+from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.plan import Plan
+from quire.scheduling.accounts.remote_loads import RemoteLoad, RemoteLoads
+from quire.scheduling.accounts.running_slots import RunningSlots, token_limit
+from quire.scheduling.accounts.step_sharing import StepSharing
+from quire.scheduling.accounts.steps_in_flight import StepsInFlight
+from quire.scheduling.accounts.suspects import Suspects
+from quire.scheduling.accounts.waiting import WaitingRequests
 from quire.scheduling.cache_eviction import CacheEviction
-from quire.scheduling.connector_calls import ConnectorCalls
-from quire.scheduling.deadlines import Deadlines
-from quire.scheduling.flow_shares import FlowShares
-from quire.scheduling.kv_holdings import KVHoldings
+from quire.scheduling.guards.connector_calls import ConnectorCalls
+from quire.scheduling.guards.step_clock import StepClock
 from quire.scheduling.outputs import SchedulerStats
-from quire.scheduling.plan import Plan
+from quire.scheduling.phases.request_finisher import RequestFinisher
+from quire.scheduling.phases.slot_manager import SlotManager
+from quire.scheduling.phases.step_mix import StepMix
+from quire.scheduling.phases.transfers import TransferPhase
 from quire.scheduling.policies.admission import AdmissionPolicy, Candidate, MemoryView, RunningMemory
-from quire.scheduling.remote_loads import RemoteLoad, RemoteLoads
-from quire.scheduling.request_finisher import RequestFinisher
-from quire.scheduling.running_slots import RunningSlots, token_limit
-from quire.scheduling.slot_manager import SlotManager
-from quire.scheduling.step_clock import StepClock
-from quire.scheduling.step_mix import StepMix
-from quire.scheduling.step_sharing import StepSharing
-from quire.scheduling.steps_in_flight import StepsInFlight
-from quire.scheduling.suspects import Suspects
-from quire.scheduling.transfers import TransferPhase
-from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
 from quire.step import IntArray, NewRequestData, ResumedRequestData
 

@@ -10,10 +10,12 @@ from quire.grammar.manager import GrammarManager
 from quire.kv.manager import NO_PREFIX, KVCacheManager
 from quire.request import Request
 from quire.request_options import require_text
+from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.state import SchedulerState
+from quire.scheduling.accounts.waiting import WaitingRequests
 from quire.scheduling.cache_eviction import CacheEviction
-from quire.scheduling.connector_calls import ConnectorCalls
-from quire.scheduling.kv_holdings import KVHoldings
-from quire.scheduling.refusals import (
+from quire.scheduling.guards.connector_calls import ConnectorCalls
+from quire.scheduling.phases.refusals import (
     refuse_beams_beside_eviction,
     refuse_ids_out_of_range,
     refuse_if_beams_never_fit,
@@ -21,9 +23,7 @@ from quire.scheduling.refusals import (
     refuse_if_queue_is_full,
     refuse_unread_priority,
 )
-from quire.scheduling.state import SchedulerState
-from quire.scheduling.timeouts import TimeoutPhase
-from quire.scheduling.waiting import WaitingRequests
+from quire.scheduling.phases.timeouts import TimeoutPhase
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -6,16 +6,16 @@ import dataclasses
 
 import numpy as np
 
+from quire.scheduling.accounts.outbox import Outbox
+from quire.scheduling.accounts.plan import Plan
+from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.steps_in_flight import StepsInFlight
 from quire.scheduling.cache_eviction import CacheEviction
-from quire.scheduling.connector_calls import ConnectorCalls
-from quire.scheduling.drafting import Drafting
+from quire.scheduling.guards.connector_calls import ConnectorCalls
 from quire.scheduling.interface import StepWithdrawnError
-from quire.scheduling.lost_steps import LostSteps
-from quire.scheduling.outbox import Outbox
 from quire.scheduling.outputs import SchedulerStats
-from quire.scheduling.plan import Plan
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.steps_in_flight import StepsInFlight
+from quire.scheduling.phases.drafting import Drafting
+from quire.scheduling.phases.lost_steps import LostSteps
 from quire.step import CachedRequestData, ChosenTokens, IntArray, SchedulerOutput
 
 NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)

@@ -7,14 +7,14 @@ import dataclasses
 import msgspec
 
 from quire.config import SchedulerConfig
-from quire.scheduling.connector_calls import ConnectorCalls
-from quire.scheduling.deadlines import Deadlines
-from quire.scheduling.fences import Fences
-from quire.scheduling.kv_holdings import KVHoldings
+from quire.scheduling.accounts.deadlines import Deadlines
+from quire.scheduling.accounts.fences import Fences
+from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.remote_loads import RemoteLoads
+from quire.scheduling.accounts.state import SchedulerState
+from quire.scheduling.accounts.steps_in_flight import StepsInFlight
+from quire.scheduling.guards.connector_calls import ConnectorCalls
 from quire.scheduling.outputs import SchedulerStats
-from quire.scheduling.remote_loads import RemoteLoads
-from quire.scheduling.state import SchedulerState
-from quire.scheduling.steps_in_flight import StepsInFlight
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

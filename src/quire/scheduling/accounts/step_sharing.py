@@ -14,9 +14,9 @@ import numpy as np
 
 from quire.kv.manager import KVCacheManager, Prefix
 from quire.request import Request
+from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.steps_in_flight import StepsInFlight
 from quire.scheduling.cache_eviction import CacheEviction
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.steps_in_flight import StepsInFlight
 from quire.step import IntArray
 
 

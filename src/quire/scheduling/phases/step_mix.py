@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from quire.config import SchedulerConfig
-from quire.scheduling.plan import Plan
+from quire.scheduling.accounts.plan import Plan
 
 Phase = Callable[[Plan], None]
 

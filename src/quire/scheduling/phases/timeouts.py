@@ -7,11 +7,11 @@ import dataclasses
 from quire.config import SchedulerConfig
 from quire.errors import RequestTimeoutError
 from quire.request import Request
-from quire.scheduling.deadlines import Deadlines
+from quire.scheduling.accounts.deadlines import Deadlines
+from quire.scheduling.accounts.state import SchedulerState
+from quire.scheduling.guards.step_clock import StepClock
 from quire.scheduling.outputs import SchedulerStats
-from quire.scheduling.request_finisher import RequestFinisher
-from quire.scheduling.state import SchedulerState
-from quire.scheduling.step_clock import StepClock
+from quire.scheduling.phases.request_finisher import RequestFinisher
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.step import NO_TOKEN, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)

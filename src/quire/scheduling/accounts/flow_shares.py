@@ -12,8 +12,8 @@ import numpy as np
 
 from quire.config import SchedulerConfig
 from quire.request import Request
-from quire.scheduling.ready_queue import ReadyQueue
-from quire.scheduling.running_slots import RunningSlots
+from quire.scheduling.accounts.ready_queue import ReadyQueue
+from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.step import BoolArray, IntArray
 
 LEAST_SHARE = 32

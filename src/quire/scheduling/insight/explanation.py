@@ -8,13 +8,13 @@ from collections.abc import Callable
 from quire.config import SchedulerConfig
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
+from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.remote_loads import RemoteLoads
+from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.suspects import Suspects
+from quire.scheduling.accounts.waiting import WaitingRequests
 from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.interface import PauseState
-from quire.scheduling.kv_holdings import KVHoldings
-from quire.scheduling.remote_loads import RemoteLoads
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.suspects import Suspects
-from quire.scheduling.waiting import WaitingRequests
 from quire.status import RequestStatus
 
 

@@ -10,7 +10,7 @@ from quire.config import SchedulerConfig
 from quire.errors import InvalidRequestError, QueueFullError
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.request import Request
-from quire.scheduling.running_slots import token_limit
+from quire.scheduling.accounts.running_slots import token_limit
 
 
 def refuse_unread_priority(request: Request, config: SchedulerConfig) -> None:

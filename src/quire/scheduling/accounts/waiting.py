@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from quire.errors import QuireError
 from quire.grammar.manager import GrammarManager
 from quire.request import Request
-from quire.scheduling.drain_rate import DrainRate
+from quire.scheduling.accounts.drain_rate import DrainRate
+from quire.scheduling.accounts.ready_queue import ReadyQueue
+from quire.scheduling.accounts.remote_loads import RemoteLoads
+from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.policies.order import QueueOrder
-from quire.scheduling.ready_queue import ReadyQueue
-from quire.scheduling.remote_loads import RemoteLoads
-from quire.scheduling.running_slots import RunningSlots
 from quire.status import RequestStatus
 
 

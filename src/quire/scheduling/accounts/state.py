@@ -7,9 +7,9 @@ import dataclasses
 from quire.kv.block_pool import BlockPool
 from quire.kv.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduling.beam_groups import BeamGroups
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.waiting import WaitingRequests
+from quire.scheduling.accounts.beam_groups import BeamGroups
+from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.waiting import WaitingRequests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ import dataclasses
 from quire.grammar.manager import GrammarManager
 from quire.kv.manager import NO_PREFIX, KVCacheManager
 from quire.request import Request
-from quire.scheduling.connector_calls import ConnectorCalls
-from quire.scheduling.deadlines import Deadlines
-from quire.scheduling.kv_holdings import KVHoldings
-from quire.scheduling.outbox import Outbox
+from quire.scheduling.accounts.deadlines import Deadlines
+from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.outbox import Outbox
+from quire.scheduling.accounts.remote_loads import RemoteLoads
+from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.waiting import WaitingRequests
+from quire.scheduling.guards.connector_calls import ConnectorCalls
 from quire.scheduling.outputs import SchedulerStats
-from quire.scheduling.remote_loads import RemoteLoads
-from quire.scheduling.running_slots import RunningSlots
-from quire.scheduling.slot_manager import SlotManager
-from quire.scheduling.waiting import WaitingRequests
+from quire.scheduling.phases.slot_manager import SlotManager
 from quire.status import RequestStatus
 from quire.step import IntArray
 

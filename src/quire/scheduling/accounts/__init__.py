@@ -1,0 +1,1 @@
+"""The accounts of the scheduler: slots, queues, blocks, and steps in flight."""

@@ -1,0 +1,1 @@
+"""Code that is not the scheduler's own, behind calls that always answer."""
