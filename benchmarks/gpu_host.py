@@ -25,7 +25,7 @@ from gpu_models import model_without_files
 
 from quire import LLM
 from quire.engine import runner_building
-from quire.execution import device_sampling
+from quire.execution.sampling import device_sampling
 from quire.kernels.size_classes import size_class
 from quire.kernels.token_choice import TokenChoice
 from quire.kernels.triton.kernel_set import TritonKernels

@@ -21,7 +21,7 @@ from typing import Any
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.execution.model_runner import ModelRunner
-from quire.execution.sampler import Sampler
+from quire.execution.sampling.sampler import Sampler
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.linear import Linear
 from quire.kv import PagedAttentionCacheMetaData

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.execution.logprobs import position_logprobs
-from quire.execution.selection import Filters, draw
+from quire.execution.sampling.logprobs import position_logprobs
+from quire.execution.sampling.selection import Filters, draw
 from quire.kernels.sampling import ReferenceSampling
 from quire.kernels.seen_tokens import in_prompt
 from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties, TokenChoice

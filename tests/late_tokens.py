@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from host_choice import HostChoice
-from quire.execution import device_sampling, prompt_logprobs
-from quire.execution.device_sampling import DeviceSampler
+from quire.execution.sampling import device_sampling, prompt_logprobs
+from quire.execution.sampling.device_sampling import DeviceSampler
 from quire.kernels.dispatch import kernel_set
 
 

@@ -23,8 +23,9 @@ from nccl_stand_in import NcclStandIn
 from operation_tape import OperationTape
 from quire.engine import runner_building
 from quire.engine.ranks import connecting, group, nccl, process
-from quire.execution import device_sampling, step_graphs
-from quire.execution.recorded_choice import RecordedChoice
+from quire.execution import step_graphs
+from quire.execution.sampling import device_sampling
+from quire.execution.sampling.captured_choice import RecordedChoice
 from quire.kernels import cuda_graphs
 from quire.models.decoder import Decoder
 

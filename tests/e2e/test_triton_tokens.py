@@ -19,8 +19,8 @@ from quire import LLM, CacheEvictionConfig, SamplingParams, SchedulerConfig
 from quire.engine import devices, runner_building
 from quire.engine.core import EngineCore
 from quire.engine.ranks.messages import CompileOnly, Forward, ToRank
-from quire.execution import device_sampling
 from quire.execution.model_runner import ModelRunner
+from quire.execution.sampling import device_sampling
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.triton.device import is_interpreted
 from quire.kv.eviction.selection import BlockSelection

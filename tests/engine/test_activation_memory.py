@@ -23,9 +23,9 @@ from quire.engine.activation_memory import (
 from quire.engine.byte_sizes import GB
 from quire.engine.eviction_memory import eviction_bytes, score_bytes_per_token
 from quire.engine.memory_plan import plan_memory
-from quire.execution import evicted_keys
-from quire.execution.cache_evictor import CacheEvictor
-from quire.execution.evicted_keys import KeyRotation, cached_keys, copy_blocks
+from quire.execution.eviction import evicted_keys
+from quire.execution.eviction.cache_evictor import CacheEvictor
+from quire.execution.eviction.evicted_keys import KeyRotation, cached_keys, copy_blocks
 from quire.kernels import bounds
 from quire.kernels.attention import Scores
 from quire.kernels.batch import AttentionBatch

@@ -13,8 +13,8 @@ from quire.config import EngineConfig, SpeculationConfig
 from quire.engine.drafting import build_proposer, find_draft_model, load_draft_model
 from quire.engine.memory_plan import MemoryPlan, plan_memory
 from quire.errors import ConfigError, ModelError, ModelNotFoundError
-from quire.execution.adaptive_proposer import AdaptiveProposer
-from quire.execution.draft_model_proposer import DraftModelProposer
+from quire.execution.drafts.adaptive_proposer import AdaptiveProposer
+from quire.execution.drafts.draft_model_proposer import DraftModelProposer
 from quire.front.arguments import engine_config
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig

@@ -16,9 +16,9 @@ import preloaded
 from host_choice import HostChoice
 from late_tokens import LateCopy, choose_on_device
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.execution.adaptive_proposer import DraftedRequest, Waiting
-from quire.execution.device_sampling import DeviceSampler
+from quire.execution.drafts.adaptive_proposer import DraftedRequest, Waiting
 from quire.execution.persistent_batch import PersistentBatch
+from quire.execution.sampling.device_sampling import DeviceSampler
 from quire.execution.step_graphs import StepLogits
 
 pytestmark = pytest.mark.usefixtures("preloaded_engines")

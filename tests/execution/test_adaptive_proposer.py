@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.execution.adaptive_proposer import AdaptiveProposer, DraftedRequest, RowCost, Waiting
-from quire.execution.proposer import Proposer, RowsToContinue
+from quire.execution.drafts.adaptive_proposer import AdaptiveProposer, DraftedRequest, RowCost, Waiting
+from quire.execution.drafts.proposer import Proposer, RowsToContinue
 from quire.step import NO_TOKEN
 
 NUM_DRAFTS = 4

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.execution import device_penalties
-from quire.execution.device_penalties import DevicePenalties
 from quire.execution.known_tokens import KnownTokens
 from quire.execution.persistent_batch import PersistentBatch
-from quire.execution.sampling_table import SamplingTable
+from quire.execution.sampling import device_penalties
+from quire.execution.sampling.device_penalties import DevicePenalties
+from quire.execution.sampling.table import SamplingTable
 from quire.kernels import seen_tokens
 from quire.kernels.devices import HOST, array_to_device
 from quire.sampling_params import SamplingParams

@@ -16,8 +16,9 @@ from test_cache_evictor import BLOCK_SIZE, PROMPT, SIZES, run
 from checkpoints import make_checkpoint
 from meta_device import META, MadeUpCopy, MetaKernels, OneDevice
 from quire.config import AdaptiveRKVConfig, CacheEvictionConfig, SchedulerConfig
-from quire.execution import cache_evictor, device_sampling, evicted_keys
+from quire.execution.eviction import cache_evictor, evicted_keys
 from quire.execution.model_runner import ModelRunner
+from quire.execution.sampling import device_sampling
 from quire.kernels.batch import AttentionBatch
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.execution.proposer import FOREVER, GuardedProposer, Proposer, RowsToContinue
+from quire.execution.drafts.proposer import FOREVER, GuardedProposer, Proposer, RowsToContinue
 from quire.step import NO_TOKEN
 
 VOCAB_SIZE = 10

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_reference import adjusted
 
-from quire.execution.constraints import UNTIL_THE_END, Constraints
-from quire.execution.penalties import Penalties, TokenCounts
+from quire.execution.sampling.constraints import UNTIL_THE_END, Constraints
+from quire.execution.sampling.penalties import Penalties, TokenCounts
 from quire.sampling_params import SamplingParams
 
 VOCAB_SIZE = 60

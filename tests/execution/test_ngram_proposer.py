@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.execution.ngram_proposer import NgramProposer
-from quire.execution.proposer import RowsToContinue
+from quire.execution.drafts.ngram_proposer import NgramProposer
+from quire.execution.drafts.proposer import RowsToContinue
 from quire.step import NO_TOKEN
 
 

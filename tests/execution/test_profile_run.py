@@ -20,8 +20,8 @@ from host_choice import HostChoice
 from operation_tape import OperationTape
 from quire.config import CacheEvictionConfig
 from quire.execution import profile_run as profiling
-from quire.execution.cache_evictor import CacheEvictor
-from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
+from quire.execution.drafts.draft_model_proposer import DraftGraphs, DraftModelProposer
+from quire.execution.eviction.cache_evictor import CacheEvictor
 from quire.execution.model_runner import ModelRunner
 from quire.execution.profile_run import (
     TIMES,

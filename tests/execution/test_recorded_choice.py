@@ -14,15 +14,17 @@ import torch
 from recorder import Recorder, driver_of
 
 from checkpoints import make_checkpoint
-from quire.execution import recorded_choice, recording_pauses, step_graphs
-from quire.execution.logit_changes import RowMasks
-from quire.execution.recorded_choice import (
+from quire.execution import capture_backoff as recording_pauses
+from quire.execution import step_graphs
+from quire.execution.sampling import captured_choice as recorded_choice
+from quire.execution.sampling.captured_choice import (
     NUM_DRAW_NUMBERS,
     NUM_RECORDED_EDITS,
     ChoiceNumbers,
     ChoiceTensors,
     RecordedChoice,
 )
+from quire.execution.sampling.logit_changes import RowMasks
 from quire.execution.step_graphs import Record
 from quire.kernels.size_classes import SizeClasses, size_class
 from quire.kernels.token_choice import NUM_EDIT_NUMBERS

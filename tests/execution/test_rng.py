@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from quire.execution.rng import philox4x32, uniforms
+from quire.execution.sampling.rng import philox4x32, uniforms
 
 # Published known answers for philox4x32, 10 rounds (Random123's kat_vectors).
 KNOWN_ANSWERS = [

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_reference import adjusted, chosen
 
-from quire.execution.rng import uniforms
-from quire.execution.sampler import Sampler
-from quire.execution.sampling_table import SamplingTable
+from quire.execution.sampling.rng import uniforms
+from quire.execution.sampling.sampler import Sampler
+from quire.execution.sampling.table import SamplingTable
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_driver import plan
 
-from quire.execution.sampling_positions import SamplingPositions
+from quire.execution.sampling.positions import SamplingPositions
 from quire.step import NO_TOKEN
 
 TOKENS = st.integers(0, 2)

@@ -3,8 +3,8 @@ import pytest
 import torch
 from sampling_reference import chosen, kept_weights
 
-from quire.execution.rng import uniforms
-from quire.execution.selection import Filters, draw
+from quire.execution.sampling.rng import uniforms
+from quire.execution.sampling.selection import Filters, draw
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.sampling import ReferenceSampling
 from quire.sampling_params import SamplingParams

@@ -23,8 +23,8 @@ from step_driver import (
 from checkpoints import make_checkpoint
 from late_tokens import LateCopy, choose_on_device
 from quire.execution.device_step import DeviceStep
-from quire.execution.draft_model_proposer import DraftModelProposer
-from quire.execution.ngram_proposer import NgramProposer
+from quire.execution.drafts.draft_model_proposer import DraftModelProposer
+from quire.execution.drafts.ngram_proposer import NgramProposer
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
 from quire.sampling_params import SamplingParams

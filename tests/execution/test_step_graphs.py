@@ -18,11 +18,12 @@ from step_driver import BLOCK_SIZE, StepDriver, model_cache
 
 from checkpoints import make_checkpoint
 from quire.config import SparseAttentionConfig
-from quire.execution import recording_pauses, step_graphs
-from quire.execution.adaptive_proposer import AdaptiveProposer
-from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
-from quire.execution.ngram_proposer import NgramProposer
-from quire.execution.proposer import RowsToContinue
+from quire.execution import capture_backoff as recording_pauses
+from quire.execution import step_graphs
+from quire.execution.drafts.adaptive_proposer import AdaptiveProposer
+from quire.execution.drafts.draft_model_proposer import DraftGraphs, DraftModelProposer
+from quire.execution.drafts.ngram_proposer import NgramProposer
+from quire.execution.drafts.proposer import RowsToContinue
 from quire.execution.step_graphs import StepGraphs, StepLogits
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.size_classes import CHUNK_SIZES, SizeClasses, coarse_size_class, size_class

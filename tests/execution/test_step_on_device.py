@@ -17,8 +17,8 @@ from step_driver import BLOCK_SIZE, MAX_MODEL_LEN, StepDriver
 from checkpoints import FAMILIES, make_checkpoint
 from lockstep_ranks import LockstepRanks
 from meta_device import META, MadeUpCopy, MetaKernels, OneDevice
-from quire.execution import device_sampling, prompt_logprobs
 from quire.execution.model_runner import ModelRunner
+from quire.execution.sampling import device_sampling, prompt_logprobs
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import to_device
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData

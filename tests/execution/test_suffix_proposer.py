@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.execution.proposer import RowsToContinue
-from quire.execution.suffix_proposer import OutputHistory, SuffixProposer
+from quire.execution.drafts.proposer import RowsToContinue
+from quire.execution.drafts.suffix_proposer import OutputHistory, SuffixProposer
 from quire.step import NO_TOKEN
 
 SCOPE = ("tenant", "salt")

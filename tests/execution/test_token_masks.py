@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_driver import add_all, int_array, make_driver, plan
 
-from quire.execution.sampler import Sampler
-from quire.execution.sampling_positions import SamplingPositions
-from quire.execution.sampling_table import SamplingTable
-from quire.execution.token_masks import TokenMasks
+from quire.execution.sampling.positions import SamplingPositions
+from quire.execution.sampling.sampler import Sampler
+from quire.execution.sampling.table import SamplingTable
+from quire.execution.sampling.token_masks import TokenMasks
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, GrammarOutput

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from checkpoints import make_checkpoint
 from quire import LLM, AdaptiveRKVConfig, CacheEvictionConfig, SamplingParams
 from quire.execution.model_runner import ModelRunner
-from quire.execution.recorded_choice import NUM_RECORDED_EDITS, RecordedChoice
+from quire.execution.sampling.captured_choice import NUM_RECORDED_EDITS, RecordedChoice
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.cuda_graphs import CudaGraphs
 from quire.kernels.triton.device import is_interpreted

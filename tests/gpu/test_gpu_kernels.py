@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from shapes import LENGTHS, NUM_ROWS, SHAPES, VOCAB_SIZE, Shape
 
-from quire.execution.rng import uniforms
-from quire.execution.selection import Filters, draw
+from quire.execution.sampling.rng import uniforms
+from quire.execution.sampling.selection import Filters, draw
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.dispatch import kernel_set
 from quire.kernels.experts import ExpertWeights, Mixture

@@ -5,7 +5,7 @@ import pytest
 from native_settings import INSTRUCTION_SETS, instructions, threads
 
 from pairwise import pairwise
-from quire.execution.logprobs import top_tokens
+from quire.execution.sampling.logprobs import top_tokens
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.sampling import ReferenceSampling
 from triton_scans import TritonSampling

@@ -16,7 +16,7 @@ from quire.models.weights import count_parameters
 if TYPE_CHECKING:
     from quire.config import EngineConfig, SpeculationConfig
     from quire.engine.memory_plan import MemoryPlan
-    from quire.execution.proposer import Proposer
+    from quire.execution.drafts.proposer import Proposer
     from quire.execution.step_graphs import Record
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.decoder import Decoder
@@ -110,14 +110,14 @@ def build_proposer(
     """
     speculation = config.speculation
     if speculation.speculative_method in ("ngram", "suffix"):
-        from quire.execution.adaptive_proposer import AdaptiveProposer
+        from quire.execution.drafts.adaptive_proposer import AdaptiveProposer
 
         max_num_seqs = config.scheduler.max_num_seqs
         proposer = _copying_proposer(speculation, max_num_seqs)
         return AdaptiveProposer(proposer, max_num_seqs, overlaps=config.scheduler.overlap_steps)
     if draft_model is None:
         return None
-    from quire.execution.draft_model_proposer import DraftGraphs, DraftModelProposer
+    from quire.execution.drafts.draft_model_proposer import DraftGraphs, DraftModelProposer
     from quire.kv.paged_cache import PagedAttentionCache
 
     kv_cache = PagedAttentionCache.on_device(plan.kv_caches[1], draft_model.kernels.device)
@@ -130,10 +130,10 @@ def build_proposer(
 def _copying_proposer(speculation: SpeculationConfig, max_num_seqs: int) -> Proposer:
     """Return a proposer that copies what has been said before."""
     if speculation.speculative_method == "ngram":
-        from quire.execution.ngram_proposer import NgramProposer
+        from quire.execution.drafts.ngram_proposer import NgramProposer
 
         return NgramProposer(speculation.ngram_min, speculation.ngram_max)
-    from quire.execution.suffix_proposer import SuffixProposer
+    from quire.execution.drafts.suffix_proposer import SuffixProposer
 
     return SuffixProposer(
         speculation.ngram_min, speculation.suffix_max, speculation.suffix_history, max_num_seqs

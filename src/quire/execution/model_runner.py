@@ -12,14 +12,16 @@ import torch
 
 from quire.config import CacheEvictionConfig, SparseAttentionConfig
 from quire.execution.arrays import Int64Array
-from quire.execution.cache_evictor import CacheEvictor
-from quire.execution.device_sampling import TokensInFlight
+from quire.execution.connector_worker import KVTransfers
 from quire.execution.device_step import DeviceStep, report_tokens
+from quire.execution.drafts.proposer import GuardedProposer, Proposer
+from quire.execution.eviction.cache_evictor import CacheEvictor
 from quire.execution.failed_requests import KnownErrors, StepErrors
-from quire.execution.kv_transfers import KVTransfers
 from quire.execution.model import Model
 from quire.execution.persistent_batch import PersistentBatch, RunnerRequest
-from quire.execution.prompt_logprobs import (
+from quire.execution.sampling.device_sampling import TokensInFlight
+from quire.execution.sampling.positions import SamplingPositions
+from quire.execution.sampling.prompt_logprobs import (
     NO_PROMPT_LOGPROBS,
     DevicePositionLogits,
     HostPositionLogits,
@@ -27,12 +29,10 @@ from quire.execution.prompt_logprobs import (
     PromptLogprobs,
     StepPromptLogprobs,
 )
-from quire.execution.proposer import GuardedProposer, Proposer
-from quire.execution.sampling_positions import SamplingPositions
+from quire.execution.sampling.step_sampling import StepSampler
+from quire.execution.sampling.token_masks import TokenMasks
 from quire.execution.sparse_prefill import SparsePrefill
 from quire.execution.step_graphs import Record, StepGraphs, StepLogits
-from quire.execution.step_sampling import StepSampler
-from quire.execution.token_masks import TokenMasks
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import array_to_device
 from quire.kernels.sparse_prefill import KeySelection, SkippedKeys

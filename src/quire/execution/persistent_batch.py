@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.execution.arrays import Int64Array
+from quire.execution.drafts.proposer import RowsToContinue
 from quire.execution.known_tokens import KnownTokens
-from quire.execution.proposer import RowsToContinue
 from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,

@@ -30,7 +30,7 @@ import torch
 from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
-from quire.execution.recording_pauses import RecordingPause
+from quire.execution.capture_backoff import RecordingPause
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import copy_to_device
 from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES

@@ -10,10 +10,10 @@ import pytest
 import torch
 from triton_inputs import DEVICE, strided
 
-from quire.execution.rng import uniforms
-from quire.execution.sampler import Sampler
-from quire.execution.sampling_table import SamplingTable
-from quire.execution.token_masks import TokenMasks
+from quire.execution.sampling.rng import uniforms
+from quire.execution.sampling.sampler import Sampler
+from quire.execution.sampling.table import SamplingTable
+from quire.execution.sampling.token_masks import TokenMasks
 from quire.kernels.sampling import ReferenceSampling
 from quire.kernels.token_choice import NUM_EDIT_NUMBERS, LogitChanges, LogitEdits, LogitMasks, RowDraws
 from quire.kernels.triton import logit_changes

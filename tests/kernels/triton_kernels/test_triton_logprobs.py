@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton_inputs import DEVICE, strided
 
-from quire.execution.logprobs import position_logprobs
+from quire.execution.sampling.logprobs import position_logprobs
 from quire.kernels.sampling import ReferenceSampling
 from quire.kernels.triton.token_choice import TritonChoice
 from quire.step import NO_TOKEN

@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton_inputs import DEVICE, strided
 
-from quire.execution.penalties import Penalties
+from quire.execution.sampling.penalties import Penalties
 from quire.kernels.seen_tokens import SeenTokens
 from quire.kernels.token_choice import RowPenalties
 from quire.kernels.triton import penalties as penalties_on_device

@@ -10,7 +10,7 @@ import torch
 from triton_inputs import DEVICE, strided
 
 from pairwise import pairwise
-from quire.execution.selection import Filters, draw
+from quire.execution.sampling.selection import Filters, draw
 from quire.kernels.sampling import ReferenceSampling
 from quire.kernels.token_choice import RowDraws, TokenChoice
 from quire.kernels.triton import row_scans, tail_search

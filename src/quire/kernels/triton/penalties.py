@@ -1,4 +1,4 @@
-"""Penalties in Triton, in the arithmetic of `quire.execution.penalties`, so that the logits have its bits."""
+"""Penalties in Triton, in the arithmetic of `quire.execution.sampling.penalties`, so that the logits have its bits."""
 
 from __future__ import annotations
 

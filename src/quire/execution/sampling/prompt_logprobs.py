@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from quire.execution.arrays import Float32Array, Int64Array
-from quire.execution.logprobs import of_device, position_logprobs
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch
-from quire.execution.sampler import nonfinite_error
+from quire.execution.sampling.logprobs import of_device, position_logprobs
+from quire.execution.sampling.sampler import nonfinite_error
 from quire.kernels.bounds import prompt_logit_rows
 from quire.kernels.devices import HostCopy, array_to_device
 from quire.kernels.sampling import SamplingKernels

@@ -7,7 +7,7 @@ import torch
 from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
-from quire.execution.proposer import Proposer, RowsToContinue
+from quire.execution.drafts.proposer import Proposer, RowsToContinue
 from quire.execution.step_graphs import Record, StepGraphs
 from quire.kernels.batch import AttentionBatch
 from quire.kernels.devices import array_to_device

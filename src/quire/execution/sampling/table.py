@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from quire.execution.arrays import BoolArray, Float32Array, Int64Array, UInt64Array
-from quire.execution.constraints import Constraints
-from quire.execution.penalties import Penalties
-from quire.execution.selection import Filters
+from quire.execution.sampling.constraints import Constraints
+from quire.execution.sampling.penalties import Penalties
+from quire.execution.sampling.selection import Filters
 from quire.sampling_params import SamplingParams
 from quire.step import IntArray
 

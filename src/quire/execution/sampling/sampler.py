@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from quire.execution.arrays import BoolArray, Float32Array, Int64Array
-from quire.execution.logprobs import position_logprobs
-from quire.execution.rng import uniforms
-from quire.execution.sampling_table import SamplingTable
-from quire.execution.selection import draw
-from quire.execution.token_masks import TokenMasks
+from quire.execution.sampling.logprobs import position_logprobs
+from quire.execution.sampling.rng import uniforms
+from quire.execution.sampling.selection import draw
+from quire.execution.sampling.table import SamplingTable
+from quire.execution.sampling.token_masks import TokenMasks
 from quire.kernels.sampling import SamplingKernels
 from quire.step import NO_TOKEN, IntArray, PositionLogprobs
 

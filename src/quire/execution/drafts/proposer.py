@@ -43,7 +43,7 @@ class RowsToContinue:
 
 
 class Proposer(ABC):
-    """Proposes drafts. A bad one costs time only: see `quire.execution.sampling_positions`."""
+    """Proposes drafts. A bad one costs time only: see `quire.execution.sampling.positions`."""
 
     follows_tokens = False
     """Whether `follow` is called in each step."""

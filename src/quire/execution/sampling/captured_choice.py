@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from quire.execution.arrays import Float64Array, Int64Array
-from quire.execution.device_penalties import NO_PENALTIES
-from quire.execution.logit_changes import NO_EDIT, NO_MASK, RowMasks
-from quire.execution.recording_pauses import RecordingPause
+from quire.execution.capture_backoff import RecordingPause
+from quire.execution.sampling.device_penalties import NO_PENALTIES
+from quire.execution.sampling.logit_changes import NO_EDIT, NO_MASK, RowMasks
 from quire.execution.step_graphs import MAX_GRAPHS, Record
 from quire.kernels.devices import array_to_device, copy_to_device
 from quire.kernels.size_classes import wide_size_class

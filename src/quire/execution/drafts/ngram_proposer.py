@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.execution.proposer import Proposer, RowsToContinue
+from quire.execution.drafts.proposer import Proposer, RowsToContinue
 from quire.step import NO_TOKEN, IntArray
 
 

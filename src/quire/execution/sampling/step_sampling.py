@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from quire.execution.arrays import Int64Array
-from quire.execution.device_penalties import DevicePenalties
-from quire.execution.device_sampling import DeviceSampler, TokensInFlight
 from quire.execution.known_tokens import KnownTokens
-from quire.execution.sampler import Sampler, SamplerOutput
-from quire.execution.sampling_table import SamplingTable
+from quire.execution.sampling.device_penalties import DevicePenalties
+from quire.execution.sampling.device_sampling import DeviceSampler, TokensInFlight
+from quire.execution.sampling.sampler import Sampler, SamplerOutput
+from quire.execution.sampling.table import SamplingTable
+from quire.execution.sampling.token_masks import TokenMasks
 from quire.execution.step_graphs import Record, StepLogits
-from quire.execution.token_masks import TokenMasks
 from quire.kernels.interface import KernelSet
 from quire.kernels.sampling import SamplingKernels
 

@@ -9,7 +9,7 @@ import torch
 
 from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.known_tokens import KnownTokens
-from quire.execution.sampling_table import SamplingTable
+from quire.execution.sampling.table import SamplingTable
 from quire.kernels.devices import array_to_device
 from quire.kernels.seen_tokens import SeenTokens
 from quire.kernels.token_choice import RowPenalties

@@ -15,7 +15,7 @@ import dataclasses
 import numpy as np
 
 from quire.execution.arrays import BoolArray, Float32Array, Float64Array, Int64Array
-from quire.execution.histogram import draw_from_histogram
+from quire.execution.sampling.histogram import draw_from_histogram
 from quire.kernels.sampling import SamplingKernels, relative_weights
 
 

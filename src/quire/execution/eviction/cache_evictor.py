@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from quire.config import CacheEvictionConfig
-from quire.execution.evicted_keys import KeyRotation, by_layer, cached_keys, copy_blocks
+from quire.execution.eviction.evicted_keys import KeyRotation, by_layer, cached_keys, copy_blocks
+from quire.execution.eviction.sequence_scores import SequenceScores
 from quire.execution.persistent_batch import PersistentBatch
-from quire.execution.sequence_scores import SequenceScores
 from quire.kernels.devices import HostCopy
 from quire.kernels.key_scores import Int64Array, KeyScores
 from quire.kernels.sparse_prefill import SkippedKeys

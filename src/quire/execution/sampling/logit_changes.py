@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 
 from quire.execution.arrays import BoolArray, Float32Array, Float64Array, Int64Array
-from quire.execution.constraints import Constraints
 from quire.execution.known_tokens import KnownTokens
-from quire.execution.sampling_table import SamplingTable
-from quire.execution.token_masks import TokenMasks
+from quire.execution.sampling.constraints import Constraints
+from quire.execution.sampling.table import SamplingTable
+from quire.execution.sampling.token_masks import TokenMasks
 from quire.kernels.token_choice import NUM_EDIT_NUMBERS
 from quire.step import NO_TOKEN, IntArray
 

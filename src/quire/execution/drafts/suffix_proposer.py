@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
-from quire.execution.proposer import Proposer, RowsToContinue
+from quire.execution.drafts.proposer import Proposer, RowsToContinue
 from quire.step import NO_TOKEN, IntArray
 
 _MAX_SCOPES = 64

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from quire.execution.arrays import BoolArray, Float64Array, Int64Array
-from quire.execution.device_penalties import DevicePenalties, StepPenalties
 from quire.execution.known_tokens import KnownTokens
-from quire.execution.logit_changes import ChangesOfStep, changes_of_step, num_mask_words
-from quire.execution.logprobs import of_device
-from quire.execution.recorded_choice import ChoiceNumbers, ChoiceTensors, RecordedChoice
-from quire.execution.rng import uniforms
-from quire.execution.sampler import NO_CHOICE, SamplerOutput, nonfinite_error, param_without_choice
-from quire.execution.sampling_table import SamplingTable
+from quire.execution.sampling.captured_choice import ChoiceNumbers, ChoiceTensors, RecordedChoice
+from quire.execution.sampling.device_penalties import DevicePenalties, StepPenalties
+from quire.execution.sampling.logit_changes import ChangesOfStep, changes_of_step, num_mask_words
+from quire.execution.sampling.logprobs import of_device
+from quire.execution.sampling.rng import uniforms
+from quire.execution.sampling.sampler import NO_CHOICE, SamplerOutput, nonfinite_error, param_without_choice
+from quire.execution.sampling.table import SamplingTable
+from quire.execution.sampling.token_masks import TokenMasks
 from quire.execution.step_graphs import Record, StepLogits
-from quire.execution.token_masks import TokenMasks
 from quire.kernels.devices import HostCopy, array_to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.token_choice import LogitChanges, LogitEdits, RowDraws, RowLogprobs, TokenChoice

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
-from quire.execution.proposer import Proposer, RowsToContinue
+from quire.execution.drafts.proposer import Proposer, RowsToContinue
 from quire.kernels.batch import AttentionBatch
 from quire.step import NO_TOKEN, IntArray
 

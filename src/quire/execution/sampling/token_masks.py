@@ -6,7 +6,7 @@ import numpy as np
 
 from quire.execution.arrays import BoolArray, Float32Array, Int64Array
 from quire.execution.persistent_batch import InconsistentPlanError
-from quire.execution.sampling_positions import SamplingPositions
+from quire.execution.sampling.positions import SamplingPositions
 from quire.step import GrammarOutput, IntArray, SchedulerOutput
 
 _NO_MASK = -1

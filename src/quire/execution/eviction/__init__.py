@@ -1,0 +1,1 @@
+"""Cache eviction beside the model: scores and evicted blocks."""
