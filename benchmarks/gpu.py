@@ -43,7 +43,7 @@ from safetensors.torch import save_file
 
 from quire import LLM
 from quire.execution.model_runner import ModelRunner
-from quire.kernels.devices import cuda_obstacle
+from quire.kernels.devices.device import cuda_obstacle
 from quire.kernels.triton import kernel
 from quire.models.checkpoints.config_reading import read_model_config
 

@@ -15,10 +15,10 @@ import torch
 from gpu_machine import seconds
 from gpu_roofline import BFLOAT16_BYTES, Work
 
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.cuda_graphs import CudaGraphs
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.tiles import HeadLayout
+from quire.kernels.devices.cuda_graphs import CudaGraphs
 from quire.kernels.dispatch import kernel_set
-from quire.kernels.tiles import HeadLayout
 from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.models.config import ModelConfig
 

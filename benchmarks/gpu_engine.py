@@ -16,7 +16,7 @@ from gpu_machine import seconds
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.execution.step_graphs import StepGraphs
-from quire.kernels.triton import experts
+from quire.kernels.triton.experts import layer as experts
 
 FIRST_TOKEN_ID = 300  # smaller ids are the tokenizer's special and byte tokens
 WARM_STEPS = 8  # sizes are recorded when they come up for the second time

@@ -26,8 +26,8 @@ from gpu_models import model_without_files
 from quire import LLM
 from quire.engine import runner_building
 from quire.execution.sampling import device_sampling
+from quire.kernels.sampling.token_choice import TokenChoice
 from quire.kernels.size_classes import size_class
-from quire.kernels.token_choice import TokenChoice
 from quire.kernels.triton.kernel_set import TritonKernels
 
 CONTEXT = 20  # tokens of a request; more would take the interpreter longer, and the host not

@@ -35,8 +35,8 @@ from triton.runtime import driver
 from quire.execution.model_runner import ModelRunner
 from quire.execution.profile_run import StepLimits, profile_run
 from quire.execution.step_graphs import StepGraphs
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.cores import usable_cores
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.devices.cores import usable_cores
 from quire.kernels.size_classes import wide_size_class
 from quire.kernels.triton import device
 from quire.kernels.triton.kernel import compile_only

@@ -19,7 +19,7 @@ from peers_workload import NUM_THREADS, SHAPES
 from timing import least_seconds
 
 from quire.kernels.cpu.kernel_set import NativeKernels
-from quire.kernels.torch_internals import has_onednn_bfloat16
+from quire.kernels.devices.torch_internals import has_onednn_bfloat16
 
 SHAPE = SHAPES["0.6b"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder

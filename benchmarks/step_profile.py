@@ -22,8 +22,8 @@ from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.execution.model_runner import ModelRunner
 from quire.execution.sampling.sampler import Sampler
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.linear import Linear
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.layers.linear import Linear
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading
 from quire.models.decoder import Decoder

@@ -31,7 +31,7 @@ from quire.datadist import (
     ModelConfig,
     ModelRunner,
 )
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData, PagedAttentionCacheView
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model

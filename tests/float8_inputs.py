@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.weights import Float8Weight
+from quire.kernels.layers.weights import Float8Weight
 
 
 def quantize_float8(weight: torch.Tensor) -> Float8Weight:

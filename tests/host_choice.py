@@ -7,9 +7,9 @@ import torch
 
 from quire.execution.sampling.logprobs import position_logprobs
 from quire.execution.sampling.selection import Filters, draw
-from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.seen_tokens import in_prompt
-from quire.kernels.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties, TokenChoice
+from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.sampling.seen_tokens import in_prompt
+from quire.kernels.sampling.token_choice import LogitChanges, RowDraws, RowLogprobs, RowPenalties, TokenChoice
 from quire.step import NO_TOKEN
 
 

@@ -14,14 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.devices import to_device
-from quire.kernels.experts import Experts, ExpertWeights, Mixture
-from quire.kernels.kv_layer import KVLayer
-from quire.kernels.linear import FloatLinear, Linear
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.devices.device import to_device
+from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.layers.linear import FloatLinear, Linear
+from quire.kernels.layers.weights import Weight, dequantize
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.token_choice import RowLogprobs, TokenChoice
-from quire.kernels.weights import Weight, dequantize
+from quire.kernels.sampling.token_choice import RowLogprobs, TokenChoice
 
 META = torch.device("meta")
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from caches import make_cache
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.models.decoder import Decoder
 
 

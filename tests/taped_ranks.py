@@ -26,7 +26,7 @@ from quire.engine.ranks import connecting, group, nccl, process
 from quire.execution import step_graphs
 from quire.execution.sampling import device_sampling
 from quire.execution.sampling.captured_choice import RecordedChoice
-from quire.kernels import cuda_graphs
+from quire.kernels.devices import cuda_graphs
 from quire.models.decoder import Decoder
 
 MAX_GRAPHS = 2

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from quire.kernels.sampling import Float32Array, Float64Array, Head, Int64Array, SamplingKernels
-from quire.kernels.triton import row_scans
+from quire.kernels.sampling.rows import Float32Array, Float64Array, Head, Int64Array, SamplingKernels
 from quire.kernels.triton.device import kernel_device
+from quire.kernels.triton.sampling import row_scans
 
 
 class TritonSampling(SamplingKernels):

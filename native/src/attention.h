@@ -103,7 +103,7 @@ struct QueryBlock {
   bool has_choice() const { return num_key_blocks > 2; }
 };
 
-// How tokens select key blocks: see KeySelection in quire/kernels/sparse_prefill.py, which says how masses are estimated.
+// How tokens select key blocks: see KeySelection in quire/kernels/attention/sparse_prefill.py, which says how masses are estimated.
 struct KeySelection {
   const QueryBlock* blocks;
   int64_t num_blocks;

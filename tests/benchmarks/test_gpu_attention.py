@@ -15,7 +15,7 @@ import torch
 from gpu_attention import Attention, attention_lines
 from gpu_models import model_without_files
 
-from quire.kernels.tiles import HeadLayout
+from quire.kernels.attention.tiles import HeadLayout
 from quire.models.checkpoints.config_reading import read_model_config
 
 DIFFERENCE = 0.25  # by which the results of the stand-in are too large

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from peers_model import gptq, w8a8
 
-from quire.kernels.weights import dequantize
+from quire.kernels.layers.weights import dequantize
 from quire.models.checkpoints.quantized.gptq import gptq_format
 
 

@@ -21,7 +21,7 @@ from quire.engine.core import EngineCore
 from quire.engine.ranks.messages import CompileOnly, Forward, ToRank
 from quire.execution.model_runner import ModelRunner
 from quire.execution.sampling import device_sampling
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.triton.device import is_interpreted
 from quire.kv.eviction.selection import BlockSelection
 

@@ -27,17 +27,17 @@ from quire.execution.eviction import evicted_keys
 from quire.execution.eviction.cache_evictor import CacheEvictor
 from quire.execution.eviction.evicted_keys import KeyRotation, cached_keys, copy_blocks
 from quire.kernels import bounds
-from quire.kernels.attention import Scores
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.key_scores import KeyScores
+from quire.kernels.attention.paged import Scores
+from quire.kernels.attention.sparse_prefill import KeySelection
+from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.cpu.layers import native_layer, native_plan
-from quire.kernels.key_scores import KeyScores
-from quire.kernels.sparse_prefill import KeySelection
-from quire.kernels.tiles import HeadLayout
-from quire.kernels.triton import key_selection
-from quire.kernels.triton.attention import paged_attention
-from quire.kernels.triton.attention_call import AttentionCall
-from quire.kernels.triton.attention_layer import triton_layer
-from quire.kernels.triton.attention_plan import attention_plan
+from quire.kernels.triton.attention import key_selection
+from quire.kernels.triton.attention.call import AttentionCall
+from quire.kernels.triton.attention.layer import triton_layer
+from quire.kernels.triton.attention.paged import paged_attention
+from quire.kernels.triton.attention.plan import attention_plan
 from quire.kv.eviction.diversity import diversity
 from quire.models.config import ModelConfig, RopeConfig
 from subprocesses import python_output
@@ -46,8 +46,8 @@ KERNEL_CALL = """
 import resource, sys
 import numpy as np, torch
 from quire.kernels.dispatch import kernel_set
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.sparse_prefill import KeySelection
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.sparse_prefill import KeySelection
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.page_layout import KVLayerSpec
 from quire.kv.paged_cache import PagedAttentionCache

@@ -15,8 +15,8 @@ from engine_checks import tiny_config
 from quire.engine import cache_warming
 from quire.engine.cache_warming import CacheWarmer
 from quire.engine.core import EngineCore
-from quire.kernels import memory
-from quire.kernels.memory import PAGE, map_large_pages
+from quire.kernels.devices import memory
+from quire.kernels.devices.memory import PAGE, map_large_pages
 from quire.scheduling.scheduler import Scheduler
 from subprocesses import python_output
 from thread_shortage import no_threads_to_spare
@@ -123,7 +123,7 @@ def test_a_program_may_end_while_blocks_are_warmed():
     program = """
 import torch
 from quire.engine import cache_warming
-from quire.kernels.memory import map_large_pages
+from quire.kernels.devices.memory import map_large_pages
 cache_warming.PIECE_BYTES = 64
 cache = map_large_pages(1 << 30).view(512, -1)
 warmer = cache_warming.CacheWarmer(cache, lambda: torch.arange(512).numpy())

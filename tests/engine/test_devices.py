@@ -22,11 +22,14 @@ from quire.engine.kv_connectors import build_connector
 from quire.engine.kv_identity import kv_fingerprint
 from quire.engine.memory_plan import MemoryPlan, plan_memory, plan_memory_again
 from quire.errors import ConfigError
-from quire.kernels import bounds, cuda_copies, devices, dispatch
-from quire.kernels.devices import HOST
+from quire.kernels import bounds, dispatch
+from quire.kernels.devices import cuda_copies
+from quire.kernels.devices import device as devices
+from quire.kernels.devices.device import HOST
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.seen_tokens import SeenTokens
-from quire.kernels.triton import attention_items, attention_plan
+from quire.kernels.sampling.seen_tokens import SeenTokens
+from quire.kernels.triton.attention import items as attention_items
+from quire.kernels.triton.attention import plan as attention_plan
 from quire.kv.device_copier import DeviceCopier
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.kv.tiers import block_copier

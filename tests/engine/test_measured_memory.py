@@ -25,7 +25,8 @@ from quire.engine.memory_plan import plan_memory
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError
 from quire.execution import profile_run
-from quire.kernels import devices, dispatch
+from quire.kernels import dispatch
+from quire.kernels.devices import device as devices
 from quire.kernels.reference import ReferenceKernels
 from quire.models.checkpoints import loading
 from quire.models.checkpoints.config_reading import read_model_config

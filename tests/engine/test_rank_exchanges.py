@@ -27,7 +27,7 @@ from quire.engine.ranks.leading import LeadingDecoder
 from quire.engine.ranks.nccl import NcclCommunicator
 from quire.engine.ranks.process_group import GroupCommunicator
 from quire.errors import EngineDeadError, ExchangeError
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.models.shard import Shard
 
 SIZE = 3

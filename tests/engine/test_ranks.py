@@ -29,7 +29,7 @@ from quire.engine.ranks.leading import LeadingDecoder
 from quire.engine.ranks.messages import CopyBlocks, Forward
 from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.errors import ConfigError, EngineDeadError
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.models.shard import Shard
 from subprocesses import python_output, started
 

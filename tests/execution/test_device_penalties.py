@@ -16,8 +16,8 @@ from quire.execution.persistent_batch import PersistentBatch
 from quire.execution.sampling import device_penalties
 from quire.execution.sampling.device_penalties import DevicePenalties
 from quire.execution.sampling.table import SamplingTable
-from quire.kernels import seen_tokens
-from quire.kernels.devices import HOST, array_to_device
+from quire.kernels.devices.device import HOST, array_to_device
+from quire.kernels.sampling import seen_tokens
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, ChosenTokens, ForkData, NewRequestData
 

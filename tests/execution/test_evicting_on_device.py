@@ -19,7 +19,7 @@ from quire.config import AdaptiveRKVConfig, CacheEvictionConfig, SchedulerConfig
 from quire.execution.eviction import cache_evictor, evicted_keys
 from quire.execution.model_runner import ModelRunner
 from quire.execution.sampling import device_sampling
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading
 from quire.models.checkpoints.config_reading import read_model_config

@@ -34,7 +34,7 @@ from quire.execution.profile_run import (
     profile_run,
 )
 from quire.execution.step_graphs import StepGraphs
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.triton.kernel import compile_only
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder

@@ -26,8 +26,8 @@ from quire.execution.sampling.captured_choice import (
 )
 from quire.execution.sampling.logit_changes import RowMasks
 from quire.execution.step_graphs import Record
+from quire.kernels.sampling.token_choice import NUM_EDIT_NUMBERS
 from quire.kernels.size_classes import SizeClasses, size_class
-from quire.kernels.token_choice import NUM_EDIT_NUMBERS
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder

@@ -6,7 +6,7 @@ from sampling_reference import chosen, kept_weights
 from quire.execution.sampling.rng import uniforms
 from quire.execution.sampling.selection import Filters, draw
 from quire.kernels.cpu.sampling import NativeSampling
-from quire.kernels.sampling import ReferenceSampling
+from quire.kernels.sampling.rows import ReferenceSampling
 from quire.sampling_params import SamplingParams
 
 

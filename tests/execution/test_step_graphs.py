@@ -25,7 +25,7 @@ from quire.execution.drafts.draft_model_proposer import DraftGraphs, DraftModelP
 from quire.execution.drafts.ngram_proposer import NgramProposer
 from quire.execution.drafts.proposer import RowsToContinue
 from quire.execution.step_graphs import StepGraphs, StepLogits
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.size_classes import CHUNK_SIZES, SizeClasses, coarse_size_class, size_class
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.memory_tier import MemoryTier

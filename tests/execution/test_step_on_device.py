@@ -19,8 +19,8 @@ from lockstep_ranks import LockstepRanks
 from meta_device import META, MadeUpCopy, MetaKernels, OneDevice
 from quire.execution.model_runner import ModelRunner
 from quire.execution.sampling import device_sampling, prompt_logprobs
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.devices import to_device
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.devices.device import to_device
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading
 from quire.models.checkpoints.config_reading import read_model_config

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels.devices import cuda_obstacle
+from quire.kernels.devices.device import cuda_obstacle
 
 HERE = Path(__file__).parent
 

@@ -15,7 +15,7 @@ from quire import LLM, AdaptiveRKVConfig, CacheEvictionConfig, SamplingParams
 from quire.execution.model_runner import ModelRunner
 from quire.execution.sampling.captured_choice import NUM_RECORDED_EDITS, RecordedChoice
 from quire.execution.step_graphs import StepGraphs
-from quire.kernels.cuda_graphs import CudaGraphs
+from quire.kernels.devices.cuda_graphs import CudaGraphs
 from quire.kernels.triton.device import is_interpreted
 
 PROMPTS = [[7 + (11 * number + 3 * place) % 300 for place in range(length)] for number, length in enumerate(

@@ -13,17 +13,17 @@ from shapes import LENGTHS, NUM_ROWS, SHAPES, VOCAB_SIZE, Shape
 
 from quire.execution.sampling.rng import uniforms
 from quire.execution.sampling.selection import Filters, draw
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.sparse_prefill import KeySelection
+from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.dispatch import kernel_set
-from quire.kernels.experts import ExpertWeights, Mixture
-from quire.kernels.gated_linear import GatedLinear
-from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.sparse_prefill import KeySelection
-from quire.kernels.tiles import HeadLayout
-from quire.kernels.token_choice import RowDraws
+from quire.kernels.layers.experts import ExpertWeights, Mixture
+from quire.kernels.layers.gated_linear import GatedLinear
+from quire.kernels.layers.weights import Float8Weight, dequantize
+from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.sampling.token_choice import RowDraws
 from quire.kernels.triton.kernel_set import TritonKernels
-from quire.kernels.triton.token_choice import TritonChoice
-from quire.kernels.weights import Float8Weight, dequantize
+from quire.kernels.triton.sampling.token_choice import TritonChoice
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.kv.page_layout import KVLayerSpec
 

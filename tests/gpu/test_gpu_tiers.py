@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 from late_device import LateDevice
 from memory_connector import MemoryConnector
 from quire import LLM, SamplingParams
-from quire.kernels.cuda_copies import CudaCopies
+from quire.kernels.devices.cuda_copies import CudaCopies
 from quire.kernels.triton.device import is_interpreted
 from quire.kv.device_copier import DeviceCopier
 from quire.kv.tiers import block_copier

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from late_device import LateDevice
-from quire.kernels.devices import HOST
-from quire.kernels.staging import StagedMemory, weight_memory
+from quire.kernels.devices.device import HOST
+from quire.kernels.devices.staging import StagedMemory, weight_memory
 from quire.kernels.triton.device import is_interpreted, kernel_device
 
 ROWS = 300 if is_interpreted else 40_000

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from caches import make_cache
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.key_scores import KeyScores
+from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.attention.kv_quantizers import quantize_heads
 from quire.kernels.bounds import SCORE_UNIT
-from quire.kernels.key_scores import KeyScores
-from quire.kernels.kv_layer import KVLayer
-from quire.kernels.page_quantizers import quantize_heads
 from quire.kernels.reference import ReferenceKernels, write_kv
 
 _PAGED_ATTENTION = ReferenceKernels().paged_attention

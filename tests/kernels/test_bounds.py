@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kernels import attention, bounds, sampling, tiles
+from quire.kernels import bounds
+from quire.kernels.attention import paged as attention
+from quire.kernels.attention import tiles
 from quire.kernels.cpu import _native
+from quire.kernels.sampling import rows as sampling
 
 SHARED = [
     "TILE", "SPAN", "HEAD_DIM_MULTIPLE", "MAX_HEAD_DIM", "MAX_SPAN_BYTES",

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from quire.kernels import torch_internals
-from quire.kernels.cuda_graphs import CudaGraphs
+from quire.kernels.devices import torch_internals
+from quire.kernels.devices.cuda_graphs import CudaGraphs
 
 
 class Torch:

@@ -14,8 +14,8 @@ import triton
 import subprocesses
 from quire.errors import ConfigError
 from quire.kernels import dispatch
-from quire.kernels.cores import usable_cpus
 from quire.kernels.cpu import _native, threads
+from quire.kernels.devices.cores import usable_cpus
 from quire.kernels.triton import device
 
 WITHOUT_NATIVE_KERNELS = """

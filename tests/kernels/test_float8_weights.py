@@ -9,8 +9,7 @@ from float8_inputs import quantize_float8, random_blocks
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.interface import KernelSet
-from quire.kernels.reference import ReferenceKernels
-from quire.kernels.weights import (
+from quire.kernels.layers.weights import (
     Float8Weight,
     dequantize,
     part_of,
@@ -18,6 +17,7 @@ from quire.kernels.weights import (
     quantize_int8,
     scales_of_blocks,
 )
+from quire.kernels.reference import ReferenceKernels
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -9,11 +9,10 @@ from native_settings import on_instruction_sets, threads
 
 from pairwise import pairwise
 from quire.kernels.cpu.linear import MAX_INPUTS, PackedLinear
-from quire.kernels.linear import FloatLinear, Linear, OneDnnLinear
-from quire.kernels.memory import WeightMemory
-from quire.kernels.reference import ReferenceKernels
-from quire.kernels.torch_internals import has_onednn_bfloat16
-from quire.kernels.weights import (
+from quire.kernels.devices.memory import WeightMemory
+from quire.kernels.devices.torch_internals import has_onednn_bfloat16
+from quire.kernels.layers.linear import FloatLinear, Linear, OneDnnLinear
+from quire.kernels.layers.weights import (
     GroupedWeight,
     Int8Weight,
     Weight,
@@ -22,6 +21,7 @@ from quire.kernels.weights import (
     quantize_int4,
     quantize_int8,
 )
+from quire.kernels.reference import ReferenceKernels
 
 reference_linear = ReferenceKernels().linear
 ROWS = 70

@@ -22,7 +22,7 @@ from native_settings import on_instruction_sets, threads
 
 from caches import make_cache
 from pairwise import pairwise
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.kernel_set import NativeKernels

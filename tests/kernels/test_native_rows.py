@@ -10,12 +10,12 @@ import torch
 from native_settings import on_instruction_sets, threads
 
 from caches import make_cache
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.interface import KernelSet
-from quire.kernels.kv_layer import KVLayer
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.tiles import HeadLayout
 
 native, reference = NativeKernels(), ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

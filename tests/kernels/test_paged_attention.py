@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pairwise import pairwise
-from quire.kernels import tiles
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.page_quantizers import quantize_heads
+from quire.kernels.attention import tiles
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_quantizers import quantize_heads
 from quire.kernels.reference import ReferenceKernels
 from unmutated import UNMUTATED
 

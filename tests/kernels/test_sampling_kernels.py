@@ -7,7 +7,7 @@ from native_settings import INSTRUCTION_SETS, instructions, threads
 from pairwise import pairwise
 from quire.execution.sampling.logprobs import top_tokens
 from quire.kernels.cpu.sampling import NativeSampling
-from quire.kernels.sampling import ReferenceSampling
+from quire.kernels.sampling.rows import ReferenceSampling
 from triton_scans import TritonSampling
 
 native, reference, in_triton = NativeSampling(), ReferenceSampling(), TritonSampling()

@@ -15,12 +15,12 @@ from attention_harness import Sequences, run_paged
 from native_settings import on_instruction_sets, threads
 
 from quire.kernels import bounds
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.key_scores import KeyScores
+from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.kernel_set import NativeKernels
-from quire.kernels.key_scores import KeyScores
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 
 KERNELS = [NativeKernels().paged_attention, ReferenceKernels().paged_attention]
 THRESHOLD, SIZE, STRIDE = 0.7, 64, 8

@@ -15,12 +15,12 @@ import torch
 from checkpoints import make_checkpoint
 from late_device import DeviceError, LateDevice
 from quire.errors import ModelError
-from quire.kernels import staging
-from quire.kernels.devices import HOST
-from quire.kernels.memory import WeightMemory
-from quire.kernels.staging import LEAST_STAGED_BYTES, StagedMemory
-from quire.kernels.triton import linear as triton_linear
-from quire.kernels.weights import Float8Weight, GroupedWeight, Int8Weight, with_tensors
+from quire.kernels.devices import staging
+from quire.kernels.devices.device import HOST
+from quire.kernels.devices.memory import WeightMemory
+from quire.kernels.devices.staging import LEAST_STAGED_BYTES, StagedMemory
+from quire.kernels.layers.weights import Float8Weight, GroupedWeight, Int8Weight, with_tensors
+from quire.kernels.triton.linear import dense as triton_linear
 from quire.models.checkpoints import loading
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels import torch_internals
+from quire.kernels.devices import torch_internals
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize, part_of, quantize_int8
+from quire.kernels.layers.weights import GroupedWeight, Int8Weight, Weight, dequantize, part_of, quantize_int8
 
 ROWS, INPUTS = 48, 512
 

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from caches import make_cache
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
+from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.interface import KernelSet
+from quire.kernels.layers.weights import MAX_ZERO, GroupedWeight, quantize_int4, quantize_int8
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
-from quire.kernels.tiles import HeadLayout
-from quire.kernels.weights import MAX_ZERO, GroupedWeight, quantize_int4, quantize_int8
 from quire.kv.cache_view import PagedAttentionCacheView
 
 HEADS = HeadLayout(4, 2, 32)

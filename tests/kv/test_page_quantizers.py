@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.dispatch import kernel_set
 from quire.kernels.reference import ReferenceKernels, write_kv
-from quire.kernels.tiles import HeadLayout
 from quire.kv import (
     Float8PageQuantizer,
     Int8PageQuantizer,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from caches import make_cache
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.reference import write_kv
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.kv.host_blocks import TensorBlocks

@@ -1,4 +1,4 @@
-// What key blocks matter to a query block, by the estimate of KeySelection (quire/kernels/sparse_prefill.py). Compiled once for
+// What key blocks matter to a query block, by the estimate of KeySelection (quire/kernels/attention/sparse_prefill.py). Compiled once for
 // each instruction set.
 //
 // The queries of a row are put one behind the other, the last one first, and so are the keys of a column as they come: then the

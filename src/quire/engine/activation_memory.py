@@ -136,7 +136,7 @@ def native_attention_bytes(model: ModelConfig, max_model_len: int, num_threads: 
 
 
 def _reference_attention_bytes(model: ModelConfig, num_seqs: int, max_model_len: int) -> int:
-    """Return the bytes of the float32 intermediates of `quire.kernels.attention` at their bound.
+    """Return the bytes of the float32 intermediates of `quire.kernels.attention.paged` at their bound.
 
     One query block against all tiles of the longest sequence always runs in one go; more run together as
     long as each intermediate stays within the bound.

@@ -78,7 +78,7 @@ class CacheWarmer:
             self._thread = thread  # one that cannot be started cannot be waited for
 
     def _warm(self, blocks: list[int]) -> None:
-        from quire.kernels.memory import populate
+        from quire.kernels.devices.memory import populate
 
         for block in blocks:
             begin = self._address + block * self._block_bytes

@@ -12,7 +12,7 @@ from quire.kv.memory_limits import available_memory
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.kernels.devices import CudaMemory
+    from quire.kernels.devices.device import CudaMemory
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def on_one_device(config: EngineConfig) -> EngineConfig:
     wanted = config.device
     obstacle = "EngineConfig.device is 'cpu'" if wanted == "cpu" else _cuda_obstacle(config)
     if not obstacle:
-        from quire.kernels.devices import cuda_memory
+        from quire.kernels.devices.device import cuda_memory
 
         _check_gpus(config)
         _refuse_float8_on_older_gpus(config)
@@ -73,7 +73,7 @@ def available_bytes(config: EngineConfig) -> int:
     """Return the memory that an engine on `config.device` can take; of several GPUs, on the first one."""
     if config.device != "cuda":
         return available_memory()
-    from quire.kernels.devices import free_cuda_memory
+    from quire.kernels.devices.device import free_cuda_memory
 
     return free_cuda_memory()
 
@@ -82,7 +82,7 @@ def watched_memory(config: EngineConfig) -> CudaMemory | None:
     """Return what watches the memory of the engine's GPU from now on; None: it has none."""
     if config.device != "cuda":
         return None
-    from quire.kernels.devices import CudaMemory
+    from quire.kernels.devices.device import CudaMemory
 
     return CudaMemory()
 
@@ -91,7 +91,7 @@ def device_name(config: EngineConfig) -> str:
     """Return what to call the device of an engine: cpu, or cuda and which GPU."""
     if config.device != "cuda":
         return config.device
-    from quire.kernels.devices import cuda_name
+    from quire.kernels.devices.device import cuda_name
 
     size = config.tensor_parallel_size
     return f"cuda: {cuda_name()}" if size == 1 else f"cuda: {size} x {cuda_name()}"
@@ -113,7 +113,7 @@ def _cuda_obstacle(config: EngineConfig) -> str:
 
 def _check_gpus(config: EngineConfig) -> None:
     """Raise `ConfigError` if there is not a GPU for each rank, or GPUs cannot exchange tensors."""
-    from quire.kernels.devices import LEAST_CAPABILITY, cuda_capability, dotted, has_nccl, num_gpus
+    from quire.kernels.devices.device import LEAST_CAPABILITY, cuda_capability, dotted, has_nccl, num_gpus
 
     size = config.tensor_parallel_size
     if size == 1:
@@ -140,7 +140,7 @@ def _check_gpus(config: EngineConfig) -> None:
 
 def _refuse_kernels_elsewhere(obstacle: str) -> None:
     """Raise `ConfigError` if the kernels in Triton compute on a GPU, and the engine does not."""
-    from quire.kernels.devices import HOST
+    from quire.kernels.devices.device import HOST
     from quire.kernels.dispatch import kernel_set
 
     if kernel_set("triton").device != HOST:
@@ -161,7 +161,7 @@ def _refuse_float8(config: EngineConfig, obstacle: str) -> None:
 
 def _refuse_float8_on_older_gpus(config: EngineConfig) -> None:
     """Raise `ConfigError` if weights or the KV cache are to be float8 on GPUs that have no such numbers."""
-    from quire.kernels.devices import cuda_capability, dotted
+    from quire.kernels.devices.device import cuda_capability, dotted
 
     for name in ("quantization", "kv_cache_dtype"):
         if getattr(config, name) != "fp8":

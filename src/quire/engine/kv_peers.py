@@ -67,7 +67,7 @@ def _step_mark(config: EngineConfig) -> Callable[[], StepMark] | None:
     """Return what marks a point between steps that a GPU computes; None: the host does."""
     if config.device != "cuda":
         return None
-    from quire.kernels.cuda_copies import CudaCopies
+    from quire.kernels.devices.cuda_copies import CudaCopies
 
     return CudaCopies().mark
 

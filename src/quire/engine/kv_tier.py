@@ -36,7 +36,7 @@ def build_tier(
 
 def gpu_copier(kv_cache: PagedAttentionCache, clock: object) -> BlockCopier:
     """Return the copier of a cache in a GPU's memory, by whose clock steps are measured there."""
-    from quire.kernels.cuda_copies import CudaCopies
+    from quire.kernels.devices.cuda_copies import CudaCopies
     from quire.kv.device_copier import DeviceCopier
 
     return DeviceCopier(kv_cache.tensor, CudaCopies())

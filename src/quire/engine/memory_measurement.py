@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.memory_plan import MemoryPlan
     from quire.engine.runner_building import LoadedModels
-    from quire.kernels.devices import CudaMemory
+    from quire.kernels.devices.device import CudaMemory
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def telling_of_shortage(memory: CudaMemory | None) -> AbstractContextManager[Non
     """
     if memory is None:
         return contextlib.nullcontext()
-    from quire.kernels.devices import refusing_shortage
+    from quire.kernels.devices.device import refusing_shortage
 
     return refusing_shortage(
         lambda error: (
@@ -101,7 +101,7 @@ def _computed_steps(
         The bytes of weights and activations meanwhile, and what `profile_run` returns.
     """
     from quire.execution.profile_run import StepLimits, profile_run
-    from quire.kernels.devices import refusing_shortage
+    from quire.kernels.devices.device import refusing_shortage
 
     scheduler, speculation = config.scheduler, config.speculation
     limits = StepLimits(

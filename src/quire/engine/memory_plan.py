@@ -18,7 +18,7 @@ from quire.engine.eviction_memory import score_bytes_per_token
 from quire.engine.memory_checks import check_fits
 from quire.engine.model_sizes import ModelSizes, has_float8, has_native, model_sizes
 from quire.errors import ConfigError
-from quire.kernels.cores import usable_cores
+from quire.kernels.devices.cores import usable_cores
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.tiers.block_copier import num_staged_blocks

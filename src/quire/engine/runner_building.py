@@ -119,7 +119,7 @@ def _record(config: EngineConfig, model: Model | Decoder) -> Record | None:
     """Return what records steps on a GPU, and have the model's buffers stay where they are from now on."""
     if config.device != "cuda" or not config.cuda_graphs:
         return None
-    from quire.kernels.cuda_graphs import CudaGraphs
+    from quire.kernels.devices.cuda_graphs import CudaGraphs
     from quire.kernels.size_classes import wide_size_class
 
     model.reserve(wide_size_class(config.scheduler.max_num_batched_tokens))

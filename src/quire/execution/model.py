@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from quire.execution.arrays import Int64Array
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.config import ModelConfig

@@ -33,10 +33,10 @@ from quire.execution.sampling.step_sampling import StepSampler
 from quire.execution.sampling.token_masks import TokenMasks
 from quire.execution.sparse_prefill import SparsePrefill
 from quire.execution.step_graphs import Record, StepGraphs, StepLogits
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.devices import array_to_device
-from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
-from quire.kernels.token_choice import TokenChoice
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
+from quire.kernels.devices.device import array_to_device
+from quire.kernels.sampling.token_choice import TokenChoice
 from quire.kv.connector import KVConnector
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.step import (

@@ -6,7 +6,7 @@ import numpy as np
 
 from quire.config import SparseAttentionConfig, SparseAttentionMode
 from quire.execution.arrays import Int64Array
-from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
+from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 
 
 class SparsePrefill:

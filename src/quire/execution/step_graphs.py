@@ -31,10 +31,10 @@ from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
 from quire.execution.capture_backoff import RecordingPause
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.devices import copy_to_device
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
+from quire.kernels.devices.device import copy_to_device
 from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES
-from quire.kernels.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.step import GraphStats
 

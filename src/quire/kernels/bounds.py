@@ -20,14 +20,14 @@ TASKS_PER_THREAD = 4  # with fewer, the spans of a task become tasks of their ow
 MAX_SPAN_BYTES = 64 << 20  # of all states of spans
 THREAD_BYTES = 20 << 10  # what a thread with AMX has besides queries, a tile of keys and values, and states
 
-# The attention on GPUs, see kernels/triton/attention_items.py.
+# The attention on GPUs, see kernels/triton/attention/items.py.
 GPU_TILE_HEIGHTS = 3  # that tiles of query rows have
 GPU_PART_BYTES = 256 << 20  # of all sums over spans of keys, for tiles of one height
 
 # What NCCL takes of a GPU for its channels: assumed, not measured.
 NCCL_BYTES = 512 << 20
 
-# The experts on GPUs, see kernels/triton/expert_routing.py.
+# The experts on GPUs, see kernels/triton/experts/routing.py.
 GPU_PAIR_BYTES = 24  # of a row and one of its experts: their numbers, a weight, and at the most a tile
 
 # The estimate of a selection of keys, see native/src/kernels/key_masses.cpp.

@@ -8,7 +8,7 @@ import logging
 
 from quire.errors import ConfigError
 from quire.kernels import has_native_kernels
-from quire.kernels.devices import cuda_obstacle
+from quire.kernels.devices.device import cuda_obstacle
 from quire.kernels.interface import KernelSet
 from quire.kernels.reference import ReferenceKernels
 

@@ -12,17 +12,17 @@ from typing import ClassVar
 
 import torch
 
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.devices import HOST
-from quire.kernels.experts import Experts, ExpertWeights, Mixture
-from quire.kernels.gated_linear import GatedLinear
-from quire.kernels.kv_layer import KVLayer
-from quire.kernels.linear import Linear
-from quire.kernels.memory import WeightMemory
-from quire.kernels.sampling import SamplingKernels
-from quire.kernels.tiles import HeadLayout
-from quire.kernels.token_choice import TokenChoice
-from quire.kernels.weights import Weight
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.attention.tiles import HeadLayout
+from quire.kernels.devices.device import HOST
+from quire.kernels.devices.memory import WeightMemory
+from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.layers.gated_linear import GatedLinear
+from quire.kernels.layers.linear import Linear
+from quire.kernels.layers.weights import Weight
+from quire.kernels.sampling.rows import SamplingKernels
+from quire.kernels.sampling.token_choice import TokenChoice
 
 
 class KernelSet(ABC):

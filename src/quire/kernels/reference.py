@@ -15,20 +15,27 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from quire.kernels.attention import Scores, SeenBlocks, attend
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.expert_by_expert import ExpertByExpert
-from quire.kernels.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.attention.paged import Scores, SeenBlocks, attend
+from quire.kernels.attention.sparse_prefill import selected_keys
+from quire.kernels.attention.tiles import HeadLayout
+from quire.kernels.devices.memory import WeightMemory
+from quire.kernels.devices.torch_internals import has_onednn_bfloat16
 from quire.kernels.interface import KernelSet
-from quire.kernels.kv_layer import KVLayer
-from quire.kernels.linear import FloatLinear, GroupedLinear, Int8Linear, Linear, OneDnnLinear, quantization_of
-from quire.kernels.memory import WeightMemory
-from quire.kernels.sampling import ReferenceSampling, SamplingKernels
-from quire.kernels.sparse_prefill import selected_keys
-from quire.kernels.tiles import HeadLayout
-from quire.kernels.token_choice import TokenChoice
-from quire.kernels.torch_internals import has_onednn_bfloat16
-from quire.kernels.weights import Weight
+from quire.kernels.layers.expert_by_expert import ExpertByExpert
+from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.layers.linear import (
+    FloatLinear,
+    GroupedLinear,
+    Int8Linear,
+    Linear,
+    OneDnnLinear,
+    quantization_of,
+)
+from quire.kernels.layers.weights import Weight
+from quire.kernels.sampling.rows import ReferenceSampling, SamplingKernels
+from quire.kernels.sampling.token_choice import TokenChoice
 
 
 class ReferenceKernels(KernelSet):

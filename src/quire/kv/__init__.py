@@ -10,7 +10,7 @@ from quire.lazy_attributes import lazy_attributes
 TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 
 if TYPE_CHECKING:
-    from quire.kernels.page_quantizers import Float8PageQuantizer, Int8PageQuantizer, PageQuantizer
+    from quire.kernels.attention.kv_quantizers import Float8PageQuantizer, Int8PageQuantizer, PageQuantizer
     from quire.kv.cache_metadata import PagedAttentionCacheMetaData
     from quire.kv.cache_view import PagedAttentionCacheView
     from quire.kv.head_sharding import PartitionAxis
@@ -33,10 +33,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Float8PageQuantizer": "quire.kernels.page_quantizers",
-    "Int8PageQuantizer": "quire.kernels.page_quantizers",
+    "Float8PageQuantizer": "quire.kernels.attention.kv_quantizers",
+    "Int8PageQuantizer": "quire.kernels.attention.kv_quantizers",
     "KVLayerSpec": "quire.kv.page_layout",
-    "PageQuantizer": "quire.kernels.page_quantizers",
+    "PageQuantizer": "quire.kernels.attention.kv_quantizers",
     "PagedAttentionCache": "quire.kv.paged_cache",
     "PagedAttentionCacheManager": "quire.kv.page_manager",
     "PagedAttentionCacheMetaData": "quire.kv.cache_metadata",

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.reference import write_kv
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.field_checks import is_whole
@@ -28,7 +28,7 @@ from quire.kv.saved_tensors import TensorData, load_tensors, save_tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from quire.kernels.page_quantizers import PageQuantizer
+    from quire.kernels.attention.kv_quantizers import PageQuantizer
     from quire.kv.step_metadata import PagedAttentionMetadata, TokenRows
 
 

@@ -23,7 +23,7 @@ from typing import Generic
 import numpy as np
 import torch
 
-from quire.kernels.copy_device import CopyDevice, DevicePoint, Point
+from quire.kernels.devices.copy_device import CopyDevice, DevicePoint, Point
 from quire.kv.host_blocks import ByteArray
 from quire.kv.tiers.block_copier import IncomingBlock, OutgoingBlock, num_staged_blocks
 

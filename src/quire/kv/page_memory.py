@@ -7,9 +7,9 @@ import math
 
 import torch
 
-from quire.kernels.devices import HOST
-from quire.kernels.memory import map_large_pages
-from quire.kernels.page_quantizers import BUILT_IN_QUANTIZERS, ConvertingQuantizer, PageQuantizer
+from quire.kernels.attention.kv_quantizers import BUILT_IN_QUANTIZERS, ConvertingQuantizer, PageQuantizer
+from quire.kernels.devices.device import HOST
+from quire.kernels.devices.memory import map_large_pages
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.page_layout import NUMBER_BYTES, HeadsLayout, PageLayout, VectorFormat
 

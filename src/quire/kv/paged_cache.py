@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.devices import array_to_device
+from quire.kernels.devices.device import array_to_device
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.cache_view import PagedAttentionCacheView
 from quire.kv.head_sharding import PagesSharding
@@ -28,7 +28,7 @@ from quire.kv.saved_tensors import TensorData, load_tensors, save_tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from quire.kernels.page_quantizers import PageQuantizer
+    from quire.kernels.attention.kv_quantizers import PageQuantizer
     from quire.kv.shard_memory import ShardMemory
 
 
@@ -66,7 +66,7 @@ class PagedAttentionCache(TensorData):
         Args:
             mesh: the devices, of which this process is one; None: as many as `metadata` says.
             metadata: what the cache is.
-            quantizer: an object with `quantize` and `dequantize` (`quire.kernels.page_quantizers`), or a
+            quantizer: an object with `quantize` and `dequantize` (`quire.kernels.attention.kv_quantizers`), or a
                 function that returns keys or values [..., head_dim] as numbers that need only be converted
                 back; each vector by itself. None: that of the cache's type, int8 or float8_e4m3fn, else none.
             kv_pages_sharding: for each dimension of a layer's pages the mesh axis that divides it: only that

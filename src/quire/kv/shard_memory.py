@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from quire.kernels.memory import PAGE, map_file
+from quire.kernels.devices.memory import PAGE, map_file
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 
 

@@ -10,13 +10,13 @@ from typing import Protocol, Self
 
 import torch
 
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.experts import Experts
-from quire.kernels.gated_linear import GatedLinear
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.attention.tiles import HeadLayout, Int64Array
 from quire.kernels.interface import KernelSet
-from quire.kernels.kv_layer import KVLayer
-from quire.kernels.linear import Linear
-from quire.kernels.tiles import HeadLayout, Int64Array
+from quire.kernels.layers.experts import Experts
+from quire.kernels.layers.gated_linear import GatedLinear
+from quire.kernels.layers.linear import Linear
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.config import NO_ROPE, ModelConfig
 from quire.models.embedding import Embedding

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from quire.kernels.devices import HOST
-from quire.kernels.memory import WeightMemory
-from quire.kernels.weights import Weight, dequantize
+from quire.kernels.devices.device import HOST
+from quire.kernels.devices.memory import WeightMemory
+from quire.kernels.layers.weights import Weight, dequantize
 
 _ROWS_AT_ONCE = 256  # bounds what decoding takes beside its result
 

@@ -14,8 +14,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from typing_extensions import override
 
-from quire.kernels.experts import Experts
-from quire.kernels.linear import Linear
+from quire.kernels.layers.experts import Experts
+from quire.kernels.layers.linear import Linear
 from quire.models.config import ModelConfig
 from quire.models.embedding import Embedding
 from quire.models.shard import Shard

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from quire.kernels.devices import HOST, to_device
+from quire.kernels.devices.device import HOST, to_device
 from quire.models.config import RopeConfig
 
 CHUNK = 2048  # positions computed at once; a fixed size, so that growing the table changes no bit of it

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from caches import make_cache
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.sparse_prefill import KeySelection
-from quire.kernels.triton import attention_kernels, key_score_kernel, key_selection
-from quire.kernels.triton.attention import paged_attention
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.sparse_prefill import KeySelection
+from quire.kernels.triton.attention import kernels as attention_kernels
+from quire.kernels.triton.attention import key_scores as key_score_kernel
+from quire.kernels.triton.attention import key_selection
+from quire.kernels.triton.attention.paged import paged_attention
 from quire.kernels.triton.kernel import compile_only
 
 KERNELS = (

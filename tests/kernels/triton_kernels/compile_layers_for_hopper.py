@@ -18,9 +18,10 @@ import torch
 
 import quire.kernels.triton
 from caches import make_cache
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.tiles import HeadLayout
-from quire.kernels.token_choice import (
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.tiles import HeadLayout
+from quire.kernels.layers.weights import Float8Weight
+from quire.kernels.sampling.token_choice import (
     NUM_EDIT_NUMBERS,
     LogitChanges,
     LogitEdits,
@@ -29,14 +30,13 @@ from quire.kernels.token_choice import (
     RowPenalties,
 )
 from quire.kernels.triton import device
-from quire.kernels.triton.token_choice import TritonChoice
-from quire.kernels.weights import Float8Weight
+from quire.kernels.triton.sampling.token_choice import TritonChoice
 
 device.kernel_device = functools.partial(torch.device, "cpu")  # before the kernels' modules take it
 
-from quire.kernels.triton.float8_products import float8_linear_kernel, quantize_float8_kernel  # noqa: E402
 from quire.kernels.triton.kernel_set import TritonKernels  # noqa: E402
-from quire.kernels.triton.tma_products import tma_linear_kernel  # noqa: E402
+from quire.kernels.triton.linear.float8_products import float8_linear_kernel, quantize_float8_kernel  # noqa: E402
+from quire.kernels.triton.linear.tma_products import tma_linear_kernel  # noqa: E402
 
 BFLOAT16 = torch.bfloat16
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels.devices import cuda_obstacle
+from quire.kernels.devices.device import cuda_obstacle
 from quire.kernels.triton.device import is_interpreted
 
 HERE = Path(__file__).parent

@@ -14,15 +14,16 @@ from triton_inputs import DEVICE, Layer
 
 from pairwise import pairwise
 from quire.errors import ConfigError
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.key_scores import KeyScores
+from quire.kernels.attention.kv_quantizers import Int8PageQuantizer
+from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.bounds import SCORE_UNIT
-from quire.kernels.devices import HOST
-from quire.kernels.key_scores import KeyScores
-from quire.kernels.page_quantizers import Int8PageQuantizer
+from quire.kernels.devices.device import HOST
 from quire.kernels.reference import ReferenceKernels, write_kv
 from quire.kernels.size_classes import SizeClasses, coarse_size_class
-from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
-from quire.kernels.triton import attention_items, attention_plan
+from quire.kernels.triton.attention import items as attention_items
+from quire.kernels.triton.attention import plan as attention_plan
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.kv import PagedAttentionCacheMetaData, PagedAttentionCacheView
 from unmutated import UNMUTATED

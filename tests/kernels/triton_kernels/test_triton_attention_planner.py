@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.sparse_prefill import SkippedKeys
+from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES, SizeClasses
-from quire.kernels.sparse_prefill import SkippedKeys
-from quire.kernels.tiles import HeadLayout
-from quire.kernels.triton import attention_items, attention_planner
-from quire.kernels.triton.attention_planner import AttentionPlanner
+from quire.kernels.triton.attention import items as attention_items
+from quire.kernels.triton.attention import planner as attention_planner
+from quire.kernels.triton.attention.planner import AttentionPlanner
 from unmutated import UNMUTATED
 
 CLASSES = (16, 64)

@@ -15,12 +15,8 @@ from meta_device import META
 from pairwise import pairwise
 from quire.config import SchedulerConfig
 from quire.engine.activation_memory import activation_bytes
-from quire.kernels.experts import ExpertWeights, Mixture
-from quire.kernels.reference import ReferenceKernels
-from quire.kernels.triton import expert_matrices, expert_routing, experts, linear
-from quire.kernels.triton.kernel_set import TritonKernels
-from quire.kernels.triton.tiled_linear import Tile
-from quire.kernels.weights import (
+from quire.kernels.layers.experts import ExpertWeights, Mixture
+from quire.kernels.layers.weights import (
     Float8Weight,
     GroupedWeight,
     Weight,
@@ -28,6 +24,13 @@ from quire.kernels.weights import (
     quantize_int4,
     quantize_int8,
 )
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.triton.experts import layer as experts
+from quire.kernels.triton.experts import matrices as expert_matrices
+from quire.kernels.triton.experts import routing as expert_routing
+from quire.kernels.triton.kernel_set import TritonKernels
+from quire.kernels.triton.linear import dense as linear
+from quire.kernels.triton.linear.tiled import Tile
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
 

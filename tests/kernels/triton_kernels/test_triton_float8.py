@@ -12,12 +12,13 @@ from triton_inputs import DEVICE, DTYPES, poisoned, random, strided
 from float8_inputs import quantize_float8, random_blocks
 from pairwise import pairwise
 from quire.errors import ConfigError
-from quire.kernels.triton import float8_linear, tma_products
+from quire.kernels.layers.weights import Weight, dequantize, quantize_int8
 from quire.kernels.triton.device import is_interpreted, nearest_float8
-from quire.kernels.triton.float8_linear import quantize_float8_rows
 from quire.kernels.triton.kernel_set import TritonKernels
-from quire.kernels.triton.tiled_linear import Tile
-from quire.kernels.weights import Weight, dequantize, quantize_int8
+from quire.kernels.triton.linear import float8 as float8_linear
+from quire.kernels.triton.linear import tma_products
+from quire.kernels.triton.linear.float8 import quantize_float8_rows
+from quire.kernels.triton.linear.tiled import Tile
 
 make_linear = TritonKernels().linear
 ROWS = 18  # more than a tile has

@@ -11,14 +11,15 @@ from triton.runtime import interpreter
 from triton_inputs import DEVICE, poisoned, random, strided
 
 from pairwise import pairwise
-from quire.kernels.gated_linear import GatedLinear
-from quire.kernels.triton import gated_linear, tma_products
-from quire.kernels.triton import linear as triton_linear
+from quire.kernels.layers.gated_linear import GatedLinear
+from quire.kernels.layers.weights import Float8Weight, Weight
 from quire.kernels.triton.device import is_interpreted
-from quire.kernels.triton.gated_linear import FusedGatedLinear
 from quire.kernels.triton.kernel_set import TritonKernels
-from quire.kernels.triton.tiled_linear import Tile
-from quire.kernels.weights import Float8Weight, Weight
+from quire.kernels.triton.linear import dense as triton_linear
+from quire.kernels.triton.linear import gated as gated_linear
+from quire.kernels.triton.linear import tma_products
+from quire.kernels.triton.linear.gated import FusedGatedLinear
+from quire.kernels.triton.linear.tiled import Tile
 
 INPUTS = 128
 SIZE = 40  # gates

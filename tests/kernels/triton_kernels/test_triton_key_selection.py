@@ -13,12 +13,13 @@ from triton_inputs import DEVICE
 
 from pairwise import pairwise
 from quire.kernels import bounds
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.sparse_prefill import KeySelection, selected_keys
 from quire.kernels.bounds import TILE
-from quire.kernels.sparse_prefill import KeySelection, selected_keys
-from quire.kernels.triton import attention, attention_items
-from quire.kernels.triton.attention_call import AttentionCall, SelectedKeys
-from quire.kernels.triton.attention_plan import TileClass
+from quire.kernels.triton.attention import items as attention_items
+from quire.kernels.triton.attention import paged as attention
+from quire.kernels.triton.attention.call import AttentionCall, SelectedKeys
+from quire.kernels.triton.attention.plan import TileClass
 
 LENGTHS, FIRST, ENDS = [420, 90, 214, 150], [350, 80, 192, 149], [410, 0, 214, 140]
 """What is computed at last begins amid a query block, and ends with keys that all see; some select none."""

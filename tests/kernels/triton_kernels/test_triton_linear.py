@@ -10,13 +10,8 @@ import torch.nn.functional as F
 from triton_inputs import DEVICE, DTYPES, poisoned, random, strided
 
 from pairwise import pairwise
-from quire.kernels.linear import Linear
-from quire.kernels.reference import ReferenceKernels
-from quire.kernels.triton import linear as triton_linear
-from quire.kernels.triton import tiled_linear, tma_products
-from quire.kernels.triton.kernel_set import TritonKernels
-from quire.kernels.triton.tiled_linear import Tile
-from quire.kernels.weights import (
+from quire.kernels.layers.linear import Linear
+from quire.kernels.layers.weights import (
     GroupedWeight,
     Weight,
     as_held,
@@ -24,6 +19,12 @@ from quire.kernels.weights import (
     quantize_int4,
     quantize_int8,
 )
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.triton.kernel_set import TritonKernels
+from quire.kernels.triton.linear import dense as triton_linear
+from quire.kernels.triton.linear import tiled as tiled_linear
+from quire.kernels.triton.linear import tma_products
+from quire.kernels.triton.linear.tiled import Tile
 
 make_linear = TritonKernels().linear
 ROWS = 18  # more than a tile has

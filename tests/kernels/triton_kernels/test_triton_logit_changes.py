@@ -14,11 +14,17 @@ from quire.execution.sampling.rng import uniforms
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.table import SamplingTable
 from quire.execution.sampling.token_masks import TokenMasks
-from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.token_choice import NUM_EDIT_NUMBERS, LogitChanges, LogitEdits, LogitMasks, RowDraws
-from quire.kernels.triton import logit_changes
-from quire.kernels.triton.logit_changes import change_logits
-from quire.kernels.triton.token_choice import TritonChoice
+from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.sampling.token_choice import (
+    NUM_EDIT_NUMBERS,
+    LogitChanges,
+    LogitEdits,
+    LogitMasks,
+    RowDraws,
+)
+from quire.kernels.triton.sampling import logit_changes
+from quire.kernels.triton.sampling.logit_changes import change_logits
+from quire.kernels.triton.sampling.token_choice import TritonChoice
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN
 

@@ -10,8 +10,8 @@ import torch
 from triton_inputs import DEVICE, strided
 
 from quire.execution.sampling.logprobs import position_logprobs
-from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.triton.token_choice import TritonChoice
+from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.triton.sampling.token_choice import TritonChoice
 from quire.step import NO_TOKEN
 
 # The interpreter computes in numpy, which warns of numbers that become infinite.

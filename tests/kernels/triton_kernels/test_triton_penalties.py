@@ -11,11 +11,11 @@ import torch
 from triton_inputs import DEVICE, strided
 
 from quire.execution.sampling.penalties import Penalties
-from quire.kernels.seen_tokens import SeenTokens
-from quire.kernels.token_choice import RowPenalties
-from quire.kernels.triton import penalties as penalties_on_device
-from quire.kernels.triton.penalties import penalize
-from quire.kernels.triton.token_choice import TritonChoice
+from quire.kernels.sampling.seen_tokens import SeenTokens
+from quire.kernels.sampling.token_choice import RowPenalties
+from quire.kernels.triton.sampling import penalties as penalties_on_device
+from quire.kernels.triton.sampling.penalties import penalize
+from quire.kernels.triton.sampling.token_choice import TritonChoice
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN
 

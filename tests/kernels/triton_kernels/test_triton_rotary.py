@@ -9,12 +9,12 @@ from triton_inputs import DEVICE, DTYPES, RELATIVE, Layer, random, strided
 
 from caches import make_cache
 from pairwise import pairwise
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.devices import HOST
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_quantizers import ConvertingQuantizer
+from quire.kernels.attention.tiles import HeadLayout
+from quire.kernels.devices.device import HOST
 from quire.kernels.interface import KernelSet
-from quire.kernels.page_quantizers import ConvertingQuantizer
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.tiles import HeadLayout
 from quire.kernels.triton.kernel_set import TritonKernels
 
 kernels, reference = TritonKernels(), ReferenceKernels()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.triton import row_scans
+from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.triton.sampling import row_scans
 from triton_scans import TritonSampling
 
 kernels, reference = TritonSampling(), ReferenceSampling()

@@ -11,10 +11,10 @@ from triton_inputs import DEVICE, strided
 
 from pairwise import pairwise
 from quire.execution.sampling.selection import Filters, draw
-from quire.kernels.sampling import ReferenceSampling
-from quire.kernels.token_choice import RowDraws, TokenChoice
-from quire.kernels.triton import row_scans, tail_search
-from quire.kernels.triton.token_choice import TritonChoice
+from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.sampling.token_choice import RowDraws, TokenChoice
+from quire.kernels.triton.sampling import row_scans, tail_search
+from quire.kernels.triton.sampling.token_choice import TritonChoice
 from quire.step import NO_TOKEN
 
 # The interpreter computes in numpy, which warns of numbers that become infinite.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.page_quantizers import PageQuantizer
+from quire.kernels.attention.kv_quantizers import PageQuantizer
 from quire.kernels.triton.device import kernel_device
 from quire.kv import PagedAttentionCache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.memory import WeightMemory
+from quire.kernels.devices.memory import WeightMemory
 
 
 @pytest.fixture

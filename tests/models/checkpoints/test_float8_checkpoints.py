@@ -19,7 +19,7 @@ from paged_harness import generate, random_prompts
 from quire.config import EngineConfig
 from quire.engine.memory_plan import plan_memory
 from quire.errors import ConfigError, ModelError
-from quire.kernels.weights import Float8Weight, Weight, dequantize
+from quire.kernels.layers.weights import Float8Weight, Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.errors import ModelError, ModelNotFoundError
-from quire.kernels.weights import GroupedWeight, dequantize
+from quire.kernels.layers.weights import GroupedWeight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.gguf.blocks import KINDS

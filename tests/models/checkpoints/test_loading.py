@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
 from quire.errors import ModelError
-from quire.kernels.linear import GroupedLinear, Linear
+from quire.kernels.layers.linear import GroupedLinear, Linear
 from quire.models import weights
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder

@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.errors import ConfigError, ModelError
-from quire.kernels.input_order import ReorderedLinear
-from quire.kernels.weights import GroupedWeight, Int8Weight, Weight, dequantize
+from quire.kernels.layers.act_order import ReorderedLinear
+from quire.kernels.layers.weights import GroupedWeight, Int8Weight, Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder

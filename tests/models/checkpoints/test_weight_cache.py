@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.memory import WeightMemory
+from quire.kernels.devices.memory import WeightMemory
 from quire.models.checkpoints import weight_cache
 from quire.models.checkpoints.cached_weights import CachedWeights, FilledMemory
 from quire.models.checkpoints.checkpoint import Checkpoint

@@ -25,7 +25,7 @@ from quire.engine.ranks.messages import (
     WholeStep,
 )
 from quire.engine.ranks.rank_decoder import RankDecoder
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData
 from quire.kv.paged_cache import PagedAttentionCache

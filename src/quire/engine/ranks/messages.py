@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
+    from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
     from quire.kv.cache_metadata import PagedAttentionCacheMetaData
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.config import ModelConfig

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore
 from typing_extensions import override
 
 from quire.engine.ranks.process_group import GroupCommunicator
-from quire.kernels.devices import DevicePoint, is_recording
+from quire.kernels.devices.device import DevicePoint, is_recording
 from quire.models.shard import Shard
 
 logger = logging.getLogger(__name__)

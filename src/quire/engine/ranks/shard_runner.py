@@ -25,9 +25,9 @@ from quire.engine.ranks.messages import (
 )
 from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.execution.step_graphs import StepGraphs
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.cuda_graphs import CudaGraphs
-from quire.kernels.devices import HOST, refusing_shortage
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.devices.cuda_graphs import CudaGraphs
+from quire.kernels.devices.device import HOST, refusing_shortage
 from quire.kernels.dispatch import kernel_set
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.kv.shard_memory import ShardMemory

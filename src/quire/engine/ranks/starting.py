@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.ranks.messages import RankStart
 from quire.engine.ranks.watch import LAP, Exchanges
-from quire.kernels.cores import usable_cores
+from quire.kernels.devices.cores import usable_cores
 from quire.models.shard import Shard
 
 if TYPE_CHECKING:

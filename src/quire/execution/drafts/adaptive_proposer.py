@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
 from quire.execution.drafts.proposer import Proposer, RowsToContinue
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.step import NO_TOKEN, IntArray
 
 _FIRST_ACCEPTANCE = 0.5

@@ -9,8 +9,8 @@ from typing_extensions import override
 from quire.execution.arrays import Int64Array
 from quire.execution.drafts.proposer import Proposer, RowsToContinue
 from quire.execution.step_graphs import Record, StepGraphs
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.devices import array_to_device
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.devices.device import array_to_device
 from quire.kernels.size_classes import wide_size_class
 from quire.kv.paged_cache import PagedAttentionCache
 from quire.models.decoder import Decoder

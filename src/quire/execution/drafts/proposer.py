@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
 from quire.step import NO_TOKEN, IntArray
 
 logger = logging.getLogger(__name__)

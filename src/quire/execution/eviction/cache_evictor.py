@@ -17,9 +17,9 @@ from quire.config import CacheEvictionConfig
 from quire.execution.eviction.evicted_keys import KeyRotation, by_layer, cached_keys, copy_blocks
 from quire.execution.eviction.sequence_scores import SequenceScores
 from quire.execution.persistent_batch import PersistentBatch
-from quire.kernels.devices import HostCopy
-from quire.kernels.key_scores import Int64Array, KeyScores
-from quire.kernels.sparse_prefill import SkippedKeys
+from quire.kernels.attention.key_scores import Int64Array, KeyScores
+from quire.kernels.attention.sparse_prefill import SkippedKeys
+from quire.kernels.devices.device import HostCopy
 from quire.kv.eviction.diversity import diversity
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.kv.eviction.places import Moves

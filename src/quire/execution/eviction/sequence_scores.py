@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from quire.config import CacheEvictionConfig
+from quire.kernels.attention.key_scores import Int64Array
 from quire.kernels.bounds import SCORE_UNIT
-from quire.kernels.key_scores import Int64Array
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.kv.eviction.places import BlockPlaces
 from quire.kv.eviction.scores import WeightArray

@@ -23,9 +23,9 @@ from quire.execution.capture_backoff import RecordingPause
 from quire.execution.sampling.device_penalties import NO_PENALTIES
 from quire.execution.sampling.logit_changes import NO_EDIT, NO_MASK, RowMasks
 from quire.execution.step_graphs import MAX_GRAPHS, Record
-from quire.kernels.devices import array_to_device, copy_to_device
+from quire.kernels.devices.device import array_to_device, copy_to_device
+from quire.kernels.sampling.token_choice import LogitMasks
 from quire.kernels.size_classes import wide_size_class
-from quire.kernels.token_choice import LogitMasks
 
 if TYPE_CHECKING:
     from quire.kernels.interface import KernelSet

@@ -10,9 +10,9 @@ import torch
 from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.known_tokens import KnownTokens
 from quire.execution.sampling.table import SamplingTable
-from quire.kernels.devices import array_to_device
-from quire.kernels.seen_tokens import SeenTokens
-from quire.kernels.token_choice import RowPenalties
+from quire.kernels.devices.device import array_to_device
+from quire.kernels.sampling.seen_tokens import SeenTokens
+from quire.kernels.sampling.token_choice import RowPenalties
 from quire.step import NO_TOKEN, IntArray
 
 _NOT_COUNTED = -1

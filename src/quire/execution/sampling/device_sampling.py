@@ -20,9 +20,9 @@ from quire.execution.sampling.sampler import NO_CHOICE, SamplerOutput, nonfinite
 from quire.execution.sampling.table import SamplingTable
 from quire.execution.sampling.token_masks import TokenMasks
 from quire.execution.step_graphs import Record, StepLogits
-from quire.kernels.devices import HostCopy, array_to_device
+from quire.kernels.devices.device import HostCopy, array_to_device
 from quire.kernels.interface import KernelSet
-from quire.kernels.token_choice import LogitChanges, LogitEdits, RowDraws, RowLogprobs, TokenChoice
+from quire.kernels.sampling.token_choice import LogitChanges, LogitEdits, RowDraws, RowLogprobs, TokenChoice
 from quire.step import NO_TOKEN
 
 _NO_SLOT = -1

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from quire.execution.arrays import Float32Array, Float64Array, Int64Array
-from quire.kernels.sampling import relative_weights
+from quire.kernels.sampling.rows import relative_weights
 
 _NUM_BINS = 4096
 

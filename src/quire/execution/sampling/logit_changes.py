@@ -11,7 +11,7 @@ from quire.execution.known_tokens import KnownTokens
 from quire.execution.sampling.constraints import Constraints
 from quire.execution.sampling.table import SamplingTable
 from quire.execution.sampling.token_masks import TokenMasks
-from quire.kernels.token_choice import NUM_EDIT_NUMBERS
+from quire.kernels.sampling.token_choice import NUM_EDIT_NUMBERS
 from quire.step import NO_TOKEN, IntArray
 
 _WORD = 32  # tokens

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quire.execution.arrays import Float32Array, Int64Array
-from quire.kernels.sampling import SamplingKernels
+from quire.kernels.sampling.rows import SamplingKernels
 from quire.step import PositionLogprobs
 
 

@@ -14,9 +14,9 @@ from quire.execution.persistent_batch import InconsistentPlanError, PersistentBa
 from quire.execution.sampling.logprobs import of_device, position_logprobs
 from quire.execution.sampling.sampler import nonfinite_error
 from quire.kernels.bounds import prompt_logit_rows
-from quire.kernels.devices import HostCopy, array_to_device
-from quire.kernels.sampling import SamplingKernels
-from quire.kernels.token_choice import RowLogprobs, TokenChoice
+from quire.kernels.devices.device import HostCopy, array_to_device
+from quire.kernels.sampling.rows import SamplingKernels
+from quire.kernels.sampling.token_choice import RowLogprobs, TokenChoice
 from quire.step import ModelRunnerOutput, PositionLogprobs, SchedulerOutput
 
 

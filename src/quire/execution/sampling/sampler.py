@@ -19,7 +19,7 @@ from quire.execution.sampling.rng import uniforms
 from quire.execution.sampling.selection import draw
 from quire.execution.sampling.table import SamplingTable
 from quire.execution.sampling.token_masks import TokenMasks
-from quire.kernels.sampling import SamplingKernels
+from quire.kernels.sampling.rows import SamplingKernels
 from quire.step import NO_TOKEN, IntArray, PositionLogprobs
 
 NO_CHOICE = (

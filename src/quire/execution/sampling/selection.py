@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.execution.arrays import BoolArray, Float32Array, Float64Array, Int64Array
 from quire.execution.sampling.histogram import draw_from_histogram
-from quire.kernels.sampling import SamplingKernels, relative_weights
+from quire.kernels.sampling.rows import SamplingKernels, relative_weights
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -13,7 +13,7 @@ from quire.execution.sampling.table import SamplingTable
 from quire.execution.sampling.token_masks import TokenMasks
 from quire.execution.step_graphs import Record, StepLogits
 from quire.kernels.interface import KernelSet
-from quire.kernels.sampling import SamplingKernels
+from quire.kernels.sampling.rows import SamplingKernels
 
 
 class StepSampler:

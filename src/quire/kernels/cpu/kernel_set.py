@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native, threads
 from quire.kernels.cpu.layers import attention_plan, is_native, native_key_scores, native_layer
@@ -26,16 +28,14 @@ from quire.kernels.cpu.tensors import (
     token_stride,
     written_row_stride,
 )
-from quire.kernels.expert_by_expert import ExpertByExpert
-from quire.kernels.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.interface import KernelSet
-from quire.kernels.kv_layer import KVLayer
-from quire.kernels.linear import Linear
+from quire.kernels.layers.expert_by_expert import ExpertByExpert
+from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.layers.linear import Linear
+from quire.kernels.layers.weights import Weight
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.sampling import SamplingKernels
-from quire.kernels.tiles import HeadLayout
-from quire.kernels.token_choice import TokenChoice
-from quire.kernels.weights import Weight
+from quire.kernels.sampling.rows import SamplingKernels
+from quire.kernels.sampling.token_choice import TokenChoice
 
 _ACTIVATIONS = {kind.name: kind.value for kind in _native.Activation}
 _REFERENCE = ReferenceKernels()

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.attention.kv_quantizers import Int8PageQuantizer
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.step_bounds import StepBounds, step_bounds
 from quire.kernels.cpu.tensors import TYPE_NUMBERS, address, check_on_cpu
-from quire.kernels.kv_layer import KVLayer
-from quire.kernels.page_quantizers import Int8PageQuantizer
 
 _NAME = "cpu"  # among a layer's handles
 _PLAN = "cpu attention"  # among a batch's plans

@@ -20,9 +20,9 @@ from quire.kernels.cpu.tensors import (
     row_stride,
     written_row_stride,
 )
-from quire.kernels.linear import Linear, quantization_of
-from quire.kernels.memory import WeightMemory
-from quire.kernels.weights import Float8Weight, GroupedWeight, Int8Weight, Weight, dequantize, num_rows
+from quire.kernels.devices.memory import WeightMemory
+from quire.kernels.layers.linear import Linear, quantization_of
+from quire.kernels.layers.weights import Float8Weight, GroupedWeight, Int8Weight, Weight, dequantize, num_rows
 
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

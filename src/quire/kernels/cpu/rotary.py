@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.cpu.layers import native_layer
 from quire.kernels.cpu.step_bounds import step_bounds
 from quire.kernels.cpu.tensors import address, check_norm_weight, check_on_cpu
-from quire.kernels.kv_layer import KVLayer
-from quire.kernels.tiles import HeadLayout
 
 _NAME = "cpu rotary"  # among a layer's handles and a batch's plans
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from quire.kernels.cpu import _native
-from quire.kernels.sampling import Float32Array, Float64Array, Head, Int64Array, SamplingKernels
+from quire.kernels.sampling.rows import Float32Array, Float64Array, Head, Int64Array, SamplingKernels
 
 
 class NativeSampling(SamplingKernels):

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.key_scores import NOWHERE, KeyScores
+from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.bounds import MAX_STRIDE, TILE
-from quire.kernels.key_scores import NOWHERE, KeyScores
-from quire.kernels.sparse_prefill import KeySelection, SkippedKeys
 
 _NAME = "cpu bounds"  # among a batch's plans
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from quire.kernels.cores import usable_cores, usable_cpus
 from quire.kernels.cpu import _native
+from quire.kernels.devices.cores import usable_cores, usable_cpus
 
 logger = logging.getLogger(__name__)
 

@@ -9,28 +9,28 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from quire.kernels.batch import AttentionBatch
-from quire.kernels.cores import usable_cores
-from quire.kernels.experts import Experts, ExpertWeights, Mixture
-from quire.kernels.gated_linear import GatedLinear
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
+from quire.kernels.attention.tiles import HeadLayout
+from quire.kernels.devices.cores import usable_cores
+from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.interface import KernelSet
-from quire.kernels.kv_layer import KVLayer
-from quire.kernels.linear import Linear
-from quire.kernels.memory import WeightMemory
+from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.layers.gated_linear import GatedLinear
+from quire.kernels.layers.linear import Linear
+from quire.kernels.layers.weights import Weight
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.sampling import SamplingKernels
-from quire.kernels.tiles import HeadLayout
-from quire.kernels.token_choice import TokenChoice
+from quire.kernels.sampling.rows import SamplingKernels
+from quire.kernels.sampling.token_choice import TokenChoice
 from quire.kernels.triton import rows as row_kernels
-from quire.kernels.triton.attention import paged_attention
+from quire.kernels.triton.attention.paged import paged_attention
+from quire.kernels.triton.attention.rotary import rotary_and_write_kv
 from quire.kernels.triton.device import kernel_device
-from quire.kernels.triton.experts import FusedExperts
-from quire.kernels.triton.gated_linear import gated_linear
+from quire.kernels.triton.experts.layer import FusedExperts
 from quire.kernels.triton.kernel import compile_only, compiles_only, hash_compiler_ahead
-from quire.kernels.triton.linear import linear
-from quire.kernels.triton.rotary import rotary_and_write_kv
-from quire.kernels.triton.token_choice import TritonChoice
-from quire.kernels.weights import Weight
+from quire.kernels.triton.linear.dense import linear
+from quire.kernels.triton.linear.gated import gated_linear
+from quire.kernels.triton.sampling.token_choice import TritonChoice
 
 _REFERENCE = ReferenceKernels()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from quire.kernels.memory import ALIGNMENT, WeightMemory
-from quire.kernels.weights import GroupedWeight, Int8Weight, Weight
+from quire.kernels.devices.memory import ALIGNMENT, WeightMemory
+from quire.kernels.layers.weights import GroupedWeight, Int8Weight, Weight
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache
 from quire.models.embedding import Embedding

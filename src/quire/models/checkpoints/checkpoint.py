@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from quire.errors import ConfigError, ModelError
-from quire.kernels.input_order import in_one_order
-from quire.kernels.weights import Weight, dequantize, part_of
+from quire.kernels.layers.act_order import in_one_order
+from quire.kernels.layers.weights import Weight, dequantize, part_of
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.gguf.weights import GGUFWeights
 from quire.models.checkpoints.safetensors import SafetensorsWeights

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from quire.errors import ModelError
+from quire.kernels.devices.memory import WeightMemory
+from quire.kernels.devices.staging import weight_memory
 from quire.kernels.dispatch import kernel_set
-from quire.kernels.experts import Experts, ExpertWeights, Mixture
-from quire.kernels.input_order import linear_in_order
 from quire.kernels.interface import KernelSet
-from quire.kernels.linear import Linear
-from quire.kernels.memory import WeightMemory
-from quire.kernels.staging import weight_memory
+from quire.kernels.layers.act_order import linear_in_order
+from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.layers.linear import Linear
 from quire.models.checkpoints.cached_weights import CachedWeights
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache, cache_key

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from quire.kernels.memory import map_large_pages
+from quire.kernels.devices.memory import map_large_pages
 
 _CHUNK = 64 << 20  # bytes read at once by one thread
 _READERS = 4  # threads; more gain nothing where memory is what limits

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
-from quire.kernels.weights import Weight
+from quire.kernels.layers.weights import Weight
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file

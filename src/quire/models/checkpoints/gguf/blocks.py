@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.weights import INT4_ZERO, MAX_ZERO, GroupedWeight, Weight
+from quire.kernels.layers.weights import INT4_ZERO, MAX_ZERO, GroupedWeight, Weight
 from quire.models.checkpoints.gguf.file import BLOCKS
 
 _Decode = Callable[[torch.Tensor], Weight]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from quire.errors import ModelError
-from quire.kernels.weights import GroupedWeight, Weight
+from quire.kernels.layers.weights import GroupedWeight, Weight
 from quire.models.checkpoints.gguf.blocks import KINDS, Kind
 from quire.models.checkpoints.gguf.config import ROPE_TENSORS
 from quire.models.checkpoints.gguf.file import TensorInfo, read_gguf

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.kernels.weights import Int8Weight, Weight
+from quire.kernels.layers.weights import Int8Weight, Weight
 from quire.models.checkpoints.quantized.description import Block, block_of
 from quire.models.checkpoints.quantized.float8 import decode_float8
 from quire.models.checkpoints.quantized.matrices import (

@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from quire.kernels.weights import Float8Weight, Weight
+from quire.kernels.layers.weights import Float8Weight, Weight
 from quire.models.checkpoints.quantized.description import Block
 from quire.models.checkpoints.quantized.matrices import MatrixFormat, Parts, Shape, require_shape, scales_of
 

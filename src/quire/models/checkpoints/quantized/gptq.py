@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from quire.kernels.weights import Weight
+from quire.kernels.layers.weights import Weight
 from quire.models.checkpoints.quantized.matrices import (
     MatrixFormat,
     Parts,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from quire.kernels.bounds import kernel_group
-from quire.kernels.weights import MAX_ZERO, GroupedWeight, Int8Weight, Weight
+from quire.kernels.layers.weights import MAX_ZERO, GroupedWeight, Int8Weight, Weight
 
 Parts = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]

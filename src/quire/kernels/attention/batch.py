@@ -1,0 +1,185 @@
+"""The ragged batch of one step: which tokens of which sequences are computed, and where their KV lives.
+
+Everything that depends on the step but not on the layer is computed once here and shared by all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.attention.key_scores import KeyScores
+from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
+from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
+from quire.kernels.attention.tiles import AttentionPlan, HeadLayout, Int64Array, plan_attention
+from quire.kernels.devices.device import HOST
+from quire.kernels.size_classes import DECODE_SIZES, SizeClasses
+
+NO_BLOCK = -1  # of rows that are nobody's
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class AttentionBatch:
+    """One step's tokens, sequence after sequence: prefill chunks and decodes alike.
+
+    It is in the host's memory; kernels of another device have what they need of it copied once, see
+    `on_device`.
+
+    S sequences, T tokens. Sequence s computes `num_tokens[s]` tokens, the ones after the tokens that it has
+    computed. Their keys and values follow the `num_cached_tokens[s]` in its cache, which are all of these
+    unless some were evicted: then a token's place in the cache is not its position.
+    """
+
+    positions: torch.Tensor  # [T] int64, absolute; here and in the next two, T may be more, see `padded`
+    block_size: int  # tokens
+    slot_blocks: torch.Tensor  # [T] int64, block of each token
+    slot_offsets: torch.Tensor  # [T] int64, place of each token in its block
+    num_cached_tokens: Int64Array  # [S], before this step
+    num_tokens: Int64Array  # [S], in this step, each at least 1
+    block_tables: npt.NDArray[np.int32]  # [S, max_blocks]
+    key_scores: KeyScores | None = None  # what attention reports; None: nothing
+    skipped_keys: SkippedKeys | None = None  # in layers without a window; None: none
+    key_selection: KeySelection | None = None  # likewise; None: all tokens see all keys
+    sizes: SizeClasses = DECODE_SIZES  # to which kernels round up the sizes of their plans
+    plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
+    step_arrays: StepArrays = dataclasses.field(default_factory=StepArrays)
+
+    @classmethod
+    def build(
+        cls,
+        num_computed_tokens: npt.NDArray[Any],
+        num_tokens: npt.NDArray[Any],
+        block_tables: npt.NDArray[Any],
+        block_size: int,
+        *,
+        num_evicted_tokens: npt.NDArray[Any] | None = None,
+        first_scoring_token: npt.NDArray[Any] | None = None,
+        sums_scores: npt.NDArray[np.bool_] | None = None,
+        num_scored_layers: int = 1,
+        scores_on: torch.device = HOST,
+        skipped_keys: SkippedKeys | None = None,
+        key_selection: KeySelection | None = None,
+    ) -> Self:
+        """Return the batch of one step.
+
+        Args:
+            num_computed_tokens: [S] tokens that have been computed before.
+            num_tokens: [S] tokens to compute now, each at least 1.
+            block_tables: [S, B] block ids; entries past a sequence's last block are never read.
+            block_size: tokens per block.
+            num_evicted_tokens: [S] computed tokens whose KV is no longer in the cache, so that all later ones
+                have moved up by that many places; None: none of any sequence. The windows of attention count
+                places.
+            first_scoring_token: [S] as for `KeyScores.build`; None: no token scores.
+            sums_scores: [S] whether the scores of a sequence are summed over its tokens; None: none is.
+            num_scored_layers, scores_on: `num_layers` and `device` of `KeyScores.build`.
+            skipped_keys: cached keys that the step's tokens do not see; a sequence that skips any must not
+                score.
+            key_selection: which tokens see only selected keys.
+
+        Raises:
+            ValueError: a sequence skips keys and scores.
+        """
+        computed = np.asarray(num_computed_tokens, dtype=np.int64)
+        counts = np.asarray(num_tokens, dtype=np.int64)
+        tables = np.ascontiguousarray(block_tables, dtype=np.int32)
+        first_row = np.cumsum(counts) - counts
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(len(sequence)) + (computed - first_row)[sequence]
+        cached, places = computed, positions
+        if num_evicted_tokens is not None:
+            evicted = np.asarray(num_evicted_tokens, dtype=np.int64)
+            cached, places = computed - evicted, positions - evicted[sequence]
+        key_scores = None
+        if first_scoring_token is not None:
+            key_scores = KeyScores.build(
+                counts,
+                cached + counts,
+                first_scoring_token,
+                sums_scores,
+                num_layers=num_scored_layers,
+                device=scores_on,
+            )
+            if skipped_keys is not None:
+                _refuse_scores(skipped_keys, np.asarray(first_scoring_token) < counts)
+        entries, offsets = np.divmod(places, block_size)
+        blocks = tables[sequence, entries].astype(np.int64)
+        return cls(
+            positions=torch.from_numpy(positions),
+            block_size=block_size,
+            slot_blocks=torch.from_numpy(blocks),
+            slot_offsets=torch.from_numpy(offsets),
+            num_cached_tokens=cached,
+            num_tokens=counts,
+            block_tables=tables,
+            key_scores=key_scores,
+            skipped_keys=skipped_keys,
+            key_selection=key_selection,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step's tensors: T, or more, see `padded`."""
+        return len(self.positions)
+
+    def padded(self, sizes: SizeClasses) -> Self:
+        """Return this step with T rounded up; the rows after the tokens are nobody's.
+
+        What they hold is of no account, but finite; nothing is written to the cache for them. Kernels need
+        not support that unless they run in recorded steps.
+        """
+        num_rows = sizes.rows(self.num_rows)
+        return dataclasses.replace(
+            self,
+            positions=torch.from_numpy(lengthened(self.positions.numpy(), num_rows)),
+            slot_blocks=torch.from_numpy(lengthened(self.slot_blocks.numpy(), num_rows, NO_BLOCK)),
+            slot_offsets=torch.from_numpy(lengthened(self.slot_offsets.numpy(), num_rows)),
+            sizes=sizes,
+            plans={},
+            step_arrays=StepArrays(),
+        )
+
+    def on_device(self, name: Hashable, make: MakeArrays, device: torch.device) -> DeviceArrays:
+        """Return what `make` returns for this step on a device, copied once; `name` stands for `make`."""
+        return self.step_arrays.of(self, name, make, device)
+
+    def positions_on(self, device: torch.device) -> torch.Tensor:
+        """Return the positions [T] on a device, copied once."""
+        return self.on_device("positions", _positions, device).arrays[0]
+
+    @property
+    def last_position(self) -> int:
+        """The highest position of all tokens; -1: there are no tokens."""
+        return int(self.positions.max()) if len(self.positions) else -1
+
+    def plan(self, heads: HeadLayout, window: int) -> AttentionPlan:
+        """Return the attention work of this step for layers of this shape and window (0: full), made once."""
+        key = (heads, window)
+        plan: AttentionPlan | None = self.plans.get(key)
+        if plan is None:
+            plan = plan_attention(
+                self.num_cached_tokens,
+                self.num_tokens,
+                self.block_tables,
+                block_size=self.block_size,
+                heads=heads,
+                window=window,
+                skipped_keys=None if window else self.skipped_keys,
+            )
+            self.plans[key] = plan
+        return plan
+
+
+def _positions(batch: AttentionBatch) -> HostArrays:
+    return HostArrays((batch.positions.numpy(),))
+
+
+def _refuse_scores(skipped: SkippedKeys, scores: npt.NDArray[np.bool_]) -> None:
+    wrong = np.flatnonzero(scores & skipped.is_any)
+    if wrong.size:
+        raise ValueError(f"sequence {wrong[0]} skips keys in this step, so its tokens must not score")

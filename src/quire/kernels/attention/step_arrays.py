@@ -1,0 +1,64 @@
+"""What the kernels of a device read of a step's plan: arrays that the host makes of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.devices.device import array_to_device
+
+if TYPE_CHECKING:
+    from quire.kernels.attention.batch import AttentionBatch
+
+
+Number = TypeVar("Number", bound=np.generic)
+
+
+class HostArrays(NamedTuple):
+    """Arrays in the host's memory, and numbers that kernels are launched with."""
+
+    arrays: tuple[npt.NDArray[Any], ...]
+    numbers: tuple[int, ...] = ()
+
+
+class DeviceArrays(NamedTuple):
+    """The same with the arrays on a device."""
+
+    arrays: tuple[torch.Tensor, ...]
+    numbers: tuple[int, ...] = ()
+
+
+def lengthened(numbers: npt.NDArray[Number], length: int, value: npt.ArrayLike = 0) -> npt.NDArray[Number]:
+    """Return numbers [N, ...] with `value`, a number or a row, behind them up to a length, at least N."""
+    if length == len(numbers):
+        return numbers
+    longer = np.empty((length, *numbers.shape[1:]), dtype=numbers.dtype)
+    longer[: len(numbers)] = numbers
+    longer[len(numbers) :] = value
+    return longer
+
+
+MakeArrays = Callable[["AttentionBatch"], HostArrays]
+"""What it returns depends on nothing but the batch and what does not change from step to step."""
+
+
+class StepArrays:
+    """The arrays of one step on its device, each copied when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._on_device: dict[Hashable, DeviceArrays] = {}
+
+    def of(
+        self, batch: AttentionBatch, name: Hashable, make: MakeArrays, device: torch.device
+    ) -> DeviceArrays:
+        """Return what `make` returns for `batch`, on a device. `name` stands for `make`."""
+        found = self._on_device.get(name)
+        if found is None:
+            arrays, numbers = make(batch)
+            on_device = tuple(array_to_device(array, device) for array in arrays)
+            found = self._on_device[name] = DeviceArrays(on_device, numbers)
+        return found

@@ -1,0 +1,1 @@
+"""Devices: their memory, copies, graphs, and what torch knows of them."""

@@ -1,0 +1,1 @@
+"""Dense layers and experts, and the weights that they compute with."""

@@ -1,0 +1,1 @@
+"""Paged attention, rotary embeddings and key scores in Triton."""

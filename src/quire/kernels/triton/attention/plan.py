@@ -1,0 +1,95 @@
+"""What the kernels of attention need to know of a step: made once for each step and shape of layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.tiles import HeadLayout
+from quire.kernels.size_classes import next_power_of_2
+from quire.kernels.triton.attention.items import padded_features
+from quire.kernels.triton.attention.planner import AttentionPlanner
+
+ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, prefill chunks
+MOST_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers
+MOST_FLOAT32_ROWS = 16  # whose products are no tensor cores', and take many registers, too
+LEAST_CONVERTED_ROWS = 64  # smaller tiles would add products in another order, if numbers are converted first
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class TileClass:
+    """Query tiles of equal height. N items, M merges."""
+
+    rows: int  # tokens times the heads of a group, and the rest of the last token's
+    items: torch.Tensor  # [N, ITEM_FIELDS] int32, see `plan_arrays`
+    merges: torch.Tensor  # [M, MERGE_FIELDS] int32, likewise
+    part_sums: torch.Tensor  # [parts, kv_heads, rows, padded head_dim] float32
+    part_statistics: torch.Tensor  # [parts, kv_heads, 2, rows] float32
+    num_visits: int  # tiles that items with a list of them may visit
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class AttentionPlan:
+    """What the kernels need to know of a step, on their device."""
+
+    classes: tuple[TileClass, ...]
+    has_gaps: bool
+
+
+def attention_plan(
+    batch: AttentionBatch,
+    heads: HeadLayout,
+    window: int,
+    *,
+    is_float32: bool,
+    is_converted: bool,
+    device: torch.device,
+) -> AttentionPlan:
+    """Return the plan of a step for layers of this shape and window (0: none), made once.
+
+    `is_float32` says of what type products are, and `is_converted` whether what is cached is of another one.
+    """
+    key = ("triton attention", heads, window, is_float32, is_converted)
+    plan: AttentionPlan | None = batch.plans.get(key)
+    if plan is None:
+        classes = _row_classes(heads, is_float32, is_converted)
+        arrays, numbers = batch.on_device(key, AttentionPlanner(heads, window, classes), device)
+        *of_classes, has_gaps = numbers
+        num_parts, num_visits = of_classes[: len(classes)], of_classes[len(classes) :]
+        planned = [
+            _tile_class(
+                rows, arrays[2 * number : 2 * number + 2], num_parts[number], num_visits[number], heads
+            )
+            for number, rows in enumerate(classes)
+        ]
+        plan = AttentionPlan(tuple(tiles for tiles in planned if len(tiles.items)), bool(has_gaps))
+        batch.plans[key] = plan
+    return plan
+
+
+def _row_classes(heads: HeadLayout, is_float32: bool, is_converted: bool) -> tuple[int, ...]:
+    """Return the numbers of rows that tiles may have; a token's heads are in one."""
+    most = ROW_CLASSES[-1] if padded_features(heads.head_dim) <= 128 else MOST_ROWS_OF_LARGE_HEADS
+    least = LEAST_CONVERTED_ROWS if is_converted else 1
+    if is_float32:
+        least, most = 1, MOST_FLOAT32_ROWS
+    fitting = tuple(rows for rows in ROW_CLASSES if max(heads.group, least) <= rows <= most)
+    return fitting or (next_power_of_2(heads.group),)
+
+
+def _tile_class(
+    rows: int, arrays: Sequence[torch.Tensor], num_parts: int, num_visits: int, heads: HeadLayout
+) -> TileClass:
+    items, merges = arrays
+    features = padded_features(heads.head_dim)
+    return TileClass(
+        rows=rows,
+        items=items,
+        merges=merges,
+        part_sums=torch.empty(num_parts, heads.num_kv_heads, rows, features, device=items.device),
+        part_statistics=torch.empty(num_parts, heads.num_kv_heads, 2, rows, device=items.device),
+        num_visits=num_visits,
+    )

@@ -1,0 +1,1 @@
+"""Choosing tokens in Triton."""
