@@ -32,7 +32,7 @@ from random_model import random_model
 from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.config import SupervisionConfig
 from quire.engine.messages import LoadProgress, Ready, Starting, StepOutputs
-from quire.front.supervision import EngineCrashed
+from quire.front.process.supervision import EngineCrashed
 from quire.scheduling.outputs import KVConnectorStats
 
 FIRST_ID, END_ID = 10, 250  # token ids of prompts, which every model has

@@ -18,7 +18,7 @@ from quire import (
     SamplingParams,
     SchedulerConfig,
 )
-from quire.front.resumption import RecoveryStats
+from quire.front.process.resumption import RecoveryStats
 from quire.request_output import RequestOutput
 from quire.server.metrics.registry import Metrics
 

@@ -12,7 +12,7 @@ import pytest
 import quire
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.dialogue.thoughts import THOUGHT_FORMATS
-from quire.front.thoughts import ThoughtControl
+from quire.front.text.reasoning import ThoughtControl
 
 pytestmark = pytest.mark.usefixtures("preloaded_engines")
 

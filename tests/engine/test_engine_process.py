@@ -27,8 +27,9 @@ from quire.engine import process
 from quire.engine.messages import GetStats, Ready, StepOutputs, encode, input_address, output_address
 from quire.engine.process import Connection
 from quire.errors import ConfigError, EngineDeadError, ModelError
-from quire.front import spare, supervision
-from quire.front.process_client import EngineProcess
+from quire.front.process import standby as spare
+from quire.front.process import supervision
+from quire.front.process.client import EngineProcess
 from quire.structured_outputs import StructuredOutputsParams
 from subprocesses import python_output, started
 
@@ -452,7 +453,7 @@ import os, sys, time
 import psutil
 from quire import LLM, SamplingParams
 from quire.errors import EngineDeadError
-from quire.front.process_client import SHUTDOWN_TIMEOUT
+from quire.front.process.client import SHUTDOWN_TIMEOUT
 llm = LLM(sys.argv[1], engine_process=True, num_kv_blocks=32, num_threads=1)
 params = SamplingParams(max_tokens=4, temperature=0.0)
 before = llm.generate("the", params)[0].outputs

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from quire.front import engine_launch
-from quire.front.descriptors import is_readable
-from quire.front.spare import SpareProcess
+from quire.front.process import launch as engine_launch
+from quire.front.process.descriptors import is_readable
+from quire.front.process.standby import SpareProcess
 
 LARGE = 1500
 

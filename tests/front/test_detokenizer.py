@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.front.detokenizer import ByteLevelDecoder, ContextDecoder, DecoderFactory
+from quire.front.text.detokenizer import ByteLevelDecoder, ContextDecoder, DecoderFactory
 from tokenizers_for_tests import SPECIALS, byte_level, sentencepiece, wrap
 
 BYTE_LEVEL = byte_level()

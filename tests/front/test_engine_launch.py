@@ -10,9 +10,9 @@ import pytest
 
 from quire.config import EngineConfig, SchedulerConfig
 from quire.errors import ConfigError
-from quire.front import engine_launch
-from quire.front.engine_launch import end_process, has_ended, start_process, started_ahead
-from quire.front.process_client import EngineProcess
+from quire.front.process import launch as engine_launch
+from quire.front.process.client import EngineProcess
+from quire.front.process.launch import end_process, has_ended, start_process, started_ahead
 from quire.scheduling.policies.victim import Last
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.front.growing import Prefix
+from quire.front.text.list_view import Prefix
 
 INDICES = st.none() | st.integers(-12, 12)
 

@@ -9,8 +9,8 @@ import pytest
 
 from quire.engine.messages import EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
-from quire.front.input_processor import InputProcessor
-from quire.front.seeds import derived_seed
+from quire.front.text.input_processor import InputProcessor
+from quire.front.text.seeds import derived_seed
 from quire.sampling_params import SamplingParams
 from tokenizers_for_tests import byte_level
 

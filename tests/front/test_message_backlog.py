@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.messages import LoadProgress, StepOutputs
-from quire.front import message_backlog
-from quire.front.message_backlog import MAX_OUTPUTS, POSITIONS_AT_ONCE, MessageBacklog, Turn
+from quire.front.process import message_backlog
+from quire.front.process.message_backlog import MAX_OUTPUTS, POSITIONS_AT_ONCE, MessageBacklog, Turn
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.status import FinishReason
 

@@ -9,9 +9,9 @@ from test_input_processor import INFO, TOKENIZER
 
 from quire.dialogue.thoughts import THOUGHT_FORMATS, ExpectedThought
 from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, RequestTimeoutError
-from quire.front.input_processor import InputProcessor
-from quire.front.output_processor import OutputProcessor
-from quire.front.resumption import continuation
+from quire.front.process.resumption import continuation
+from quire.front.text.input_processor import InputProcessor
+from quire.front.text.output_processor import OutputProcessor
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput
 from quire.status import FinishReason

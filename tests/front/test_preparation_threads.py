@@ -9,8 +9,8 @@ import pytest
 
 from quire.config import SchedulerConfig
 from quire.errors import QueueFullError, RequestTimeoutError
-from quire.front import preparation_threads
-from quire.front.preparation_threads import INLINE_LENGTH, LONG_LENGTH, PreparationThreads, length_of
+from quire.front.text import preparation_threads
+from quire.front.text.preparation_threads import INLINE_LENGTH, LONG_LENGTH, PreparationThreads, length_of
 from quire.sampling_params import SamplingParams
 
 MEDIUM_LENGTH = INLINE_LENGTH + 1

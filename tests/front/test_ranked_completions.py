@@ -9,9 +9,9 @@ from test_input_processor import INFO, TOKENIZER
 
 from quire.engine.core import _sequence
 from quire.errors import ConfigError, InvalidRequestError
-from quire.front.input_processor import InputProcessor
 from quire.front.openvino.generation_config import GenerationConfig
-from quire.front.output_processor import OutputProcessor
+from quire.front.text.input_processor import InputProcessor
+from quire.front.text.output_processor import OutputProcessor
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput
 from quire.status import FinishReason

@@ -17,11 +17,13 @@ from quire.engine.messages import (
     StepOutputs,
 )
 from quire.errors import EngineDeadError, QueueFullError, RequestQuarantinedError, RequestTimeoutError
-from quire.front import input_processor, live_requests, resumption
+from quire.front import live_requests
 from quire.front.held_requests import START_TIME
 from quire.front.live_requests import DEADLINE_GRACE, LiveRequests
-from quire.front.message_backlog import MAX_OUTPUTS
-from quire.front.supervision import EngineCrashed
+from quire.front.process import resumption
+from quire.front.process.message_backlog import MAX_OUTPUTS
+from quire.front.process.supervision import EngineCrashed
+from quire.front.text import input_processor
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.status import FinishReason
 from quire.step import PositionLogprobs

@@ -12,8 +12,8 @@ from typing import ClassVar
 import pytest
 
 from engine_checks import is_zombie
-from quire.front import spare
-from quire.front.spare import START_DELAY, SpareKeeper
+from quire.front.process import standby as spare
+from quire.front.process.standby import START_DELAY, SpareKeeper
 
 READY = "printf +; read line; exit 3"
 IMPORTS = "read line"

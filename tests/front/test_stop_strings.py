@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from opcodes import num_opcodes
 from quire.dialogue.thought_text import ThoughtText
 from quire.dialogue.thoughts import THOUGHT_FORMATS, ExpectedThought
-from quire.front.stop_strings import StoppableText, StopStrings
+from quire.front.text.stop_strings import StoppableText, StopStrings
 
 
 class Pieces:

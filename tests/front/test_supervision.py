@@ -13,8 +13,8 @@ from quire import EngineConfig
 from quire.config import SupervisionConfig
 from quire.engine.messages import EngineInfo, ErrorInfo, Ready, Starting, StartupFailed, StepOutputs
 from quire.errors import CrashLoopError, EngineDeadError
-from quire.front import supervision
-from quire.front.supervision import LATE, EngineCrashed, EngineSupervisor, EngineSuspended
+from quire.front.process import supervision
+from quire.front.process.supervision import LATE, EngineCrashed, EngineSupervisor, EngineSuspended
 from quire.scheduling.outputs import EngineCoreOutput
 
 INFO = EngineInfo("fake", 64, 100, 8, 16, 0, "float32", 0.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 import quire
-from quire.front.token_bounds import TokenBound
+from quire.front.text.token_bounds import TokenBound
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 from quire.models.tokenizer import Tokenizer
 
@@ -128,7 +128,7 @@ def test_no_text_has_fewer_tokens(name, text, repeats):
 def test_a_part_has_more_than_so_many_tokens(name, from_end, text, num_tokens):
     text = text.encode("utf-8", "ignore").decode() * 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.front.token_bounds._PIECE", 7)
+        patch.setattr("quire.front.text.token_bounds._PIECE", 7)
         part = BOUNDS[name].part_with(text, num_tokens, from_end=from_end)
     assert part == (text[len(text) - len(part) :] if from_end else text[: len(part)])
     assert part == text or len(TOKENIZERS[name].encode(part)) > num_tokens
@@ -136,7 +136,7 @@ def test_a_part_has_more_than_so_many_tokens(name, from_end, text, num_tokens):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_texts_in_pieces_that_compose_where_they_meet(name, monkeypatch):
-    monkeypatch.setattr("quire.front.token_bounds._PIECE", 3)
+    monkeypatch.setattr("quire.front.text.token_bounds._PIECE", 3)
     text = "ae\u0301\u1100\u1161\u11a8\u03b1\u0313\u0301\u0345" * 9
     assert BOUNDS[name].least_num_tokens(text, 10**9) <= len(TOKENIZERS[name].encode(text))
 

@@ -11,7 +11,7 @@ from tokenizers import processors
 
 import quire
 from quire.errors import ContextLengthError, InvalidRequestError
-from quire.front.input_processor import InputProcessor
+from quire.front.text.input_processor import InputProcessor
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 from quire.models.tokenizer import Tokenizer
 from quire.sampling_params import SamplingParams

@@ -22,8 +22,8 @@ from quire.engine.messages import (
     output_address,
 )
 from quire.errors import EngineDeadError
-from quire.front import process_client
-from quire.front.process_client import EngineProcess
+from quire.front.process import client as process_client
+from quire.front.process.client import EngineProcess
 from quire.status import FinishReason
 
 UNREADABLE = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.front.worker_thread import WorkerThread
+from quire.front.text.worker_thread import WorkerThread
 from thread_shortage import no_threads_to_spare
 
 

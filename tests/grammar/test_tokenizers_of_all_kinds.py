@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from quire.errors import InvalidRequestError
-from quire.front.detokenizer import DecoderFactory
+from quire.front.text.detokenizer import DecoderFactory
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.structured_outputs import StructuredOutputsParams
 from tokenizers_for_tests import ADDED, CORPUS, KINDS, byte_level, of_kind

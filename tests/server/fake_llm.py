@@ -18,7 +18,7 @@ from quire.errors import (
     QueueFullError,
     RequestQuarantinedError,
 )
-from quire.front.resumption import RecoveryStats
+from quire.front.process.resumption import RecoveryStats
 from quire.request_output import CompletionOutput, Logprob, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
 from quire.status import FinishReason

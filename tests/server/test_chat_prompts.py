@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire.config import ChatTemplateConfig, ServerConfig
 from quire.engine.messages import EngineInfo
 from quire.errors import InvalidRequestError
-from quire.front.input_processor import InputProcessor
+from quire.front.text.input_processor import InputProcessor
 from quire.sampling_params import SamplingParams
 from quire.server.app import create_app
 from tokenizers_for_tests import byte_level

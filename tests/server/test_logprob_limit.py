@@ -4,7 +4,7 @@ import pytest
 from quire import SamplingParams
 from quire.config import ServerConfig
 from quire.engine.messages import EngineInfo
-from quire.front.input_processor import InputProcessor
+from quire.front.text.input_processor import InputProcessor
 from quire.server.app import create_app
 from quire.server.calls.logprob_limit import LogprobLimit
 from tokenizers_for_tests import byte_level

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from quire.front.detokenizer import DecoderFactory
+from quire.front.text.detokenizer import DecoderFactory
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from quire.server.calls import logprobs
 from quire.server.calls.logprobs import CompletionLogprobsWriter, chat_logprobs, prompt_logprobs

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.front.detokenizer import DecoderFactory
+from quire.front.text.detokenizer import DecoderFactory
 from quire.models.tokenizer import Tokenizer
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from quire.server.calls.logprobs import CompletionLogprobsWriter, joined

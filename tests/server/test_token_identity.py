@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.front.detokenizer import DecoderFactory
+from quire.front.text.detokenizer import DecoderFactory
 from quire.models.tokenizer import Tokenizer
 from quire.request_output import CompletionOutput, Logprob
 from quire.server.calls.logprobs import CompletionLogprobsWriter, chat_logprobs, joined

@@ -15,7 +15,7 @@ from quire.cli.options import config_options
 from quire.cli.progress import LoadingBar
 from quire.config import EngineConfig
 from quire.errors import ContextLengthError, InvalidRequestError, QuireError
-from quire.front.engine_launch import started_ahead
+from quire.front.process.launch import started_ahead
 from quire.request_output import RequestMetrics
 from quire.sampling_params import SamplingParams
 from quire.status import FinishReason

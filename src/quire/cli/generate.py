@@ -18,7 +18,7 @@ from quire.cli.progress import LoadingBar
 from quire.cli.prompts import STDIN, InputPrompt, read_prompts
 from quire.config import EngineConfig
 from quire.errors import EngineDeadError, InvalidRequestError, QueueFullError, QuireError
-from quire.front.engine_launch import started_ahead
+from quire.front.process.launch import started_ahead
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 

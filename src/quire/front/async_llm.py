@@ -29,14 +29,14 @@ from quire.errors import (
     RequestTimeoutError,
 )
 from quire.front.explaining import Explaining
-from quire.front.input_processor import ProcessedRequest
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
 from quire.front.live_requests import ASLEEP, LiveRequests
 from quire.front.pausing import PauseMode, Pausing
-from quire.front.preparation_threads import PreparationThreads, length_of
-from quire.front.process_client import SHUTDOWN_TIMEOUT
-from quire.front.resumption import RecoveryStats
-from quire.front.supervision import EngineSupervisor
+from quire.front.process.client import SHUTDOWN_TIMEOUT
+from quire.front.process.resumption import RecoveryStats
+from quire.front.process.supervision import EngineSupervisor
+from quire.front.text.input_processor import ProcessedRequest
+from quire.front.text.preparation_threads import PreparationThreads, length_of
 from quire.models.checkpoints.engine_files import resolve_files
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams

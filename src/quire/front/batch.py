@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from quire.errors import QueueFullError
-from quire.front.input_processor import ProcessedRequest
 from quire.front.interrupt import deferred_interrupt
 from quire.front.live_requests import LiveRequests
-from quire.front.output_processor import RequestState
+from quire.front.text.input_processor import ProcessedRequest
+from quire.front.text.output_processor import RequestState
 from quire.request_output import RequestOutput
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from quire.config import SchedulerConfig
 from quire.errors import QueueFullError
-from quire.front.input_processor import ProcessedRequest
-from quire.front.output_processor import OutputProcessor
+from quire.front.text.input_processor import ProcessedRequest
+from quire.front.text.output_processor import OutputProcessor
 
 START_TIME = 5.0
 """Seconds that a new engine takes, about: when those that are refused may try again."""

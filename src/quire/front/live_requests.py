@@ -29,11 +29,11 @@ from quire.engine.messages import (
 )
 from quire.errors import EngineAsleepError, EngineDeadError, QuireError, RequestTimeoutError
 from quire.front.held_requests import HeldRequests
-from quire.front.input_processor import InputProcessor, ProcessedRequest
-from quire.front.message_backlog import OUTPUTS_AT_ONCE, MessageBacklog, Turn
-from quire.front.output_processor import OutputProcessor, RequestState
-from quire.front.resumption import Resumption, deadline_of, failed_outputs
-from quire.front.supervision import EngineCrashed, EngineSuspended
+from quire.front.process.message_backlog import OUTPUTS_AT_ONCE, MessageBacklog, Turn
+from quire.front.process.resumption import Resumption, deadline_of, failed_outputs
+from quire.front.process.supervision import EngineCrashed, EngineSuspended
+from quire.front.text.input_processor import InputProcessor, ProcessedRequest
+from quire.front.text.output_processor import OutputProcessor, RequestState
 from quire.sampling_params import SamplingParams
 from quire.scheduling.interface import PauseState
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats

@@ -18,10 +18,10 @@ from quire.front.arguments import (
     tools_for_each,
 )
 from quire.front.batch import Batch
-from quire.front.input_processor import ProcessedRequest
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
 from quire.front.progress import batch_progress
 from quire.front.session import Session
+from quire.front.text.input_processor import ProcessedRequest
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats

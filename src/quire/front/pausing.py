@@ -9,7 +9,7 @@ from typing import Literal
 from quire.engine.messages import Reply, ResetPrefixCache, ToEngine
 from quire.errors import InvalidRequestError
 from quire.front.live_requests import LiveRequests
-from quire.front.supervision import EngineSupervisor
+from quire.front.process.supervision import EngineSupervisor
 from quire.scheduling.interface import PauseState
 
 PauseMode = Literal["abort", "wait", "keep"]

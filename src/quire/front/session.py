@@ -12,7 +12,7 @@ from quire.engine.runner_building import ProgressCallback
 from quire.front.inprocess_client import InProcessClient
 from quire.front.interrupt import deferred_interrupt
 from quire.front.live_requests import EngineClient, LiveRequests
-from quire.front.supervision import EngineSupervisor
+from quire.front.process.supervision import EngineSupervisor
 from quire.models.checkpoints.engine_files import resolve_files
 from quire.scheduling.outputs import SchedulerStats
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from quire.front.worker_thread import TooManyJobsError, WorkerThread
+from quire.front.text.worker_thread import TooManyJobsError, WorkerThread
 from quire.server.wire.errors import ApiError
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError, QuireError
-from quire.front.engine_launch import started_ahead
+from quire.front.process.launch import started_ahead
 from quire.server.http.connections import raise_descriptor_limit
 from quire.server.http.listening import Listener, listener
 from quire.server.http.stopping import StopSignals, announce_stop, cancelled_at_end, finished_unless_set

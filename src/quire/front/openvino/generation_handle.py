@@ -12,7 +12,7 @@ from quire.front.openvino.results import (
     GenerationStatus,
     PerfMetrics,
 )
-from quire.front.output_processor import CompletionState, RequestState
+from quire.front.text.output_processor import CompletionState, RequestState
 from quire.request_output import CompletionOutput, TokenLogprobs
 from quire.status import FinishReason
 

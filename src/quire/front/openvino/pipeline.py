@@ -21,7 +21,6 @@ from quire.config import (
 from quire.errors import ConfigError, InvalidRequestError, nearest_name
 from quire.front.arguments import TextOrTokenIds, one_for_each, prompts_of
 from quire.front.batch import Batch
-from quire.front.input_processor import ProcessedRequest
 from quire.front.interrupt import deferred_interrupt
 from quire.front.openvino.chat_history import ChatHistory
 from quire.front.openvino.generation_config import UNSET, GenerationConfig
@@ -36,8 +35,9 @@ from quire.front.openvino.results import (
 )
 from quire.front.openvino.streaming import Stream, Streamer, StreamingStatus
 from quire.front.openvino.tokenizer import Tokenizer
-from quire.front.output_processor import RequestState
 from quire.front.session import Session
+from quire.front.text.input_processor import ProcessedRequest
+from quire.front.text.output_processor import RequestState
 from quire.models.checkpoints.hub import resolve_model
 from quire.request_output import RequestOutput
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.front.openvino.results import Named
-from quire.front.output_processor import CompletionState
+from quire.front.text.output_processor import CompletionState
 
 
 class StreamingStatus(Named):

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from quire.config import ServerConfig
 from quire.errors import ConfigError
-from quire.front.worker_thread import TooManyJobsError, WorkerThread
+from quire.front.text.worker_thread import TooManyJobsError, WorkerThread
 from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 T = TypeVar("T")

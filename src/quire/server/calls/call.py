@@ -27,7 +27,7 @@ from quire.server.wire.errors import ApiError
 from quire.server.wire.streaming import SERVER_SENT_EVENTS, event_stream, unless_disconnected
 
 if TYPE_CHECKING:
-    from quire.front.input_processor import ProcessedRequest
+    from quire.front.text.input_processor import ProcessedRequest
     from quire.server.metrics.tracing import Tracing
 
 

@@ -20,7 +20,7 @@ from quire.dialogue.thoughts import ExpectedThought, ThoughtFormat, expected_tho
 from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.dialogue.tools import ToolUse
 from quire.errors import InvalidRequestError
-from quire.front.thoughts import ThoughtControl
+from quire.front.text.reasoning import ThoughtControl
 from quire.json_schemas import enforceable_schema
 from quire.request_output import CompletionOutput
 from quire.sampling_params import SamplingParams

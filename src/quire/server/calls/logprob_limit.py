@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.errors import InvalidRequestError
-from quire.front.input_processor import ProcessedRequest
+from quire.front.text.input_processor import ProcessedRequest
 
 
 class LogprobLimit:

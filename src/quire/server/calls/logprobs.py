@@ -17,7 +17,7 @@ from quire.server.wire.answers import (
 )
 
 if TYPE_CHECKING:
-    from quire.front.detokenizer import DecoderFactory, TokenDecoder
+    from quire.front.text.detokenizer import DecoderFactory, TokenDecoder
     from quire.models.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0

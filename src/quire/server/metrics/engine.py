@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.front.resumption import RecoveryStats
+from quire.front.process.resumption import RecoveryStats
 from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
 from quire.scheduling.outputs import SchedulerStats
 from quire.step import GraphStats

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.front.detokenizer import DecoderFactory
+from quire.front.text.detokenizer import DecoderFactory
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.logprobs import CompletionLogprobsWriter, joined
 from quire.server.calls.outputs import OutputStream, end_reason, naming_fields, without_output

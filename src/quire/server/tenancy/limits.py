@@ -16,7 +16,7 @@ from quire.errors import InvalidRequestError
 from quire.server.wire.errors import ApiError
 
 if TYPE_CHECKING:
-    from quire.front.input_processor import ProcessedRequest
+    from quire.front.text.input_processor import ProcessedRequest
     from quire.request_output import RequestOutput
 
 SECONDS = 60.0  # in which as much may be used as a limit says

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from quire.engine.messages import FromEngine, StepOutputs
-from quire.front.supervision import EngineCrashed, EngineSuspended
+from quire.front.process.supervision import EngineCrashed, EngineSuspended
 from quire.scheduling.outputs import EngineCoreOutput
 
 OUTPUTS_AT_ONCE = 16

@@ -17,8 +17,8 @@ from quire.config import EngineConfig, SupervisionConfig
 from quire.engine.messages import FromEngine, Ready, StartupFailed, StepOutputs, ToEngine
 from quire.errors import CrashLoopError, EngineDeadError
 from quire.front.interrupt import interruptible
-from quire.front.process_client import SHUTDOWN_TIMEOUT, EngineProcess
-from quire.front.spare import SpareKeeper
+from quire.front.process.client import SHUTDOWN_TIMEOUT, EngineProcess
+from quire.front.process.standby import SpareKeeper
 
 logger = logging.getLogger(__name__)
 

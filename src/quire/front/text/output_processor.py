@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quire.dialogue.thought_text import ThoughtText
 from quire.engine.messages import ErrorInfo
 from quire.errors import DuplicateRequestError, QuireError
-from quire.front.detokenizer import DecoderFactory
-from quire.front.growing import Prefix
-from quire.front.input_processor import ProcessedRequest
-from quire.front.stop_strings import StoppableText, StopStrings
+from quire.front.text.detokenizer import DecoderFactory
+from quire.front.text.input_processor import ProcessedRequest
+from quire.front.text.list_view import Prefix
+from quire.front.text.stop_strings import StoppableText, StopStrings
 from quire.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput

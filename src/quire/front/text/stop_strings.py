@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.dialogue.thought_text import ThoughtText
-from quire.front.detokenizer import TokenDecoder
+from quire.front.text.detokenizer import TokenDecoder
 
 
 class StopString:

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable
 
 from quire.engine.process_end import describe_end
-from quire.front.descriptors import is_readable
-from quire.front.engine_launch import end_process, start_process
+from quire.front.process.descriptors import is_readable
+from quire.front.process.launch import end_process, start_process
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from quire.config import EngineConfig
 from quire.engine.messages import EngineCoreRequest, ErrorInfo
 from quire.errors import RequestQuarantinedError
-from quire.front.output_processor import OutputProcessor, RequestState
+from quire.front.text.output_processor import OutputProcessor, RequestState
 from quire.scheduling.outputs import EngineCoreOutput
 from quire.status import FinishReason
 

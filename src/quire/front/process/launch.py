@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from quire.engine.spare_signs import SPARE_OPTION
-from quire.front.descriptors import is_readable
+from quire.front.process.descriptors import is_readable
 
 _ahead: list[subprocess.Popen[bytes]] = []  # one at most
 

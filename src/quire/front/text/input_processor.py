@@ -21,10 +21,10 @@ from quire.dialogue.tools import tool_of
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids, require_chat
-from quire.front.seeds import derived_seed, random_seed
-from quire.front.thoughts import ThoughtControl, params_with_thought
-from quire.front.token_bounds import TokenBound
-from quire.front.truncation import MARGIN, Truncation, TruncationSide, truncation_of
+from quire.front.text.reasoning import ThoughtControl, params_with_thought
+from quire.front.text.seeds import derived_seed, random_seed
+from quire.front.text.token_bounds import TokenBound
+from quire.front.text.truncation import MARGIN, Truncation, TruncationSide, truncation_of
 from quire.models.template_messages import RenderedChat
 from quire.request_options import RequestOptions, require_text
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from quire.config import SchedulerConfig
 from quire.errors import QueueFullError, RequestTimeoutError
-from quire.front.worker_thread import TooManyJobsError, WorkerThread
+from quire.front.text.worker_thread import TooManyJobsError, WorkerThread
 from quire.sampling_params import SamplingParams
 
 T = TypeVar("T")

@@ -37,9 +37,9 @@ from quire.engine.messages import (
 from quire.engine.output_window import Acknowledgements
 from quire.engine.process_end import describe_end
 from quire.errors import ConfigError, EngineDeadError
-from quire.front.descriptors import is_readable
-from quire.front.engine_launch import end_process, has_ended, kill_group, start_process
 from quire.front.interrupt import interruptible
+from quire.front.process.descriptors import is_readable
+from quire.front.process.launch import end_process, has_ended, kill_group, start_process
 
 STARTUP_FAILURE_TIMEOUT = 200
 """Milliseconds to wait for the last messages of an engine process that ended before it was ready."""
