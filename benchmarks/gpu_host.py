@@ -24,7 +24,7 @@ from gpu_engine import decode_seconds
 from gpu_models import model_without_files
 
 from quire import LLM
-from quire.engine import runner_building
+from quire.engine.building import runner as runner_building
 from quire.execution.sampling import device_sampling
 from quire.kernels.sampling.token_choice import TokenChoice
 from quire.kernels.size_classes import size_class

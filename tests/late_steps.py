@@ -9,7 +9,7 @@ import pytest
 
 from late_device import LateDevice, LatePoint
 from late_tokens import choose_on_device
-from quire.engine import kv_peers
+from quire.engine.building import kv_peers
 
 
 def compute_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:

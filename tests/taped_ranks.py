@@ -21,7 +21,7 @@ from interpreter_patches import hurry_the_interpreter
 from late_tokens import LateCopy
 from nccl_stand_in import NcclStandIn
 from operation_tape import OperationTape
-from quire.engine import runner_building
+from quire.engine.building import runner as runner_building
 from quire.engine.ranks import connecting, group, nccl, process
 from quire.execution import step_graphs
 from quire.execution.sampling import device_sampling

@@ -82,7 +82,7 @@ class Process:
         """Kill only the process that computes; the server starts another."""
         for child in psutil.Process(self._process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "quire.engine.process" in child.cmdline():
+                if "quire.engine.process.main" in child.cmdline():
                     child.kill()
 
     def log(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from conformance import row
 from engine_checks import tiny_config
 from quire.engine.core import EngineCore
-from quire.engine.memory_plan import plan_memory
+from quire.engine.memory.plan import plan_memory
 from quire.kv import (
     KVLayerSpec,
     PagedAttentionCache,

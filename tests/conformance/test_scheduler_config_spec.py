@@ -11,8 +11,8 @@ from scene import Scene
 from conformance import row
 from faulty_connector import FaultyConnector
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
-from quire.engine.byte_sizes import GB
-from quire.engine.memory_plan import plan_memory
+from quire.engine.memory.byte_sizes import GB
+from quire.engine.memory.plan import plan_memory
 from quire.errors import ConfigError, InvalidRequestError, QueueFullError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig

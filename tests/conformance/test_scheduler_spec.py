@@ -13,7 +13,7 @@ from scene import CLASSES, GatedGrammars, Scene, allowed_by_class
 from conformance import row
 from memory_connector import MemoryConnector
 from quire.config import EngineConfig
-from quire.engine.assembly import build_scheduler
+from quire.engine.building.assembly import build_scheduler
 from quire.errors import DuplicateRequestError, InvalidRequestError
 from quire.scheduling import PauseState, Scheduler, SchedulerInterface
 from quire.scheduling.context import SchedulerContext

@@ -10,9 +10,10 @@ import pytest
 
 from checkpoints import make_checkpoint
 from quire import LLM, EngineConfig, SamplingParams
-from quire.engine import core, memory_measurement
-from quire.engine.memory_plan import MemoryPlan
-from quire.engine.runner_building import LoadedModels
+from quire.engine import core
+from quire.engine.building import measurement as memory_measurement
+from quire.engine.building.runner import LoadedModels
+from quire.engine.memory.plan import MemoryPlan
 from quire.errors import EngineDeadError
 from quire.execution.model_runner import ModelRunner
 from quire.kernels.triton.device import is_interpreted

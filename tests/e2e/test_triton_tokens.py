@@ -16,7 +16,8 @@ from engine_checks import core_of
 from late_tokens import LateCopy
 from operation_tape import OperationTape
 from quire import LLM, CacheEvictionConfig, SamplingParams, SchedulerConfig
-from quire.engine import devices, runner_building
+from quire.engine import devices
+from quire.engine.building import runner as runner_building
 from quire.engine.core import EngineCore
 from quire.engine.ranks.messages import CompileOnly, Forward, ToRank
 from quire.execution.model_runner import ModelRunner

@@ -253,7 +253,7 @@ async def engine_process() -> psutil.Process:
     while True:
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "quire.engine.process" in child.cmdline():
+                if "quire.engine.process.main" in child.cmdline():
                     return child
         await asyncio.sleep(0.01)
 

@@ -15,14 +15,14 @@ import torch
 from caches import make_cache
 from counted_memory import CountedMemory
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
-from quire.engine.activation_memory import (
+from quire.engine.memory.activation import (
     gpu_key_selection_bytes,
     key_selection_bytes,
     native_attention_bytes,
 )
-from quire.engine.byte_sizes import GB
-from quire.engine.eviction_memory import eviction_bytes, score_bytes_per_token
-from quire.engine.memory_plan import plan_memory
+from quire.engine.memory.byte_sizes import GB
+from quire.engine.memory.eviction import eviction_bytes, score_bytes_per_token
+from quire.engine.memory.plan import plan_memory
 from quire.execution.eviction import evicted_keys
 from quire.execution.eviction.cache_evictor import CacheEvictor
 from quire.execution.eviction.evicted_keys import KeyRotation, cached_keys, copy_blocks

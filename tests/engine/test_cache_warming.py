@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine_checks import tiny_config
-from quire.engine import cache_warming
-from quire.engine.cache_warming import CacheWarmer
 from quire.engine.core import EngineCore
+from quire.engine.memory import cache_warming
+from quire.engine.memory.cache_warming import CacheWarmer
 from quire.kernels.devices import memory
 from quire.kernels.devices.memory import PAGE, map_large_pages
 from quire.scheduling.scheduler import Scheduler

@@ -13,14 +13,14 @@ import torch
 from late_device import LateDevice
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine import devices as engine_devices
-from quire.engine.activation_memory import activation_bytes
-from quire.engine.assembly import build_context
-from quire.engine.byte_sizes import GB
-from quire.engine.cache_warming import CacheWarmer
+from quire.engine.building.assembly import build_context
+from quire.engine.building.kv_connectors import build_connector
+from quire.engine.building.kv_identity import kv_fingerprint
 from quire.engine.devices import available_bytes, device_name, on_cuda, on_one_device
-from quire.engine.kv_connectors import build_connector
-from quire.engine.kv_identity import kv_fingerprint
-from quire.engine.memory_plan import MemoryPlan, plan_memory, plan_memory_again
+from quire.engine.memory.activation import activation_bytes
+from quire.engine.memory.byte_sizes import GB
+from quire.engine.memory.cache_warming import CacheWarmer
+from quire.engine.memory.plan import MemoryPlan, plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.kernels import bounds, dispatch
 from quire.kernels.devices import cuda_copies

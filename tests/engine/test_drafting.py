@@ -10,8 +10,8 @@ import tokenizers
 
 from checkpoints import make_checkpoint, make_tokenizer
 from quire.config import EngineConfig, SpeculationConfig
-from quire.engine.drafting import build_proposer, find_draft_model, load_draft_model
-from quire.engine.memory_plan import MemoryPlan, plan_memory
+from quire.engine.building.drafting import build_proposer, find_draft_model, load_draft_model
+from quire.engine.memory.plan import MemoryPlan, plan_memory
 from quire.errors import ConfigError, ModelError, ModelNotFoundError
 from quire.execution.drafts.adaptive_proposer import AdaptiveProposer
 from quire.execution.drafts.draft_model_proposer import DraftModelProposer

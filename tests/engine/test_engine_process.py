@@ -23,9 +23,9 @@ import preloaded
 from engine_checks import TINY, engine_pid, is_zombie, requests_of, tiny_config, wait_for_end
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import SpeculationConfig, SupervisionConfig
-from quire.engine import process
 from quire.engine.messages import GetStats, Ready, StepOutputs, encode, input_address, output_address
-from quire.engine.process import Connection
+from quire.engine.process import main as process
+from quire.engine.process.main import Connection
 from quire.errors import ConfigError, EngineDeadError, ModelError
 from quire.front.process import standby as spare
 from quire.front.process import supervision

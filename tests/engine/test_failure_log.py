@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from quire.engine import failure_log
-from quire.engine.failure_log import log_failed_start
+from quire.engine.process import failure_log
+from quire.engine.process.failure_log import log_failed_start
 from quire.errors import ModelError
 
 

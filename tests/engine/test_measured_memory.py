@@ -18,10 +18,10 @@ from counted_memory import CountedMemory
 from host_choice import HostChoice
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine import core
-from quire.engine.byte_sizes import format_bytes
 from quire.engine.core import EngineCore
 from quire.engine.devices import on_cuda
-from quire.engine.memory_plan import plan_memory
+from quire.engine.memory.byte_sizes import format_bytes
+from quire.engine.memory.plan import plan_memory
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError
 from quire.execution import profile_run

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
-from quire.engine.activation_memory import activation_bytes
-from quire.engine.byte_sizes import GB, format_bytes
-from quire.engine.memory_plan import MemoryPlan, plan_memory, plan_memory_again
+from quire.engine.memory.activation import activation_bytes
+from quire.engine.memory.byte_sizes import GB, format_bytes
+from quire.engine.memory.plan import MemoryPlan, plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
@@ -291,7 +291,7 @@ def test_the_places_of_drafts_need_logits_too(qwen: ModelConfig):
 
 def test_planning_does_not_import_torch():
     code = (
-        "import sys; from quire.engine.memory_plan import plan_memory; from quire.config import EngineConfig;"
+        "import sys; from quire.engine.memory.plan import plan_memory; from quire.config import EngineConfig;"
         "from quire.models.checkpoints.hub import resolve_model;"
         "from quire.models.checkpoints.config_reading import read_model_config;"
         "plan_memory(EngineConfig(), read_model_config(resolve_model('mini')));"

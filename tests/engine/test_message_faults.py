@@ -27,7 +27,7 @@ from quire.engine.messages import (
     output_address,
     refusal_of,
 )
-from quire.engine.process import Connection
+from quire.engine.process.main import Connection
 from quire.errors import InvalidRequestError, QueueFullError
 from quire.kv.connector_stats import KVConnectorStats
 from quire.sampling_params import SamplingParams

@@ -7,8 +7,8 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine import output_window
-from quire.engine.output_window import Acknowledgements, OutputWindow, size_of
+from quire.engine.process import output_window
+from quire.engine.process.output_window import Acknowledgements, OutputWindow, size_of
 
 LARGEST = 300  # bytes of a message
 WINDOW, AT_ONCE, OVERHEAD = 2000, 500, 10

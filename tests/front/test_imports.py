@@ -18,7 +18,7 @@ def test_the_front_does_without_torch(checkpoint):
     code = """
 import sys
 from quire import *
-import quire.engine.process
+import quire.engine.process.main
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer

@@ -294,7 +294,7 @@ def engines_of(front: psutil.Process) -> list[psutil.Process]:
     engines = []
     for child in front.children():
         try:
-            if "quire.engine.process" in child.cmdline():
+            if "quire.engine.process.main" in child.cmdline():
                 engines.append(child)
         except psutil.NoSuchProcess:
             continue

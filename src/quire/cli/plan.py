@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.memory.plan import MemoryPlan
 
 SHORT_LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -42,10 +42,10 @@ def plan(
       quire plan ./Qwen3-0.6B --cache-size 2
       quire plan Qwen/Qwen3-0.6B --memory 16 --dtype bfloat16 --json
     """
-    from quire.engine.byte_sizes import GB
+    from quire.engine.building.drafting import find_draft_model
     from quire.engine.devices import on_cpu, on_cuda, on_one_device
-    from quire.engine.drafting import find_draft_model
-    from quire.engine.memory_plan import plan_memory
+    from quire.engine.memory.byte_sizes import GB
+    from quire.engine.memory.plan import plan_memory
     from quire.models.checkpoints.config_reading import read_model_config
     from quire.models.checkpoints.hub import resolve_model
 
@@ -92,7 +92,7 @@ def transfer_options(engine: EngineConfig) -> dict[str, str]:
 
 def transfer_line(engine: EngineConfig, plan: MemoryPlan) -> str:
     """Return what an engine does with the KV of others, and how it travels."""
-    from quire.engine.byte_sizes import format_bytes
+    from quire.engine.memory.byte_sizes import format_bytes
 
     what = {
         "prefill": "lends the KV of prompts",
@@ -124,7 +124,7 @@ def as_dict(name: str, architecture: str, plan: MemoryPlan) -> dict[str, Any]:
 
 def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) -> Table:
     """Return the table of memory by use, which is that of `device`."""
-    from quire.engine.byte_sizes import format_bytes
+    from quire.engine.memory.byte_sizes import format_bytes
 
     ranks = "" if plan.num_ranks == 1 else f", each of {plan.num_ranks} ranks"
     title = f"Memory plan of {name} ({architecture}, {plan.dtype}{ranks})"

@@ -14,20 +14,20 @@ from typing import TypeVar
 import msgspec
 
 from quire.config import EngineConfig, SchedulerConfig
-from quire.engine import kv_peers
-from quire.engine.assembly import build_context, build_scheduler, scheduler_class, start_ranks
-from quire.engine.cache_warming import CacheWarmer
+from quire.engine.building import kv_peers
+from quire.engine.building.assembly import build_context, build_scheduler, scheduler_class, start_ranks
+from quire.engine.building.drafting import find_draft_model
+from quire.engine.building.kv_identity import loaded_kv_identity, model_files_key
+from quire.engine.building.measurement import measure, telling_of_shortage
+from quire.engine.building.runner import ProgressCallback, build_runner, load_models
 from quire.engine.devices import device_name, on_one_device, watched_memory
-from quire.engine.drafting import find_draft_model
-from quire.engine.eviction_checks import refuse_model_beside_eviction
 from quire.engine.kv_events import KVEventPublisher
-from quire.engine.kv_identity import loaded_kv_identity, model_files_key
-from quire.engine.memory_checks import cache_knob
-from quire.engine.memory_measurement import measure, telling_of_shortage
-from quire.engine.memory_plan import plan_memory_again
+from quire.engine.memory.cache_warming import CacheWarmer
+from quire.engine.memory.checks import cache_knob
+from quire.engine.memory.eviction_checks import refuse_model_beside_eviction
+from quire.engine.memory.plan import plan_memory_again
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.owned_requests import OwnedRequests
-from quire.engine.runner_building import ProgressCallback, build_runner, load_models
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
 from quire.errors import EngineDeadError, InvalidRequestError, KVFileError
 from quire.grammar.trials import TriedGrammars

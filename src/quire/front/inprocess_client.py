@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 from quire.config import EngineConfig
+from quire.engine.building.runner import ProgressCallback
 from quire.engine.core import EngineCore
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import FromEngine, Ready, Shutdown, ToEngine
-from quire.engine.runner_building import ProgressCallback
 from quire.errors import EngineDeadError
 from quire.front.interrupt import deferred_interrupt
 

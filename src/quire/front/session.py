@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
+from quire.engine.building.runner import ProgressCallback
 from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache, ToEngine
-from quire.engine.runner_building import ProgressCallback
 from quire.front.inprocess_client import InProcessClient
 from quire.front.interrupt import deferred_interrupt
 from quire.front.live_requests import EngineClient, LiveRequests

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.config import EngineConfig
-from quire.engine.memory_plan import plan_memory
+from quire.engine.memory.plan import plan_memory
 from quire.errors import ConfigError, ModelError
 from quire.kernels.layers.weights import Float8Weight, Weight, dequantize
 from quire.models.checkpoints.checkpoint import Checkpoint

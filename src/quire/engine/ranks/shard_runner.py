@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quire.engine.byte_sizes import format_bytes
+from quire.engine.memory.byte_sizes import format_bytes
 from quire.engine.ranks.connecting import communicator_on
 from quire.engine.ranks.messages import (
     AllocateCache,

@@ -34,8 +34,8 @@ from quire.engine.messages import (
     input_address,
     output_address,
 )
-from quire.engine.output_window import Acknowledgements
-from quire.engine.process_end import describe_end
+from quire.engine.process.exit_status import describe_end
+from quire.engine.process.output_window import Acknowledgements
 from quire.errors import ConfigError, EngineDeadError
 from quire.front.interrupt import interruptible
 from quire.front.process.descriptors import is_readable

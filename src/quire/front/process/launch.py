@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from quire.engine.spare_signs import SPARE_OPTION
+from quire.engine.process.standby_signs import SPARE_OPTION
 from quire.front.process.descriptors import is_readable
 
 _ahead: list[subprocess.Popen[bytes]] = []  # one at most
@@ -44,7 +44,7 @@ def start_process(*, is_spare: bool = False) -> subprocess.Popen[bytes]:
 
 def _start(options: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "quire.engine.process", str(os.getpid()), *options],
+        [sys.executable, "-P", "-m", "quire.engine.process.main", str(os.getpid()), *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         process_group=0,  # so that it can be killed together with what it has started

@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.engine.process [--spare]`, started by `quire.front.process.launch`.
+"""The engine process: `python -m quire.engine.process.main [--spare]`, started by `quire.front.process.launch`.
 
 Standard input carries two lines, the private directory of the sockets and the start message, and then stays
 open as the *lifeline*: when it closes, the front has ended, and this process exits immediately, even within a
@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import zmq
 
-from quire.engine.failure_log import log_failed_start
 from quire.engine.messages import (
     STACKS_SIGNAL,
     Acknowledge,
@@ -47,9 +46,10 @@ from quire.engine.messages import (
     output_address,
     refusal_of,
 )
-from quire.engine.output_window import OutputWindow
-from quire.engine.spare import wait_as_spare
-from quire.engine.spare_signs import SPARE_OPTION
+from quire.engine.process.failure_log import log_failed_start
+from quire.engine.process.output_window import OutputWindow
+from quire.engine.process.standby import wait_as_spare
+from quire.engine.process.standby_signs import SPARE_OPTION
 from quire.errors import EngineDeadError
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quire.engine.byte_sizes import GB, format_bytes
+from quire.engine.memory.byte_sizes import GB, format_bytes
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.memory.plan import MemoryPlan
 
 
 def check_fits(config: EngineConfig, plan: MemoryPlan) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.engine.building.kv_peers import build_peers
+from quire.engine.building.kv_tier import build_tier, gpu_copier
 from quire.engine.connector_classes import CONNECTORS
-from quire.engine.kv_peers import build_peers
-from quire.engine.kv_tier import build_tier, gpu_copier
 from quire.kv.connector import KVConnector
 from quire.kv.tiers.connector import TierConnector
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.memory.plan import MemoryPlan
     from quire.models.config import ModelConfig
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.model_sizes import dtype_of
+from quire.engine.memory.model_sizes import dtype_of
 from quire.errors import ConfigError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
@@ -15,7 +15,7 @@ from quire.models.weights import count_parameters
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig, SpeculationConfig
-    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.memory.plan import MemoryPlan
     from quire.execution.drafts.proposer import Proposer
     from quire.execution.step_graphs import Record
     from quire.models.checkpoints.loading import WeightOptions

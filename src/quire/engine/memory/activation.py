@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.config import SparseAttentionMode
-from quire.engine.eviction_memory import eviction_bytes
+from quire.engine.memory.eviction import eviction_bytes
 from quire.kernels import bounds
 from quire.kernels.size_classes import wide_size_class
 from quire.models.config import DTYPE_BYTES

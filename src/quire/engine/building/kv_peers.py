@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.kv_identity import kv_identity
+from quire.engine.building.kv_identity import kv_identity
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.datadist.transports.interface import Transport
-    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.memory.plan import MemoryPlan
     from quire.kv.connector import KVConnector
     from quire.kv.events import KVEventSink
     from quire.kv.peers.connector import PeerConnector

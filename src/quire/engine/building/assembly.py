@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
-from quire.engine.cache_growth import CacheGrowth
-from quire.engine.kv_connectors import build_connector
-from quire.engine.kv_peers import cached_block_events
+from quire.engine.building.kv_connectors import build_connector
+from quire.engine.building.kv_peers import cached_block_events
+from quire.engine.memory.cache_growth import CacheGrowth
 from quire.engine.ranks.group import RankGroup
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trials import TriedGrammars
@@ -22,7 +22,7 @@ from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
 
 if TYPE_CHECKING:
-    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.memory.plan import MemoryPlan
     from quire.models.config import ModelConfig
     from quire.models.tokenizer import Tokenizer
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from quire.engine.byte_sizes import format_bytes
-from quire.engine.eviction_memory import eviction_bytes
-from quire.engine.runner_building import build_runner
+from quire.engine.building.runner import build_runner
+from quire.engine.memory.byte_sizes import format_bytes
+from quire.engine.memory.eviction import eviction_bytes
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.memory_plan import MemoryPlan
-    from quire.engine.runner_building import LoadedModels
+    from quire.engine.building.runner import LoadedModels
+    from quire.engine.memory.plan import MemoryPlan
     from quire.kernels.devices.device import CudaMemory
 
 logger = logging.getLogger(__name__)

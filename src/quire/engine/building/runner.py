@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.drafting import build_proposer, load_draft_model, weight_options
+from quire.engine.building.drafting import build_proposer, load_draft_model, weight_options
 from quire.engine.ranks.starting import load_with_ranks, threads_of_rank
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.drafting import DraftModel
-    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.building.drafting import DraftModel
+    from quire.engine.memory.plan import MemoryPlan
     from quire.engine.ranks.group import RankGroup
     from quire.execution.model import Model
     from quire.execution.model_runner import ModelRunner

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.byte_sizes import GB
-from quire.engine.kv_identity import kv_fingerprint
+from quire.engine.building.kv_identity import kv_fingerprint
+from quire.engine.memory.byte_sizes import GB
 from quire.errors import ConfigError
 from quire.kv.tiers.block_copier import BlockCopier
 from quire.kv.tiers.cached_tier import CachedTier
@@ -21,7 +21,7 @@ from quire.kv.tiers.tier import BlockTier
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.memory.plan import MemoryPlan
     from quire.kv.paged_cache import PagedAttentionCache
     from quire.models.config import ModelConfig
 

@@ -9,7 +9,7 @@ import select
 import sys
 import threading
 
-from quire.engine.spare_signs import SPARE_IMPORTED
+from quire.engine.process.standby_signs import SPARE_IMPORTED
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def _import_when_idle(output: int) -> None:
     try:
         import quire.engine.core
         import quire.engine.loop  # noqa: F401
-        from quire.engine.assembly import import_ahead
+        from quire.engine.building.assembly import import_ahead
 
         import_ahead()
         os.write(output, SPARE_IMPORTED)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.engine.devices import device_name
-from quire.engine.model_sizes import dtype_of
+from quire.engine.memory.model_sizes import dtype_of
 from quire.errors import KVFileError
 from quire.kv.tiers.checksum import checksum
 from quire.models.checkpoints.gguf.location import find_gguf, parts_of
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.memory_plan import MemoryPlan
+    from quire.engine.memory.plan import MemoryPlan
     from quire.models.config import ModelConfig
 
 _PIECE_BYTES = 1 << 24

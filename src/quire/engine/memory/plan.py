@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.engine import devices
-from quire.engine.activation_memory import activation_bytes
-from quire.engine.byte_sizes import GB
 from quire.engine.connector_classes import stages_kv
-from quire.engine.eviction_memory import score_bytes_per_token
-from quire.engine.memory_checks import check_fits
-from quire.engine.model_sizes import ModelSizes, has_float8, has_native, model_sizes
+from quire.engine.memory.activation import activation_bytes
+from quire.engine.memory.byte_sizes import GB
+from quire.engine.memory.checks import check_fits
+from quire.engine.memory.eviction import score_bytes_per_token
+from quire.engine.memory.model_sizes import ModelSizes, has_float8, has_native, model_sizes
 from quire.errors import ConfigError
 from quire.kernels.devices.cores import usable_cores
 from quire.kv.cache_metadata import PagedAttentionCacheMetaData

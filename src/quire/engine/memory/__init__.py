@@ -1,0 +1,1 @@
+"""What an engine needs of memory, and whether it is there."""
