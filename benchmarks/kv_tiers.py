@@ -31,13 +31,13 @@ import numpy as np
 from random_model import random_model
 
 from quire import LLM
-from quire.kv.block_hash import SequenceKeys, root_digest
-from quire.kv.host_blocks import ByteArray
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.connectors.host_blocks import ByteArray
 from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import TierConnector, TierMetadata
-from quire.kv.tiers.disk_tier import DiskTier
+from quire.kv.tiers.disk.region import RegionLayout
+from quire.kv.tiers.disk.tier import DiskTier
 from quire.kv.tiers.loads import BlockLoad
-from quire.kv.tiers.region import RegionLayout
 from quire.kv.tiers.tier import BlockTier
 from quire.sampling_params import SamplingParams
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from memory_connector import BlockLoad, MemoryConnector, MemoryConnectorMetadata
-from quire.kv.block_hash import BlockKey
+from quire.kv.blocks.block_hash import BlockKey
 
 NOWHERE = BlockKey(b"", b"", b"")  # the key of nothing that is ever stored
 NEVER = 1 << 30  # steps

@@ -11,7 +11,7 @@ from typing_extensions import override
 from memory_connector import BlockLoad, MemoryConnector
 
 if TYPE_CHECKING:
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
 
 
 class LayerConnector(MemoryConnector):

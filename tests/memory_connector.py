@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
-from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
-from quire.kv.connector import KVConnector
-from quire.kv.host_blocks import BlockStore, ByteArray, block_store
-from quire.kv.prompt_blocks import PromptBlocks, Save
+from quire.kv.blocks.block_hash import BlockKey, SequenceKeys, root_digest
+from quire.kv.blocks.prompt_blocks import PromptBlocks, Save
+from quire.kv.connectors.host_blocks import BlockStore, ByteArray, block_store
+from quire.kv.connectors.interface import KVConnector
 from quire.request import Request
 from quire.status import RequestStatus
 
 if TYPE_CHECKING:
     import torch
 
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
     from quire.step import SchedulerOutput
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import kv_tiers
 
-from quire.kv.load_costs import LoadCosts
+from quire.kv.connectors.load_costs import LoadCosts
 
 
 def test_every_figure_is_measured_and_reported(tmp_path, monkeypatch):

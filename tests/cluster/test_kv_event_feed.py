@@ -15,7 +15,7 @@ from quire.cluster.block_index import BlockIndex
 from quire.cluster.engines import Engine, Role
 from quire.cluster.kv_event_feed import BLOCKS_PER_TURN, MAX_MESSAGE_BYTES, EventSource, KVEventFeed
 from quire.engine.kv_events import END_OF_REPLAY, TOPIC, KVEventPublisher
-from quire.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 LOCAL = "tcp://127.0.0.1:*"
 BLOCK = 4

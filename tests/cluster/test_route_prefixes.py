@@ -17,7 +17,7 @@ from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.cluster.route import routing
 from quire.config import ConnectionConfig, RouterConfig, ServerConfig
 from quire.engine.kv_events import KVEventPublisher
-from quire.kv.events import BlockStored
+from quire.kv.blocks.events import BlockStored
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizer_reading import read_tokenizer
 from quire.server.app import create_app

@@ -11,7 +11,7 @@ import pytest
 import quire.datadist
 from conformance import SPECS, listing, rows_of
 from quire.config import SchedulerConfig
-from quire.kv.connector import KVConnector
+from quire.kv.connectors.interface import KVConnector
 from quire.scheduling import SchedulerInterface
 from quire.status import FinishReason, RequestStatus
 

@@ -25,9 +25,9 @@ from quire.kv import (
     PagedAttentionCacheView,
     PagedAttentionMetadata,
     PartitionAxis,
-    cache_metadata,
 )
-from quire.kv.memory_limits import MemoryLimit
+from quire.kv.cache import metadata as cache_metadata
+from quire.kv.cache.memory_limits import MemoryLimit
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
 

@@ -9,9 +9,9 @@ import pytest
 from scene import Scene
 
 from conformance import row
-from quire.kv.block_hash import root_digest
-from quire.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventCollector
-from quire.kv.retention import LruBlocks
+from quire.kv.blocks.block_hash import root_digest
+from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventCollector
+from quire.kv.blocks.retention import LruBlocks
 
 # -- prefix caching ----------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ def test_a_collision_of_digests_is_a_miss(monkeypatch):
         def digest(self):
             return b"the same digest."
 
-    monkeypatch.setattr("quire.kv.block_hash.blake2b", Collision)
+    monkeypatch.setattr("quire.kv.blocks.block_hash.blake2b", Collision)
     scene = Scene()
     cached_tokens(scene, "a", [1, 2, 3, 4, 9])
     assert cached_tokens(scene, "b", [5, 6, 7, 8, 9]) == 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.datadist.loans.cached_blocks import PART_BLOCKS, CachedBlocks
 from quire.datadist.status import LLMException
 from quire.datadist.wire.protocol import DIGEST_BYTES, ProtocolError, decode_digests
-from quire.kv import block_hash
+from quire.kv.blocks import block_hash
 
 NAMES = st.integers(0, 4)
 EVENTS = st.one_of(

@@ -48,9 +48,9 @@ import numpy as np, torch
 from quire.kernels.dispatch import kernel_set
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.sparse_prefill import KeySelection
-from quire.kv.cache_metadata import PagedAttentionCacheMetaData
-from quire.kv.page_layout import KVLayerSpec
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.metadata import PagedAttentionCacheMetaData
+from quire.kv.cache.page_layout import KVLayerSpec
+from quire.kv.cache.paged_cache import PagedAttentionCache
 
 kernels = kernel_set("native")
 kernels.use_threads(2)

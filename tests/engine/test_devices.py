@@ -30,11 +30,11 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling.seen_tokens import SeenTokens
 from quire.kernels.triton.attention import items as attention_items
 from quire.kernels.triton.attention import plan as attention_plan
-from quire.kv.device_copier import DeviceCopier
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.kv.tiers import block_copier
 from quire.kv.tiers.block_copier import BlockCopier, HostCopier, host_copier
 from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.device_copier import DeviceCopier
 from quire.kv.tiers.memory_tier import MemoryTier
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model

@@ -10,7 +10,7 @@ from held import num_held
 from quire.config import EngineConfig
 from quire.engine.kv_events import END_OF_REPLAY, TOPIC, KVEventPublisher, KVEventSubscriber
 from quire.errors import ConfigError
-from quire.kv.events import AllBlocksCleared, BlockRemoved, KVEventBatch
+from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, KVEventBatch
 
 LOCAL = "tcp://127.0.0.1:*"
 PATIENCE = 60.0  # seconds, for what comes at once

@@ -17,7 +17,7 @@ from quire.datadist.links.decoder_link import DecoderLink
 from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
-from quire.kv.events import KVEventCollector
+from quire.kv.blocks.events import KVEventCollector
 from quire.kv.peers import known_peers, links, peer, peer_prefixes, pull_readers, pulls
 from quire.request_options import RequestOptions
 from quire.status import RequestStatus

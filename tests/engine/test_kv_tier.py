@@ -17,11 +17,11 @@ from engine_checks import check_after_every_step, core_of
 from late_device import LateDevice
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
-from quire.kv.block_hash import SequenceKeys, root_digest
-from quire.kv.connector_stats import KVConnectorStats
-from quire.kv.device_copier import DeviceCopier
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.connectors.stats import KVConnectorStats
 from quire.kv.tiers import block_copier, block_memory
 from quire.kv.tiers import connector as tier_connector
+from quire.kv.tiers.device_copier import DeviceCopier
 from quire.models.decoder import Decoder
 
 PROMPT = list(range(100, 100 + 20 * 16 + 3))

@@ -29,7 +29,7 @@ from quire.engine.messages import (
 )
 from quire.engine.process.main import Connection
 from quire.errors import InvalidRequestError, QueueFullError
-from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.connectors.stats import KVConnectorStats
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats
 

@@ -15,11 +15,11 @@ from late_tokens import choose_on_device
 from layer_connector import LayerConnector
 from memory_connector import MemoryConnector
 from quire import LLM, SamplingParams
-from quire.kv.device_copier import DeviceCopier
-from quire.kv.host_blocks import DeviceBlocks
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache
+from quire.kv.connectors.host_blocks import DeviceBlocks
 from quire.kv.tiers import block_copier
 from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.device_copier import DeviceCopier
 from quire.kv.tiers.memory_tier import MemoryTier
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)

@@ -19,11 +19,11 @@ from quire import LLM, SamplingParams
 from quire.engine.messages import EngineCoreRequest
 from quire.execution.device_step import DeviceStep
 from quire.execution.persistent_batch import PersistentBatch
-from quire.kv.block_hash import SequenceKeys, root_digest
-from quire.kv.device_copier import DeviceCopier
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.kv.tiers import block_copier
 from quire.kv.tiers import connector as tier_connector
 from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.device_copier import DeviceCopier
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
 PROMPTS = [[start + (7 * place) % 97 for place in range(6 * 16 + 3)] for start in (100, 200, 300, 400)]

@@ -7,7 +7,7 @@ from step_driver import int_array, make_driver, plan
 
 from late_tokens import LateCopy, choose_on_device
 from quire.execution.device_step import DeviceStep
-from quire.kv.connector import KVConnector
+from quire.kv.connectors.interface import KVConnector
 from quire.sampling_params import SamplingParams
 from quire.step import KVConnectorOutput, ModelRunnerOutput, NewRequestData
 

@@ -12,7 +12,7 @@ from quire import LLM, SamplingParams
 from quire.engine.kv_events import KVEventSubscriber
 from quire.execution.drafts.adaptive_proposer import RowCost
 from quire.front.text.seeds import derived_seed
-from quire.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
+from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored
 from quire.recording.replay import replay
 from quire.status import FinishReason
 from quire.structured_outputs import StructuredOutputsParams

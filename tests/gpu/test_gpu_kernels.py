@@ -25,7 +25,7 @@ from quire.kernels.sampling.token_choice import RowDraws
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.kernels.triton.sampling.token_choice import TritonChoice
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
-from quire.kv.page_layout import KVLayerSpec
+from quire.kv.cache.page_layout import KVLayerSpec
 
 BLOCK_SIZE = 16
 NOISE = {"none": 2**-7, "fp8": 0.06, "int8": 0.03, "int4": 0.15}  # of a result, relative to all of its row

@@ -28,7 +28,7 @@ from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.interface import KernelSet
 from quire.kernels.layers.weights import MAX_ZERO, GroupedWeight, quantize_int4, quantize_int8
 from quire.kernels.reference import ReferenceKernels
-from quire.kv.cache_view import PagedAttentionCacheView
+from quire.kv.cache.view import PagedAttentionCacheView
 
 HEADS = HeadLayout(4, 2, 32)
 BLOCK_SIZE = 16

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from quire.kv.connector import KVConnector
+from quire.kv.connectors.interface import KVConnector
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.status import RequestStatus

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
+from quire.kv.blocks.block_hash import BlockKey, SequenceKeys, root_digest
 
 TOKENS = st.lists(st.integers(0, 2), max_size=24)
 

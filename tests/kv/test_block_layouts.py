@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.datadist.loans.loans import BlockPart
 from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
-from quire.kv.page_layout import PageLayout, VectorFormat
+from quire.kv.cache.page_layout import PageLayout, VectorFormat
 from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout, conversion
 
 SPECS = st.builds(

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.kv.block_pool import BlockPool
+from quire.kv.blocks.block_pool import BlockPool
 from unmutated import UNMUTATED
 
 

@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from quire.kv import (
-    KVLayerSpec,
-    PagedAttentionCache,
-    PagedAttentionCacheMetaData,
-    PartitionAxis,
-    cache_metadata,
-)
-from quire.kv.memory_limits import MemoryLimit
+from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData, PartitionAxis
+from quire.kv.cache import metadata as cache_metadata
+from quire.kv.cache.memory_limits import MemoryLimit
 
 SIZES = {
     "batch_size": 4,

@@ -13,7 +13,7 @@ from test_disk_tier import open_tier as open_disk_tier
 
 from quire.kv.tiers import cached_tier
 from quire.kv.tiers.cached_tier import CachedTier
-from quire.kv.tiers.disk_tier import DiskTier
+from quire.kv.tiers.disk.tier import DiskTier
 from unmutated import UNMUTATED
 
 NUM_KEPT = 3

@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inline_threads import InlineThreads
 from late_device import DeviceError, LateDevice
-from quire.kv.device_copier import DeviceCopier, SlotRing
 from quire.kv.tiers import block_copier
 from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.device_copier import DeviceCopier, SlotRing
 from quire.kv.tiers.memory_tier import MemoryTier
 
 BLOCKS = [20, 21, 22, 23]

@@ -15,10 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quire.kv.block_hash import SequenceKeys, root_digest
-from quire.kv.tiers.disk_tier import DiskTier
-from quire.kv.tiers.region import RegionLayout
-from quire.kv.tiers.tier_file import SUFFIX
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.tiers.disk.region import RegionLayout
+from quire.kv.tiers.disk.tier import DiskTier
+from quire.kv.tiers.disk.tier_file import SUFFIX
 from subprocesses import python_output
 from unmutated import UNMUTATED
 

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
-from quire.kv.events import (
+from quire.kv.blocks.block_hash import BlockKey, SequenceKeys, root_digest
+from quire.kv.blocks.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -13,7 +13,7 @@ from caches import make_cache
 from faulty_connector import FaultyConnector
 from late_device import DeviceError, LateDevice
 from late_tensor import LateTensor
-from quire.kv.host_blocks import BlockStore, DeviceBlocks, TensorBlocks, block_store
+from quire.kv.connectors.host_blocks import BlockStore, DeviceBlocks, TensorBlocks, block_store
 
 
 def device_blocks(memory: torch.Tensor, device: LateDevice) -> BlockStore:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from held import num_held
-from quire.kv.leases import LeaseKind, LeaseTable
+from quire.kv.blocks.leases import LeaseKind, LeaseTable
 
 ids = st.sampled_from([f"lease-{number}" for number in range(6)])
 times = st.integers(0, 20)

@@ -6,9 +6,9 @@ import pytest
 
 from late_device import LateDevice
 from quire.datadist.loans.loans import Loans
-from quire.kv.load_costs import LoadCosts
+from quire.kv.connectors.load_costs import LoadCosts
+from quire.kv.connectors.step_times import StepTimes, host_mark
 from quire.kv.peers.loan_steps import LoanStep, LoanSteps
-from quire.kv.step_times import StepTimes, host_mark
 
 DIGEST = b"what these blocks hold"
 NUM_BLOCKS = 4

@@ -13,8 +13,8 @@ from caches import make_cache
 from faulty_connector import FaultyConnector
 from held import num_held
 from memory_connector import HostBlocks
-from quire.kv.block_hash import SequenceKeys, root_digest
-from quire.kv.host_blocks import TensorBlocks
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.connectors.host_blocks import TensorBlocks
 from quire.status import RequestStatus
 from subprocesses import python_output
 
@@ -161,7 +161,7 @@ def test_tensors_are_copied_block_by_block():
 
 
 def test_the_logical_side_imports_no_torch():
-    modules = "quire.kv.host_blocks, quire.kv.leases, quire.kv.events"
+    modules = "quire.kv.connectors.host_blocks, quire.kv.blocks.leases, quire.kv.blocks.events"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert python_output(code) == "False\n"
 

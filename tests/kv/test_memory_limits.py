@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.kv.memory_limits import MemoryLimit, available_memory, cgroup_limits, memory_limit
+from quire.kv.cache.memory_limits import MemoryLimit, available_memory, cgroup_limits, memory_limit
 
 
 def write_group(folder: Path, **files: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
-from quire.kv.cache_view import PagedAttentionCacheView
+from quire.kv.cache.view import PagedAttentionCacheView
 
 SPECS = st.builds(
     KVLayerSpec, st.integers(1, 4), st.sampled_from([4, 8, 12]), st.sampled_from([4, 8, 12]), st.just(0)

@@ -10,7 +10,7 @@ from caches import make_cache
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.reference import write_kv
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
-from quire.kv.host_blocks import TensorBlocks
+from quire.kv.connectors.host_blocks import TensorBlocks
 from quire.models.config import ModelConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]

@@ -13,8 +13,9 @@ import pytest
 from late_device import LateDevice
 from quire.datadist.status import LLMStatusCode, failure
 from quire.datadist.wire.protocol import LoanReport
-from quire.kv.block_hash import SequenceKeys, root_digest
-from quire.kv.page_layout import PageLayout
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.cache.page_layout import PageLayout
+from quire.kv.connectors.step_times import StepMark, host_mark
 from quire.kv.peers import links, pull_readers
 from quire.kv.peers import peer as peer_module
 from quire.kv.peers.block_layouts import BlockLayouts
@@ -24,7 +25,6 @@ from quire.kv.peers.peer import Peer
 from quire.kv.peers.prefix_lookup import PrefixLookup
 from quire.kv.peers.pulls import LoanLoad, LoanPull, PrefixLoad, PrefixPull
 from quire.kv.peers.transfer_params import BorrowingParams
-from quire.kv.step_times import StepMark, host_mark
 from thread_shortage import no_threads_to_spare
 
 SOON = 20.0

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from held import num_held
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
-from quire.kv.retention import (
+from quire.kv.blocks.retention import (
     RETENTIONS,
     LeastRecentlyUsed,
     LruBlocks,
@@ -119,7 +119,9 @@ def test_a_policy_may_be_given_as_class_or_object():
         assert blocks.evict(1).tolist() == [2]
 
 
-@pytest.mark.parametrize("retention", ["lrv", "quire.kv.retention.Lru", "collections.OrderedDict", 5, None])
+@pytest.mark.parametrize(
+    "retention", ["lrv", "quire.kv.blocks.retention.Lru", "collections.OrderedDict", 5, None]
+)
 def test_anything_else_is_refused(retention):
     with pytest.raises(ConfigError, match=r"SchedulerConfig\.prefix_retention is "):
         idle_blocks(retention, 1)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kv.connector_stats import KVPeerStats
-from quire.kv.load_costs import LoadCosts
+from quire.kv.connectors.load_costs import LoadCosts
+from quire.kv.connectors.stats import KVPeerStats
+from quire.kv.connectors.step_times import host_mark
 from quire.kv.peers import running_pulls
 from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.pulls import LoanLoad, PrefixLoad
 from quire.kv.peers.running_pulls import PREFIX_GRACE, PREFIX_PATIENCE, RunningPulls
 from quire.kv.peers.transfer_params import BorrowingParams
-from quire.kv.step_times import host_mark
 
 ADDRESS = "127.0.0.1", 1
 PREFIX = PrefixLoad("prefix", ADDRESS, b"d" * 32, [3, 4])

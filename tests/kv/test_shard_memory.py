@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from quire.datadist.loans.loans import BlockPart
 from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
-from quire.kv.page_layout import PageLayout, VectorFormat
+from quire.kv.cache.page_layout import PageLayout, VectorFormat
+from quire.kv.cache.shard_memory import ShardMemory
 from quire.kv.peers import block_layouts
 from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout, conversion
 from quire.kv.peers.block_memory import layouts_of, memory_of
-from quire.kv.shard_memory import ShardMemory
 
 NUM_BLOCKS = 9
 

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kv.tiers.checksum import _PIECE_WORDS as PIECE
-from quire.kv.tiers.checksum import CHECKSUM_BYTES, _keys, checksum
+from quire.kv.tiers.disk.checksum import _PIECE_WORDS as PIECE
+from quire.kv.tiers.disk.checksum import CHECKSUM_BYTES, _keys, checksum
 
 MASK = (1 << 64) - 1
 

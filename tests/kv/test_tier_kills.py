@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from tier_soak import damage
 
-from quire.kv.block_hash import SequenceKeys, root_digest
-from quire.kv.tiers.disk_tier import DiskTier
-from quire.kv.tiers.region import RegionLayout
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.tiers.disk.region import RegionLayout
+from quire.kv.tiers.disk.tier import DiskTier
 from subprocesses import started
 
 PAYLOAD = 1 << 18

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.kv.block_hash import SequenceKeys, root_digest
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.kv.tiers.residents import ResidentBlocks
 from unmutated import UNMUTATED
 

@@ -14,14 +14,14 @@ from fake_runner import FACTOR
 
 from faulty_connector import FaultyConnector
 from inline_threads import InlineThreads
-from quire.kv.block_hash import BlockKey
-from quire.kv.host_blocks import block_store
+from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.connectors.host_blocks import block_store
 from quire.kv.tiers.block_copier import HostCopier
 from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import LONGEST_READ, TierConnector
-from quire.kv.tiers.disk_tier import DiskTier
+from quire.kv.tiers.disk.region import FINGERPRINT_BYTES, RegionLayout
+from quire.kv.tiers.disk.tier import DiskTier
 from quire.kv.tiers.memory_tier import MemoryTier
-from quire.kv.tiers.region import FINGERPRINT_BYTES, RegionLayout
 from quire.kv.tiers.tier import BlockTier
 
 if TYPE_CHECKING:

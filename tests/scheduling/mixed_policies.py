@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.config import SchedulerConfig
-from quire.kv.retention import RETENTIONS
+from quire.kv.blocks.retention import RETENTIONS
 from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS
 
 METHODS = {  # of each policy by the field that chooses it: those that are asked, and those that are told

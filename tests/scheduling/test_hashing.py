@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from scene import Scene
 
-from quire.kv import block_hash
-from quire.kv.block_hash import BLOCKS_AHEAD
+from quire.kv.blocks import block_hash
+from quire.kv.blocks.block_hash import BLOCKS_AHEAD
 from quire.scheduling.phases import admission as admission_phase
 from quire.status import RequestStatus
 

@@ -12,7 +12,7 @@ from policy_requests import Arrivals, run_to
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.messages import EngineStart, decode_start, encode_start
 from quire.errors import ConfigError
-from quire.kv.retention import RETENTIONS, RetentionPolicy, idle_blocks
+from quire.kv.blocks.retention import RETENTIONS, RetentionPolicy, idle_blocks
 from quire.limits import limits_of
 from quire.scheduling.accounts.ready_queue import ReadyQueue
 from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS, AdmissionPolicy, QueueOrder, VictimPolicy

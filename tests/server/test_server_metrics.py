@@ -8,7 +8,7 @@ from fake_llm import REPLY
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.config import ServerConfig
-from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
+from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
 from quire.server.app import create_app
 from quire.server.calls.outputs import SequenceProgress
 from quire.server.metrics.vllm import NAMES

@@ -20,7 +20,7 @@ from quire.cluster.block_index import BlockIndex, EngineBlocks
 from quire.cluster.engines import Engine
 from quire.engine.kv_events import END_OF_REPLAY, TOPIC
 from quire.errors import QuireError
-from quire.kv.block_hash import DIGEST_BYTES
+from quire.kv.blocks.block_hash import DIGEST_BYTES
 
 logger = logging.getLogger(__name__)
 

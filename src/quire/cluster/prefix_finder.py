@@ -16,7 +16,7 @@ from quire.dialogue.formats import call_format_of_template
 from quire.dialogue.messages import template_messages
 from quire.dialogue.thoughts import THOUGHT_FORMATS, thought_format_of_template
 from quire.errors import InvalidRequestError
-from quire.kv.block_hash import SequenceKeys, root_digest
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.models.tokenizer import Tokenizer
 from quire.server.openai.bodies import MAX_OBJECTS, MAX_VALUES, ChatCompletionRequest, CompletionRequest
 from quire.server.wire.validation import count_outside_strings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quire.kv.connector import KVConnector
+from quire.kv.connectors.interface import KVConnector
 from quire.kv.tiers.connector import TierConnector
 from quire.registry import Registry
 

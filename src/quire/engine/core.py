@@ -31,9 +31,9 @@ from quire.engine.owned_requests import OwnedRequests
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
 from quire.errors import EngineDeadError, InvalidRequestError, KVFileError
 from quire.grammar.trials import TriedGrammars
-from quire.kv.connector import KVConnector
-from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
-from quire.kv.events import KVEventCollector
+from quire.kv.blocks.events import KVEventCollector
+from quire.kv.connectors.interface import KVConnector
+from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
 from quire.kv.tiers.connector import TierConnector
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.request import Request

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
-from quire.kv.memory_limits import available_memory
+from quire.kv.cache.memory_limits import available_memory
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig

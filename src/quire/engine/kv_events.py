@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from quire.errors import ConfigError
-from quire.kv.events import AllBlocksCleared, KVCacheEvent, KVEventBatch
+from quire.kv.blocks.events import AllBlocksCleared, KVCacheEvent, KVEventBatch
 
 logger = logging.getLogger(__name__)
 

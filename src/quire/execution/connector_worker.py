@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from quire.execution.failed_requests import BlockTables, FailedRequests, StepErrors
-from quire.kv.connector import KVConnector
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache
+from quire.kv.connectors.interface import KVConnector
 from quire.models.decoder import LayerHook
 from quire.step import KVConnectorOutput, SchedulerOutput
 

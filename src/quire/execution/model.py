@@ -10,7 +10,7 @@ import torch
 from quire.execution.arrays import Int64Array
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.models.config import ModelConfig
 from quire.models.decoder import LayerHook
 

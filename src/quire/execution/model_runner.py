@@ -37,8 +37,8 @@ from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.devices.device import array_to_device
 from quire.kernels.sampling.token_choice import TokenChoice
-from quire.kv.connector import KVConnector
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache
+from quire.kv.connectors.interface import KVConnector
 from quire.step import (
     NO_TOKEN,
     BoolArray,

@@ -35,7 +35,7 @@ from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kernels.devices.device import copy_to_device
 from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.step import GraphStats
 
 if TYPE_CHECKING:

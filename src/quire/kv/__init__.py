@@ -11,13 +11,13 @@ TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 
 if TYPE_CHECKING:
     from quire.kernels.attention.kv_quantizers import Float8PageQuantizer, Int8PageQuantizer, PageQuantizer
-    from quire.kv.cache_metadata import PagedAttentionCacheMetaData
-    from quire.kv.cache_view import PagedAttentionCacheView
-    from quire.kv.head_sharding import PartitionAxis
-    from quire.kv.page_layout import KVLayerSpec
-    from quire.kv.page_manager import PagedAttentionCacheManager
-    from quire.kv.paged_cache import PagedAttentionCache
-    from quire.kv.step_metadata import PagedAttentionMetadata
+    from quire.kv.cache.head_sharding import PartitionAxis
+    from quire.kv.cache.metadata import PagedAttentionCacheMetaData
+    from quire.kv.cache.page_layout import KVLayerSpec
+    from quire.kv.cache.page_manager import PagedAttentionCacheManager
+    from quire.kv.cache.paged_cache import PagedAttentionCache
+    from quire.kv.cache.step_metadata import PagedAttentionMetadata
+    from quire.kv.cache.view import PagedAttentionCacheView
 
 __all__ = [
     "Float8PageQuantizer",
@@ -35,14 +35,14 @@ __all__ = [
 _HOMES = {
     "Float8PageQuantizer": "quire.kernels.attention.kv_quantizers",
     "Int8PageQuantizer": "quire.kernels.attention.kv_quantizers",
-    "KVLayerSpec": "quire.kv.page_layout",
+    "KVLayerSpec": "quire.kv.cache.page_layout",
     "PageQuantizer": "quire.kernels.attention.kv_quantizers",
-    "PagedAttentionCache": "quire.kv.paged_cache",
-    "PagedAttentionCacheManager": "quire.kv.page_manager",
-    "PagedAttentionCacheMetaData": "quire.kv.cache_metadata",
-    "PagedAttentionCacheView": "quire.kv.cache_view",
-    "PagedAttentionMetadata": "quire.kv.step_metadata",
-    "PartitionAxis": "quire.kv.head_sharding",
+    "PagedAttentionCache": "quire.kv.cache.paged_cache",
+    "PagedAttentionCacheManager": "quire.kv.cache.page_manager",
+    "PagedAttentionCacheMetaData": "quire.kv.cache.metadata",
+    "PagedAttentionCacheView": "quire.kv.cache.view",
+    "PagedAttentionMetadata": "quire.kv.cache.step_metadata",
+    "PartitionAxis": "quire.kv.cache.head_sharding",
 }
 
 __getattr__, __dir__ = lazy_attributes(globals(), _HOMES)

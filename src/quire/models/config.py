@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire.kv.page_layout import KVLayerSpec
+from quire.kv.cache.page_layout import KVLayerSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NO_ROPE = -1

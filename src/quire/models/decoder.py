@@ -17,7 +17,7 @@ from quire.kernels.interface import KernelSet
 from quire.kernels.layers.experts import Experts
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.models.config import NO_ROPE, ModelConfig
 from quire.models.embedding import Embedding
 from quire.models.parallel import TensorParallel

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.grammar.interface import Grammar, GrammarBackend
-from quire.kv.connector import KVConnector
+from quire.kv.connectors.interface import KVConnector
 from quire.recording.forwarding import forwarded
 from quire.scheduling.context import SchedulerContext
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
-from quire.kv.connector import KVConnector
+from quire.kv.connectors.interface import KVConnector
 from quire.recording import calls, file_format
 from quire.recording.calls import Call, RecordedRequest, StepResult
 from quire.recording.compilations import CompilationRecorder

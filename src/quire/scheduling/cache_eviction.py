@@ -10,8 +10,8 @@ import dataclasses
 
 import numpy as np
 
+from quire.kv.blocks.manager import KVCacheManager
 from quire.kv.eviction.lengths import EvictionLengths
-from quire.kv.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.outputs import SchedulerStats

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from quire.grammar.interface import GrammarBackend
-from quire.kv.connector import KVConnector
-from quire.kv.events import KVEventSink
+from quire.kv.blocks.events import KVEventSink
+from quire.kv.connectors.interface import KVConnector
 
 
 def no_drafts(num_running: int) -> int:

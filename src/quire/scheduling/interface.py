@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.config import SchedulerConfig
 from quire.errors import InvalidRequestError
-from quire.kv.connector import KVConnector
+from quire.kv.connectors.interface import KVConnector
 from quire.request import Request
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats

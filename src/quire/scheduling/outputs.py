@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequestError, QuireError
-from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
+from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
 from quire.status import FinishReason
 from quire.step import GraphStats, PositionLogprobs
 

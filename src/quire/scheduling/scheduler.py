@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing_extensions import override
 
 from quire.config import SchedulerConfig
-from quire.kv.connector import KVConnector
+from quire.kv.connectors.interface import KVConnector
 from quire.request import Request
 from quire.scheduling.accounts.plan import Plan
 from quire.scheduling.context import SchedulerContext

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from quire.config import SchedulerConfig
 from quire.grammar.manager import GrammarManager
-from quire.kv.block_pool import BlockPool
+from quire.kv.blocks.block_pool import BlockPool
+from quire.kv.blocks.manager import KVCacheManager
+from quire.kv.blocks.retention import RETENTIONS
 from quire.kv.eviction.lengths import eviction_lengths
-from quire.kv.manager import KVCacheManager
-from quire.kv.retention import RETENTIONS
 from quire.scheduling.accounts.beam_groups import BeamGroups
 from quire.scheduling.accounts.deadlines import Deadlines
 from quire.scheduling.accounts.fences import Fences

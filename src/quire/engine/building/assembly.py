@@ -16,7 +16,7 @@ from quire.engine.ranks.group import RankGroup
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trials import TriedGrammars
 from quire.kernels import has_native_kernels
-from quire.kv.events import KVEventCollector, KVEventFanOut
+from quire.kv.blocks.events import KVEventCollector, KVEventFanOut
 from quire.registry import Registry
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
@@ -31,7 +31,7 @@ SPARE_SHARE = 0.05
 
 SLOW_MODULES = (
     "quire.execution.model_runner",
-    "quire.kv.paged_cache",
+    "quire.kv.cache.paged_cache",
     "quire.kv.peers.connector",  # which engines with a KV tier look at, too
     "quire.models.checkpoints.loading",
     "quire.scheduling.scheduler",

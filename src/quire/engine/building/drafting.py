@@ -118,7 +118,7 @@ def build_proposer(
     if draft_model is None:
         return None
     from quire.execution.drafts.draft_model_proposer import DraftGraphs, DraftModelProposer
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
 
     kv_cache = PagedAttentionCache.on_device(plan.kv_caches[1], draft_model.kernels.device)
     graphs = None

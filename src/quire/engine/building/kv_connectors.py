@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from quire.engine.building.kv_peers import build_peers
 from quire.engine.building.kv_tier import build_tier, gpu_copier
 from quire.engine.connector_classes import CONNECTORS
-from quire.kv.connector import KVConnector
+from quire.kv.connectors.interface import KVConnector
 from quire.kv.tiers.connector import TierConnector
 
 if TYPE_CHECKING:

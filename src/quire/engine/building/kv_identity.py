@@ -13,7 +13,7 @@ import numpy as np
 from quire.engine.devices import device_name
 from quire.engine.memory.model_sizes import dtype_of
 from quire.errors import KVFileError
-from quire.kv.tiers.checksum import checksum
+from quire.kv.tiers.disk.checksum import checksum
 from quire.models.checkpoints.gguf.location import find_gguf, parts_of
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.datadist.transports.interface import Transport
     from quire.engine.memory.plan import MemoryPlan
-    from quire.kv.connector import KVConnector
-    from quire.kv.events import KVEventSink
+    from quire.kv.blocks.events import KVEventSink
+    from quire.kv.connectors.interface import KVConnector
+    from quire.kv.connectors.step_times import StepMark
     from quire.kv.peers.connector import PeerConnector
-    from quire.kv.step_times import StepMark
     from quire.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)

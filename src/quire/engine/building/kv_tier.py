@@ -14,15 +14,15 @@ from quire.errors import ConfigError
 from quire.kv.tiers.block_copier import BlockCopier
 from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import TierConnector
-from quire.kv.tiers.disk_tier import DiskTier
+from quire.kv.tiers.disk.region import RegionLayout
+from quire.kv.tiers.disk.tier import DiskTier
 from quire.kv.tiers.memory_tier import MemoryTier
-from quire.kv.tiers.region import RegionLayout
 from quire.kv.tiers.tier import BlockTier
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.engine.memory.plan import MemoryPlan
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
     from quire.models.config import ModelConfig
 
 
@@ -37,7 +37,7 @@ def build_tier(
 def gpu_copier(kv_cache: PagedAttentionCache, clock: object) -> BlockCopier:
     """Return the copier of a cache in a GPU's memory, by whose clock steps are measured there."""
     from quire.kernels.devices.cuda_copies import CudaCopies
-    from quire.kv.device_copier import DeviceCopier
+    from quire.kv.tiers.device_copier import DeviceCopier
 
     return DeviceCopier(kv_cache.tensor, CudaCopies())
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from quire.execution.model import Model
     from quire.execution.model_runner import ModelRunner
     from quire.execution.step_graphs import Record
-    from quire.kv.connector import KVConnector
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
+    from quire.kv.connectors.interface import KVConnector
     from quire.models.config import ModelConfig
     from quire.models.decoder import Decoder
 
@@ -105,7 +105,7 @@ def build_runner(
 
 def _kv_cache(models: LoadedModels, plan: MemoryPlan) -> PagedAttentionCache:
     """Return memory for the target model's KV, on all ranks."""
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
 
     metadata, device = plan.kv_caches[0], models.target.kernels.device
     if models.ranks is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from quire.kv.memory_limits import available_memory
+from quire.kv.cache.memory_limits import available_memory
 
 RETRY_INTERVAL = 1.0
 """Seconds to wait after a refusal before asking for memory again."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.errors import ConfigError
 from quire.kernels import has_native_kernels
-from quire.kv.page_layout import SCALE_BYTES, KVLayerSpec
+from quire.kv.cache.page_layout import SCALE_BYTES, KVLayerSpec
 from quire.models.shard import Shard
 from quire.models.weights import count_parameters, weight_bytes
 

@@ -19,7 +19,7 @@ from quire.engine.memory.eviction import score_bytes_per_token
 from quire.engine.memory.model_sizes import ModelSizes, has_float8, has_native, model_sizes
 from quire.errors import ConfigError
 from quire.kernels.devices.cores import usable_cores
-from quire.kv.cache_metadata import PagedAttentionCacheMetaData
+from quire.kv.cache.metadata import PagedAttentionCacheMetaData
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.tiers.block_copier import num_staged_blocks
 from quire.models.shard import check_divisible, check_kv_divisible

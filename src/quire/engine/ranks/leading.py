@@ -27,9 +27,9 @@ from quire.engine.ranks.messages import (
 from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.interface import KernelSet
-from quire.kv.cache_metadata import PagedAttentionCacheMetaData
-from quire.kv.paged_cache import PagedAttentionCache
-from quire.kv.shard_memory import ShardMemory
+from quire.kv.cache.metadata import PagedAttentionCacheMetaData
+from quire.kv.cache.paged_cache import PagedAttentionCache
+from quire.kv.cache.shard_memory import ShardMemory
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, LayerHook
 from quire.models.parallel import Communicator

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
-    from quire.kv.cache_metadata import PagedAttentionCacheMetaData
+    from quire.kv.cache.metadata import PagedAttentionCacheMetaData
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.config import ModelConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.attention.batch import AttentionBatch
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.models.decoder import Decoder, LayerHook
 from quire.models.parallel import Communicator
 from quire.models.shard import Shard

@@ -29,8 +29,8 @@ from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.devices.cuda_graphs import CudaGraphs
 from quire.kernels.devices.device import HOST, refusing_shortage
 from quire.kernels.dispatch import kernel_set
-from quire.kv.paged_cache import PagedAttentionCache
-from quire.kv.shard_memory import ShardMemory
+from quire.kv.cache.paged_cache import PagedAttentionCache
+from quire.kv.cache.shard_memory import ShardMemory
 from quire.models.checkpoints.loading import load_decoder
 from quire.models.parallel import TensorParallel
 from quire.models.shard import Shard

@@ -12,7 +12,7 @@ from quire.execution.step_graphs import Record, StepGraphs
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.devices.device import array_to_device
 from quire.kernels.size_classes import wide_size_class
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.models.decoder import Decoder
 from quire.step import NO_TOKEN, IntArray
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.datadist.caches.spans import ByteSpans, Int64Array, part_spans
 from quire.datadist.loans.arriving_blocks import ArrivingBlocks, BlockConversion, ConvertedBlocks
-from quire.kv.page_layout import HeadsLayout, PageLayout
+from quire.kv.cache.page_layout import HeadsLayout, PageLayout
 
 MAX_SENT_SPANS = 1 << 16
 """Spans of bytes that are sent at a time: transports tell them in one message."""

@@ -10,8 +10,8 @@ from quire.datadist.caches.cache_desc import CacheDesc
 from quire.datadist.caches.memory import CacheMemory, DeviceMemory
 from quire.datadist.caches.registered_memory import memory_of_tensors
 from quire.datadist.enums import DataType
-from quire.kv.page_layout import PageLayout
-from quire.kv.paged_cache import PagedAttentionCache
+from quire.kv.cache.page_layout import PageLayout
+from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from quire.kv.connector_stats import KVPeerStats
-from quire.kv.load_costs import LoadCosts
+from quire.kv.connectors.load_costs import LoadCosts
+from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.peers.known_peers import MAX_PEERS, KnownPeers
 from quire.kv.peers.peer import Peer
 from quire.kv.peers.pulls import LoanLoad

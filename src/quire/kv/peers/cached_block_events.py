@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing_extensions import override
 
 from quire.datadist.loans.cached_blocks import CachedBlocks
-from quire.kv.block_hash import BlockKey
-from quire.kv.events import KVEventSink
+from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.blocks.events import KVEventSink
 
 
 class CachedBlockEvents(KVEventSink):

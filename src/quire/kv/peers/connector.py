@@ -27,9 +27,10 @@ from quire.datadist.loans.lending import Lender
 from quire.datadist.loans.loans import Loans
 from quire.datadist.transports.interface import Transport
 from quire.errors import EngineDeadError, InvalidRequestError
-from quire.kv.connector import KVConnector
-from quire.kv.connector_stats import KVPeerStats
-from quire.kv.load_costs import LoadCosts
+from quire.kv.connectors.interface import KVConnector
+from quire.kv.connectors.load_costs import LoadCosts
+from quire.kv.connectors.stats import KVPeerStats
+from quire.kv.connectors.step_times import StepMark, StepTimes, host_mark
 from quire.kv.peers.block_memory import layouts_of, memory_of
 from quire.kv.peers.borrowed_prompts import BorrowedPrompts
 from quire.kv.peers.cached_block_events import CachedBlockEvents
@@ -41,13 +42,12 @@ from quire.kv.peers.peer_prefixes import PeerPrefixes
 from quire.kv.peers.pulls import LoanLoad, PrefixLoad, engine_id_of
 from quire.kv.peers.running_pulls import RunningPulls
 from quire.kv.peers.transfer_params import Address
-from quire.kv.step_times import StepMark, StepTimes, host_mark
 from quire.request import Request
 
 if TYPE_CHECKING:
     import torch
 
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
     from quire.step import SchedulerOutput
 
 ENGINE_CLUSTER_ID = 0

@@ -9,11 +9,11 @@ from typing import Any
 
 from quire.datadist.loans.loans import Loans
 from quire.errors import InvalidRequestError
-from quire.kv.block_hash import SequenceKeys
+from quire.kv.blocks.block_hash import SequenceKeys
+from quire.kv.blocks.prompt_blocks import PromptBlocks, Save
 from quire.kv.peers.loan_steps import LoanStep, LoanSteps
 from quire.kv.peers.shared_prompt import lendable_digest, lendable_keys
 from quire.kv.peers.transfer_params import lending_params
-from quire.kv.prompt_blocks import PromptBlocks, Save
 from quire.request import Request
 from quire.status import RequestStatus
 from quire.step import SchedulerOutput

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from quire.datadist.loans.loans import Loans
-from quire.kv.step_times import StepMark
+from quire.kv.connectors.step_times import StepMark
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from quire.datadist.wire.protocol import DIGEST_BYTES
-from quire.kv.connector_stats import KVPeerStats
-from quire.kv.load_costs import LoadCosts
+from quire.kv.connectors.load_costs import LoadCosts
+from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.prefix_lookup import PrefixLookup
 from quire.kv.peers.pulls import PrefixLoad

@@ -6,7 +6,7 @@ import threading
 import time
 
 from quire.datadist.wire.protocol import MAX_PREFIX_BLOCKS
-from quire.kv.block_hash import SequenceKeys
+from quire.kv.blocks.block_hash import SequenceKeys
 from quire.kv.peers.transfer_params import Address
 
 

@@ -13,9 +13,9 @@ from typing_extensions import override
 from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.links.decoder_link import DecoderLink
 from quire.datadist.wire.protocol import LoanRequest, PrefixRequest
+from quire.kv.connectors.step_times import StepMark
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.transfer_params import Address, BorrowingParams
-from quire.kv.step_times import StepMark
 
 OFFER_PATIENCE = 10.0
 """Seconds that a peer waits for a request which it has not got yet."""

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 
 from quire.datadist.wire import sockets
-from quire.kv.connector_stats import KVPeerStats
-from quire.kv.load_costs import LoadCosts
+from quire.kv.connectors.load_costs import LoadCosts
+from quire.kv.connectors.stats import KVPeerStats
+from quire.kv.connectors.step_times import StepMark
 from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.pulls import LoanLoad, PeerPull, PrefixLoad, pull_of
-from quire.kv.step_times import StepMark
 
 PREFIX_GRACE = 1.0
 """Seconds for a cached prefix to come, besides `PREFIX_PATIENCE` times as long as it takes to compute."""

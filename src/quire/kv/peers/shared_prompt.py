@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from quire.kv.block_hash import DIGEST_BYTES, SequenceKeys, root_digest
+from quire.kv.blocks.block_hash import DIGEST_BYTES, SequenceKeys, root_digest
 from quire.request import Request
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from quire.kv.host_blocks import BlockStore, ByteArray, block_store
-from quire.kv.step_times import HostMark, StepMark
+from quire.kv.connectors.host_blocks import BlockStore, ByteArray, block_store
+from quire.kv.connectors.step_times import HostMark, StepMark
 from quire.kv.tiers.buffers import BufferPool
 
 if TYPE_CHECKING:
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
 
 MAX_STAGED_BYTES = 256 << 20
 """Maximum size of all blocks that have left the cache and wait to be written."""

@@ -6,8 +6,8 @@ import functools
 import threading
 from collections.abc import Callable
 
-from quire.kv.host_blocks import ByteArray
-from quire.kv.step_times import StepMark
+from quire.kv.connectors.host_blocks import ByteArray
+from quire.kv.connectors.step_times import StepMark
 from quire.kv.tiers.block_copier import BlockCopier
 from quire.kv.tiers.counters import Counters
 from quire.kv.tiers.loads import BlockLoad, LoadInProgress

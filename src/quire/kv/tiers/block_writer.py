@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.kv.block_hash import BlockKey
+from quire.kv.blocks.block_hash import BlockKey
 from quire.kv.tiers.block_copier import BlockCopier, OutgoingBlock
 from quire.kv.tiers.counters import Counters
 from quire.kv.tiers.tier import BlockTier

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from quire.kv.host_blocks import ByteArray
+from quire.kv.connectors.host_blocks import ByteArray
 
 
 class BufferPool:

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import numpy as np
 from typing_extensions import override
 
-from quire.kv.block_hash import BlockKey
-from quire.kv.host_blocks import ByteArray
+from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.connectors.host_blocks import ByteArray
 from quire.kv.tiers.block_memory import BlockMemory
 from quire.kv.tiers.tier import BlockTier
 

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from typing_extensions import override
 
-from quire.kv.block_hash import SequenceKeys, root_digest
-from quire.kv.connector import KVConnector
-from quire.kv.connector_stats import KVConnectorStats
-from quire.kv.load_costs import LoadCosts
-from quire.kv.prompt_blocks import PromptBlocks
-from quire.kv.step_times import StepTimes
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.blocks.prompt_blocks import PromptBlocks
+from quire.kv.connectors.interface import KVConnector
+from quire.kv.connectors.load_costs import LoadCosts
+from quire.kv.connectors.stats import KVConnectorStats
+from quire.kv.connectors.step_times import StepTimes
 from quire.kv.tiers.block_copier import BlockCopier, host_copier
 from quire.kv.tiers.block_reader import BlockReader
 from quire.kv.tiers.block_writer import BlockWriter, FilledBlock
 from quire.kv.tiers.counters import Counters
-from quire.kv.tiers.kv_transfer import Identity, restore_prompt, save_prompt
+from quire.kv.tiers.file_copy import Identity, restore_prompt, save_prompt
 from quire.kv.tiers.loads import BlockLoad, LoadInProgress
 from quire.kv.tiers.tier import BlockTier
 from quire.kv.tiers.worker_threads import WorkerThreads
@@ -38,8 +38,8 @@ from quire.request import Request
 if TYPE_CHECKING:
     import torch
 
-    from quire.kv.host_blocks import BlockStore
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
+    from quire.kv.connectors.host_blocks import BlockStore
     from quire.step import SchedulerOutput
 
 NUM_READERS = 2

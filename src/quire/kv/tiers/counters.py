@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from quire.kv.connector_stats import KVConnectorStats
+from quire.kv.connectors.stats import KVConnectorStats
 
 
 class Counters:

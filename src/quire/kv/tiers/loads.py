@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 
-from quire.kv.block_hash import BlockKey
-from quire.kv.host_blocks import ByteArray
-from quire.kv.step_times import StepMark
+from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.connectors.host_blocks import ByteArray
+from quire.kv.connectors.step_times import StepMark
 from quire.kv.tiers.block_copier import BlockCopier, IncomingBlock
 
 

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from quire.kv.block_hash import BlockKey
+from quire.kv.blocks.block_hash import BlockKey
 
 _MIN_GHOSTS = 4096
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from quire.kv.block_hash import BlockKey
-from quire.kv.host_blocks import ByteArray
+from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.connectors.host_blocks import ByteArray
 from quire.kv.tiers.residents import ResidentBlocks
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from quire.kv.block_pool import BlockPool
+from quire.kv.blocks.block_pool import BlockPool
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.accounts.steps_in_flight import StepsInFlight
 from quire.step import IntArray

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from quire.kv.leases import LeaseKind, LeaseSummary, LeaseTable
-from quire.kv.manager import KVCacheManager
+from quire.kv.blocks.leases import LeaseKind, LeaseSummary, LeaseTable
+from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.fences import Fences
 from quire.scheduling.accounts.pinned_blocks import PinnedBlocks

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from quire.kv.manager import NO_PREFIX, Prefix
+from quire.kv.blocks.manager import NO_PREFIX, Prefix
 from quire.request import Request
 from quire.step import IntArray
 

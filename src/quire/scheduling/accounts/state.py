@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire.kv.block_pool import BlockPool
-from quire.kv.manager import KVCacheManager
+from quire.kv.blocks.block_pool import BlockPool
+from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.beam_groups import BeamGroups
 from quire.scheduling.accounts.running_slots import RunningSlots

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from quire.kv.manager import KVCacheManager, Prefix
+from quire.kv.blocks.manager import KVCacheManager, Prefix
 from quire.request import Request
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.accounts.steps_in_flight import StepsInFlight

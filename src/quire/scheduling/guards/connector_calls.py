@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequestError
-from quire.kv.connector import KVConnector
+from quire.kv.connectors.interface import KVConnector
 from quire.request import Request
 from quire.scheduling.guards.step_clock import StepClock
 from quire.step import IntArray, SchedulerOutput

@@ -9,8 +9,8 @@ import operator
 import time
 from collections.abc import Callable
 
-from quire.kv.block_hash import BlockKey
-from quire.kv.events import KVEventSink
+from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.blocks.events import KVEventSink
 from quire.scheduling.context import SchedulerContext, no_drafts
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from quire.config import SchedulerConfig
-from quire.kv.manager import KVCacheManager
+from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.kv_holdings import KVHoldings
 from quire.scheduling.accounts.remote_loads import RemoteLoads

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.config import SchedulerConfig
-from quire.kv.manager import LOOKUP_BLOCKS, NO_PREFIX, KVCacheManager, Prefix
+from quire.kv.blocks.manager import LOOKUP_BLOCKS, NO_PREFIX, KVCacheManager, Prefix
 from quire.request import Request
 from quire.scheduling.accounts.deadlines import Deadlines
 from quire.scheduling.accounts.flow_shares import FlowShares

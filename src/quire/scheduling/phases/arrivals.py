@@ -7,7 +7,7 @@ import dataclasses
 from quire.config import SchedulerConfig
 from quire.errors import DuplicateRequestError
 from quire.grammar.manager import GrammarManager
-from quire.kv.manager import NO_PREFIX, KVCacheManager
+from quire.kv.blocks.manager import NO_PREFIX, KVCacheManager
 from quire.request import Request
 from quire.request_options import require_text
 from quire.scheduling.accounts.kv_holdings import KVHoldings

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.kv.manager import KVCacheManager
+from quire.kv.blocks.manager import KVCacheManager
 from quire.scheduling.accounts.beam_groups import BeamGroup, BeamGroups
 from quire.scheduling.accounts.outbox import Outbox
 from quire.scheduling.accounts.plan import Plan

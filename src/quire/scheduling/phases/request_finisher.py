@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from quire.grammar.manager import GrammarManager
-from quire.kv.manager import NO_PREFIX, KVCacheManager
+from quire.kv.blocks.manager import NO_PREFIX, KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.deadlines import Deadlines
 from quire.scheduling.accounts.kv_holdings import KVHoldings

@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.errors import QuireError
 from quire.grammar.manager import GrammarManager
-from quire.kv.manager import KVCacheManager
+from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.beam_groups import BeamGroups
 from quire.scheduling.accounts.fences import Fences

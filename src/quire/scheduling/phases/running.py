@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 
 from quire.config import SchedulerConfig
-from quire.kv.manager import KVCacheManager
+from quire.kv.blocks.manager import KVCacheManager
 from quire.scheduling.accounts.beam_groups import BeamGroup, BeamGroups
 from quire.scheduling.accounts.flow_shares import FlowShares
 from quire.scheduling.accounts.kv_holdings import KVHoldings

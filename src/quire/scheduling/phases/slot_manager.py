@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from quire.grammar.manager import GrammarManager
-from quire.kv.manager import KVCacheManager
+from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.beam_groups import BeamGroup, BeamGroups
 from quire.scheduling.accounts.fences import Fences

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from quire.config import SchedulerConfig
-from quire.kv.manager import KVCacheManager
+from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.beam_groups import BeamGroups
 from quire.scheduling.accounts.kv_holdings import KVHoldings

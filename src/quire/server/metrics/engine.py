@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from quire.front.process.resumption import RecoveryStats
-from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
+from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
 from quire.scheduling.outputs import SchedulerStats
 from quire.step import GraphStats
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.kv.page_layout import KVLayerSpec
+from quire.kv.cache.page_layout import KVLayerSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,24 +12,24 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.devices.device import array_to_device
-from quire.kv.cache_metadata import PagedAttentionCacheMetaData
-from quire.kv.cache_view import PagedAttentionCacheView
-from quire.kv.head_sharding import PagesSharding
-from quire.kv.page_memory import (
+from quire.kv.cache.head_sharding import PagesSharding
+from quire.kv.cache.metadata import PagedAttentionCacheMetaData
+from quire.kv.cache.page_memory import (
     PageMemory,
     layout_of,
     page_quantizer,
     quantizer_name,
     quantizer_of_name,
 )
-from quire.kv.plain_data import check_keys, plain_text
-from quire.kv.saved_tensors import TensorData, load_tensors, save_tensors
+from quire.kv.cache.plain_data import check_keys, plain_text
+from quire.kv.cache.saved_tensors import TensorData, load_tensors, save_tensors
+from quire.kv.cache.view import PagedAttentionCacheView
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from quire.kernels.attention.kv_quantizers import PageQuantizer
-    from quire.kv.shard_memory import ShardMemory
+    from quire.kv.cache.shard_memory import ShardMemory
 
 
 class PagedAttentionCache(TensorData):
@@ -42,7 +42,7 @@ class PagedAttentionCache(TensorData):
     With int8 it is `[num_blocks, num_layers, 2, num_kv_heads, block_size * (head_dim + 4)]` bytes: for each
     head the block's numbers, `[block_size, head_dim]`, and then its float32 scales, `[block_size]`. Where
     layers differ, or with a quantizer of one's own, it is `[num_blocks, bytes_per_block]` bytes;
-    `quire.kv.page_layout` says what is where.
+    `quire.kv.cache.page_layout` says what is where.
 
     Args:
         views: one for each layer.

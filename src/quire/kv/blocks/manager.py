@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from quire.kv.block_hash import SequenceKeys, root_digest
-from quire.kv.block_pool import NO_BLOCKS, BlockPool
+from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.blocks.block_pool import NO_BLOCKS, BlockPool
 from quire.request import Request
 from quire.step import IntArray
 

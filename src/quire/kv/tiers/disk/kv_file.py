@@ -5,7 +5,7 @@ bytes of header     4 bytes
 header              JSON: identity, block size, bytes per block, token ids
 checksum of header  16 bytes
 padding             to a multiple of 4,096 bytes
-blocks              one region each, see `quire.kv.tiers.region`
+blocks              one region each, see `quire.kv.tiers.disk.region`
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from quire.errors import KVFileError
-from quire.kv.block_hash import BlockKey, SequenceKeys, root_digest
-from quire.kv.host_blocks import ByteArray
-from quire.kv.tiers.region import FINGERPRINT_BYTES, RegionLayout
+from quire.kv.blocks.block_hash import BlockKey, SequenceKeys, root_digest
+from quire.kv.connectors.host_blocks import ByteArray
+from quire.kv.tiers.disk.region import FINGERPRINT_BYTES, RegionLayout
 
 _MAGIC = b"quirekvf"
 _LENGTH_BYTES = 4

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from typing_extensions import override
 
-from quire.kv.plain_data import PlainData, plain_text
+from quire.kv.cache.plain_data import PlainData, plain_text
 
 _DESCRIPTION = "paged_cache"  # key of the file's metadata
 

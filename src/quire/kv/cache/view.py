@@ -12,24 +12,24 @@ import torch
 
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.reference import write_kv
-from quire.kv.cache_metadata import PagedAttentionCacheMetaData
-from quire.kv.field_checks import is_whole
-from quire.kv.head_sharding import PagesSharding
-from quire.kv.page_memory import (
+from quire.kv.cache.field_checks import is_whole
+from quire.kv.cache.head_sharding import PagesSharding
+from quire.kv.cache.metadata import PagedAttentionCacheMetaData
+from quire.kv.cache.page_memory import (
     PageMemory,
     layout_of,
     page_quantizer,
     quantizer_name,
     quantizer_of_name,
 )
-from quire.kv.plain_data import check_keys
-from quire.kv.saved_tensors import TensorData, load_tensors, save_tensors
+from quire.kv.cache.plain_data import check_keys
+from quire.kv.cache.saved_tensors import TensorData, load_tensors, save_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from quire.kernels.attention.kv_quantizers import PageQuantizer
-    from quire.kv.step_metadata import PagedAttentionMetadata, TokenRows
+    from quire.kv.cache.step_metadata import PagedAttentionMetadata, TokenRows
 
 
 class PagedAttentionCacheView(TensorData):

@@ -10,8 +10,8 @@ import torch
 from quire.kernels.attention.kv_quantizers import BUILT_IN_QUANTIZERS, ConvertingQuantizer, PageQuantizer
 from quire.kernels.devices.device import HOST
 from quire.kernels.devices.memory import map_large_pages
-from quire.kv.cache_metadata import PagedAttentionCacheMetaData
-from quire.kv.page_layout import NUMBER_BYTES, HeadsLayout, PageLayout, VectorFormat
+from quire.kv.cache.metadata import PagedAttentionCacheMetaData
+from quire.kv.cache.page_layout import NUMBER_BYTES, HeadsLayout, PageLayout, VectorFormat
 
 
 class PageMemory:

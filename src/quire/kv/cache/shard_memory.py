@@ -7,7 +7,7 @@ import os
 import torch
 
 from quire.kernels.devices.memory import PAGE, map_file
-from quire.kv.cache_metadata import PagedAttentionCacheMetaData
+from quire.kv.cache.metadata import PagedAttentionCacheMetaData
 
 
 class ShardMemory:

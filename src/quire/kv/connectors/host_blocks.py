@@ -10,7 +10,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
 
 ByteArray = npt.NDArray[np.uint8]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from quire.kv.connector_stats import KVConnectorStats, KVPeerStats
-    from quire.kv.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import PagedAttentionCache
+    from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
     from quire.request import Request
     from quire.step import SchedulerOutput
 

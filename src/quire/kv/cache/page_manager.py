@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.kv.block_pool import BlockPool
-from quire.kv.cache_metadata import PagedAttentionCacheMetaData
+from quire.kv.blocks.block_pool import BlockPool
+from quire.kv.cache.metadata import PagedAttentionCacheMetaData
 
 
 class PagedAttentionCacheManager:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.plain_data import PlainData, check_keys
+from quire.kv.cache.plain_data import PlainData, check_keys
 from quire.step import IntArray
 
 NOTHING = 10**7

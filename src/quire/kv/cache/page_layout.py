@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from quire.kv.plain_data import plain_number
+from quire.kv.cache.plain_data import plain_number
 
 NUMBER_BYTES = {
     "float32": 4,

@@ -23,9 +23,9 @@ import dataclasses
 import struct
 from hashlib import blake2b
 
-from quire.kv.block_hash import TOKEN_BYTES, BlockKey
-from quire.kv.host_blocks import ByteArray
-from quire.kv.tiers.checksum import CHECKSUM_BYTES, checksum
+from quire.kv.blocks.block_hash import TOKEN_BYTES, BlockKey
+from quire.kv.connectors.host_blocks import ByteArray
+from quire.kv.tiers.disk.checksum import CHECKSUM_BYTES, checksum
 
 FINGERPRINT_BYTES = 16
 

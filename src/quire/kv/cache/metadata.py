@@ -7,17 +7,17 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from quire.kv.field_checks import check_layer, check_positive, dtype_name, is_number, is_whole
-from quire.kv.head_sharding import (
+from quire.kv.cache.field_checks import check_layer, check_positive, dtype_name, is_number, is_whole
+from quire.kv.cache.head_sharding import (
     REPLICATED,
     PagesSharding,
     PartitionAxis,
     count_kv_head_shards,
     kv_head_axis_size,
 )
-from quire.kv.memory_limits import memory_limit
-from quire.kv.page_layout import KVLayerSpec, PageLayout, VectorFormat, cache_format
-from quire.kv.plain_data import PlainData, check_keys, plain_number
+from quire.kv.cache.memory_limits import memory_limit
+from quire.kv.cache.page_layout import KVLayerSpec, PageLayout, VectorFormat, cache_format
+from quire.kv.cache.plain_data import PlainData, check_keys, plain_number
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

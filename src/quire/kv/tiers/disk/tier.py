@@ -12,12 +12,12 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from quire.kv.block_hash import BlockKey
-from quire.kv.host_blocks import ByteArray
-from quire.kv.tiers.region import FINGERPRINT_BYTES, RegionLayout
+from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.connectors.host_blocks import ByteArray
+from quire.kv.tiers.disk.region import FINGERPRINT_BYTES, RegionLayout
+from quire.kv.tiers.disk.tier_file import SUFFIX, TierFile
 from quire.kv.tiers.residents import ResidentBlocks
 from quire.kv.tiers.tier import BlockTier
-from quire.kv.tiers.tier_file import SUFFIX, TierFile
 
 logger = logging.getLogger(__name__)
 

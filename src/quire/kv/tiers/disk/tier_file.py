@@ -8,8 +8,8 @@ import logging
 import os
 from pathlib import Path
 
-from quire.kv.host_blocks import ByteArray
-from quire.kv.tiers.region import RegionLayout
+from quire.kv.connectors.host_blocks import ByteArray
+from quire.kv.tiers.disk.region import RegionLayout
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from quire.kv.host_blocks import ByteArray
+from quire.kv.connectors.host_blocks import ByteArray
 
 CHECKSUM_BYTES = 16
 _WORD_BYTES = 8

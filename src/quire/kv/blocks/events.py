@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from typing_extensions import override
 
-from quire.kv.block_hash import TOKEN_BYTES, BlockKey, root_digest
+from quire.kv.blocks.block_hash import TOKEN_BYTES, BlockKey, root_digest
 
 _PLAIN_ROOT = root_digest()
 

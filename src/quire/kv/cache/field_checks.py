@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import TypeGuard
 
-from quire.kv.page_layout import CACHE_DTYPES, SCALE_BYTES, KVLayerSpec
+from quire.kv.cache.page_layout import CACHE_DTYPES, SCALE_BYTES, KVLayerSpec
 
 
 def check_positive(name: str, value: object) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from quire.errors import KVFileError
-from quire.kv.block_hash import BlockKey
-from quire.kv.host_blocks import ByteArray
-from quire.kv.tiers.kv_file import KVFile, prompt_keys, write_kv_file
+from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.connectors.host_blocks import ByteArray
+from quire.kv.tiers.disk.kv_file import KVFile, prompt_keys, write_kv_file
 from quire.kv.tiers.tier import BlockTier
 
 Identity = Callable[[], Mapping[str, str]]

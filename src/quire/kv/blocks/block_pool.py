@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from quire.kv.blank_blocks import BlankBlocks
-from quire.kv.block_hash import DIGEST_BYTES, BlockKey
-from quire.kv.events import KVEventSink
-from quire.kv.retention import idle_blocks
+from quire.kv.blocks.blank_blocks import BlankBlocks
+from quire.kv.blocks.block_hash import DIGEST_BYTES, BlockKey
+from quire.kv.blocks.events import KVEventSink
+from quire.kv.blocks.retention import idle_blocks
 from quire.step import IntArray
 
 GROWTH_SHARE = 64

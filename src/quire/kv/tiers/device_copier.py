@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from quire.kernels.devices.copy_device import CopyDevice, DevicePoint, Point
-from quire.kv.host_blocks import ByteArray
+from quire.kv.connectors.host_blocks import ByteArray
 from quire.kv.tiers.block_copier import IncomingBlock, OutgoingBlock, num_staged_blocks
 
 logger = logging.getLogger(__name__)

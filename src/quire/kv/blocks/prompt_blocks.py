@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from quire.kv.block_hash import BlockKey, SequenceKeys
+from quire.kv.blocks.block_hash import BlockKey, SequenceKeys
 from quire.step import IntArray, SchedulerOutput
 
 

@@ -1,0 +1,1 @@
+"""The logical KV cache: blocks, hashes, and who holds them. No tensors."""

@@ -1,0 +1,1 @@
+"""The interface of KV connectors, and what they have in common."""

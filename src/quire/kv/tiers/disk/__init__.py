@@ -1,0 +1,1 @@
+"""The KV tier on disk, and files of one prompt's KV."""
