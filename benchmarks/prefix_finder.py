@@ -17,7 +17,7 @@ import tracemalloc
 from quire.cluster.block_index import EngineBlocks
 from quire.cluster.prefix_finder import PrefixFinder
 from quire.models.checkpoints.hub import resolve_model
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of 7. "
 SIZES = (1_000, 4_000, 16_000, 64_000, 256_000)  # characters

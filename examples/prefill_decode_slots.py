@@ -36,7 +36,7 @@ from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData, PagedAtte
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.loading import load_decoder
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 from quire.models.decoder import Decoder
 
 QUESTIONS = [

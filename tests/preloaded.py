@@ -45,7 +45,7 @@ MODULES = (
     "quire.front.async_llm",
     "quire.front.llm",
     "quire.kernels.cpu.kernel_set",
-    "quire.models.chat_template",
+    "quire.models.text.chat_template",
     "quire.models.checkpoints.loading",
     "quire.scheduling.scheduler",
     "quire.server.app",
@@ -139,7 +139,7 @@ def other_children() -> list[psutil.Process]:
 
 def _renders_templates(process: psutil.Process) -> bool:
     try:
-        return "quire.models.template_process" in process.cmdline()
+        return "quire.models.text.template_process" in process.cmdline()
     except psutil.Error:  # it has ended in the meantime
         return False
 

@@ -8,7 +8,7 @@ import json
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from quire.models.tokenizer import Tokenizer
+from quire.models.text.tokenizer import Tokenizer
 
 SPECIALS = ["<s>", "</s>"]
 

@@ -22,7 +22,7 @@ from quire.cli.bench.workload import (
 )
 from quire.errors import ConfigError
 from quire.models.checkpoints.hub import resolve_model
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
 VOCABULARY = np.arange(300, 1000)
 MANY = 20_000

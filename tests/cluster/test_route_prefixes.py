@@ -19,7 +19,7 @@ from quire.config import ConnectionConfig, RouterConfig, ServerConfig
 from quire.engine.kv_events import KVEventPublisher
 from quire.kv.blocks.events import BlockStored
 from quire.models.checkpoints.hub import resolve_model
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 from quire.server.app import create_app
 from quire.server.http.listening import bound_socket, url_of
 from quire.server.http.server import HttpServer

@@ -22,7 +22,7 @@ from quire.dialogue.literal_calls import PythonicCalls
 from quire.dialogue.tools import Tool, ToolUse
 from quire.errors import InvalidRequestError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 from quire.structured_outputs import StructuredOutputsParams
 from quire.token_bytes import byte_level_bytes
 

@@ -21,7 +21,7 @@ from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.formats import FORMATS
 from quire.dialogue.json_copying import MAX_DEPTH, MAX_NUMBER_LENGTH
 from quire.dialogue.literals import json_of
-from quire.models.chat_template import ChatTemplate
+from quire.models.text.chat_template import ChatTemplate
 
 
 def in_pieces(name, answer, data, schemas=SCHEMAS):

@@ -21,7 +21,7 @@ from quire import *
 import quire.engine.process.main
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 path = resolve_model(sys.argv[1])
 read_model_config(path), read_tokenizer(path).encode("a")
 print([name for name in ("torch", "transformers") if name in sys.modules])

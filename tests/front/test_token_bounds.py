@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 import quire
 from quire.front.text.token_bounds import TokenBound
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
-from quire.models.tokenizer import Tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
+from quire.models.text.tokenizer import Tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MINI = read_tokenizer(Path(quire.__file__).parent / "mini")

@@ -12,8 +12,8 @@ from tokenizers import processors
 import quire
 from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.text.input_processor import InputProcessor
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
-from quire.models.tokenizer import Tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
+from quire.models.text.tokenizer import Tokenizer
 from quire.sampling_params import SamplingParams
 from tokenizers_for_tests import byte_level
 

@@ -17,7 +17,7 @@ import quire
 from quire.errors import InvalidRequestError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.manager import GrammarManager
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputsParams

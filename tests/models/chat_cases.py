@@ -6,7 +6,7 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.models.tokenizer import Tokenizer
+from quire.models.text.tokenizer import Tokenizer
 
 COMMANDS = [
     AddedToken("<s>", special=True, normalized=False),

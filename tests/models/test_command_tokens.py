@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from quire.models.chat_template import ChatTemplate
-from quire.models.template_messages import RenderedChat
-from quire.models.tokenizer import Tokenizer
+from quire.models.text.chat_template import ChatTemplate
+from quire.models.text.template_messages import RenderedChat
+from quire.models.text.tokenizer import Tokenizer
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -6,7 +6,7 @@ import pytest
 
 from quire.config import ChatTemplateConfig
 from quire.errors import InvalidRequestError
-from quire.models.template_renderer import TemplateRenderer
+from quire.models.text.template_renderer import TemplateRenderer
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 LOOP = "{% for c in m.content %}{{ c.text }}{% endfor %}"

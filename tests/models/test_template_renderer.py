@@ -17,8 +17,8 @@ import pytest
 
 from quire.config import ChatTemplateConfig
 from quire.errors import InvalidRequestError, QueueFullError, RequestTimeoutError
-from quire.models import template_renderer
-from quire.models.template_renderer import TemplateRenderer
+from quire.models.text import template_renderer
+from quire.models.text.template_renderer import TemplateRenderer
 
 pytestmark = pytest.mark.usefixtures("preloaded_engines")
 
@@ -259,7 +259,7 @@ def test_a_process_whose_parent_ends_says_nothing(
     ).encode()
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "quire.models.template_process"]
+        command = [sys.executable, "-m", "quire.models.text.template_process"]
         process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
     with ours:
         if has_started:

@@ -12,8 +12,8 @@ from tokenizers import decoders, models, normalizers, processors
 
 from checkpoints import CHAT_TEMPLATE, make_tokenizer
 from quire.errors import InvalidRequestError, ModelError
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
-from quire.models.tokenizer import Tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
+from quire.models.text.tokenizer import Tokenizer
 
 TEXTS = [
     "",

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.models.chat_template import ChatTemplate
-from quire.models.traced_text import TracedText, given_runs, given_text, joined, traced
+from quire.models.text.chat_template import ChatTemplate
+from quire.models.text.traced_text import TracedText, given_runs, given_text, joined, traced
 
 OWN, GIVEN = "ab< \n", "xy> \t"  # the spaces are in both
 texts = st.lists(st.tuples(st.booleans(), st.text(max_size=6)), max_size=4).map(

@@ -3,7 +3,7 @@
 from fake_llm import FakeLLM, FakeTokenizer
 
 from quire.dialogue.messages import template_messages
-from quire.models.message_content import joined_parts
+from quire.models.text.message_content import joined_parts
 from quire.status import FinishReason
 
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}<tool_call>"

@@ -307,7 +307,7 @@ def held_by(front: psutil.Process) -> dict[str, Any]:
     modules = Counter(command[command.index("-m") + 1] for command in commands)
     descriptors = descriptors_of(front)
     # There are as many as conversations have come at once, up to some; each has a socket.
-    descriptors["socket"] -= modules["quire.models.template_process"]
+    descriptors["socket"] -= modules["quire.models.text.template_process"]
     return {
         "descriptors": descriptors,
         "threads": front.num_threads(),

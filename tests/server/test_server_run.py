@@ -269,7 +269,7 @@ def engine_of(server):
 def is_engine(process):
     """Whether a server's child is not the one that renders chat templates."""
     try:
-        return "quire.models.template_process" not in process.cmdline()
+        return "quire.models.text.template_process" not in process.cmdline()
     except psutil.NoSuchProcess:
         return False
 

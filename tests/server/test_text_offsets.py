@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.front.text.detokenizer import DecoderFactory
-from quire.models.tokenizer import Tokenizer
+from quire.models.text.tokenizer import Tokenizer
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from quire.server.calls.logprobs import CompletionLogprobsWriter, joined
 from tokenizers_for_tests import ADDED, CORPUS, KINDS, byte_level, of_kind, sentencepiece

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.front.text.detokenizer import DecoderFactory
-from quire.models.tokenizer import Tokenizer
+from quire.models.text.tokenizer import Tokenizer
 from quire.request_output import CompletionOutput, Logprob
 from quire.server.calls.logprobs import CompletionLogprobsWriter, chat_logprobs, joined
 from tokenizers_for_tests import KINDS, byte_level, of_kind

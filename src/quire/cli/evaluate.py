@@ -26,7 +26,7 @@ from quire.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 EVAL_FILE = "eval.jsonl"
 SPARE_TOKENS = 8  # more than an answer or a call has, so that an answer that is too long counts as wrong

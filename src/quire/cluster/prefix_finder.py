@@ -17,7 +17,7 @@ from quire.dialogue.messages import template_messages
 from quire.dialogue.thoughts import THOUGHT_FORMATS, thought_format_of_template
 from quire.errors import InvalidRequestError
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
-from quire.models.tokenizer import Tokenizer
+from quire.models.text.tokenizer import Tokenizer
 from quire.server.openai.bodies import MAX_OBJECTS, MAX_VALUES, ChatCompletionRequest, CompletionRequest
 from quire.server.wire.validation import count_outside_strings
 from quire.step import IntArray

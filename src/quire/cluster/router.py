@@ -335,7 +335,7 @@ def _prefix_finder(config: RouterConfig) -> PrefixFinder | None:
         return None
     from quire.cluster.prefix_finder import PrefixFinder
     from quire.models.checkpoints.hub import resolve_model
-    from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+    from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
     tokenizer = read_tokenizer(resolve_model(config.tokenizer, weights=False))
     return PrefixFinder(tokenizer, config.tokenize_timeout)

@@ -43,7 +43,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class AsyncLLM:
         self._threads = PreparationThreads(self.config.scheduler)
         try:
             # slow: meanwhile, the engine process imports torch
-            from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
+            from quire.models.checkpoints.tokenizers.engine_tokenizer import engine_tokenizer
 
             tokenizer = engine_tokenizer(self.config, self.model_path)
         except BaseException:  # whoever keeps the traceback would keep the engine

@@ -40,7 +40,7 @@ from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.status import FinishReason
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 
 ASLEEP = "the engine is asleep and takes no requests; wake it with POST /wake_up or AsyncLLM.wake_up()"

@@ -27,7 +27,7 @@ from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 Conversation = Sequence[dict[str, Any]]
 

@@ -17,7 +17,7 @@ from quire.models.checkpoints.engine_files import resolve_files
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 
 class Session:
@@ -52,7 +52,7 @@ class Session:
 
         try:
             # slow: meanwhile, an engine process imports torch
-            from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
+            from quire.models.checkpoints.tokenizers.engine_tokenizer import engine_tokenizer
 
             tokenizer = engine_tokenizer(config, model_path)
         except BaseException:  # whoever keeps the traceback would keep the engine

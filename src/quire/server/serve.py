@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from quire.front.async_llm import AsyncLLM
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
     from quire.server.batches.directory import BatchDirectory
     from quire.server.context import ServerContext
     from quire.server.metrics.tracing import Tracing

@@ -14,7 +14,7 @@ from checkpoints import make_checkpoint, make_tokenizer
 from quire.errors import ModelError
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.config_reading import read_model_config
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 from quire.models.weights import weight_specs
 
 PYTHON_BYTES = 64 << 20  # that reading a file of some hundred kB may take

@@ -11,9 +11,9 @@ import pytest
 from quire.config import ChatTemplateConfig, EngineConfig
 from quire.errors import ConfigError, ModelError
 from quire.models.checkpoints.engine_files import resolve_files
-from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
 from quire.models.checkpoints.hub import resolve_model
-from quire.models.checkpoints.tokenizer_reading import MAX_TEMPLATE_BYTES, read_tokenizer
+from quire.models.checkpoints.tokenizers.engine_tokenizer import engine_tokenizer
+from quire.models.checkpoints.tokenizers.reading import MAX_TEMPLATE_BYTES, read_tokenizer
 
 MINI = resolve_model("mini")
 UPPER = "{{ bos_token }}{% for one in messages %}{{ one.content | upper }}{% endfor %}"

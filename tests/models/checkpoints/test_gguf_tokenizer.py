@@ -13,7 +13,7 @@ import tokenizers
 
 from checkpoints import CHAT_TEMPLATE, make_tokenizer
 from quire.errors import ModelError
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
 TEXTS = [
     "the cache holds keys and values of the tokens",

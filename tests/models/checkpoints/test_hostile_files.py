@@ -20,7 +20,7 @@ from checkpoints import make_checkpoint, make_tokenizer
 from quire.errors import ModelError
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE
 from quire.models.checkpoints.safetensors import weight_files
-from quire.models.checkpoints.tokenizer_reading import MAX_TEMPLATE_BYTES, read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import MAX_TEMPLATE_BYTES, read_tokenizer
 
 JSON_FILES = (
     "config.json",

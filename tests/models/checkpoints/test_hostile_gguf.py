@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from quire.errors import ModelError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.gguf.file import GGUFFile
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.errors import ModelError
-from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
 TEXTS = [
     "",

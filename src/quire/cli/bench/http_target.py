@@ -35,7 +35,7 @@ async def server_target(config: TargetConfig, model: str) -> AsyncIterator[Targe
         ModelError: there is no such model, or it has no tokenizer.
         QuireError: the server cannot be reached, or does not list the model.
     """
-    from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+    from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
     vocabulary = regular_token_ids(read_tokenizer(resolve_model(model)))
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}

@@ -18,7 +18,7 @@ from quire.cli.bench.config import DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, Worklo
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 ASSUMED_SIGMA = 1.0
 """Standard deviation of a length's logarithm: the median is 0.61, the 90th percentile 2.2 times the mean."""

@@ -24,7 +24,7 @@ from quire.scheduling.interface import SchedulerInterface
 if TYPE_CHECKING:
     from quire.engine.memory.plan import MemoryPlan
     from quire.models.config import ModelConfig
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 SPARE_SHARE = 0.05
 """Fraction of the memory available at start-up that a growing KV cache leaves free."""
@@ -65,7 +65,7 @@ def _grammar_backend(config: EngineConfig, model_path: Path, model_config: Model
     @functools.cache
     def tokenizer() -> Tokenizer:
         # slow, and rarely needed
-        from quire.models.checkpoints.engine_tokenizer import engine_tokenizer
+        from quire.models.checkpoints.tokenizers.engine_tokenizer import engine_tokenizer
 
         return engine_tokenizer(config, model_path)
 

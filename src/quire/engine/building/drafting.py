@@ -59,7 +59,7 @@ def find_draft_model(
 
 def _tokens(path: Path) -> dict[int, str]:
     """Return the tokens of a model by their ids."""
-    from quire.models.checkpoints.tokenizer_reading import read_tokenizer
+    from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
     vocabulary = read_tokenizer(path).backend.get_vocab(with_added_tokens=True)
     return {token_id: token for token, token_id in vocabulary.items()}

@@ -12,7 +12,7 @@ from quire.errors import InvalidRequestError
 from quire.front.openvino.chat_history import ChatHistory
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer as ModelTokenizer
+    from quire.models.text.tokenizer import Tokenizer as ModelTokenizer
 
 
 class TokenIds(list[int]):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 _MAX_HELD_TOKENS = 8
 """Maximum number of tokens per character for decoders of unknown kind."""

@@ -25,13 +25,13 @@ from quire.front.text.reasoning import ThoughtControl, params_with_thought
 from quire.front.text.seeds import derived_seed, random_seed
 from quire.front.text.token_bounds import TokenBound
 from quire.front.text.truncation import MARGIN, Truncation, TruncationSide, truncation_of
-from quire.models.template_messages import RenderedChat
+from quire.models.text.template_messages import RenderedChat
 from quire.request_options import RequestOptions, require_text
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
 from quire.scheduling.beam_search import num_candidates
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 _KEPT_BAD_WORDS = 4  # lists of bad words whose tokens are kept, each 256 words at most
 

@@ -27,7 +27,7 @@ from quire.status import FinishReason
 from quire.step import PositionLogprobs
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams, ThoughtParams
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

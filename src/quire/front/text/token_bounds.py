@@ -21,7 +21,7 @@ import numpy.typing as npt
 from quire.token_bytes import byte_level_bytes
 
 if TYPE_CHECKING:
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 _Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _PIECE = (

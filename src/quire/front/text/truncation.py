@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from quire.engine.messages import EngineInfo
-    from quire.models.command_tokens import TokenList
+    from quire.models.text.command_tokens import TokenList
 
 TruncationSide = Literal["left", "right"]
 

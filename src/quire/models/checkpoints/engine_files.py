@@ -9,7 +9,7 @@ from quire.config import ChatTemplateConfig, EngineConfig
 from quire.errors import ConfigError, InvalidRequestError, ModelError
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.model_files import MAX_TEMPLATE_BYTES, read_text
-from quire.models.template_renderer import TemplateRenderer
+from quire.models.text.template_renderer import TemplateRenderer
 
 _ONLY_IN_TEXT = frozenset("{}\n")  # of which each template has one, and file names have none
 

@@ -18,7 +18,7 @@ from quire.server.wire.answers import (
 
 if TYPE_CHECKING:
     from quire.front.text.detokenizer import DecoderFactory, TokenDecoder
-    from quire.models.tokenizer import Tokenizer
+    from quire.models.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express; OpenAI's value."""

@@ -16,9 +16,9 @@ from quire.models.checkpoints.gguf.tokenizer import read_gguf_tokenizer
 from quire.models.checkpoints.json_files import read_json
 from quire.models.checkpoints.model_files import MAX_TEMPLATE_BYTES, find_file, read_text
 from quire.models.checkpoints.special_ids import special_ids
-from quire.models.checkpoints.special_tokens import SETTINGS_FILE, read_special_tokens
-from quire.models.checkpoints.tokenizer_classes import tokenizer_class
-from quire.models.tokenizer import DEFAULT_TEMPLATING, Tokenizer
+from quire.models.checkpoints.tokenizers.classes import tokenizer_class
+from quire.models.checkpoints.tokenizers.special_tokens import SETTINGS_FILE, read_special_tokens
+from quire.models.text.tokenizer import DEFAULT_TEMPLATING, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB

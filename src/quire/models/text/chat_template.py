@@ -1,6 +1,6 @@
 """Chat templates: a conversation to the text that the model was trained on, in a sandbox.
 
-Only `quire.models.template_process` renders: the sandbox does not limit time or memory.
+Only `quire.models.text.template_process` renders: the sandbox does not limit time or memory.
 
 Templates are jinja2 with Hugging Face's additions: `raise_exception`, `strftime_now`, `tojson` without HTML
 escapes, loop controls, and `{% generation %}` blocks.
@@ -30,8 +30,8 @@ import jinja2.sandbox
 import jinja2.utils
 
 from quire.errors import InvalidRequestError
-from quire.models.template_messages import RenderedChat
-from quire.models.traced_text import (
+from quire.models.text.template_messages import RenderedChat
+from quire.models.text.traced_text import (
     TracedText,
     formatted,
     given_runs,

@@ -8,8 +8,8 @@ from quire.config import EngineConfig
 from quire.errors import ModelError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.gguf.location import find_gguf
-from quire.models.checkpoints.tokenizer_reading import eos_ids_of_configs, read_tokenizer
-from quire.models.tokenizer import Tokenizer
+from quire.models.checkpoints.tokenizers.reading import eos_ids_of_configs, read_tokenizer
+from quire.models.text.tokenizer import Tokenizer
 
 
 def engine_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer:

@@ -1,6 +1,6 @@
-"""The process that renders chat templates: `python -m quire.models.template_process`.
+"""The process that renders chat templates: `python -m quire.models.text.template_process`.
 
-Its parent is a `quire.models.template_renderer.TemplateRenderer`. Standard input has a `TemplateStart` and
+Its parent is a `quire.models.text.template_renderer.TemplateRenderer`. Standard input has a `TemplateStart` and
 then conversations, one JSON document on each line. Standard output has a list for each: the text, where it is
 given, as in `RenderedChat`, and what is wrong. A conversation that takes too much time ends the process, and
 so may one that takes too much memory.
@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from quire.errors import InvalidRequestError
 from quire.memory_limit import limit_memory
-from quire.models.chat_template import ChatTemplate
-from quire.models.template_messages import MAX_ANSWER_BYTES, Conversation, RenderedChat, TemplateStart
+from quire.models.text.chat_template import ChatTemplate
+from quire.models.text.template_messages import MAX_ANSWER_BYTES, Conversation, RenderedChat, TemplateStart
 
 
 def main() -> None:

@@ -15,13 +15,13 @@ import tokenizers
 
 from quire.config import ChatTemplateConfig
 from quire.errors import InvalidRequestError
-from quire.models.command_tokens import CommandTokens, TokenList
-from quire.models.message_content import with_ending
-from quire.models.template_messages import RenderedChat
+from quire.models.text.command_tokens import CommandTokens, TokenList
+from quire.models.text.message_content import with_ending
+from quire.models.text.template_messages import RenderedChat
 from quire.token_bytes import TokenBytes, TokenPlaces
 
 if TYPE_CHECKING:
-    from quire.models.template_renderer import TemplateRenderer
+    from quire.models.text.template_renderer import TemplateRenderer
 
 _SAMPLE = (
     "The quick brown fox jumps over 13 lazy dogs, doesn't it?  Unbelievably, 3.14159 > 2,718 -- e.g. #42!\n\n"
@@ -266,7 +266,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _template_renderer(self) -> TemplateRenderer:
-        from quire.models.template_renderer import TemplateRenderer
+        from quire.models.text.template_renderer import TemplateRenderer
 
         if self._chat_template_source is None:
             raise InvalidRequestError(

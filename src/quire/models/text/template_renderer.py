@@ -25,8 +25,8 @@ from typing import Any
 
 from quire.config import ChatTemplateConfig
 from quire.errors import InvalidRequestError, QueueFullError, QuireError, RequestTimeoutError
-from quire.models.message_content import ContentForms, Messages, forms_of
-from quire.models.template_messages import (
+from quire.models.text.message_content import ContentForms, Messages, forms_of
+from quire.models.text.template_messages import (
     END_OF_TIME,
     MAX_ANSWER_BYTES,
     Conversation,
@@ -183,7 +183,7 @@ class TemplateRenderer:
 
 
 class _Process:
-    """A running `quire.models.template_process`.
+    """A running `quire.models.text.template_process`.
 
     Args:
         limits: that it is told to keep.
@@ -196,7 +196,7 @@ class _Process:
             try:
                 ours, theirs = (sockets.enter_context(end) for end in socket.socketpair())
                 self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                    [sys.executable, "-m", "quire.models.template_process"],
+                    [sys.executable, "-m", "quire.models.text.template_process"],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     process_group=0,  # no Ctrl-C; of a session of its own, its priority would not count

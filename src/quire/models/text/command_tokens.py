@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 from tokenizers import models as tokenizer_models
 
 from quire.errors import InvalidRequestError
-from quire.models.template_messages import RenderedChat
+from quire.models.text.template_messages import RenderedChat
 
 _LETTERS = "\u2d30\ua4ed\u16a0x"  # one that no command has stands for given letters
 _SYMBOLS = "\u2e3a\u203b\u2042~"  # and one for all else that is not white space

@@ -1,0 +1,1 @@
+"""Reading tokenizers from checkpoints."""

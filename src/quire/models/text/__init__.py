@@ -1,0 +1,1 @@
+"""Text for models: chat templates and tokenizers."""
