@@ -15,11 +15,11 @@ from answers import said
 
 import quire
 from byte_grammars import accepts, compiled
-from quire.dialogue.call_grammar import structure_of_answer
+from quire.dialogue.calls.grammar import structure_of_answer
+from quire.dialogue.calls.grammar_writing import GrammarWriter
+from quire.dialogue.calls.literal_calls import PythonicCalls
+from quire.dialogue.calls.tools import Tool, ToolUse
 from quire.dialogue.formats import FORMATS
-from quire.dialogue.grammar_writing import GrammarWriter
-from quire.dialogue.literal_calls import PythonicCalls
-from quire.dialogue.tools import Tool, ToolUse
 from quire.errors import InvalidRequestError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.models.checkpoints.tokenizers.reading import read_tokenizer

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from opcodes import num_opcodes
 from quire.dialogue.answer_parser import AnswerParser
+from quire.dialogue.calls.json_copying import MAX_DEPTH, MAX_NUMBER_LENGTH
+from quire.dialogue.calls.literals import json_of
 from quire.dialogue.formats import FORMATS
-from quire.dialogue.json_copying import MAX_DEPTH, MAX_NUMBER_LENGTH
-from quire.dialogue.literals import json_of
 from quire.models.text.chat_template import ChatTemplate
 
 

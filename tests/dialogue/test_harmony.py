@@ -16,14 +16,14 @@ from quire.dialogue.earlier_turns import turns_for_template
 from quire.dialogue.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import FORMATS, format_of_template
 from quire.dialogue.harmony_messages import MARKS, MAX_HEADER_LENGTH
-from quire.dialogue.thought_text import ThoughtText
-from quire.dialogue.thought_tokens import ThoughtTokens
-from quire.dialogue.thoughts import (
+from quire.dialogue.reasoning.formats import (
     THOUGHT_FORMATS,
     ExpectedThought,
     expected_thought,
     thought_format_of_template,
 )
+from quire.dialogue.reasoning.text import ThoughtText
+from quire.dialogue.reasoning.tokens import ThoughtTokens
 
 HARMONY = FORMATS["harmony"]
 THOUGHT = THOUGHT_FORMATS["harmony"]

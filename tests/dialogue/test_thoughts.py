@@ -15,13 +15,13 @@ from quire.config.server import ReasoningFormatName
 from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.events import ArgumentsDelta, CallBegin, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import FORMATS
-from quire.dialogue.thought_tokens import ThoughtTokens
-from quire.dialogue.thoughts import (
+from quire.dialogue.reasoning.formats import (
     THOUGHT_FORMATS,
     ExpectedThought,
     expected_thought,
     thought_format_of_template,
 )
+from quire.dialogue.reasoning.tokens import ThoughtTokens
 
 MARKED = [name for name, one in THOUGHT_FORMATS.items() if not one.in_messages]
 TRICKY = 'a < b, <tool_call> is {"name": "ping"}, </thin\n\n[/THINK <| é漢🙂 <|END'

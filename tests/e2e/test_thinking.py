@@ -11,7 +11,7 @@ import pytest
 
 import quire
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.dialogue.thoughts import THOUGHT_FORMATS
+from quire.dialogue.reasoning.formats import THOUGHT_FORMATS
 from quire.front.text.reasoning import ThoughtControl
 
 pytestmark = pytest.mark.usefixtures("preloaded_engines")

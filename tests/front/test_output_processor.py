@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from test_input_processor import INFO, TOKENIZER
 
-from quire.dialogue.thoughts import THOUGHT_FORMATS, ExpectedThought
+from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, ExpectedThought
 from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, RequestTimeoutError
 from quire.front.process.resumption import continuation
 from quire.front.text.input_processor import InputProcessor

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opcodes import num_opcodes
-from quire.dialogue.thought_text import ThoughtText
-from quire.dialogue.thoughts import THOUGHT_FORMATS, ExpectedThought
+from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, ExpectedThought
+from quire.dialogue.reasoning.text import ThoughtText
 from quire.front.text.stop_strings import StoppableText, StopStrings
 
 

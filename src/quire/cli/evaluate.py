@@ -16,9 +16,9 @@ from quire.cli.offline import ready_llm
 from quire.cli.options import config_options
 from quire.config import EngineConfig
 from quire.dialogue.answer_parser import AnswerParser
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta
 from quire.dialogue.formats import FORMATS, format_of_template
-from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.errors import ModelError
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams

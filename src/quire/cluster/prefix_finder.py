@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from quire.cluster.block_index import EngineBlocks
 from quire.dialogue.formats import call_format_of_template
 from quire.dialogue.messages import template_messages
-from quire.dialogue.thoughts import THOUGHT_FORMATS, thought_format_of_template
+from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, thought_format_of_template
 from quire.errors import InvalidRequestError
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.models.text.tokenizer import Tokenizer

@@ -14,14 +14,14 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from quire.dialogue.call_reading import CallReader
+from quire.dialogue.calls.marked_call_format import MarkedCallFormat
+from quire.dialogue.calls.reading import CallReader
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.events import AnswerEvent, ArgumentsDelta, ContentDelta, ReasoningDelta
 from quire.dialogue.harmony_answer import HarmonyAnswer
 from quire.dialogue.incoming_text import IncomingText
 from quire.dialogue.marked_answer import MarkedAnswer
-from quire.dialogue.marked_call_format import MarkedCallFormat
-from quire.dialogue.thoughts import ExpectedThought
-from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.dialogue.reasoning.formats import ExpectedThought
 
 
 class AnswerParser:

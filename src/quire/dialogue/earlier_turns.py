@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
 
 NAMES_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # in templates
 

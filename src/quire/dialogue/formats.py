@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from quire.dialogue.harmony_call_format import HarmonyCallFormat
+from quire.dialogue.calls.harmony_call_format import HarmonyCallFormat
+from quire.dialogue.calls.json_calls import JsonCalls, ListedOrNamedCalls, NamedCalls
+from quire.dialogue.calls.literal_calls import BareKeyCalls, PythonicCalls
+from quire.dialogue.calls.marked_call_format import Layout, MarkedCallFormat
+from quire.dialogue.calls.tagged_calls import TaggedCalls
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.harmony_messages import ANALYSIS_HEADER
-from quire.dialogue.json_calls import JsonCalls, ListedOrNamedCalls, NamedCalls
-from quire.dialogue.literal_calls import BareKeyCalls, PythonicCalls
-from quire.dialogue.marked_call_format import Layout, MarkedCallFormat
-from quire.dialogue.tagged_calls import TaggedCalls
 from quire.dialogue.template_names import uses_name
-from quire.dialogue.tool_call_format import ToolCallFormat
 
 _IN_TAGS = Layout("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 

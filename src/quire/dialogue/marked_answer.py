@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quire.dialogue.call_reading import CallReader, NotACallError
+from quire.dialogue.calls.marked_call_format import MarkedCallFormat
+from quire.dialogue.calls.reading import CallReader, NotACallError
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
 from quire.dialogue.incoming_text import SPACE, IncomingText, Reading
-from quire.dialogue.marked_call_format import MarkedCallFormat
-from quire.dialogue.thoughts import ExpectedThought
+from quire.dialogue.reasoning.formats import ExpectedThought
 
 
 class MarkedAnswer:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS, text_of, turns_for_template
-from quire.dialogue.tool_call_format import ToolCallFormat
 from quire.errors import InvalidRequestError, nearest_name
 
 ROLE_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"

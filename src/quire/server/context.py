@@ -11,9 +11,9 @@ from starlette.requests import Request
 
 import quire
 from quire.config import ServerConfig
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.formats import FORMATS, format_of_template
-from quire.dialogue.thoughts import THOUGHT_FORMATS, ThoughtFormat, thought_format_of_template
-from quire.dialogue.tool_call_format import ToolCallFormat
+from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, ThoughtFormat, thought_format_of_template
 from quire.errors import ConfigError, InvalidRequestError
 from quire.server.database import IN_MEMORY
 from quire.server.live_calls import LiveCalls

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
+from quire.dialogue.calls.tools import tool_of
 from quire.dialogue.earlier_turns import text_of
 from quire.dialogue.formats import call_format_of_template
 from quire.dialogue.messages import template_messages
-from quire.dialogue.thoughts import ExpectedThought, expected_thought
-from quire.dialogue.tool_call_format import ToolCallFormat
-from quire.dialogue.tools import tool_of
+from quire.dialogue.reasoning.formats import ExpectedThought, expected_thought
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids, require_chat

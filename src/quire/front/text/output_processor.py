@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.dialogue.thought_text import ThoughtText
+from quire.dialogue.reasoning.text import ThoughtText
 from quire.engine.messages import ErrorInfo
 from quire.errors import DuplicateRequestError, QuireError
 from quire.front.text.detokenizer import DecoderFactory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from quire.dialogue.thoughts import ExpectedThought, ThoughtFormat
+from quire.dialogue.reasoning.formats import ExpectedThought, ThoughtFormat
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams, ThoughtParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.dialogue.thought_text import ThoughtText
+from quire.dialogue.reasoning.text import ThoughtText
 from quire.front.text.detokenizer import TokenDecoder
 
 

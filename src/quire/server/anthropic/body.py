@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.dialogue.tools import ToolUse
+from quire.dialogue.calls.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt, limits_of
 from quire.sampling_params import SamplingParams, StopText

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from quire.dialogue.answer_parser import AnswerParser
-from quire.dialogue.call_grammar import structure_of_answer
+from quire.dialogue.calls.grammar import structure_of_answer
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
+from quire.dialogue.calls.tools import ToolUse
 from quire.dialogue.earlier_turns import text_of
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import has_place_for_tools
-from quire.dialogue.thought_tokens import ThoughtTokens
-from quire.dialogue.thoughts import ExpectedThought, ThoughtFormat, expected_thought
-from quire.dialogue.tool_call_format import ToolCallFormat
-from quire.dialogue.tools import ToolUse
+from quire.dialogue.reasoning.formats import ExpectedThought, ThoughtFormat, expected_thought
+from quire.dialogue.reasoning.tokens import ThoughtTokens
 from quire.errors import InvalidRequestError
 from quire.front.text.reasoning import ThoughtControl
 from quire.json_schemas import enforceable_schema

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
+from quire.dialogue.calls.tools import TOOL_NAME_PATTERN, Tool, ToolUse, checked_parameters
 from quire.dialogue.messages import MAX_ID_LENGTH, MAX_NAME_LENGTH
-from quire.dialogue.tools import TOOL_NAME_PATTERN, Tool, ToolUse, checked_parameters
 from quire.errors import InvalidRequestError, nearest_name
 from quire.server.wire.leniency import Ignorable
 from quire.server.wire.strict_model import StrictModel

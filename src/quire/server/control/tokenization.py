@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.dialogue.tools import ToolUse
+from quire.dialogue.calls.tools import ToolUse
 from quire.sampling_params import TokenId
 from quire.server.calls.conversation import Conversation
 from quire.server.calls.prompt_options import PromptFields

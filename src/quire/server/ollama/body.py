@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from quire.dialogue.tools import ToolUse
+from quire.dialogue.calls.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.sampling_params import NumLogprobs, SamplingParams
 from quire.server.calls.prompt_options import PromptOptions

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from quire.dialogue.tools import ToolUse
+from quire.dialogue.calls.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import NonNegativeInt, PositiveInt, limits_of
 from quire.request_options import RequestOptions, ShortText

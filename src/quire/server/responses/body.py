@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from quire.dialogue.tools import ToolUse
+from quire.dialogue.calls.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt
 from quire.request_options import RequestOptions, ShortText

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from typing_extensions import override
 
-from quire.dialogue.tools import ToolUse
+from quire.dialogue.calls.tools import ToolUse
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.call import GenerationCall
 from quire.server.calls.conversation import Conversation

@@ -6,11 +6,11 @@ import dataclasses
 import re
 from typing import ClassVar
 
-from quire.dialogue.call_reading import MAX_NAME_LENGTH, CallReader, NotACallError, json_text
-from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.calls.grammar_writing import GrammarWriter
+from quire.dialogue.calls.json_copying import copy_arguments, copy_value, decode_string
+from quire.dialogue.calls.reading import MAX_NAME_LENGTH, CallReader, NotACallError, json_text
+from quire.dialogue.calls.tools import Tool
 from quire.dialogue.incoming_text import Reading
-from quire.dialogue.json_copying import copy_arguments, copy_value, decode_string
-from quire.dialogue.tools import Tool
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _SURPLUS = re.compile(r"[\s\]}]+")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from quire.dialogue.call_reading import Emit, NotACallError, escaped
+from quire.dialogue.calls.reading import Emit, NotACallError, escaped
 from quire.dialogue.incoming_text import IncomingText, Reading
 
 MAX_DEPTH = 200

@@ -12,9 +12,15 @@ import sys
 import unicodedata
 from collections.abc import Callable, Mapping
 
-from quire.dialogue.call_reading import MAX_NAME_LENGTH, Emit, NotACallError, escaped, json_text
+from quire.dialogue.calls.json_copying import (
+    MAX_DEPTH,
+    MAX_NUMBER_LENGTH,
+    copy_value,
+    hex_digits,
+    one_character,
+)
+from quire.dialogue.calls.reading import MAX_NAME_LENGTH, Emit, NotACallError, escaped, json_text
 from quire.dialogue.incoming_text import IncomingText, Reading
-from quire.dialogue.json_copying import MAX_DEPTH, MAX_NUMBER_LENGTH, copy_value, hex_digits, one_character
 
 WORD = re.compile(r"[\w.+-]+")
 """A number, a constant, or a key without quotes."""

@@ -6,7 +6,10 @@ import dataclasses
 
 from typing_extensions import override
 
-from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.calls.grammar_writing import GrammarWriter
+from quire.dialogue.calls.json_calls import object_grammar
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
+from quire.dialogue.calls.tools import Tool, ToolUse
 from quire.dialogue.harmony_answer import FUNCTIONS
 from quire.dialogue.harmony_messages import (
     CALL,
@@ -20,9 +23,6 @@ from quire.dialogue.harmony_messages import (
     MESSAGE_START,
     RETURN,
 )
-from quire.dialogue.json_calls import object_grammar
-from quire.dialogue.tool_call_format import ToolCallFormat
-from quire.dialogue.tools import Tool, ToolUse
 
 _COMMENTARY = f"{CHANNEL}commentary"
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from quire.dialogue.call_reading import MAX_NAME_LENGTH, CallReader, NotACallError, json_text
-from quire.dialogue.grammar_writing import GrammarWriter
+from quire.dialogue.calls.grammar_writing import GrammarWriter
+from quire.dialogue.calls.literals import WORD, convert_value, skip_blanks
+from quire.dialogue.calls.reading import MAX_NAME_LENGTH, CallReader, NotACallError, json_text
+from quire.dialogue.calls.tagged_calls import require_plain, require_plain_object, unwritable
+from quire.dialogue.calls.tools import Tool
 from quire.dialogue.incoming_text import Reading
-from quire.dialogue.literals import WORD, convert_value, skip_blanks
-from quire.dialogue.tagged_calls import require_plain, require_plain_object, unwritable
-from quire.dialogue.tools import Tool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from quire.dialogue.calls.grammar_writing import GrammarWriter
+from quire.dialogue.calls.tools import Tool
 from quire.dialogue.events import AnswerEvent, ArgumentsDelta, CallBegin, CallEnd
-from quire.dialogue.grammar_writing import GrammarWriter
 from quire.dialogue.incoming_text import IncomingText, Reading
-from quire.dialogue.tools import Tool
 
 MAX_NAME_LENGTH = 256  # characters of a tool's name, as a model writes it
 

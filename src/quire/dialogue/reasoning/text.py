@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.dialogue.harmony_messages import ANALYSIS, HarmonyMessages
 from quire.dialogue.incoming_text import SPACE, IncomingText, Reading
-from quire.dialogue.thoughts import ExpectedThought
+from quire.dialogue.reasoning.formats import ExpectedThought
 
 
 class ThoughtText:

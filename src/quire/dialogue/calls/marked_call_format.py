@@ -6,10 +6,10 @@ import dataclasses
 
 from typing_extensions import override
 
-from quire.dialogue.call_reading import CallNotation
-from quire.dialogue.grammar_writing import GrammarWriter
-from quire.dialogue.tool_call_format import ToolCallFormat
-from quire.dialogue.tools import ToolUse
+from quire.dialogue.calls.grammar_writing import GrammarWriter
+from quire.dialogue.calls.reading import CallNotation
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
+from quire.dialogue.calls.tools import ToolUse
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from quire.dialogue.harmony_messages import ANALYSIS, HarmonyMessages
 from quire.dialogue.incoming_text import IncomingText, Reading
-from quire.dialogue.thoughts import ExpectedThought
+from quire.dialogue.reasoning.formats import ExpectedThought
 
 
 class ThoughtTokens:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from quire.dialogue.grammar_writing import GrammarWriter
-from quire.dialogue.tool_call_format import ToolCallFormat
-from quire.dialogue.tools import ToolUse
+from quire.dialogue.calls.grammar_writing import GrammarWriter
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
+from quire.dialogue.calls.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.structured_outputs import StructuredOutputsParams
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 
-from quire.dialogue.grammar_writing import GrammarWriter
-from quire.dialogue.tools import ToolUse
+from quire.dialogue.calls.grammar_writing import GrammarWriter
+from quire.dialogue.calls.tools import ToolUse
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

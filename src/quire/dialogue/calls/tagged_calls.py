@@ -8,11 +8,11 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
-from quire.dialogue.call_reading import CallReader, NotACallError, escaped, json_text
-from quire.dialogue.grammar_writing import ANNOTATIONS, GrammarWriter
+from quire.dialogue.calls.grammar_writing import ANNOTATIONS, GrammarWriter
+from quire.dialogue.calls.literals import json_of
+from quire.dialogue.calls.reading import CallReader, NotACallError, escaped, json_text
+from quire.dialogue.calls.tools import Tool
 from quire.dialogue.incoming_text import Reading
-from quire.dialogue.literals import json_of
-from quire.dialogue.tools import Tool
 from quire.errors import InvalidRequestError
 
 _UNENFORCED = frozenset(

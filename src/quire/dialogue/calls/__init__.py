@@ -1,0 +1,1 @@
+"""Notations of tool calls: grammars, and reading them."""

@@ -1,0 +1,1 @@
+"""How models show their reasoning."""
