@@ -14,8 +14,8 @@ import statistics
 import time
 import tracemalloc
 
-from quire.cluster.block_index import EngineBlocks
-from quire.cluster.prefix_finder import PrefixFinder
+from quire.cluster.prefixes.block_index import EngineBlocks
+from quire.cluster.prefixes.finder import PrefixFinder
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 

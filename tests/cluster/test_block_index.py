@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.cluster.block_index import BlockIndex
+from quire.cluster.prefixes.block_index import BlockIndex
 
 DIGESTS = st.integers(0, 7).map(lambda number: bytes([number]) * 16)
 RUNS = st.lists(DIGESTS, max_size=6)

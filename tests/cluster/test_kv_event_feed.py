@@ -11,9 +11,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from quire.cluster.block_index import BlockIndex
-from quire.cluster.engines import Engine, Role
-from quire.cluster.kv_event_feed import BLOCKS_PER_TURN, MAX_MESSAGE_BYTES, EventSource, KVEventFeed
+from quire.cluster.engines.kv_event_feed import BLOCKS_PER_TURN, MAX_MESSAGE_BYTES, EventSource, KVEventFeed
+from quire.cluster.engines.registry import Engine, Role
+from quire.cluster.prefixes.block_index import BlockIndex
 from quire.engine.kv_events import END_OF_REPLAY, TOPIC, KVEventPublisher
 from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 

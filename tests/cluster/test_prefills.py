@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from quire.cluster.engines import Engine, Role
+from quire.cluster.engines.registry import Engine, Role
 from quire.cluster.prefills import Prefill
 
 

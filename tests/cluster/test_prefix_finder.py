@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from quire.cluster.prefix_finder import PrefixFinder
+from quire.cluster.prefixes.finder import PrefixFinder
 from tokenizers_for_tests import byte_level
 
 TEMPLATE = (

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cluster.prefix_memory import (
+from quire.cluster.prefixes.memory import (
     CHUNK,
     MAX_CHUNKS,
     MAX_ENGINES_PER_CHUNK,

@@ -10,7 +10,7 @@ import sys
 import pytest
 from fake_upstream import ANSWER, EVENTS, FakeEngine, running
 
-from quire.cluster.engines import Engine, Role
+from quire.cluster.engines.registry import Engine, Role
 from quire.config import RouterConfig
 from quire.errors import ConfigError
 from subprocesses import started

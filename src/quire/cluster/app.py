@@ -16,8 +16,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.client_request import ClientRequest
+from quire.cluster.engines.metrics import RouterMetrics
 from quire.cluster.engines_endpoint import change_engine, list_engines, remove_engine
-from quire.cluster.metrics import RouterMetrics
 from quire.cluster.relay import STOPPING
 from quire.cluster.router import Router
 from quire.config import EdgeConfig, RouterConfig

@@ -8,7 +8,7 @@ import urllib.parse
 
 from starlette.types import Scope, Send
 
-from quire.cluster.upstream import REQUEST_ID, Headers, is_end_to_end
+from quire.cluster.engines.upstream import REQUEST_ID, Headers, is_end_to_end
 from quire.errors import InvalidRequestError
 from quire.server.calls.request_start import REQUEST_START, request_start
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.cluster.engines import MAX_ENGINES, Engine, EngineState, Role
+from quire.cluster.engines.registry import MAX_ENGINES, Engine, EngineState, Role
 from quire.cluster.router import Router
 from quire.config import engine_url
 from quire.errors import ConfigError, InvalidRequestError

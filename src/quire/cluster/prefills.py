@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from quire.cluster.engine_calls import EngineCalls, PromptKV
-from quire.cluster.engines import PREFILLERS, Engine
-from quire.cluster.metrics import Purpose
+from quire.cluster.engines.calls import EngineCalls, PromptKV
+from quire.cluster.engines.metrics import Purpose
+from quire.cluster.engines.registry import PREFILLERS, Engine
+from quire.cluster.engines.upstream import Answer, EngineRequest, EngineRequestError
 from quire.cluster.prompts import GenerationBody
-from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError
 from quire.config import RouterConfig
 
 logger = logging.getLogger(__name__)

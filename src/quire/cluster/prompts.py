@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.cluster.prefix_memory import chunk_keys
+from quire.cluster.prefixes.memory import chunk_keys
 from quire.errors import InvalidRequestError
 from quire.server.wire.other_names import NAMES_IN_COMPLETIONS
 
 if TYPE_CHECKING:
-    from quire.cluster.prefix_finder import CachedPrefixes
+    from quire.cluster.prefixes.finder import CachedPrefixes
 
 Raw = msgspec.Raw
 
@@ -62,7 +62,7 @@ class Prompt:
 
     @functools.cached_property
     def chunk_keys(self) -> list[int]:
-        """Keys of its chunks, see `quire.cluster.prefix_memory`."""
+        """Keys of its chunks, see `quire.cluster.prefixes.memory`."""
         return chunk_keys(self.content, self._salt)
 
 

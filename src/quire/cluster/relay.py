@@ -9,7 +9,7 @@ from collections.abc import Callable
 from starlette.types import Send
 
 from quire.cluster.client_request import ClientRequest
-from quire.cluster.upstream import Answer, EngineRequestError
+from quire.cluster.engines.upstream import Answer, EngineRequestError
 from quire.server.wire.access_log import note_error
 from quire.server.wire.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 

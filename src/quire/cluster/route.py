@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import uvloop
 
 from quire.cluster.app import create_app
-from quire.cluster.engines import EngineState
+from quire.cluster.engines.registry import EngineState
 from quire.cluster.router import Router
 from quire.config import RouterConfig
 from quire.server.http.connections import raise_descriptor_limit

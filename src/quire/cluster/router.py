@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cluster import stored_responses
 from quire.cluster.client_request import ClientRequest
-from quire.cluster.engine_calls import EngineCalls, PromptKV
-from quire.cluster.engines import DECODERS, PREFILLERS, Engine, Engines, EngineState, Role
-from quire.cluster.health import HealthChecks
-from quire.cluster.metrics import Purpose, RouterMetrics
+from quire.cluster.engines.calls import EngineCalls, PromptKV
+from quire.cluster.engines.health import HealthChecks
+from quire.cluster.engines.metrics import Purpose, RouterMetrics
+from quire.cluster.engines.registry import DECODERS, PREFILLERS, Engine, Engines, EngineState, Role
+from quire.cluster.engines.upstream import Answer, EngineRequest, EngineRequestError, Upstream
 from quire.cluster.prefills import Prefill, PrefillFailedError, Prefills
-from quire.cluster.prefix_memory import PrefixMemory
+from quire.cluster.prefixes.memory import PrefixMemory
 from quire.cluster.prompts import GenerationBody, OtherBody, Prompt
 from quire.cluster.relay import relay
-from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError, Upstream
 from quire.config import RouterConfig
 from quire.server.live_calls import LiveCalls
 from quire.server.wire.answers import Health
 from quire.server.wire.errors import SERVER_ERROR, TIMEOUT, UNAVAILABLE, ApiError
 
 if TYPE_CHECKING:
-    from quire.cluster.kv_event_feeds import KVEventFeeds
-    from quire.cluster.prefix_finder import PrefixFinder
+    from quire.cluster.engines.kv_event_feeds import KVEventFeeds
+    from quire.cluster.prefixes.finder import PrefixFinder
 
 logger = logging.getLogger(__name__)
 
@@ -333,7 +333,7 @@ class Router:
 def _prefix_finder(config: RouterConfig) -> PrefixFinder | None:
     if not config.tokenizer:
         return None
-    from quire.cluster.prefix_finder import PrefixFinder
+    from quire.cluster.prefixes.finder import PrefixFinder
     from quire.models.checkpoints.hub import resolve_model
     from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
@@ -344,6 +344,6 @@ def _prefix_finder(config: RouterConfig) -> PrefixFinder | None:
 def _feeds(config: RouterConfig, lookup: PrefixFinder | None) -> KVEventFeeds | None:
     if lookup is None:
         return None
-    from quire.cluster.kv_event_feeds import KVEventFeeds
+    from quire.cluster.engines.kv_event_feeds import KVEventFeeds
 
     return KVEventFeeds(config, lookup.tokenizer.fingerprint)

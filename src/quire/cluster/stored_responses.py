@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from quire.cluster.engine_calls import EngineCalls, PromptKV
-from quire.cluster.engines import DECODERS, Engine
-from quire.cluster.metrics import Purpose
+from quire.cluster.engines.calls import EngineCalls, PromptKV
+from quire.cluster.engines.metrics import Purpose
+from quire.cluster.engines.registry import DECODERS, Engine
+from quire.cluster.engines.upstream import Answer, EngineRequest, EngineRequestError
 from quire.cluster.prompts import Prompt
-from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError
 from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 logger = logging.getLogger(__name__)

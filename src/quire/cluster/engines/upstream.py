@@ -12,7 +12,7 @@ import msgspec
 from multidict import CIMultiDict
 from yarl import URL
 
-from quire.cluster.engines import Engine
+from quire.cluster.engines.registry import Engine
 from quire.config import RouterConfig
 from quire.errors import QuireError
 from quire.server.wire.answers import EngineDescription

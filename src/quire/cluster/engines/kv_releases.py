@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from quire.cluster.engines import Engine
-from quire.cluster.upstream import EngineRequest, EngineRequestError, Upstream
+from quire.cluster.engines.registry import Engine
+from quire.cluster.engines.upstream import EngineRequest, EngineRequestError, Upstream
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.cluster.engines import CachedPrefix, Engine, EngineState
+from quire.cluster.engines.registry import CachedPrefix, Engine, EngineState
 
 
 class Purpose(enum.StrEnum):

@@ -16,8 +16,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from quire.cluster.block_index import BlockIndex, EngineBlocks
-from quire.cluster.engines import Engine
+from quire.cluster.engines.registry import Engine
+from quire.cluster.prefixes.block_index import BlockIndex, EngineBlocks
 from quire.engine.kv_events import END_OF_REPLAY, TOPIC
 from quire.errors import QuireError
 from quire.kv.blocks.block_hash import DIGEST_BYTES

@@ -6,11 +6,11 @@ import contextlib
 import enum
 from collections.abc import AsyncIterator
 
-from quire.cluster.engines import Engine, Engines
-from quire.cluster.kv_releases import KVReleases
-from quire.cluster.metrics import Purpose, RouterMetrics
+from quire.cluster.engines.kv_releases import KVReleases
+from quire.cluster.engines.metrics import Purpose, RouterMetrics
+from quire.cluster.engines.registry import Engine, Engines
+from quire.cluster.engines.upstream import Answer, EngineRequest, EngineRequestError, Upstream
 from quire.cluster.prompts import Prompt
-from quire.cluster.upstream import Answer, EngineRequest, EngineRequestError, Upstream
 
 
 class PromptKV(enum.Enum):

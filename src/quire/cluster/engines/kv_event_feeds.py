@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import zmq.asyncio
 
-from quire.cluster.block_index import BlockIndex
-from quire.cluster.engines import Engine
-from quire.cluster.kv_event_feed import EventSource, KVEventFeed
+from quire.cluster.engines.kv_event_feed import EventSource, KVEventFeed
+from quire.cluster.engines.registry import Engine
+from quire.cluster.prefixes.block_index import BlockIndex
 from quire.config import RouterConfig
 from quire.server.wire.answers import EngineDescription
 

@@ -7,12 +7,12 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from quire.cluster.engines import NOT_CHECKED, Engine, Role
-from quire.cluster.upstream import Upstream
+from quire.cluster.engines.registry import NOT_CHECKED, Engine, Role
+from quire.cluster.engines.upstream import Upstream
 from quire.server.wire.answers import EngineDescription
 
 if TYPE_CHECKING:
-    from quire.cluster.kv_event_feeds import KVEventFeeds
+    from quire.cluster.engines.kv_event_feeds import KVEventFeeds
 
 logger = logging.getLogger(__name__)
 

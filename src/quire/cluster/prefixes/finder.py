@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from pydantic import ValidationError
 
-from quire.cluster.block_index import EngineBlocks
+from quire.cluster.prefixes.block_index import EngineBlocks
 from quire.dialogue.formats import call_format_of_template
 from quire.dialogue.messages import template_messages
 from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, thought_format_of_template

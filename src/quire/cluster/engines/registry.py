@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.cluster.block_index import EngineBlocks
-from quire.cluster.prefix_memory import ChunksInFlight, PrefixMemory
+from quire.cluster.prefixes.block_index import EngineBlocks
+from quire.cluster.prefixes.memory import ChunksInFlight, PrefixMemory
 from quire.cluster.prompts import Prompt
 
 REQUEST_WEIGHT = 1024

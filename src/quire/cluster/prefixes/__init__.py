@@ -1,0 +1,1 @@
+"""Which engine has which prefix."""
