@@ -36,7 +36,7 @@ from quire import (
     SchedulerConfig,
     ScorePooling,
 )
-from quire.cli.evaluate import Case
+from quire.cli.commands.evaluate import Case
 from quire.engine.core import EngineCore
 from quire.engine.messages import EngineCoreRequest
 from quire.scheduling.outputs import SchedulerStats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.cli.evaluate import EVAL_FILE, Case, read_cases, select
+from quire.cli.commands.evaluate import EVAL_FILE, Case, read_cases, select
 from quire.models.checkpoints.hub import resolve_model
 
 

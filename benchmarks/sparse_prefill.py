@@ -20,7 +20,7 @@ from eval_cases import eval_cases
 from random_model import random_model
 
 from quire import LLM, SamplingParams, SparseAttentionConfig
-from quire.cli.evaluate import Case
+from quire.cli.commands.evaluate import Case
 
 CHUNK = 512  # tokens
 FIRST_ID, END_ID = 10, 250  # token ids of prompts, which every model has

@@ -35,8 +35,8 @@ import psutil
 
 MODULES = (
     "torch",
-    "quire.cli.generate",
-    "quire.cli.serve",
+    "quire.cli.commands.generate",
+    "quire.cli.commands.serve",
     "quire.datadist.interface.llm_datadist",
     "quire.engine.core",
     "quire.engine.loop",

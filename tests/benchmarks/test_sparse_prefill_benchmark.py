@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sparse_prefill
 
-from quire.cli.evaluate import Case
+from quire.cli.commands.evaluate import Case
 
 
 def test_every_mode_is_measured_and_its_answers_are_counted(monkeypatch, capsys):

@@ -106,7 +106,7 @@ class FakeAsyncLLM:
 def install_fake_async_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeAsyncLLM]:
     """Put the fake where commands import `AsyncLLM` from, and have them start no process ahead."""
     FakeAsyncLLM.instances = []
-    for command in ("quire.cli.chat", "quire.cli.generate"):
+    for command in ("quire.cli.commands.chat", "quire.cli.commands.generate"):
         monkeypatch.setattr(f"{command}.started_ahead", contextlib.nullcontext)
     module = types.ModuleType("quire.front.async_llm")
     module.AsyncLLM = FakeAsyncLLM

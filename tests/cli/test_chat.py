@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeAsyncLLM, install_fake_async_llm
 from typer.testing import CliRunner, Result
 
-from quire.cli.chat import ChatHistory, run_command
+from quire.cli.commands.chat import ChatHistory, run_command
 from quire.cli.main import app
 from quire.errors import ContextLengthError, EngineDeadError
 from quire.status import FinishReason

@@ -12,7 +12,7 @@ from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from quire.cli.chat_terminal import (
+from quire.cli.commands.chat_terminal import (
     MAX_HISTORY_BYTES,
     MAX_KEPT_TURN,
     TerminalTurns,

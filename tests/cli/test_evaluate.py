@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeTokenizer, finished_output
 from typer.testing import CliRunner, Result
 
-from quire.cli.evaluate import EVAL_FILE, SPARE_TOKENS, Call, Case, read_cases, scored, select
+from quire.cli.commands.evaluate import EVAL_FILE, SPARE_TOKENS, Call, Case, read_cases, scored, select
 from quire.cli.main import app
 from quire.dialogue.formats import FORMATS
 from quire.errors import ModelError

@@ -111,8 +111,13 @@ def test_a_command_imports_no_other_one_and_no_scheduler():
         "    print(*sorted(loaded), sep='\\n')"
     )
     loaded = set(python_output(code).splitlines())
-    assert "quire.cli.serve" in loaded
-    assert not loaded & {"quire.cli.chat", "quire.cli.evaluate", "quire.cli.generate", "quire.cli.kv"}
+    assert "quire.cli.commands.serve" in loaded
+    assert not loaded & {
+        "quire.cli.commands.chat",
+        "quire.cli.commands.evaluate",
+        "quire.cli.commands.generate",
+        "quire.cli.commands.kv",
+    }
     assert "quire.scheduling.scheduler" not in loaded
 
 

@@ -36,17 +36,17 @@ Examples:
 """
 
 COMMANDS = {
-    "serve": ("quire.cli.serve", "serve"),
-    "route": ("quire.cli.route", "route"),
-    "generate": ("quire.cli.generate", "generate"),
-    "chat": ("quire.cli.chat", "chat"),
-    "list": ("quire.cli.local_models", "list_models"),
-    "pull": ("quire.cli.local_models", "pull"),
-    "plan": ("quire.cli.plan", "plan"),
-    "eval": ("quire.cli.evaluate", "evaluate"),
-    "replay": ("quire.cli.replay", "replay"),
+    "serve": ("quire.cli.commands.serve", "serve"),
+    "route": ("quire.cli.commands.route", "route"),
+    "generate": ("quire.cli.commands.generate", "generate"),
+    "chat": ("quire.cli.commands.chat", "chat"),
+    "list": ("quire.cli.commands.local_models", "list_models"),
+    "pull": ("quire.cli.commands.local_models", "pull"),
+    "plan": ("quire.cli.commands.plan", "plan"),
+    "eval": ("quire.cli.commands.evaluate", "evaluate"),
+    "replay": ("quire.cli.commands.replay", "replay"),
     "bench": ("quire.cli.bench.commands", "app"),
-    "kv": ("quire.cli.kv", "app"),
+    "kv": ("quire.cli.commands.kv", "app"),
 }
 """The module of each command, and its name there: a function, or an application with commands of its own."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from quire.cli.answers import AnswerWriter, JsonAnswerWriter, TextAnswerWriter
+from quire.cli.commands.answers import AnswerWriter, JsonAnswerWriter, TextAnswerWriter
 from quire.cli.console import EXIT_FAILURE, in_flags, print_error, stderr_is_terminal, usage_errors
 from quire.cli.options import config_options
 from quire.cli.progress import LoadingBar

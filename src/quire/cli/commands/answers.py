@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
-from quire.cli.ordered_streams import OrderedStreams
+from quire.cli.commands.ordered_streams import OrderedStreams
 from quire.cli.prompts import InputPrompt
 from quire.request_output import RequestOutput, TokenLogprobs
 

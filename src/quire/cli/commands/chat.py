@@ -113,7 +113,7 @@ def _read_and_answer(
     """Read turns and answer them until the end of the input or /quit."""
     read = _piped_turn
     if is_interactive := sys.stdin.isatty() and sys.stdout.isatty():
-        from quire.cli.chat_terminal import TerminalTurns, history_file
+        from quire.cli.commands.chat_terminal import TerminalTurns, history_file
 
         read = TerminalTurns(runner, history_file()).read
         typer.echo(f"{llm.info.model} is ready; Alt-Enter begins a line, /help lists the commands.", err=True)
