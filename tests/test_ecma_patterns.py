@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from byte_grammars import accepts, compiled
-from quire.ecma_patterns import rust_pattern
+from quire.schemas.ecma_patterns import rust_pattern
 
 ALPHABET = 'ab1_-&~[]^/.\\" \n\u2028é😀:'
 SETS = {

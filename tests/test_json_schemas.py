@@ -5,7 +5,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from quire.json_schemas import enforceable_schema
+from quire.schemas.json_schemas import enforceable_schema
 
 A = {"properties": {"a": {"type": "string"}}}
 CLOSED_A = {**A, "additionalProperties": False}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from byte_grammars import accepts, compiled, schema_accepts
 from quire.errors import InvalidRequestError
-from quire.json_schemas import enforceable_schema
-from quire.wide_numbers import has_wide_numbers
+from quire.schemas.json_schemas import enforceable_schema
+from quire.schemas.wide_numbers import has_wide_numbers
 
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 UINT64 = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}

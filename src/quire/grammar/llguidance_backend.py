@@ -15,10 +15,10 @@ from quire.errors import InvalidRequestError
 from quire.grammar.gbnf import is_gbnf, lark_of
 from quire.grammar.llguidance_tokens import GrammarTokens
 from quire.grammar.thought import Spelling
-from quire.json_schemas import enforceable_schema
+from quire.schemas.json_schemas import enforceable_schema
+from quire.schemas.wide_numbers import SPACING, has_wide_numbers, json_rules
 from quire.step import IntArray
 from quire.structured_outputs import StructuredOutputsParams
-from quire.wide_numbers import SPACING, has_wide_numbers, json_rules
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from quire.schemas.wide_numbers import SPACING, has_wide_numbers, json_rules
 from quire.structured_outputs import MAX_GRAMMAR_BYTES
-from quire.wide_numbers import SPACING, has_wide_numbers, json_rules
 
 ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "$schema", "$id"})
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import InvalidRequestError
-from quire.json_schemas import enforceable_schema
+from quire.schemas.json_schemas import enforceable_schema
 from quire.structured_outputs import MAX_SCHEMA_BYTES
 
 MAX_ENFORCED_BYTES = 4 * MAX_SCHEMA_BYTES  # of the schemas of all tools of a request

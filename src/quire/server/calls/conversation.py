@@ -21,9 +21,9 @@ from quire.dialogue.reasoning.formats import ExpectedThought, ThoughtFormat, exp
 from quire.dialogue.reasoning.tokens import ThoughtTokens
 from quire.errors import InvalidRequestError
 from quire.front.text.reasoning import ThoughtControl
-from quire.json_schemas import enforceable_schema
 from quire.request_output import CompletionOutput
 from quire.sampling_params import SamplingParams
+from quire.schemas.json_schemas import enforceable_schema
 from quire.server.calls.outputs import OutputStream
 from quire.server.calls.prompt_options import PromptOptions
 from quire.server.calls.reasoning import Thinking

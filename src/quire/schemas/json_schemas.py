@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
-from quire.ecma_patterns import rust_pattern
+from quire.schemas.ecma_patterns import rust_pattern
 
 MAX_SCHEMAS = 50_000  # within a schema, counted each time that one is walked through
 _IN_SEVERAL = (

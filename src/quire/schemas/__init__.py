@@ -1,0 +1,1 @@
+"""JSON schemas made ready to be enforced."""
