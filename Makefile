@@ -159,30 +159,30 @@ test-page: $(READY)  ## Test the page at / in headless Chromium, which apt-get i
 SEED := 0
 STEPS := 200000
 soak: $(READY)  ## Drive the scheduler through 200,000 random steps and check every one
-	@PYTHONPATH=tests $(BIN)/python tests/scheduling/soak.py --seed $(SEED) --steps $(STEPS)
+	@PYTHONPATH=tests/support $(BIN)/python tests/scheduling/soak.py --seed $(SEED) --steps $(STEPS)
 
 KILLS := 200
 soak-tiers: $(READY)  ## Kill 200 engines while they write a KV tier, and compare every answer (a quarter of an hour)
-	@PYTHONPATH=tests $(BIN)/python tests/kv/tier_soak.py --kills $(KILLS)
+	@PYTHONPATH=tests/support $(BIN)/python tests/kv/tier_soak.py --kills $(KILLS)
 
 CHAOS_FAULTS := 100
 FAULTS := 200
 TRANSPORT := tcp
 soak-datadist: $(READY)  ## Let 200 faults of networks and machines strike KV transfers, as root (ten minutes)
-	@PYTHONPATH=tests:tests/datadist $(BIN)/python tests/datadist/fault_soak.py \
+	@PYTHONPATH=tests/support:tests/datadist $(BIN)/python tests/datadist/fault_soak.py \
 		--faults $(FAULTS) --seed $(SEED) --transport $(TRANSPORT)
 
 # SEED begins with other moments and other signals.
 chaos: $(READY)  ## Let 100 faults strike engines under mixed streams, and compare every answer (twenty minutes)
-	@PYTHONPATH=tests $(BIN)/python tests/engine/chaos.py --faults $(CHAOS_FAULTS) --seed $(SEED)
+	@PYTHONPATH=tests/support $(BIN)/python tests/engine/chaos.py --faults $(CHAOS_FAULTS) --seed $(SEED)
 
 soak-split: $(READY)  ## Let 200 faults strike prefill and decode engines behind a router, as root (an hour)
-	@PYTHONPATH=tests:tests/datadist:tests/cluster $(BIN)/python tests/cluster/split_soak.py \
+	@PYTHONPATH=tests/support:tests/datadist:tests/cluster $(BIN)/python tests/cluster/split_soak.py \
 		--faults $(FAULTS) --seed $(SEED)
 
 SOAK_SECONDS := 1800
 soak-server: $(READY)  ## Let half an hour of mixed traffic and faults strike a server, and compare every answer
-	@PYTHONPATH=tests $(BIN)/python tests/server/server_soak.py --seconds $(SOAK_SECONDS) --seed $(SEED)
+	@PYTHONPATH=tests/support $(BIN)/python tests/server/server_soak.py --seconds $(SOAK_SECONDS) --seed $(SEED)
 
 eval: $(READY)  ## Score the built-in model on its held-out questions
 	@$(BIN)/quire eval

@@ -26,7 +26,7 @@ from quire.models.checkpoints.loading import WeightOptions, load_decoder
 
 sys.path[:0] = [
     str(Path(__file__).resolve().parent.parent / "tests" / part)
-    for part in (".", "models", "models/checkpoints")
+    for part in ("support", "models", "models/checkpoints")
 ]
 
 BLOCK_SIZE = 16

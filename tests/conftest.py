@@ -4,9 +4,12 @@ import collections
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # `pythonpath` is not there yet
 
 from case_ids import case_id
 from interpreter_patches import hurry_the_interpreter
@@ -68,8 +71,8 @@ def own_state_directory(tmp_path_factory):
 
 @pytest.fixture
 def preloaded_engines():
-    """Let processes that engines and fronts consist of start with torch imported (tests/preloaded.py)."""
-    import preloaded  # not on the path yet when this file is read
+    """Let processes of engines and fronts start with torch imported (tests/support/preloaded.py)."""
+    import preloaded
 
     with preloaded.engines():
         yield

@@ -11,13 +11,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import gpu
 import gpu_versions
 import pytest
 from gpu_models import model_without_files
 from gpu_profile import KernelTime, profile_table
 from gpu_roofline import Work, decode_bytes, decode_work, prefill_operations
 
-import gpu
 import quire
 import quire.kernels.triton
 import subprocesses

@@ -7,9 +7,9 @@ import importlib
 from pathlib import Path
 
 import pytest
+from conformance import SPECS, listing, rows_of
 
 import quire.datadist
-from conformance import SPECS, listing, rows_of
 from quire.config import SchedulerConfig
 from quire.kv.connectors.interface import KVConnector
 from quire.scheduling import SchedulerInterface

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from conformance import row
+
 from engine_checks import tiny_config
 from quire.engine.core import EngineCore
 from quire.engine.memory.plan import plan_memory

@@ -6,9 +6,9 @@ import timeit
 
 import numpy as np
 import pytest
+from conformance import row
 from scene import Scene
 
-from conformance import row
 from quire.kv.blocks.block_hash import root_digest
 from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventCollector
 from quire.kv.blocks.retention import LruBlocks

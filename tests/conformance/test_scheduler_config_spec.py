@@ -6,9 +6,9 @@ import dataclasses
 import json
 
 import pytest
+from conformance import row
 from scene import Scene
 
-from conformance import row
 from faulty_connector import FaultyConnector
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
 from quire.engine.memory.byte_sizes import GB

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conformance import row
 from fake_runner import naive_generation
 from scene import BAD, CLASSES, GatedGrammars, Scene
 
-from conformance import row
 from faulty_connector import FaultyConnector
 from quire.status import FinishReason, RequestStatus
 from quire.step import PositionLogprobs

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from conformance import row
 from fake_runner import naive_generation
 from scene import Scene
 
-from conformance import row
 from quire.config import SchedulerConfig
 from quire.scheduling.policies.admission import AdmissionPolicy
 from quire.scheduling.policies.order import QueueOrder

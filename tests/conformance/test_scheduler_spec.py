@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conformance import row
 from fake_runner import FakeRunner, naive_generation
 from scene import CLASSES, GatedGrammars, Scene, allowed_by_class
 
-from conformance import row
 from memory_connector import MemoryConnector
 from quire.config import EngineConfig
 from quire.engine.building.assembly import build_scheduler

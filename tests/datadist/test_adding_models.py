@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sides
+from conformance import row
 from failing import fails_with
 from model_pairs import (
     CACHE_BYTES,
@@ -14,7 +15,6 @@ from model_pairs import (
 from remote_objects import remote_process
 from sides import POOL, Runner, num_free_bytes, read_cache
 
-from conformance import row
 from quire.datadist import (
     KvCache,
     LLMStatusCode,

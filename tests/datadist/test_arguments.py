@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conformance import row
 from sides import byte_desc, cluster_info, described
 
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     CacheKey,

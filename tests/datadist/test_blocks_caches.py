@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import sides
+from conformance import row
 from failing import fails_with
 from pair_checks import bound_blocks, free_on_prompt, prefix_key
 from sides import POOL, byte_desc, num_free_bytes, pattern, read_cache, write_new_blocks, write_new_cache
 
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     CacheDesc,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sides
 import torch
+from conformance import row
 from failing import fails_with
 from pair_checks import (
     PLACEHOLDER,
@@ -21,7 +22,6 @@ from pair_checks import (
 )
 from sides import POOL, byte_desc, fits, num_free_bytes, pattern, read_cache, write_cache, write_new_cache
 
-from conformance import row
 from quire.datadist import (
     CacheDesc,
     CacheKey,

@@ -7,12 +7,12 @@ import threading
 
 import numpy as np
 import pytest
+from conformance import row
 from failing import fails_with
 from pair_checks import bound_blocks
 from pairs import CROSSED_PAIRS, PairMaker
 from sides import Layers, byte_desc, owned_bytes, pattern, read_cache, register_new, write_new_cache
 
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     CacheKey,

@@ -7,11 +7,11 @@ import sys
 import threading
 
 import pytest
+from conformance import row
 from failing import fails_with
 from sides import PATIENT, Runner, byte_desc, cluster_info, options, start_decoder, start_prompt
 
 import subprocesses
-from conformance import row
 from quire.datadist import CacheKey, DataType, LLMDataDist, LLMReq, LLMRole, LLMStatusCode, ModelConfig
 
 PEER = cluster_info(1, 26000)

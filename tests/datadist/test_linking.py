@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import sides
+from conformance import row
 from failing import fails_with
 from forwarder import Forwarder
 from pairs import over_tcp
 from remote_objects import remote_process
 from sides import byte_desc, cluster_info, pattern, read_cache, write_new_cache
 
-from conformance import row
 from quire.datadist import CacheKey, LLMClusterInfo, LLMException, LLMStatusCode
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from conformance import row
 from failing import fails_with
 from model_pairs import (
     CACHE_BYTES,
@@ -21,7 +22,6 @@ from model_pairs import (
 from pair_checks import free_on_prompt
 from sides import POOL, Runner, byte_desc, num_free_bytes, pattern, read_cache
 
-from conformance import row
 from quire.datadist import (
     CacheKey,
     KvCache,

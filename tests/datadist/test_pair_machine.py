@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import sides
+from conformance import row
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,7 +20,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     CacheDesc,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import sides
+from conformance import row
 from failing import fails_with
 from model_pairs import (
     CACHE_BYTES,
@@ -17,7 +18,6 @@ from model_pairs import (
 from pair_checks import free_on_prompt
 from sides import POOL, Runner, byte_desc, num_free_bytes, pattern, read_cache
 
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     CacheKey,

@@ -8,12 +8,12 @@ import threading
 import numpy as np
 import pytest
 import sides
+from conformance import row
 from failing import fails_with
 from pair_checks import bound_blocks
 from pairs import CROSSED_PAIRS, PairMaker, in_two_processes, with_pairs
 from sides import byte_desc, owned_bytes, pattern, register_new, write_new_cache
 
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     CacheDesc,

@@ -9,11 +9,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from conformance import row
 from failing import fails_with
 from pair_checks import free_on_prompt
 from sides import POOL, byte_desc, num_free_bytes, owned_bytes, pattern, read_cache, register_new
 
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     Cache,

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import sides
+from conformance import row
 from pairs import TRANSPORTS
 from sides import byte_desc, pattern, read_cache, register_new, write_cache
 
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     CacheKeyByIdAndIndex,

@@ -8,11 +8,11 @@ import socket
 import numpy as np
 import pytest
 import sides
+from conformance import row
 from failing import fails_with
 from pairs import TRANSPORTS
 from sides import byte_desc, pattern, read_cache, write_new_blocks, write_new_cache
 
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     CacheKey,

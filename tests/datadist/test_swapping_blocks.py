@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conformance import row
 from failing import fails_with
 from sides import byte_desc, pattern, read_cache, register_new, write_new_blocks
 
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     Cache,

@@ -7,11 +7,11 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from conformance import row
 from failing import fails_with
 from sides import byte_desc, described, write_new_cache
 
 import quire.datadist
-from conformance import row
 from quire.datadist import (
     BlocksCacheKey,
     CacheDesc,

@@ -100,7 +100,7 @@ def sockets(tmp_path, monkeypatch) -> Path:
 @contextlib.contextmanager
 def started_front(checkpoint: str, how: str) -> Iterator[tuple[subprocess.Popen, int]]:
     """Start a front process; yields it with the process id of its engine."""
-    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent.parent}"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
     with started(
         [sys.executable, "-c", FRONT, checkpoint, how],
         stdout=subprocess.PIPE,

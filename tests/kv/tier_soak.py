@@ -1,6 +1,6 @@
 """Kill engines while they write their KV tier, damage its file, and compare every answer of the next ones.
 
-PYTHONPATH=tests python tests/kv/tier_soak.py --kills 200
+PYTHONPATH=tests/support python tests/kv/tier_soak.py --kills 200
 
 Each engine runs in a process of its own and answers prompts until it is killed (-9) at a random moment. Then
 bits of the file are flipped, pages exchanged, or its end is cut off. Every answer must be that of an engine

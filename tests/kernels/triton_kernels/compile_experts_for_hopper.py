@@ -18,8 +18,8 @@ from quire.kernels.triton import device
 device.kernel_device = functools.partial(torch.device, "cpu")  # before the kernels' modules take it
 
 from quire.kernels.layers.experts import ExpertWeights, Mixture  # noqa: E402
-from quire.kernels.triton.experts import products as expert_products
-from quire.kernels.triton.experts import routing as expert_routing
+from quire.kernels.triton.experts import products as expert_products  # noqa: E402
+from quire.kernels.triton.experts import routing as expert_routing  # noqa: E402
 from quire.kernels.triton.kernel_set import TritonKernels  # noqa: E402
 
 HIDDEN, SIZE, EXPERTS, CHOSEN = 128, 256, 16, 8

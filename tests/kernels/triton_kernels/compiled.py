@@ -19,7 +19,7 @@ def output_of(script: str, cache: Path, *arguments: str) -> str:
     settings = {
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": str(path.parents[2]),
+        "PYTHONPATH": str(path.parents[2] / "support"),
     }
     done = subprocesses.run([sys.executable, str(path), *arguments], preload=True, env=os.environ | settings)
     assert done.returncode == 0, done.stderr

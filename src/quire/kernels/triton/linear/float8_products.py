@@ -1,4 +1,4 @@
-"""Products of rows with a weight matrix, both in float8, in Triton; see `quire.kernels.triton.linear.products`."""
+"""Products of rows with a weight matrix, both in float8; see `quire.kernels.triton.linear.products`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penalties in Triton, in the arithmetic of `quire.execution.sampling.penalties`, so that the logits have its bits."""
+"""Penalties in Triton, with the bits of `quire.execution.sampling.penalties`."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _set_up(program: dict[str, Any]) -> None:
     """Give this process what a program has been started with."""
     if program["new_session"]:
         os.setsid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as in tests/subprocesses.py
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # as in tests/support/subprocesses.py
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(program["directory"])
     os.environ.clear()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from custom_scheduler import OneByOne
 
 LIES = (None, -1, "nonsense", math.nan, [object()], {}, {0: None}, 10**9)

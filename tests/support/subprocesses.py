@@ -35,7 +35,7 @@ def started(
 
     Args:
         limit: seconds after which the group is killed within the block: reads from the program then end.
-        preload: let a Python program start with torch and Quire imported (tests/preloaded.py).
+        preload: let a Python program start with torch and Quire imported (tests/support/preloaded.py).
         options: for `subprocess.Popen`.
 
     Raises:

@@ -1,6 +1,6 @@
 """Ranks on the host that record steps, as ranks on GPUs do: on tapes, and with a stand-in for NCCL.
 
-`python tests/taped_ranks.py DESCRIPTOR PARENT EVENTS FAILURE` is a rank other than 0.
+`python tests/support/taped_ranks.py DESCRIPTOR PARENT EVENTS FAILURE` is a rank other than 0.
 """
 
 from __future__ import annotations
