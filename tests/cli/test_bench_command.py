@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from quire.cli.bench.config import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
+from quire.cli.bench_options import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
 from quire.cli.console import flag_name, in_flags, parameter_name
 from quire.cli.main import app
 from quire.cli.options import config_fields

@@ -14,12 +14,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from quire.cli.bench.config import TargetConfig
 from quire.cli.bench.http_target import ServerTarget
 from quire.cli.bench.load import LoadGenerator
 from quire.cli.bench.target import RequestUsage
 from quire.cli.bench.targets import open_target
 from quire.cli.bench.workload import BenchRequest
+from quire.cli.bench_options import TargetConfig
 from quire.config import EngineConfig, SchedulerConfig
 from quire.errors import ConfigError, EngineDeadError, QueueFullError, QuireError
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from quire.cli.bench.config import ArrivalConfig, TargetConfig
 from quire.cli.bench.measurements import RequestRecord, rates, served_figures, summary
 from quire.cli.bench.plot import draw, require_drawable
 from quire.cli.bench.report import (
@@ -24,6 +23,7 @@ from quire.cli.bench.report import (
     require_writable,
     tables,
 )
+from quire.cli.bench_options import ArrivalConfig, TargetConfig
 from quire.errors import ConfigError
 
 RECORDS = [

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from quire.cli.bench.arrivals import arrival_times
-from quire.cli.bench.config import WorkloadConfig
 from quire.cli.bench.workload import (
     ASSUMED_SIGMA,
     PUBLISHED,
@@ -20,6 +19,7 @@ from quire.cli.bench.workload import (
     reusable_tokens,
     sample_shapes,
 )
+from quire.cli.bench_options import WorkloadConfig
 from quire.errors import ConfigError
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizers.reading import read_tokenizer

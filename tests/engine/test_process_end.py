@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.engine.process.exit_status import describe_end
+from quire.engine.exit_status import describe_end
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from live_server import served
 from scripted_llm import CALLS, ScriptedLLM
 
 from quire.config import ServerConfig
-from quire.server import database
 from quire.server.app import create_app
-from quire.server.responses import background, event_logs, handlers, store
+from quire.server.responses import handlers
 from quire.server.responses.answers import TextDelta
-from quire.server.responses.store import ResponseStore, StoredResponse
+from quire.server.storage import background, database, event_logs
+from quire.server.storage import response_store as store
+from quire.server.storage.response_store import ResponseStore, StoredResponse
 
 PING = {"type": "function", "name": "ping", "parameters": {"type": "object"}}
 MODEL = {"model": "fake"}

@@ -19,7 +19,7 @@ from typing import Any
 
 import typer
 
-from quire.cli.bench.config import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
+from quire.cli.bench_options import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
 from quire.cli.config_file import config_file_option
 from quire.cli.console import flag_name, in_flags, one_line_errors, parameter_name, usage_errors
 from quire.cli.manual import MOST_USED_PANEL

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from quire.dialogue.calls.json_copying import copy_object
 from quire.dialogue.calls.reading import CallReader, NotACallError
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
-from quire.dialogue.harmony_messages import ANALYSIS, HarmonyMessages
+from quire.dialogue.harmony_messages import ANALYSIS, FUNCTIONS, HarmonyMessages
 from quire.dialogue.incoming_text import IncomingText, Reading
 from quire.dialogue.reasoning.formats import ExpectedThought
-
-FUNCTIONS = "functions."
-"""The namespace of a request's tools; built-in ones, which a template may offer, have others."""
 
 _PARAGRAPH = "\n\n"
 

@@ -18,6 +18,9 @@ MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)
 ENDS_OF_BODY = (START, CHANNEL, END, RETURN, CALL)  # the first two begin the next header
 
 ANALYSIS = "analysis"
+FUNCTIONS = "functions."
+"""The namespace of a request's tools; built-in ones, which a template may offer, have others."""
+
 MESSAGE_START = f"{START}assistant"
 ANALYSIS_HEADER = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
 FINAL_HEADER = f"{CHANNEL}final{MESSAGE}"

@@ -12,6 +12,7 @@ from quire.kv.blocks.manager import KVCacheManager
 from quire.kv.blocks.retention import RETENTIONS
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.scheduling.accounts.beam_groups import BeamGroups
+from quire.scheduling.accounts.cache_eviction import CacheEviction
 from quire.scheduling.accounts.deadlines import Deadlines
 from quire.scheduling.accounts.fences import Fences
 from quire.scheduling.accounts.flow_shares import FlowShares
@@ -25,7 +26,6 @@ from quire.scheduling.accounts.step_sharing import StepSharing
 from quire.scheduling.accounts.steps_in_flight import StepsInFlight
 from quire.scheduling.accounts.suspects import Suspects
 from quire.scheduling.accounts.waiting import WaitingRequests
-from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.guards.connector_calls import ConnectorCalls
 from quire.scheduling.guards.context import guarded

@@ -15,13 +15,13 @@ from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.formats import FORMATS, format_of_template
 from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, ThoughtFormat, thought_format_of_template
 from quire.errors import ConfigError, InvalidRequestError
-from quire.server.database import IN_MEMORY
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics.registry import Metrics
-from quire.server.responses.background import BackgroundResponses
-from quire.server.responses.event_logs import EventLogs
-from quire.server.responses.store import ResponseStore
 from quire.server.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from quire.server.storage.background import BackgroundResponses
+from quire.server.storage.database import IN_MEMORY
+from quire.server.storage.event_logs import EventLogs
+from quire.server.storage.response_store import ResponseStore
 from quire.server.tenancy.tenants import Tenant, Tenants
 from quire.server.wire.errors import ApiError
 from quire.server.wire.leniency import IgnoredNames, Leniency

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.bench.config import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
+from quire.cli.bench_options import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
 from quire.cli.console import EXIT_FAILURE
 from quire.cli.manual import ManualCommand, ManualGroup
 from quire.cli.options import config_options

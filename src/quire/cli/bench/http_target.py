@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 from aiohttp.http import HttpProcessingError
 
-from quire.cli.bench.config import TargetConfig
 from quire.cli.bench.target import RequestUsage, Target
 from quire.cli.bench.workload import BenchRequest, regular_token_ids
+from quire.cli.bench_options import TargetConfig
 from quire.errors import QuireError
 from quire.models.checkpoints.hub import resolve_model
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quire.cli.bench.arrivals import arrival_times
-from quire.cli.bench.config import ArrivalConfig, WorkloadConfig
 from quire.cli.bench.measurements import RequestRecord
 from quire.cli.bench.target import Target
 from quire.cli.bench.workload import ARRIVALS, BenchRequest, Workload, build_workload
+from quire.cli.bench_options import ArrivalConfig, WorkloadConfig
 from quire.cli.console import stderr_is_terminal
 from quire.errors import EngineDeadError, QuireError
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench.config import LatencyConfig, WorkloadConfig
 from quire.cli.bench.measurements import rates, summary
 from quire.cli.bench.workload import (
     BenchRequest,
@@ -17,6 +16,7 @@ from quire.cli.bench.workload import (
     require_fit,
     warmup_requests,
 )
+from quire.cli.bench_options import LatencyConfig, WorkloadConfig
 from quire.cli.console import stderr_is_terminal
 from quire.cli.offline import ready_llm
 from quire.config import EngineConfig

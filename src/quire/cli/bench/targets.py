@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench.config import TargetConfig
 from quire.cli.bench.offline import fixed_length_sampling
 from quire.cli.bench.target import RequestUsage, Target
 from quire.cli.bench.workload import BenchRequest, regular_token_ids
+from quire.cli.bench_options import TargetConfig
 from quire.cli.console import flag_name, parameter_name
 from quire.cli.options import is_nested
 from quire.cli.progress import LoadingBar

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire.cli.bench.config import DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, WorkloadConfig
+from quire.cli.bench_options import DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, WorkloadConfig
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:

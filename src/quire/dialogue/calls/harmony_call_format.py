@@ -10,7 +10,6 @@ from quire.dialogue.calls.grammar_writing import GrammarWriter
 from quire.dialogue.calls.json_calls import object_grammar
 from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.calls.tools import Tool, ToolUse
-from quire.dialogue.harmony_answer import FUNCTIONS
 from quire.dialogue.harmony_messages import (
     CALL,
     CHANNEL,
@@ -18,6 +17,7 @@ from quire.dialogue.harmony_messages import (
     END,
     ENDS_OF_BODY,
     FINAL_HEADER,
+    FUNCTIONS,
     MARKS,
     MESSAGE,
     MESSAGE_START,

@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.engine.process.main [--spare]`, started by `quire.front.process.launch`.
+"""The engine process: `python -m quire.engine.process.main [--spare]`; `quire.front` starts it.
 
 Standard input carries two lines, the private directory of the sockets and the start message, and then stays
 open as the *lifeline*: when it closes, the front has ended, and this process exits immediately, even within a

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Protocol, runtime_checkable
 
-from quire.engine.process.exit_status import describe_end
+from quire.engine.exit_status import describe_end
 from quire.engine.ranks.messages import Channel, FromRank, RankConnecting, RankFailed
 from quire.errors import EngineDeadError
 

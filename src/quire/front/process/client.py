@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from quire.config import EngineConfig
+from quire.engine.exit_status import describe_end
 from quire.engine.messages import (
     STACKS_SIGNAL,
     Acknowledge,
@@ -34,7 +35,6 @@ from quire.engine.messages import (
     input_address,
     output_address,
 )
-from quire.engine.process.exit_status import describe_end
 from quire.engine.process.output_window import Acknowledgements
 from quire.errors import ConfigError, EngineDeadError
 from quire.front.interrupt import interruptible

@@ -9,7 +9,7 @@ import subprocess
 import weakref
 from collections.abc import Callable
 
-from quire.engine.process.exit_status import describe_end
+from quire.engine.exit_status import describe_end
 from quire.front.process.descriptors import is_readable
 from quire.front.process.launch import end_process, start_process
 

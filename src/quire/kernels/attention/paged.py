@@ -1,6 +1,6 @@
 """Attention over the paged KV cache in plain torch: ragged, grouped, windowed.
 
-The bits of a row do not depend on the rest of the batch; `quire.kernels.attention.tiles` says in which order it adds.
+The bits of a row do not depend on the rest of the batch; `attention.tiles` says in which order it adds.
 """
 
 from __future__ import annotations

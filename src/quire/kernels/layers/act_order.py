@@ -6,15 +6,17 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from quire.kernels.devices.memory import WeightMemory
-from quire.kernels.interface import KernelSet
 from quire.kernels.layers.linear import Linear
 from quire.kernels.layers.weights import GroupedWeight, Weight, dequantize
+
+if TYPE_CHECKING:
+    from quire.kernels.interface import KernelSet
 
 logger = logging.getLogger(__name__)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
 from quire.kernels.devices.memory import WeightMemory
-from quire.kernels.interface import KernelSet
 from quire.kernels.layers.act_order import linear_in_order
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
+
+if TYPE_CHECKING:
+    from quire.kernels.interface import KernelSet
 
 
 class ExpertByExpert(Experts):

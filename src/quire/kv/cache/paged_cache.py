@@ -67,8 +67,9 @@ class PagedAttentionCache(TensorData):
             mesh: the devices, of which this process is one; None: as many as `metadata` says.
             metadata: what the cache is.
             quantizer: an object with `quantize` and `dequantize` (see
-                `quire.kernels.attention.kv_quantizers`), or a function that returns keys or values [..., head_dim] as numbers that need only be converted
-                back; each vector by itself. None: that of the cache's type, int8 or float8_e4m3fn, else none.
+                `quire.kernels.attention.kv_quantizers`), or a function that returns keys or values
+                [..., head_dim] as numbers that need only be converted back; each vector by itself.
+                None: that of the cache's type, int8 or float8_e4m3fn, else none.
             kv_pages_sharding: for each dimension of a layer's pages the mesh axis that divides it: only that
                 of KV heads can be. None: as `metadata` says.
 

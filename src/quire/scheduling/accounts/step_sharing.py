@@ -14,9 +14,9 @@ import numpy as np
 
 from quire.kv.blocks.manager import KVCacheManager, Prefix
 from quire.request import Request
+from quire.scheduling.accounts.cache_eviction import CacheEviction
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.accounts.steps_in_flight import StepsInFlight
-from quire.scheduling.cache_eviction import CacheEviction
 from quire.step import IntArray
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from quire.config import SchedulerConfig
 from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
+from quire.scheduling.accounts.cache_eviction import CacheEviction
 from quire.scheduling.accounts.kv_holdings import KVHoldings
 from quire.scheduling.accounts.remote_loads import RemoteLoads
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.accounts.suspects import Suspects
 from quire.scheduling.accounts.waiting import WaitingRequests
-from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.interface import PauseState
 from quire.status import RequestStatus
 

@@ -11,6 +11,7 @@ import numpy as np
 from quire.config import SchedulerConfig
 from quire.kv.blocks.manager import LOOKUP_BLOCKS, NO_PREFIX, KVCacheManager, Prefix
 from quire.request import Request
+from quire.scheduling.accounts.cache_eviction import CacheEviction
 from quire.scheduling.accounts.deadlines import Deadlines
 from quire.scheduling.accounts.flow_shares import FlowShares
 from quire.scheduling.accounts.kv_holdings import KVHoldings
@@ -21,7 +22,6 @@ from quire.scheduling.accounts.step_sharing import StepSharing
 from quire.scheduling.accounts.steps_in_flight import StepsInFlight
 from quire.scheduling.accounts.suspects import Suspects
 from quire.scheduling.accounts.waiting import WaitingRequests
-from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.guards.connector_calls import ConnectorCalls
 from quire.scheduling.guards.step_clock import StepClock
 from quire.scheduling.outputs import SchedulerStats

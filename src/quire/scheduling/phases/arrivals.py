@@ -10,10 +10,10 @@ from quire.grammar.manager import GrammarManager
 from quire.kv.blocks.manager import NO_PREFIX, KVCacheManager
 from quire.request import Request
 from quire.request_options import require_text
+from quire.scheduling.accounts.cache_eviction import CacheEviction
 from quire.scheduling.accounts.kv_holdings import KVHoldings
 from quire.scheduling.accounts.state import SchedulerState
 from quire.scheduling.accounts.waiting import WaitingRequests
-from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.guards.connector_calls import ConnectorCalls
 from quire.scheduling.phases.refusals import (
     refuse_beams_beside_eviction,

@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 
+from quire.scheduling.accounts.cache_eviction import CacheEviction
 from quire.scheduling.accounts.outbox import Outbox
 from quire.scheduling.accounts.plan import Plan
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.accounts.steps_in_flight import StepsInFlight
-from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.guards.connector_calls import ConnectorCalls
 from quire.scheduling.interface import StepWithdrawnError
 from quire.scheduling.outputs import SchedulerStats

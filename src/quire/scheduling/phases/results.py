@@ -14,12 +14,12 @@ from quire.grammar.manager import GrammarManager
 from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.beam_groups import BeamGroups
+from quire.scheduling.accounts.cache_eviction import CacheEviction
 from quire.scheduling.accounts.fences import Fences
 from quire.scheduling.accounts.outbox import Outbox
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.accounts.step_sharing import StepSharing
 from quire.scheduling.accounts.suspects import Suspects
-from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,

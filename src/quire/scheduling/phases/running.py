@@ -10,12 +10,12 @@ import numpy as np
 from quire.config import SchedulerConfig
 from quire.kv.blocks.manager import KVCacheManager
 from quire.scheduling.accounts.beam_groups import BeamGroup, BeamGroups
+from quire.scheduling.accounts.cache_eviction import CacheEviction
 from quire.scheduling.accounts.flow_shares import FlowShares
 from quire.scheduling.accounts.kv_holdings import KVHoldings
 from quire.scheduling.accounts.plan import Plan
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.accounts.steps_in_flight import StepsInFlight
-from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.phases.beams import BeamPhase
 from quire.scheduling.phases.drafting import Drafting
 from quire.scheduling.phases.request_finisher import RequestFinisher

@@ -10,11 +10,11 @@ from quire.config import SchedulerConfig
 from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.beam_groups import BeamGroups
+from quire.scheduling.accounts.cache_eviction import CacheEviction
 from quire.scheduling.accounts.kv_holdings import KVHoldings
 from quire.scheduling.accounts.remote_loads import RemoteLoad, RemoteLoads
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.accounts.waiting import WaitingRequests
-from quire.scheduling.cache_eviction import CacheEviction
 from quire.scheduling.guards.connector_calls import ConnectorCalls
 from quire.scheduling.guards.step_clock import StepClock
 from quire.scheduling.outputs import SchedulerStats

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from quire.server.batches.answers import Batch, FileObject
-from quire.server.database import Database
+from quire.server.storage.database import Database
 from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 MAX_BATCHES = 10_000

@@ -23,10 +23,10 @@ from quire.server.responses.answers import (
 )
 from quire.server.responses.body import ResponsesRequest
 from quire.server.responses.call import ResponsesCall
-from quire.server.responses.event_logs import EventLog, EventLogs, events_gone
 from quire.server.responses.items import Item, ItemReference, Items
 from quire.server.responses.keeping import Keeping
-from quire.server.responses.store import ResponseStore, StoredResponse, not_found
+from quire.server.storage.event_logs import EventLog, EventLogs, events_gone
+from quire.server.storage.response_store import ResponseStore, StoredResponse, not_found
 from quire.server.wire.answers import encode, json_response
 from quire.server.wire.errors import ApiError, as_api_error
 from quire.server.wire.leniency import Leniency

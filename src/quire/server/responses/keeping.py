@@ -6,7 +6,7 @@ import dataclasses
 import logging
 
 from quire.server.responses.answers import ResponseAnswer
-from quire.server.responses.store import ResponseStore, StoredResponse
+from quire.server.storage.response_store import ResponseStore, StoredResponse
 from quire.server.wire.answers import encode
 from quire.server.wire.errors import ApiError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 
-from quire.server.database import Database
+from quire.server.storage.database import Database
 from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 MAX_TURNS = 1000

@@ -1,0 +1,1 @@
+"""What the server keeps between requests: the database, responses, and their events."""
