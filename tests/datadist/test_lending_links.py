@@ -13,32 +13,33 @@ import torch
 from raw_peers import address_of, soon, started
 
 from quire.datadist import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
-from quire.datadist.caches.cache_pool import CachePool
 from quire.datadist.caches.memory import HostMemory
 from quire.datadist.caches.registered_memory import memory_of_tensors
 from quire.datadist.caches.spans import part_spans
+from quire.datadist.interface.options import InitOptions
+from quire.datadist.interface.session import Session
 from quire.datadist.links.decoder_link import DecoderLink
-from quire.datadist.links.linking import establish_link
-from quire.datadist.links.prompt_link import PromptLink
-from quire.datadist.links.prompt_service import PromptService
 from quire.datadist.loans.arriving_blocks import ArrivingBlocks
 from quire.datadist.loans.cached_blocks import CachedBlocks
-from quire.datadist.loans.lending import Lender
 from quire.datadist.loans.loans import Loans
+from quire.datadist.loans.shared_blocks import SharedBlocks
 from quire.datadist.transports.interface import DestinationEnd, LinkTerms
-from quire.datadist.transports.opening import open_transports
 from quire.datadist.wire.protocol import (
     DIGEST_BYTES,
+    BlocksSource,
     LinkOffer,
     LoanReport,
     LoanRequest,
+    NumberedBlocksSource,
     PartReady,
     PrefixFound,
     PrefixRequest,
     PullConfirmed,
     PullRefused,
+    PullRequest,
     TransportOffer,
     decoder_channel,
+    encode_runs,
     prompt_channel,
 )
 
@@ -48,41 +49,40 @@ DIGEST = b"tokens"
 IDENTITY = {"model": "tiny 1234", "block size": "16"}
 
 
+def options(transport: str, address: tuple[str, int] | None) -> InitOptions:
+    return InitOptions(
+        address=address,
+        device=torch.device("cpu"),
+        timeout=20.0,
+        pool_bytes=None,
+        token=b"token",
+        use_checksum=True,
+        transports=(transport,),
+        num_tcp_streams=2,
+    )
+
+
+def shared_blocks(content: np.ndarray, identity: dict[str, str]) -> SharedBlocks:
+    return SharedBlocks(
+        memory=memory_of_tensors(DESC, [torch.from_numpy(content).view(-1)]),
+        block_size=16,
+        spans_of=lambda block_ids, *part: part_spans(block_ids, BLOCK_BYTES, *part),
+        max_sent_blocks=3,
+        loans=Loans(BLOCK_BYTES),
+        cached=CachedBlocks(),
+        identity=lambda: identity,
+    )
+
+
 class LendingSide:
-    """An engine that lends blocks whose bytes are `content`."""
+    """A session that lends blocks whose bytes are `content`."""
 
     def __init__(self, transport: str) -> None:
         self.content = np.random.default_rng(5).integers(1, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-        memory = memory_of_tensors(DESC, [torch.from_numpy(self.content).view(-1)])
-        self.loans = Loans(BLOCK_BYTES)
-        self.epoch = 77
-        self.transports = open_transports([transport], listens=True, num_tcp_streams=2)
-        self.cached = CachedBlocks()
-        lender = Lender(
-            memory=memory,
-            block_size=16,
-            spans_of=lambda block_ids, *part: part_spans(block_ids, BLOCK_BYTES, *part),
-            max_sent_blocks=3,
-            loans=self.loans,
-            cached=self.cached,
-            identity=lambda: IDENTITY,
-        )
-
-        def new_link(connection: socket.socket, link_id: int, key: bytes) -> PromptLink:
-            return PromptLink(
-                connection,
-                link_id,
-                key,
-                cluster_id=0,
-                epoch=self.epoch,
-                pool=CachePool(HostMemory, 0),
-                transports=self.transports,
-                use_checksum=True,
-                lender=lender,
-            )
-
-        listeners = [one.listener for one in self.transports if one.listener is not None]
-        self.service = PromptService(("127.0.0.1", 0), b"token", new_link, listeners)
+        shared = shared_blocks(self.content, IDENTITY)
+        self.loans, self.cached = shared.loans, shared.cached
+        self.session = Session(LLMRole.PROMPT, 0, options(transport, ("127.0.0.1", 0)), shared)
+        self.service = self.session.service
 
     def lend(self, block_ids: list[int], name: str = "loan") -> None:
         self.number = self.loans.offer(name, "owner", len(block_ids), DIGEST)
@@ -91,31 +91,21 @@ class LendingSide:
 
     def close(self) -> None:
         self.loans.close("the test ends")
-        self.service.close()
-        for one in self.transports:
-            one.close()
+        self.session.close()
 
 
 @contextlib.contextmanager
 def linked_to(side: LendingSide, transport: str, identity=IDENTITY):
-    transports = open_transports([transport], listens=False, num_tcp_streams=2)
-    link = establish_link(
-        ("127.0.0.1", side.service.port),
-        b"token",
-        prompt_cluster_id=0,
-        decoder_cluster_id=9,
-        transports=transports,
-        use_checksum=True,
-        deadline=soon(),
-        identity=identity,
-        block_size=16,
-    )
+    own = shared_blocks(np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8), identity)
+    session = Session(LLMRole.DECODER, 0, options(transport, None), own)
     try:
-        yield link
+        link = session.open_link(side.service.address, soon())
+        try:
+            yield link
+        finally:
+            link.drop()
     finally:
-        link.drop()
-        for one in transports:
-            one.close()
+        session.close()
 
 
 @pytest.fixture(params=["tcp", "shared_memory"])
@@ -219,7 +209,7 @@ def test_what_is_not_lent_is_refused_and_the_link_goes_on(sides, request_, code)
 def test_an_engine_that_was_started_anew_lends_nothing_of_before(sides):
     side, link = sides
     side.lend([1, 2])
-    link.epoch = 76
+    link.epoch ^= 1
     assert code_of(pull, link, request_for(2), [1, 2]) is LLMStatusCode.LLM_NOT_YET_LINK
 
 
@@ -310,6 +300,29 @@ def test_only_equal_kv_is_linked(identity):
             pass
     finally:
         side.close()
+
+
+def test_several_links_may_go_to_one_session(sides):
+    side, link = sides
+    side.lend([1, 2])
+    with linked_to(side, link.transport) as another:
+        assert len(side.service.transports) == 2
+        for one in (link, another):
+            assert (pull(one, request_for(2), [1, 2])[[1, 2]] == side.content[[1, 2]]).all()
+
+
+@pytest.mark.parametrize("source", [NumberedBlocksSource, BlocksSource])
+def test_shared_blocks_are_no_cache_that_can_be_pulled(sides, source):
+    side, link = sides
+    side.lend([1, 2])
+    for number in range(3):
+        run = encode_runs(np.array([1]), np.array([1]))
+        request = PullRequest(
+            0, 0, source(number, BLOCK_BYTES, run), DataType.DT_INT8, 1, None, 0, BLOCK_BYTES, False, 0
+        )
+        spans = part_spans(np.array([0]), BLOCK_BYTES, 0, BLOCK_BYTES)
+        code = code_of(link.pull, request, HostMemory(DESC), spans, soon())
+        assert code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
 def test_an_llm_datadist_lends_nothing():

@@ -18,7 +18,7 @@ from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
 from quire.kv.blocks.events import KVEventCollector
-from quire.kv.peers import known_peers, links, peer, peer_prefixes, pull_readers, pulls
+from quire.kv.peers import links, peer, peer_prefixes, pull_readers, pulls
 from quire.request_options import RequestOptions
 from quire.status import RequestStatus
 
@@ -418,7 +418,7 @@ def test_however_long_a_transfer_may_take_it_is_one():
 
 def test_with_too_many_peers_a_prompt_is_computed(pair, alone, monkeypatch):
     first, second = pair
-    monkeypatch.setattr(known_peers, "MAX_PEERS", 0)
+    monkeypatch.setattr(peer, "MAX_PEERS", 0)
     peers = core_of(second)._connector._parts.peers
     monkeypatch.setattr(peers, "_peers", {})
     before = failed_loads(second)
@@ -607,7 +607,7 @@ def test_what_is_given_up_is_not_read_even_if_it_cannot_be_published(monkeypatch
 
 def test_equals_that_are_gone_or_silent_cost_a_moment(alone, monkeypatch):
     monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", 0.01)
-    for module in (known_peers, links, peer):
+    for module in (links, peer):
         monkeypatch.setattr(module, "LINK_TIMEOUT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
         peers = f"127.0.0.1:{free_port()},127.0.0.1:{silent.getsockname()[1]}"

@@ -17,6 +17,7 @@ import pytest
 from engine_checks import check_after_every_step, core_of
 from late_steps import compute_late
 from quire import LLM, SamplingParams
+from quire.datadist.links import decoder_links
 from quire.datadist.links.decoder_link import DecoderLink
 from quire.datadist.links.prompt_link import PromptLink
 from quire.datadist.loans.cached_blocks import CachedBlocks, CachedReading
@@ -26,7 +27,6 @@ from quire.datadist.transports.shared_memory import SharedMemoryDestinationEnd, 
 from quire.datadist.transports.tcp import TcpDestinationEnd, TcpSourceEnd
 from quire.datadist.wire.protocol import LoanReport
 from quire.engine.messages import EngineCoreRequest
-from quire.kv.peers import connector as connector_module
 from quire.kv.peers import links, peer_prefixes, pulls
 from quire.request_options import RequestOptions
 from quire.status import FinishReason, RequestStatus
@@ -48,7 +48,7 @@ FAULTY = [  # what is not the connector's own
     (DecoderLink, "pull_parts"),
     (DecoderLink, "exchange_news"),
     (DecoderLink, "find_prefix"),
-    (connector_module, "establish_link"),
+    (decoder_links, "establish_link"),
     (Loans, "open"),
     (Loans, "renew"),
     (Loans, "release"),

@@ -19,10 +19,8 @@ from quire.kv.connectors.step_times import StepMark, host_mark
 from quire.kv.peers import links, pull_readers
 from quire.kv.peers import peer as peer_module
 from quire.kv.peers.block_layouts import BlockLayouts
-from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.links import PeerLinks
-from quire.kv.peers.peer import Peer
-from quire.kv.peers.prefix_lookup import PrefixLookup
+from quire.kv.peers.peer import KnownPeers, Peer, PrefixLookup
 from quire.kv.peers.pulls import LoanLoad, LoanPull, PrefixLoad, PrefixPull
 from quire.kv.peers.transfer_params import BorrowingParams
 from thread_shortage import no_threads_to_spare

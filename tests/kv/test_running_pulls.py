@@ -8,7 +8,7 @@ from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.connectors.step_times import host_mark
 from quire.kv.peers import running_pulls
-from quire.kv.peers.known_peers import KnownPeers
+from quire.kv.peers.peer import KnownPeers
 from quire.kv.peers.pulls import LoanLoad, PrefixLoad
 from quire.kv.peers.running_pulls import PREFIX_GRACE, PREFIX_PATIENCE, RunningPulls
 from quire.kv.peers.transfer_params import BorrowingParams

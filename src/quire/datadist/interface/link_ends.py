@@ -13,6 +13,7 @@ from quire.datadist.interface.pushes import PushingLink
 from quire.datadist.links.decoder_links import DecoderLinks
 from quire.datadist.links.prompt_link import PromptLink
 from quire.datadist.links.prompt_service import PromptService
+from quire.datadist.loans.shared_blocks import SharedBlocks
 from quire.datadist.status import LLMException, LLMStatusCode
 from quire.datadist.transports.opening import open_transports
 
@@ -27,12 +28,14 @@ class LinkEnds:
         cluster_id: of this side.
         epoch: of this side's start.
         pool: the caches that peers may pull.
+        takes_pushes: whether those who link to this side from now on may push to it.
+        shared: blocks that both sides of its links may share; None: there are none.
 
     Attributes:
         links: that this side has made, as a DECODER does.
         service: of the links that others have made, as to a PROMPT; None: it does not listen.
         shares_memory: whether peers on this host may map the caches.
-        takes_pushes: whether this side is MIX, so that those who link to it from now on may push to it.
+        takes_pushes: as it was given.
 
     Raises:
         LLMException: LLM_FAILED, it cannot listen; nothing is left.
@@ -46,11 +49,13 @@ class LinkEnds:
         epoch: int,
         pool: CachePool[CacheMemory],
         takes_pushes: bool,
+        shared: SharedBlocks | None = None,
     ) -> None:
         self._options = options
         self._cluster_id = cluster_id
         self._epoch = epoch
         self._pool = pool
+        self._shared = shared
         self.takes_pushes = takes_pushes
         self._transports = open_transports(
             options.transports, listens=options.address is not None, num_tcp_streams=options.num_tcp_streams
@@ -58,15 +63,20 @@ class LinkEnds:
         listeners = [one.listener for one in self._transports if one.listener is not None]
         self.shares_memory = bool(listeners)
         self.links = DecoderLinks(
-            cluster_id, options.token, self._transports, use_checksum=options.use_checksum, pool=pool
+            cluster_id,
+            options.token,
+            self._transports,
+            use_checksum=options.use_checksum,
+            pool=pool,
+            shared=shared,
         )
         self.service: PromptService | None = None
         if options.address is None:
             return
         if not options.token and not ipaddress.IPv4Address(options.address[0]).is_loopback:
             logger.warning(
-                "listening on %s without quire.token: everyone who reaches it can read KV, and in role MIX "
-                "write to caches that take pushes",
+                "listening on %s without a token (quire.token, or kv_transfer_token of an engine): everyone "
+                "who reaches it can read KV, and in role MIX write to caches that take pushes",
                 options.address[0],
             )
         try:
@@ -131,5 +141,6 @@ class LinkEnds:
             pool=self._pool,
             transports=self._transports,
             use_checksum=self._options.use_checksum,
+            shared=self._shared,
             takes_pushes=self.takes_pushes,
         )

@@ -1,4 +1,4 @@
-"""What an `LLMDataDist` has from `init` to `finalize`."""
+"""What an `LLMDataDist` has from `init` to `finalize`, and an engine that shares KV as long as it runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from quire.datadist.interface.llm_model import LLMModel
 from quire.datadist.interface.model_runner import ModelRunner, default_runner
 from quire.datadist.interface.options import InitOptions, ModelOptions
 from quire.datadist.interface.prompt_model import PromptModel
+from quire.datadist.links.decoder_link import DecoderLink
 from quire.datadist.links.decoder_links import DecoderLinks
 from quire.datadist.links.prompt_service import PromptService
+from quire.datadist.loans.shared_blocks import SharedBlocks
 from quire.datadist.peers import LLMClusterInfo, LLMReq
 from quire.datadist.status import LLMStatusCode, failure, invalid
 
@@ -33,13 +35,32 @@ LinkResult = tuple[LLMStatusCode, list[LLMStatusCode]]
 
 
 class Session:
-    """What an `LLMDataDist` has from `init` to `finalize`."""
+    """One side of links: its caches, its models, and what it shares of the KV cache of an engine.
 
-    def __init__(self, role: LLMRole, cluster_id: int, options: InitOptions) -> None:
+    Args:
+        role: PROMPT listens, DECODER links, MIX does both, and peers may push to it.
+        cluster_id: by which peers know this side; all engines have the same.
+        options: of `LLMDataDist.init`.
+        shared: the blocks of an engine's KV cache, which peers read through their own sessions' `open_link`;
+            None: there are none. They are no cache of this session: neither pulls nor pushes reach them.
+
+    Attributes:
+        role: as `switch_role` has set it last.
+        epoch: random number of this start, which peers hear when they link.
+        manager: allocates and moves caches.
+
+    Raises:
+        LLMException: LLM_FAILED, the address of the options cannot be listened on.
+    """
+
+    def __init__(
+        self, role: LLMRole, cluster_id: int, options: InitOptions, shared: SharedBlocks | None = None
+    ) -> None:
         self.role = role
+        self.epoch = secrets.randbits(64)
         self._cluster_id = cluster_id
         self._options = options
-        self._epoch = secrets.randbits(64)
+        self._shared = shared
         self._pool: CachePool[CacheMemory] = CachePool(self._allocate, options.pool_bytes)
         self._linking = threading.Lock()
         self._adding = threading.RLock()
@@ -58,6 +79,21 @@ class Session:
     def service(self) -> PromptService | None:
         """Serves the links that others have made, if this side listens."""
         return self._ends.service
+
+    def open_link(self, address: tuple[str, int], deadline: float) -> DecoderLink:
+        """Return a link of the caller's own to a session with the same cluster id, to read what that shares.
+
+        A side may have any number of them to one address. `close` needs them dropped.
+
+        Args:
+            address: ip and port that the peer listens on.
+            deadline: in seconds on the monotonic clock.
+
+        Raises:
+            TimeoutError: the peer does not answer in time.
+            OSError: it cannot be reached, has other KV, or refuses.
+        """
+        return self.links.open(address, self._cluster_id, secrets.randbits(63), deadline)
 
     def add_model(self, options: dict[str, str], runner: ModelRunner | None) -> LLMModel:
         """Add a model of this side."""
@@ -158,8 +194,9 @@ class Session:
         return LinkEnds(
             options,
             cluster_id=self._cluster_id,
-            epoch=self._epoch,
+            epoch=self.epoch,
             pool=self._pool,
+            shared=self._shared,
             takes_pushes=role is LLMRole.MIX,
         )
 

@@ -1,18 +1,32 @@
-"""The links of a DECODER."""
+"""The links of a DECODER, and how each is made."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quire.datadist.caches.cache_pool import CachePool
 from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.links.decoder_link import DecoderLink
-from quire.datadist.links.linking import establish_link
+from quire.datadist.loans.shared_blocks import SharedBlocks
 from quire.datadist.peers import LLMClusterInfo, dotted
 from quire.datadist.status import LLMStatusCode, failure
-from quire.datadist.transports.interface import Transport
+from quire.datadist.transports.interface import DestinationEnd, LinkTerms, Transport
+from quire.datadist.wire import sockets
+from quire.datadist.wire.handshake import ConnectionKind, greet, new_greeting
+from quire.datadist.wire.protocol import (
+    BYTE_ORDER,
+    NO_IDENTITY,
+    LinkEstablished,
+    LinkOffer,
+    LinkRequest,
+    OfferAccepted,
+    OfferDeclined,
+    ProtocolError,
+    TransportOffer,
+    decoder_channel,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +42,7 @@ class DecoderLinks:
         transports: that this side has.
         use_checksum: whether this side wants checksums.
         pool: PROMPTs may push into what is registered in it.
+        shared: blocks that this side fills with those of PROMPTs; None: there are none.
     """
 
     def __init__(
@@ -38,8 +53,10 @@ class DecoderLinks:
         *,
         use_checksum: bool,
         pool: CachePool[CacheMemory],
+        shared: SharedBlocks | None = None,
     ) -> None:
         self._pool = pool
+        self._shared = shared
         self._cluster_id = cluster_id
         self._token = token
         self._transports = transports
@@ -69,6 +86,23 @@ class DecoderLinks:
                 "DECODER, on the DECODER)",
             )
         return link
+
+    def open(
+        self, address: tuple[str, int], prompt_cluster_id: int, decoder_cluster_id: int, deadline: float
+    ) -> DecoderLink:
+        """Return a link that is not one of these; raises what `establish_link` does."""
+        shared = self._shared
+        return establish_link(
+            address,
+            self._token,
+            prompt_cluster_id=prompt_cluster_id,
+            decoder_cluster_id=decoder_cluster_id,
+            transports=self._transports,
+            use_checksum=self._use_checksum,
+            deadline=deadline,
+            identity=NO_IDENTITY if shared is None else shared.identity(),
+            block_size=0 if shared is None else shared.block_size,
+        )
 
     def link(self, clusters: Sequence[LLMClusterInfo], deadline: float) -> list[LLMStatusCode]:
         """Link to each PROMPT, all at a time, and return how that ended for each."""
@@ -145,7 +179,7 @@ class DecoderLinks:
                 return LLMStatusCode.LLM_ALREADY_LINK
         ip, port = addresses[0]
         try:
-            link = self._establish(cluster_id, (dotted(ip), port), deadline)
+            link = self.open((dotted(ip), port), cluster_id, self._cluster_id, deadline)
         except TimeoutError as error:
             logger.warning("PROMPT %s at %s:%d did not answer: %s", cluster_id, dotted(ip), port, error)
             return LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
@@ -163,17 +197,6 @@ class DecoderLinks:
         except OSError as error:
             logger.warning("PROMPT %s cannot push: %s", link.cluster_id, error)
 
-    def _establish(self, cluster_id: int, address: tuple[str, int], deadline: float) -> DecoderLink:
-        return establish_link(
-            address,
-            self._token,
-            prompt_cluster_id=cluster_id,
-            decoder_cluster_id=self._cluster_id,
-            transports=self._transports,
-            use_checksum=self._use_checksum,
-            deadline=deadline,
-        )
-
     def _keep(self, link: DecoderLink) -> LLMStatusCode:
         with self._lock:
             if not self._is_closed and len(self._links) < MAX_LINKS:
@@ -187,3 +210,76 @@ class DecoderLinks:
         with self._lock:
             if self._links.get(link.cluster_id) is link:
                 del self._links[link.cluster_id]
+
+
+def establish_link(
+    address: tuple[str, int],
+    token: bytes,
+    *,
+    prompt_cluster_id: int,
+    decoder_cluster_id: int,
+    transports: Sequence[Transport],
+    use_checksum: bool,
+    deadline: float,
+    identity: Mapping[str, str] = NO_IDENTITY,
+    block_size: int = 0,
+) -> DecoderLink:
+    """Link to a PROMPT; leaves nothing behind if that fails.
+
+    `identity` says what the KV is that this side can use, in named parts; the PROMPT must have the same. What
+    it lends goes into blocks of `block_size` tokens, a multiple of its own.
+
+    Raises:
+        TimeoutError: the PROMPT does not answer in time.
+        OSError: it cannot be reached, is not who it should be, or refuses.
+    """
+    connection = sockets.connect(address, deadline)
+    channel = decoder_channel(connection)
+    destination_end: DestinationEnd | None = None
+    try:
+        key = greet(connection, token, new_greeting(ConnectionKind.CONTROL), deadline)
+        offers = [TransportOffer(one.name, one.parameters) for one in transports]
+        request = LinkRequest(
+            prompt_cluster_id,
+            decoder_cluster_id,
+            BYTE_ORDER,
+            dict(identity),
+            use_checksum,
+            offers,
+            block_size,
+        )
+        channel.send(request, deadline)
+        while destination_end is None:
+            offer = channel.expect(LinkOffer, deadline)
+            if offer.block_size and block_size % offer.block_size:
+                raise ProtocolError(f"the peer offers blocks of {offer.block_size} tokens for {block_size}")
+            terms = LinkTerms(offer.link_id, address, key, offer.use_checksum or use_checksum)
+            try:
+                destination_end = _open_destination(transports, offer.transport, terms, deadline)
+            except ProtocolError:
+                raise
+            except OSError as error:
+                logger.info(
+                    "PROMPT %s: %s cannot be used: %s", prompt_cluster_id, offer.transport.name, error
+                )
+                channel.send(OfferDeclined(str(error)[:1024]), deadline)
+        channel.send(OfferAccepted(), deadline)
+        channel.expect(LinkEstablished, deadline)
+    except BaseException:
+        channel.close()
+        if destination_end is not None:
+            destination_end.close()
+        raise
+    return DecoderLink(prompt_cluster_id, channel, destination_end, offer, terms)
+
+
+def _open_destination(
+    transports: Sequence[Transport], offer: TransportOffer, terms: LinkTerms, deadline: float
+) -> DestinationEnd:
+    chosen = next((one for one in transports if one.name == offer.name), None)
+    if chosen is None:
+        raise ProtocolError(f"the peer chose the transport {offer.name!r}, which was not offered")
+    try:
+        return chosen.open_destination(terms, offer.parameters, deadline)
+    except ValueError as error:
+        raise ProtocolError(f"the peer's parameters are malformed: {error}") from error

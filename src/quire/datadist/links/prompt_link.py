@@ -16,8 +16,8 @@ from quire.datadist.links.pull_sources import PullSource, open_pull_source, requ
 from quire.datadist.links.push_receiver import PushReceiver
 from quire.datadist.links.push_sender import PushSender
 from quire.datadist.loans.cached_blocks import CachedReading
-from quire.datadist.loans.lending import Lender
 from quire.datadist.loans.loans import LoanReading
+from quire.datadist.loans.shared_blocks import SharedBlocks
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 from quire.datadist.transports.interface import SourceEnd, Transport
 from quire.datadist.transports.tcp import TcpDestinationEnd
@@ -84,7 +84,7 @@ class PromptLink:
         pool: the caches that may be pulled.
         transports: that this side has, the best first.
         use_checksum: whether this side wants checksums.
-        lender: what this side lends; None: nothing.
+        shared: blocks that this side lends or has cached; None: there are none.
         takes_pushes: whether this side is MIX, and the other may push into its caches.
     """
 
@@ -99,7 +99,7 @@ class PromptLink:
         pool: CachePool[CacheMemory],
         transports: Sequence[Transport],
         use_checksum: bool,
-        lender: Lender | None = None,
+        shared: SharedBlocks | None = None,
         takes_pushes: bool = False,
     ) -> None:
         self.link_id = link_id
@@ -112,7 +112,7 @@ class PromptLink:
         self._pool = pool
         self._transports = transports
         self._use_checksum = use_checksum  # and from `establish` on, whether the other does, too
-        self._lender = lender
+        self._shared = shared
         self._takes_pushes = takes_pushes
         sockets.end_if_peer_vanishes(connection)  # the link waits on it without a deadline
         self._channel = prompt_channel(connection)
@@ -235,7 +235,7 @@ class PromptLink:
 
     @property
     def _block_size(self) -> int:
-        return 0 if self._lender is None else self._lender.block_size
+        return 0 if self._shared is None else self._shared.block_size
 
     @property
     def _peer(self) -> str:
@@ -294,7 +294,7 @@ class PromptLink:
             )
         if request.byte_order != BYTE_ORDER:
             raise LinkRefusedError(f"byte order: PROMPT {BYTE_ORDER}, DECODER {request.byte_order}")
-        mine = NO_IDENTITY if self._lender is None else self._lender.identity()
+        mine = NO_IDENTITY if self._shared is None else self._shared.identity()
         for name in sorted(mine.keys() | request.identity.keys()):
             here, there = mine.get(name, "nothing"), request.identity.get(name, "nothing")
             if here != there:
@@ -338,28 +338,28 @@ class PromptLink:
         self._channel.send(answer, time.monotonic() + FRAME_LIMIT)
 
     def _open_reading(self, request: LoanRequest | PrefixRequest) -> LoanReading | CachedReading:
-        if self._lender is None:
+        if self._shared is None:
             raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "the PROMPT lends nothing")
         require_epoch(self._epoch, request.epoch)
         if isinstance(request, PrefixRequest):
             digests = decode_digests(request.digests)
-            return self._lender.cached.open(digests, self._lender.loans.block_bytes)
+            return self._shared.cached.open(digests, self._shared.loans.block_bytes)
         patience = request.patience_ms / 1e3
         wanted = (request.loan, request.first_block, request.num_blocks, request.digest)
-        return self._lender.loans.open(*wanted, patience=patience, is_wanted=self._awaits_answer)
+        return self._shared.loans.open(*wanted, patience=patience, is_wanted=self._awaits_answer)
 
     def _transfer_parts(
         self, transfer_id: int, reading: LoanReading | CachedReading, deadline: float
     ) -> None:
         assert self.source_end is not None
-        assert self._lender is not None
-        lender = self._lender
+        assert self._shared is not None
+        shared = self._shared
         for ready in reading.parts(deadline, self._awaits_answer):
-            for part in ready.split(lender.max_sent_blocks):
+            for part in ready.split(shared.max_sent_blocks):
                 fields = (part.first_block, part.num_blocks, part.offset, part.num_bytes)
                 self._channel.send(PartReady(transfer_id, *fields), deadline)
-                spans = lender.spans_of(reading.block_ids(part), part.offset, part.num_bytes)
-                self._send(transfer_id, lender.memory, spans, deadline)
+                spans = shared.spans_of(reading.block_ids(part), part.offset, part.num_bytes)
+                self._send(transfer_id, shared.memory, spans, deadline)
                 taken = self._channel.expect(PartTaken, deadline + FRAME_LIMIT)
                 require_transfer(taken.transfer_id, transfer_id)
 
@@ -369,14 +369,14 @@ class PromptLink:
 
     def _take_news(self, news: LoanNews) -> None:
         report = LoanReport(ended=news.renewed, ready=[])
-        if self._lender is not None:
-            self._lender.loans.release(news.released)
-            report = LoanReport(*self._lender.loans.renew(news.renewed))
+        if self._shared is not None:
+            self._shared.loans.release(news.released)
+            report = LoanReport(*self._shared.loans.renew(news.renewed))
         self._channel.send(report, time.monotonic() + FRAME_LIMIT)
 
     def _look_up(self, query: PrefixQuery) -> None:
         digests = decode_digests(query.digests)
-        num_found = 0 if self._lender is None else self._lender.cached.count_leading(digests)
+        num_found = 0 if self._shared is None else self._shared.cached.count_leading(digests)
         self._channel.send(PrefixFound(num_found), time.monotonic() + FRAME_LIMIT)
 
     def _end_transport(self) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from quire.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.datadist.transports.interface import Transport
     from quire.engine.memory.plan import MemoryPlan
     from quire.kv.blocks.events import KVEventSink
     from quire.kv.connectors.interface import KVConnector
@@ -24,13 +22,8 @@ if TYPE_CHECKING:
     from quire.kv.peers.connector import PeerConnector
     from quire.models.config import ModelConfig
 
-logger = logging.getLogger(__name__)
-
 MAX_ASKED_PEERS = 16
 """Peers that are asked about a prompt; each costs a message for each."""
-
-TCP_STREAMS = 4
-"""TCP connections that a large transfer is shared by."""
 
 
 def build_peers(
@@ -47,7 +40,7 @@ def build_peers(
 
     lends = config.role == "prefill" or config.kv_transfer_port > 0
     address = _address(config) if lends else None
-    transports = _transports(config.kv_transports, listens=lends)
+    transports = _transport_names(config.kv_transports)
     identity = _in_thread(functools.partial(_identity, config, model_path, model_config, plan))
     return PeerConnector(
         plan.block_size,
@@ -132,14 +125,13 @@ def _peer_address(setting: str, part: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _transports(setting: str, *, listens: bool) -> list[Transport]:
-    from quire.datadist.transports.opening import open_transports, transport_names
+def _transport_names(setting: str) -> Sequence[str]:
+    from quire.datadist.transports.opening import transport_names
 
     try:
-        names = transport_names(setting)
+        return transport_names(setting)
     except ValueError as error:
         raise ConfigError(f"EngineConfig.kv_transports {error}") from error
-    return open_transports(names, listens=listens, num_tcp_streams=TCP_STREAMS)
 
 
 def _address(config: EngineConfig) -> tuple[str, int]:
@@ -152,10 +144,6 @@ def _address(config: EngineConfig) -> tuple[str, int]:
         raise ConfigError(
             f"EngineConfig.kv_transfer_host is {host!r}, which peers cannot connect to; give the address "
             "that this machine has in their network"
-        )
-    if not config.kv_transfer_token and not address.is_loopback:
-        logger.warning(
-            "lending KV at %s without kv_transfer_token: everyone who reaches it can read prompts' KV", host
         )
     return host, config.kv_transfer_port
 

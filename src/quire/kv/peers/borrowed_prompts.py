@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVPeerStats
-from quire.kv.peers.known_peers import MAX_PEERS, KnownPeers
-from quire.kv.peers.peer import Peer
+from quire.kv.peers.peer import MAX_PEERS, KnownPeers, Peer
 from quire.kv.peers.pulls import LoanLoad
 from quire.kv.peers.running_pulls import RunningPulls
 from quire.kv.peers.shared_prompt import lendable_digest

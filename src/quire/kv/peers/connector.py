@@ -6,38 +6,37 @@ Both sides of the connector are in one process, and share what is lent and what 
 from __future__ import annotations
 
 import dataclasses
-import secrets
-import socket
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 from typing_extensions import override
 
 from quire.datadist.caches.cache_desc import CacheDesc
-from quire.datadist.caches.cache_pool import CachePool
-from quire.datadist.caches.memory import CacheMemory
-from quire.datadist.links.decoder_link import DecoderLink
-from quire.datadist.links.linking import establish_link
-from quire.datadist.links.prompt_link import PromptLink
-from quire.datadist.links.prompt_service import PromptService
+from quire.datadist.caches.memory import CacheMemory, DeviceMemory
+from quire.datadist.caches.registered_memory import memory_of_tensors
+from quire.datadist.enums import DataType, LLMRole
+from quire.datadist.interface.options import DEFAULT_TCP_STREAMS, InitOptions
+from quire.datadist.interface.session import Session
 from quire.datadist.loans.cached_blocks import CachedBlocks
-from quire.datadist.loans.lending import Lender
 from quire.datadist.loans.loans import Loans
-from quire.datadist.transports.interface import Transport
+from quire.datadist.loans.shared_blocks import SharedBlocks
 from quire.errors import EngineDeadError, InvalidRequestError
+from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.blocks.events import KVEventSink
+from quire.kv.cache.page_layout import PageLayout
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.connectors.step_times import StepMark, StepTimes, host_mark
-from quire.kv.peers.block_memory import layouts_of, memory_of
+from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout
 from quire.kv.peers.borrowed_prompts import BorrowedPrompts
-from quire.kv.peers.cached_block_events import CachedBlockEvents
-from quire.kv.peers.known_peers import KnownPeers
 from quire.kv.peers.lent_prompts import LentPrompts, answer
 from quire.kv.peers.loan_steps import LoanStep, LoanSteps
-from quire.kv.peers.peer import Peer
+from quire.kv.peers.peer import KnownPeers, Peer
 from quire.kv.peers.peer_prefixes import PeerPrefixes
 from quire.kv.peers.pulls import LoanLoad, PrefixLoad, engine_id_of
 from quire.kv.peers.running_pulls import RunningPulls
@@ -45,13 +44,11 @@ from quire.kv.peers.transfer_params import Address
 from quire.request import Request
 
 if TYPE_CHECKING:
-    import torch
-
     from quire.kv.cache.paged_cache import PagedAttentionCache
     from quire.step import SchedulerOutput
 
 ENGINE_CLUSTER_ID = 0
-"""Engines are known by their address; links carry random numbers on the side that opens them."""
+"""The cluster id of every engine: engines know each other by address."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +59,7 @@ class PeerOptions:
         listen_address: IPv4 address and port that peers connect to, if this engine lends; port 0: any.
         asked_addresses: of peers whose prefix caches are searched.
         token: secret that all peers share; empty: none.
-        transports: the best first.
+        transports: names of those that may be used, the best first.
         identity: returns what the KV is, in named parts; only peers with the same are linked.
         timeout: seconds for the KV of a prompt to come.
         mark: returns the point behind all steps that a device was asked for so far, in the thread that asks;
@@ -72,7 +69,7 @@ class PeerOptions:
     listen_address: Address | None
     asked_addresses: Sequence[Address]
     token: bytes
-    transports: Sequence[Transport]
+    transports: Sequence[str]
     identity: Callable[[], Mapping[str, str]]
     timeout: float
     mark: Callable[[], StepMark] | None = None
@@ -89,7 +86,7 @@ class PeerMetadata:
 
 
 class PeerConnector(KVConnector):
-    """Lends prompts' KV to peers, and reads it from them.
+    """Lends prompts' KV to peers, and reads it from them, over the links of a datadist session.
 
     `kv_transfer_params` of a request say where its KV is, or that it is to be lent. For other requests, peers
     are asked what of their prompts they have cached.
@@ -115,7 +112,6 @@ class PeerConnector(KVConnector):
         self._costs = LoadCosts(block_size)
         self._cancelled: list[str] = []  # requests whose load the next step cancels
         self._times = StepTimes(options.mark or host_mark, self._costs)
-        self._epoch = secrets.randbits(64)
         self._started: _Started | None = None
         self._cached = CachedBlocks()
         lends = options.listen_address is not None
@@ -187,7 +183,7 @@ class PeerConnector(KVConnector):
         if transfer_id is None or parts.address is None:
             return False, None
         self._stats.num_lent_prompts += 1
-        return is_held, answer(transfer_id, parts.address, engine_id_of(self._epoch))
+        return is_held, answer(transfer_id, parts.address, engine_id_of(parts.session.epoch))
 
     @override
     def leases_renewed(self) -> frozenset[str]:
@@ -233,7 +229,6 @@ class PeerConnector(KVConnector):
         self._started = _Started(
             self._block_size,
             self._options,
-            self._epoch,
             kv_caches,
             self._cached,
             stats=self._stats,
@@ -286,81 +281,110 @@ class _Started:
         self,
         block_size: int,
         options: PeerOptions,
-        epoch: int,
         kv_caches: PagedAttentionCache,
         cached: CachedBlocks,
         *,
         stats: KVPeerStats,
         costs: LoadCosts,
     ) -> None:
-        self._options = options
-        self._epoch = epoch
         self.layouts = layouts_of(kv_caches)
         block_bytes = self.layouts.block_bytes
         self.memory = memory_of(kv_caches)
         self.loans = Loans(block_bytes)
         self.loan_steps = LoanSteps(self.loans, are_in_flight=options.mark is not None)
         self.lent = LentPrompts(block_size, self.loans, self.loan_steps)
-        self.peers = KnownPeers(self._new_peer)
+        self.session = Session(
+            LLMRole.DECODER if options.listen_address is None else LLMRole.PROMPT,
+            ENGINE_CLUSTER_ID,
+            InitOptions(
+                address=options.listen_address,
+                device=kv_caches.tensor.device,
+                timeout=options.timeout,
+                pool_bytes=0,
+                token=options.token,
+                use_checksum=True,
+                transports=tuple(options.transports),
+                num_tcp_streams=DEFAULT_TCP_STREAMS,
+            ),
+            SharedBlocks(
+                memory=self.memory,
+                block_size=block_size,
+                spans_of=self.layouts.spans_of,
+                max_sent_blocks=self.layouts.max_sent_blocks,
+                loans=self.loans,
+                cached=cached,
+                identity=options.identity,
+            ),
+        )
+        service = self.session.service
+        self.address = None if service is None else service.address
+        self.peers = KnownPeers(functools.partial(self._new_peer, options.timeout))
         self.pulls = RunningPulls(block_bytes, self.peers, options.timeout, stats=stats, costs=costs)
         self.borrowed = BorrowedPrompts(block_size, self.peers, self.pulls, stats=stats, costs=costs)
-        self._lender = Lender(
-            memory=self.memory,
-            block_size=block_size,
-            spans_of=self.layouts.spans_of,
-            max_sent_blocks=self.layouts.max_sent_blocks,
-            loans=self.loans,
-            cached=cached,
-            identity=options.identity,
-        )
-        self._no_caches: CachePool[CacheMemory] = CachePool(_no_memory, 0)
-        self._service: PromptService | None = None
-        self.address: Address | None = None
-        if options.listen_address is not None:
-            listeners = [one.listener for one in options.transports if one.listener is not None]
-            self._service = PromptService(options.listen_address, options.token, self._new_link, listeners)
-            self.address = (options.listen_address[0], self._service.port)
         others = [one for one in options.asked_addresses if one != self.address]
         self.prefixes = PeerPrefixes(block_size, others, self.peers, self.pulls, stats=stats, costs=costs)
 
     def close(self) -> None:
         self.loans.close("the engine ends")
-        if self._service is not None:
-            self._service.close()
         self.pulls.close()
         self.peers.close()
-        for transport in self._options.transports:
-            transport.close()
+        self.session.close()
 
-    def _new_link(self, connection: socket.socket, link_id: int, key: bytes) -> PromptLink:
-        return PromptLink(
-            connection,
-            link_id,
-            key,
-            cluster_id=ENGINE_CLUSTER_ID,
-            epoch=self._epoch,
-            pool=self._no_caches,
-            transports=self._options.transports,
-            use_checksum=True,
-            lender=self._lender,
-        )
-
-    def _new_peer(self, address: Address) -> Peer:
-        def open_link(deadline: float) -> DecoderLink:
-            return establish_link(
-                address,
-                self._options.token,
-                prompt_cluster_id=ENGINE_CLUSTER_ID,
-                decoder_cluster_id=secrets.randbits(63),
-                transports=self._options.transports,
-                use_checksum=True,
-                deadline=deadline,
-                identity=self._options.identity(),
-                block_size=self.layouts.block_size,
-            )
-
-        return Peer(address, open_link, self.memory, self.layouts, lease_timeout=self._options.timeout)
+    def _new_peer(self, lease_timeout: float, address: Address) -> Peer:
+        open_link = functools.partial(self.session.open_link, address)
+        return Peer(address, open_link, self.memory, self.layouts, lease_timeout=lease_timeout)
 
 
-def _no_memory(desc: CacheDesc) -> CacheMemory:
-    raise RuntimeError("an engine allocates no caches for peers")
+class CachedBlockEvents(KVEventSink):
+    """Keeps what peers may read of the prefix cache up to date.
+
+    Args:
+        cached: what they read.
+    """
+
+    def __init__(self, cached: CachedBlocks) -> None:
+        self._cached = cached
+
+    @override
+    def stored(self, block_id: int, key: BlockKey) -> None:
+        self._cached.add(key.digest, block_id)
+
+    @override
+    def removed(self, block_id: int, key: BlockKey) -> None:
+        self._cached.remove(key.digest)
+
+    @override
+    def cleared(self) -> None:
+        self._cached.clear()
+
+
+def memory_of(kv_caches: PagedAttentionCache) -> CacheMemory:
+    """Return the memory of the blocks, of all ranks if there are several.
+
+    On a GPU, copies go beside the steps: blocks are read when the step that fills them has been computed, and
+    written when those have that used them before.
+    """
+    shards = kv_caches.shards
+    tensor = kv_caches.tensor if shards is None else shards.tensor
+    uint8 = tensor.new_empty(0).byte().dtype
+    flat = tensor.view(-1).view(uint8)
+    shape = [len(tensor), len(flat) // len(tensor)]
+    desc = CacheDesc(1, shape, DataType.DT_INT8)
+    if flat.device.type == "cuda":
+        stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+        return DeviceMemory(desc, flat.device, [flat], stream=stream)
+    return memory_of_tensors(desc, [flat])
+
+
+def layouts_of(kv_caches: PagedAttentionCache) -> BlockLayouts:
+    """Return how the blocks lie in this memory, and how those of peers go into them."""
+    metadata, shards = kv_caches.metadata, kv_caches.shards
+    as_sent = metadata if shards is None else metadata.replace(kv_head_shards=1)
+
+    def layout_of(block_size: int) -> PageLayout:
+        return dataclasses.replace(as_sent, page_size=block_size).page_layout()
+
+    held = None
+    if shards is not None:
+        held = ShardLayout(metadata.page_layout(), shards.num_shards, shards.stride)
+    return BlockLayouts(as_sent.page_layout(), layout_of, held)

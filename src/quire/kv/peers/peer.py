@@ -1,4 +1,4 @@
-"""One engine that lends: the threads that read its KV and keep its loans alive."""
+"""The engines that this one reads from: for each, threads that read its KV and keep its loans alive."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.status import LLMException
-from quire.datadist.wire.protocol import MAX_LOAN_NAMES
+from quire.datadist.wire.protocol import MAX_LOAN_NAMES, MAX_PREFIX_BLOCKS
+from quire.kv.blocks.block_hash import SequenceKeys
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.links import LINK_TIMEOUT, OneLink, OpenLink, PeerLinks
-from quire.kv.peers.prefix_lookup import PrefixLookup
 from quire.kv.peers.pull_readers import IDLE_TIMEOUT, PullReaders, start_thread
 from quire.kv.peers.pulls import PeerPull
 from quire.kv.peers.transfer_params import Address
 
 logger = logging.getLogger(__name__)
+
+MAX_PEERS = 64
+"""Peers whose KV is read at a time."""
 
 RENEW_INTERVAL = 5.0
 """Seconds between heartbeats, at most."""
@@ -27,6 +31,58 @@ RENEWALS_PER_TIMEOUT = 4
 
 READY_INTERVAL = 0.1
 """Seconds between asking which loans are ready, while some of them are not even begun to be read."""
+
+
+class PrefixLookup:
+    """One question, which the threads of several peers answer.
+
+    Args:
+        keys: of the prompt's blocks; nobody else uses them any more.
+        blocks: those that are missing.
+        deadline: seconds on the monotonic clock, after which answers are not waited for.
+    """
+
+    def __init__(self, keys: SequenceKeys, blocks: range, deadline: float) -> None:
+        self.blocks = blocks[:MAX_PREFIX_BLOCKS]
+        self.deadline = deadline
+        self._keys = keys
+        self._digests: bytes | None = None
+        self._hashing = threading.Lock()  # its own: the step loop must not wait for that
+        self._lock = threading.Lock()
+        self._num_asked = 0
+        self._num_answers = 0
+        self._most = 0  # blocks found by a peer
+        self._best: Address | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is waited for."""
+        return self._num_answers == self._num_asked or time.monotonic() >= self.deadline
+
+    @property
+    def best(self) -> tuple[Address, int] | None:
+        """The peer that has the most, and how many blocks of it; None: nobody has anything."""
+        with self._lock:
+            return None if self._best is None else (self._best, self._most)
+
+    def digests(self) -> bytes:
+        """Return the digests of the missing blocks, one after another; the first call computes them."""
+        with self._hashing:
+            if self._digests is None:
+                self._digests = b"".join(self._keys.digests(self.blocks.start, self.blocks.stop))
+            return self._digests
+
+    def note_asked(self) -> None:
+        """Note that one more peer is going to answer."""
+        with self._lock:
+            self._num_asked += 1
+
+    def answer(self, address: Address, num_blocks: int) -> None:
+        """Note that a peer has so many of the blocks, from the first on."""
+        with self._lock:
+            self._num_answers += 1
+            if num_blocks > self._most:
+                self._best, self._most = address, num_blocks
 
 
 class Peer:
@@ -257,3 +313,51 @@ class Peer:
             self._ended.update(set(report.ended) & self._offered)
         for pull in self._awaited_pulls.take_queued(set(report.ready)):
             self._ready_pulls.read(pull)
+
+
+class KnownPeers:
+    """The peers that this engine reads from, by address.
+
+    Args:
+        new_peer: returns a peer.
+    """
+
+    def __init__(self, new_peer: Callable[[Address], Peer]) -> None:
+        self._new_peer = new_peer
+        self._peers: dict[Address, Peer] = {}
+        self._lock = threading.Lock()
+
+    def find(self, address: Address) -> Peer | None:
+        """Return a peer; None: there is no such, or no more."""
+        with self._lock:
+            return self._peers.get(address)
+
+    def get(self, address: Address) -> Peer | None:
+        """Return a peer, maybe a new one in the place of one that is idle; None: there are too many.
+
+        For one thread: a peer that another one has got might be forgotten before it is used.
+        """
+        with self._lock:
+            peer = self._peers.get(address)
+            if peer is None:
+                if len(self._peers) >= MAX_PEERS:
+                    self._peers = {at: one for at, one in self._peers.items() if not one.is_idle}
+                if len(self._peers) >= MAX_PEERS:
+                    return None
+                peer = self._peers[address] = self._new_peer(address)
+            return peer
+
+    def transports(self) -> list[str]:
+        """Return the transport to each peer that is linked."""
+        with self._lock:
+            return [peer.links.transport for peer in self._peers.values() if peer.links.transport]
+
+    def close(self) -> None:
+        """End all threads; all pulls have ended or are cancelled."""
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()
+        deadline = time.monotonic() + LINK_TIMEOUT
+        for peer in peers:
+            peer.join(deadline)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from quire.datadist.wire.protocol import DIGEST_BYTES
 from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVPeerStats
-from quire.kv.peers.known_peers import KnownPeers
-from quire.kv.peers.prefix_lookup import PrefixLookup
+from quire.kv.peers.peer import KnownPeers, PrefixLookup
 from quire.kv.peers.pulls import PrefixLoad
 from quire.kv.peers.running_pulls import RunningPulls
 from quire.kv.peers.shared_prompt import cacheable_keys, num_cacheable_blocks

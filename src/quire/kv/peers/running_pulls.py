@@ -9,7 +9,7 @@ from quire.datadist.wire import sockets
 from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.connectors.step_times import StepMark
-from quire.kv.peers.known_peers import KnownPeers
+from quire.kv.peers.peer import KnownPeers
 from quire.kv.peers.pulls import LoanLoad, PeerPull, PrefixLoad, pull_of
 
 PREFIX_GRACE = 1.0

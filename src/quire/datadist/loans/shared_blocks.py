@@ -1,4 +1,4 @@
-"""What an engine lends to the peers that are linked to it."""
+"""What a session shares of an owner's KV cache, apart from the caches of its pool."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from quire.datadist.loans.loans import Loans
 
 
 @dataclasses.dataclass(frozen=True)
-class Lender:
-    """Blocks that peers may read.
+class SharedBlocks:
+    """Blocks that peers may read while they are lent or cached, and that this side fills with those of peers.
 
     Attributes:
-        memory: the engine's KV cache, one tensor.
+        memory: the owner's KV cache, one tensor; peers reach it through `loans` and `cached` only.
         block_size: tokens per block.
-        spans_of: returns where the bytes of some blocks are in it, from an offset on, so many of each.
+        spans_of: returns where some blocks are in it, or a part of each: given the blocks, the offset of the
+            part in bytes, and its number of bytes.
         max_sent_blocks: blocks that are sent at a time.
         loans: what of it is lent, by name.
         cached: what of it can be read without having been lent, by content.
