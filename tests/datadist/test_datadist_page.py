@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from quire.datadist import LLMStatusCode
-from quire.datadist.interface import option_keys
+from quire.datadist.interface import options
 from quire.datadist.interface.options import DEFAULT_TCP_STREAMS
 from quire.datadist.transports.tcp import MAX_STREAMS
 
@@ -36,13 +36,13 @@ def test_the_table_has_each_code_that_is_raised():
 
 
 def test_the_codes_that_are_said_to_be_never_raised_are_not():
-    source = Path(option_keys.__file__).parents[1]
+    source = Path(options.__file__).parents[1]
     text = "".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))
     for name in NEVER_RAISED - {"LLM_SUCCESS"}:
         assert f"LLMStatusCode.{name}" not in text
 
 
 def test_the_options_are_on_the_page_with_their_defaults():
-    own = [key for name, key in vars(option_keys).items() if name.isupper() and key.startswith("quire.")]
+    own = [key for name, key in vars(options).items() if name.isupper() and str(key).startswith("quire.")]
     assert set(re.findall(r"^\| `(quire\.\w+)`", PAGE, re.MULTILINE)) == set(own)
     assert f"1 to {MAX_STREAMS}; the smaller of both sides | `{DEFAULT_TCP_STREAMS}` |" in PAGE

@@ -9,11 +9,17 @@ import torch
 
 from quire.datadist.caches.cache_desc import CacheDesc
 from quire.datadist.enums import DataType, LLMRole
-from quire.datadist.interface import option_keys
-from quire.datadist.interface.configs import parse_address
+from quire.datadist.interface.configs import LLMConfig, ModelConfig, parse_address
 from quire.datadist.status import invalid
 from quire.datadist.transports.opening import DEFAULT_TRANSPORTS, transport_names
 from quire.datadist.transports.tcp import MAX_STREAMS
+
+POOL_SIZE = "ge.flowGraphMemMaxSize"
+DEVICE = "quire.device"
+TOKEN = "quire.token"
+CHECKSUM = "quire.checksum"
+TRANSPORTS = "quire.transports"
+TCP_STREAMS = "quire.tcpStreams"
 
 DEFAULT_TIMEOUT_MS = 1000
 DEFAULT_TCP_STREAMS = 4
@@ -53,18 +59,18 @@ class InitOptions:
         Raises:
             LLMException: LLM_PARAM_INVALID, one that is required is missing, or one is malformed.
         """
-        index = _integer(options, option_keys.DEVICE_ID, 0, _MAX_I32)
+        index = _integer(options, LLMConfig.device_id.key, 0, _MAX_I32)
         if index is None:
-            raise invalid(f"{option_keys.DEVICE_ID} is missing; set device_id")
-        timeout_ms = _integer(options, option_keys.SYNC_KV_TIMEOUT, 1, _MAX_I32)
-        num_streams = _integer(options, option_keys.TCP_STREAMS, 1, MAX_STREAMS)
+            raise invalid(f"{LLMConfig.device_id.key} is missing; set device_id")
+        timeout_ms = _integer(options, LLMConfig.sync_kv_timeout.key, 1, _MAX_I32)
+        num_streams = _integer(options, TCP_STREAMS, 1, MAX_STREAMS)
         return cls(
             address=listen_address(role, options),
             device=_device(options, index),
             timeout=(timeout_ms or DEFAULT_TIMEOUT_MS) / 1e3,
-            pool_bytes=_integer(options, option_keys.POOL_SIZE, 0, _MAX_I64),
-            token=options.get(option_keys.TOKEN, "").encode(),
-            use_checksum=_boolean(options, option_keys.CHECKSUM, default=True),
+            pool_bytes=_integer(options, POOL_SIZE, 0, _MAX_I64),
+            token=options.get(TOKEN, "").encode(),
+            use_checksum=_boolean(options, CHECKSUM, default=True),
             transports=_transports(options),
             num_tcp_streams=num_streams or DEFAULT_TCP_STREAMS,
         )
@@ -93,22 +99,22 @@ class ModelOptions:
         Raises:
             LLMException: LLM_PARAM_INVALID, one that is required is missing, or one is malformed.
         """
-        shapes = [_shape(text) for text in _items(options, option_keys.KV_SHAPES)]
-        data_types = [_data_type(text) for text in _items(options, option_keys.KV_DTYPES)]
+        shapes = [_shape(text) for text in _items(options, ModelConfig.kv_shapes.key)]
+        data_types = [_data_type(text) for text in _items(options, ModelConfig.kv_dtypes.key)]
         if len(shapes) != len(data_types):
             raise invalid(f"there are {len(shapes)} kv_shapes and {len(data_types)} kv_dtypes")
         if any(shape != shapes[0] for shape in shapes) or len(set(data_types)) != 1:
             raise invalid("kv_shapes must be equal, and kv_dtypes, too")
-        is_paged = _boolean(options, option_keys.ENABLE_PAGE_ATTENTION, default=False)
-        seq_len_dim = _integer(options, option_keys.KV_SEQ_LEN_DIM_INDEX, 0, len(shapes[0]) - 1)
-        is_flow_model = _boolean(options, option_keys.IS_FLOW_MODEL, default=False)
-        if is_flow_model and len(_items(options, option_keys.OM_PATHS)) != 1:
+        is_paged = _boolean(options, ModelConfig.enable_page_attention.key, default=False)
+        seq_len_dim = _integer(options, ModelConfig.kv_seq_len_dim_index.key, 0, len(shapes[0]) - 1)
+        is_flow_model = _boolean(options, ModelConfig.is_flow_model.key, default=False)
+        if is_flow_model and len(_items(options, ModelConfig.om_paths.key)) != 1:
             raise invalid("om_paths must have one path with is_flow_model")
         return cls(
             desc=CacheDesc(len(shapes), shapes[0], data_types[0]),
             seq_len_limit=None if seq_len_dim is None or is_paged else shapes[0][seq_len_dim],
             is_paged=is_paged,
-            has_prefixes=_boolean(options, option_keys.ENABLE_SHARED_SYSTEM_PREFIX, default=False),
+            has_prefixes=_boolean(options, ModelConfig.enable_shared_system_prefix.key, default=False),
         )
 
 
@@ -118,15 +124,15 @@ def listen_address(role: LLMRole, options: Mapping[str, str]) -> tuple[str, int]
     Raises:
         LLMException: LLM_PARAM_INVALID, it is missing or malformed.
     """
-    text = options.get(option_keys.LISTEN_IP_INFO)
+    text = options.get(LLMConfig.listen_ip_info.key)
     if role is LLMRole.DECODER or (text is None and role is LLMRole.MIX):
         return None
     if text is None:
-        raise invalid(f"{option_keys.LISTEN_IP_INFO} is missing; a PROMPT needs listen_ip_info")
+        raise invalid(f"{LLMConfig.listen_ip_info.key} is missing; a PROMPT needs listen_ip_info")
     try:
         return parse_address(text)
     except ValueError as error:
-        raise invalid(f"{option_keys.LISTEN_IP_INFO}: {error}") from error
+        raise invalid(f"{LLMConfig.listen_ip_info.key}: {error}") from error
 
 
 def _integer(options: Mapping[str, str], key: str, least: int, greatest: int) -> int | None:
@@ -146,11 +152,11 @@ def _boolean(options: Mapping[str, str], key: str, *, default: bool) -> bool:
 
 
 def _transports(options: Mapping[str, str]) -> tuple[str, ...]:
-    text = options.get(option_keys.TRANSPORTS)
+    text = options.get(TRANSPORTS)
     try:
         return DEFAULT_TRANSPORTS if text is None else transport_names(text)
     except ValueError as error:
-        raise invalid(f"{option_keys.TRANSPORTS} {error}") from error
+        raise invalid(f"{TRANSPORTS} {error}") from error
 
 
 def _items(options: Mapping[str, str], key: str) -> list[str]:
@@ -164,27 +170,27 @@ def _shape(text: str) -> list[int]:
     try:
         shape = [int(dim) for dim in text.split(",")]
     except ValueError:
-        raise invalid(f"{option_keys.KV_SHAPES} has {text!r}, not 'd0,d1,...'") from None
+        raise invalid(f"{ModelConfig.kv_shapes.key} has {text!r}, not 'd0,d1,...'") from None
     if not all(1 <= dim <= _MAX_I64 for dim in shape):
-        raise invalid(f"{option_keys.KV_SHAPES} has {text!r}, whose dimensions are not all positive")
+        raise invalid(f"{ModelConfig.kv_shapes.key} has {text!r}, whose dimensions are not all positive")
     return shape
 
 
 def _data_type(text: str) -> DataType:
     known = {str(int(one)): one for one in DataType}
     if text not in known:
-        raise invalid(f"{option_keys.KV_DTYPES} has {text!r}; the data types are {', '.join(known)}")
+        raise invalid(f"{ModelConfig.kv_dtypes.key} has {text!r}; the data types are {', '.join(known)}")
     return known[text]
 
 
 def _device(options: Mapping[str, str], index: int) -> torch.device:
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    name = options.get(option_keys.DEVICE, default)
+    name = options.get(DEVICE, default)
     if name == "cpu":
         return torch.device("cpu")
     if name != "cuda" or index >= torch.cuda.device_count():
         raise invalid(
-            f"{option_keys.DEVICE} is {name!r} and {option_keys.DEVICE_ID} {index}; here are cpu and "
+            f"{DEVICE} is {name!r} and {LLMConfig.device_id.key} {index}; here are cpu and "
             f"{torch.cuda.device_count()} cuda devices"
         )
     return torch.device("cuda", index)
