@@ -40,42 +40,27 @@ class DataType(IntEnum):
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return _ITEM_SIZES[self]
+        return _TYPES[self][1]
 
     @property
     def torch_name(self) -> str:
         """Name in torch, and in numpy unless it is "bfloat16", which numpy does not have."""
-        return _TORCH_NAMES[self]
+        return _TYPES[self][0]
 
 
-_TORCH_NAMES = {
-    DataType.DT_FLOAT: "float32",
-    DataType.DT_FLOAT16: "float16",
-    DataType.DT_INT8: "int8",
-    DataType.DT_INT32: "int32",
-    DataType.DT_UINT8: "uint8",
-    DataType.DT_INT16: "int16",
-    DataType.DT_UINT16: "uint16",
-    DataType.DT_UINT32: "uint32",
-    DataType.DT_INT64: "int64",
-    DataType.DT_UINT64: "uint64",
-    DataType.DT_DOUBLE: "float64",
-    DataType.DT_BOOL: "bool",
-    DataType.DT_BF16: "bfloat16",
+_TYPES = {
+    DataType.DT_FLOAT: ("float32", 4),
+    DataType.DT_FLOAT16: ("float16", 2),
+    DataType.DT_INT8: ("int8", 1),
+    DataType.DT_INT32: ("int32", 4),
+    DataType.DT_UINT8: ("uint8", 1),
+    DataType.DT_INT16: ("int16", 2),
+    DataType.DT_UINT16: ("uint16", 2),
+    DataType.DT_UINT32: ("uint32", 4),
+    DataType.DT_INT64: ("int64", 8),
+    DataType.DT_UINT64: ("uint64", 8),
+    DataType.DT_DOUBLE: ("float64", 8),
+    DataType.DT_BOOL: ("bool", 1),
+    DataType.DT_BF16: ("bfloat16", 2),
 }
-
-_ITEM_SIZES = {
-    DataType.DT_FLOAT: 4,
-    DataType.DT_FLOAT16: 2,
-    DataType.DT_INT8: 1,
-    DataType.DT_INT32: 4,
-    DataType.DT_UINT8: 1,
-    DataType.DT_INT16: 2,
-    DataType.DT_UINT16: 2,
-    DataType.DT_UINT32: 4,
-    DataType.DT_INT64: 8,
-    DataType.DT_UINT64: 8,
-    DataType.DT_DOUBLE: 8,
-    DataType.DT_BOOL: 1,
-    DataType.DT_BF16: 2,
-}
+"""Name in torch, and bytes of an element."""

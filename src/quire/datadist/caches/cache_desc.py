@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from typing_extensions import override
@@ -10,6 +11,7 @@ from quire.datadist.argument_checks import DIMENSION, U32, ArgumentChecks, Bound
 from quire.datadist.enums import DataType, Placement
 
 
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class CacheDesc:
     """A number of tensors of one shape and dtype, normally K and V of each layer.
 
@@ -25,6 +27,14 @@ class CacheDesc:
         kv_tensor_format: stored only.
     """
 
+    num_tensors: int
+    data_type: DataType
+    placement: Placement
+    batch_dim_index: int
+    seq_len_dim_index: int
+    kv_tensor_format: str | None
+    _shape: list[int]
+
     def __init__(  # noqa: PLR0917 - the interface's order
         self,
         num_tensors: int,
@@ -36,25 +46,18 @@ class CacheDesc:
         kv_tensor_format: str | None = None,
     ) -> None:
         with ArgumentChecks() as check:
-            self._num_tensors = check.integer("num_tensors", num_tensors, Bounds(1, U32.greatest))
-            self._shape = check.integers("shape", shape, DIMENSION)
+            count = check.integer("num_tensors", num_tensors, Bounds(1, U32.greatest))
+            dims = check.integers("shape", shape, DIMENSION)
             check.instance("data_type", data_type, DataType)
             check.instance("placement", placement, Placement)
             check.instance("kv_tensor_format", kv_tensor_format, str, type(None))
-            check.require(bool(self._shape), "shape has no dimensions")
-            last_dim = len(self._shape) - 1
-            self._batch_dim_index = check.integer("batch_dim_index", batch_dim_index, Bounds(0, last_dim))
-            self._seq_len_dim_index = check.integer(
-                "seq_len_dim_index", seq_len_dim_index, Bounds(-1, last_dim)
-            )
-        self._data_type = data_type
-        self._placement = placement
-        self._kv_tensor_format = kv_tensor_format
-
-    @property
-    def num_tensors(self) -> int:
-        """Number of tensors."""
-        return self._num_tensors
+            check.require(bool(dims), "shape has no dimensions")
+            last_dim = len(dims) - 1
+            batch_dim = check.integer("batch_dim_index", batch_dim_index, Bounds(0, last_dim))
+            seq_len_dim = check.integer("seq_len_dim_index", seq_len_dim_index, Bounds(-1, last_dim))
+        values = (count, data_type, placement, batch_dim, seq_len_dim, kv_tensor_format, dims)
+        for field, value in zip(dataclasses.fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)
 
     @property
     def shape(self) -> list[int]:
@@ -62,39 +65,14 @@ class CacheDesc:
         return list(self._shape)
 
     @property
-    def data_type(self) -> DataType:
-        """Type of the elements."""
-        return self._data_type
-
-    @property
-    def placement(self) -> Placement:
-        """Where the memory is."""
-        return self._placement
-
-    @property
-    def batch_dim_index(self) -> int:
-        """Dimension that counts slots."""
-        return self._batch_dim_index
-
-    @property
-    def seq_len_dim_index(self) -> int:
-        """Dimension that counts tokens, or -1."""
-        return self._seq_len_dim_index
-
-    @property
-    def kv_tensor_format(self) -> str | None:
-        """What the caller has stored."""
-        return self._kv_tensor_format
-
-    @property
     def batch_size(self) -> int:
         """Number of slots or blocks."""
-        return self._shape[self._batch_dim_index]
+        return self._shape[self.batch_dim_index]
 
     @property
     def tensor_bytes(self) -> int:
         """Bytes of one tensor."""
-        return math.prod(self._shape) * self._data_type.itemsize
+        return math.prod(self._shape) * self.data_type.itemsize
 
     @property
     def slot_bytes(self) -> int:
@@ -103,6 +81,4 @@ class CacheDesc:
 
     @override
     def __repr__(self) -> str:
-        return (
-            f"CacheDesc({self._num_tensors}, {self._shape}, {self._data_type.name}, {self._placement.name})"
-        )
+        return f"CacheDesc({self.num_tensors}, {self._shape}, {self.data_type.name}, {self.placement.name})"

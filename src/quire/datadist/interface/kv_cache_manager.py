@@ -19,11 +19,10 @@ from quire.datadist.interface.cache_tasks import (
     TransferWithCacheKeyConfig,
 )
 from quire.datadist.interface.kv_cache import KvCache, pooled_cache
-from quire.datadist.interface.layered_pushes import Config, layer_transfers
 from quire.datadist.interface.link_ends import LinkEnds
 from quire.datadist.interface.local_caches import LocalCaches
 from quire.datadist.interface.pulls import LAYER_OPTIONS, SLOT_OPTIONS, block_pulls, check_options, slot_pull
-from quire.datadist.interface.pushes import Push, block_pushes, slot_push
+from quire.datadist.interface.pushes import Config, Push, block_pushes, layer_transfers, slot_push
 
 
 class KvCacheManager(LocalCaches):

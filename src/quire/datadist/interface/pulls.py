@@ -121,15 +121,9 @@ def slot_pull(
             f"{desc.slot_bytes} bytes"
         )
     tensors, source_layers = transferred_layers(cache, options, is_source=False)
-    request = _request(
-        source,
-        cache,
-        tensors,
-        num_bytes,
-        layers=source_layers,
-        offset=options.src_cache_offset or 0,
-        consume=isinstance(key, CacheKey) and not options.is_partial,
-    )
+    consume = isinstance(key, CacheKey) and not options.is_partial
+    first = options.src_cache_offset or 0
+    request = _request(source, cache, tensors, source_layers, num_bytes, offset=first, consume=consume)
     return Pull(request, cache, slot_spans(tensors, batch_index * desc.slot_bytes + offset, num_bytes))
 
 
@@ -189,7 +183,7 @@ def _paired_pulls(
         )
         spans = block_spans(tensors, *runs(targets[part]), block_bytes)
         num_bytes = len(targets[part]) * block_bytes
-        request = _request(source, cache, tensors, num_bytes, layers=source_layers, offset=0, consume=False)
+        request = _request(source, cache, tensors, source_layers, num_bytes)
         return Pull(request, cache, spans)
 
     return (pull(part) for part in block_parts(len(targets)))
@@ -203,9 +197,7 @@ def _spread_pull(
 ) -> Pull:
     tensors, source_layers = transferred_layers(cache, options, is_source=False)
     num_bytes = len(target_blocks) * cache.desc.slot_bytes
-    request = _request(
-        _slot_source(key), cache, tensors, num_bytes, layers=source_layers, offset=0, consume=False
-    )
+    request = _request(_slot_source(key), cache, tensors, source_layers, num_bytes)
     starts, counts = runs(target_blocks.astype(np.int64))
     return Pull(request, cache, block_spans(tensors, starts, counts, cache.desc.slot_bytes))
 
@@ -264,21 +256,11 @@ def _request(
     source: KeySource | SlotSource | BlocksSource | NumberedBlocksSource,
     cache: Cache,
     tensors: range,
+    layers: LayerRange | None,
     num_bytes: int,
     *,
-    layers: LayerRange | None,
-    offset: int,
-    consume: bool,
+    offset: int = 0,
+    consume: bool = False,
 ) -> PullRequest:
-    return PullRequest(
-        transfer_id=0,
-        epoch=0,
-        source=source,
-        data_type=cache.desc.data_type,
-        num_tensors=len(tensors),
-        layers=layers,
-        offset=offset,
-        num_bytes=num_bytes,
-        consume=consume,
-        timeout_ms=0,
-    )
+    data_type = cache.desc.data_type
+    return PullRequest(0, 0, source, data_type, len(tensors), layers, offset, num_bytes, consume, 0)

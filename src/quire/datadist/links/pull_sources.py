@@ -42,17 +42,11 @@ def open_pull_source(pool: CachePool[CacheMemory], epoch: int, request: PullRequ
         LLMException: LLM_NOT_YET_LINK, LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID; nothing is held.
     """
     require_epoch(epoch, request.epoch)
-    hold = _hold(pool, request)
+    hold = hold_place(pool, request.source)
     try:
         return PullSource(
             hold,
-            spans_of(
-                hold,
-                request.source,
-                request,
-                layer_argument="src_layer_range",
-                offset=request.offset,
-            ),
+            spans_of(hold, request.source, request, layer_argument="src_layer_range", offset=request.offset),
         )
     except BaseException:
         hold.end(consume=False)
@@ -65,8 +59,14 @@ def require_epoch(epoch: int, requested: int) -> None:
         raise failure(LLMStatusCode.LLM_NOT_YET_LINK, "the PROMPT has been started anew since it was linked")
 
 
-def _hold(pool: CachePool[CacheMemory], request: PullRequest) -> SourceHold[CacheMemory]:
-    source = request.source
+def hold_place(
+    pool: CachePool[CacheMemory], source: KeySource | SlotSource | BlocksSource | NumberedBlocksSource
+) -> SourceHold[CacheMemory]:
+    """Hold the cache that a request of a peer names.
+
+    Raises:
+        LLMException: LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID; nothing is held.
+    """
     if isinstance(source, KeySource):
         return pool.hold_key(CacheKey(0, source.req_id, source.model_id, source.prefix_id))
     if isinstance(source, BlocksSource):

@@ -1,4 +1,8 @@
-"""The taking end of a link's pushes: a thread that takes what fits a cache of its own."""
+"""The taking end of a link's pushes: a thread that takes what fits a cache of its own.
+
+A push may name tensors of a cache by their addresses. These are the peer's words, and only looked up: which
+bytes are written follows from the cache itself.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,15 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 
-from quire.datadist.caches.cache_holds import SourceHold
+from quire.datadist.caches.cache_holds import PooledCache, SourceHold
 from quire.datadist.caches.cache_pool import CachePool
 from quire.datadist.caches.memory import CacheMemory
-from quire.datadist.caches.spans import ByteSpans
-from quire.datadist.links.addressed_targets import addressed_place, addressed_spans
-from quire.datadist.links.pull_sources import spans_of
+from quire.datadist.caches.spans import ByteSpans, slot_spans
+from quire.datadist.links.pull_sources import block_spans_of, hold_place, require_data_type, spans_of
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 from quire.datadist.transports.interface import DestinationEnd
 from quire.datadist.wire import sockets
-from quire.datadist.wire.protocol import (
-    FRAME_LIMIT,
-    BlocksSource,
-    ControlChannel,
-    NumberedBlocksSource,
-    expected,
-)
+from quire.datadist.wire.protocol import FRAME_LIMIT, ControlChannel, expected
 from quire.datadist.wire.push_protocol import (
     AddressedTarget,
     FromPushSender,
@@ -137,13 +134,9 @@ def hold_target(pool: CachePool[CacheMemory], request: PushRequest) -> SourceHol
     """
     target = request.target
     if isinstance(target, AddressedTarget):
-        hold = pool.hold_handed_out(lambda cache: addressed_place(cache, target) is not None)
-    elif isinstance(target, BlocksSource):
-        hold = pool.hold_blocks(target.model_id)
-    elif isinstance(target, NumberedBlocksSource):
-        hold = pool.hold_numbered_blocks(target.cache_id)
+        hold = pool.hold_handed_out(lambda cache: _addressed_place(cache, target) is not None)
     else:
-        hold = pool.hold_slot(target.cache_id, target.batch_index)
+        hold = hold_place(pool, target)
     cache = hold.cache
     takes_pushes = cache.is_registered or isinstance(target, AddressedTarget)
     if takes_pushes and not cache.memory.is_lost:
@@ -164,13 +157,49 @@ def target_spans(hold: SourceHold[CacheMemory], request: PushRequest) -> ByteSpa
         LLMException: LLM_PARAM_INVALID.
     """
     if isinstance(request.target, AddressedTarget):
-        spans = addressed_spans(hold.cache, request.target, request)
+        spans = _addressed_spans(hold.cache, request.target, request)
     else:
         spans = spans_of(hold, request.target, request, layer_argument="dst_layer_range")
     order = np.argsort(spans.offsets)
     if (np.diff(spans.offsets[order]) < spans.lengths[order][:-1]).any():
         raise invalid("a block is a destination twice")
     return spans
+
+
+def _addressed_place(cache: PooledCache[CacheMemory], target: AddressedTarget) -> tuple[range, int] | None:
+    """Return which neighbouring tensors of a cache the addresses are in, and at which byte of each."""
+    mine, theirs = cache.memory.addresses(), target.addresses
+    for first, base in enumerate(mine):
+        offset = theirs[0] - base
+        if 0 <= offset < cache.desc.tensor_bytes:
+            tensors = range(first, first + len(theirs))
+            expected = [one + offset for one in mine[first : tensors.stop]]
+            return (tensors, offset) if expected == theirs else None
+    return None
+
+
+def _addressed_spans(
+    cache: PooledCache[CacheMemory], target: AddressedTarget, request: PushRequest
+) -> ByteSpans:
+    """Return the bytes that a push may write.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
+    desc, place = cache.desc, _addressed_place(cache, target)
+    assert place is not None  # or it would not be held
+    tensors, offset = place
+    require_data_type(desc, request)
+    if request.layers is not None or len(tensors) != request.num_tensors:
+        raise invalid(f"{len(tensors)} addresses stand against {request.num_tensors} tensors")
+    if cache.is_blocks:
+        if offset or not target.runs:
+            raise invalid(f"blocks are named by indices, not from byte {offset} of their tensors on")
+        return block_spans_of(desc, tensors, target, request.num_bytes)
+    left = desc.slot_bytes - offset % desc.slot_bytes
+    if target.runs or not 1 <= request.num_bytes <= left:
+        raise invalid(f"{request.num_bytes} bytes do not fit the {left} that are left of the peer's slot")
+    return slot_spans(tensors, offset, request.num_bytes)
 
 
 _decoder = msgspec.msgpack.Decoder(FromPushSender)

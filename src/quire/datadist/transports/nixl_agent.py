@@ -12,17 +12,21 @@ import gc
 import importlib.util
 import itertools
 import logging
+import queue
 import secrets
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import TypeVarTuple, Unpack
 
 from quire.datadist.caches.memory import CacheMemory
-from quire.datadist.transports.call_thread import CallFailedError, CallThread
 from quire.datadist.wire import sockets
 
 logger = logging.getLogger(__name__)
@@ -32,6 +36,11 @@ CLOSE_LIMIT = 5.0  # seconds
 GRACE = 1.0  # seconds that a call may return after the deadline which it is to keep itself
 SPIN_LIMIT = 2e-4  # seconds of asking for the state of a read before sleeping in between
 POLL_INTERVAL = 5e-5  # seconds
+
+A = TypeVarTuple("A")
+T = TypeVar("T")
+
+_Job = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 Descriptors = npt.NDArray[np.uint64]
 """Address, length in bytes and device index of pieces of memory [N, 3]."""
@@ -77,6 +86,70 @@ def memory_kind(memory: CacheMemory) -> tuple[str, int]:
     return ("DRAM", 0) if device.type == "cpu" else ("VRAM", device.index)
 
 
+class CallFailedError(ConnectionError):
+    """NIXL raised, has not returned in time, or returned what it must not."""
+
+
+class CallThread:
+    """Runs calls of NIXL one after another, in a thread of its own, since they may hang.
+
+    What NIXL raises becomes a `CallFailedError` with its text only: the exception itself would keep NIXL's
+    objects alive.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._overdue: Future[Any] | None = None
+        thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="datadist-NIXL", daemon=True)
+        thread.start()
+
+    def submit(self, function: Callable[[Unpack[A]], T], *arguments: *A) -> Future[T]:
+        """Let the thread call a function; does not wait, and may be called by a finalizer."""
+        future: Future[T] = Future()
+        self._jobs.put((future, function, arguments))
+        return future
+
+    def call(self, deadline: float, function: Callable[[Unpack[A]], T], *arguments: *A) -> T:
+        """Return what a function returns.
+
+        Raises:
+            CallFailedError: it raised, or has not returned by `deadline`, or an earlier call still has not.
+        """
+        overdue = self._overdue
+        if overdue is not None and not overdue.done():
+            raise CallFailedError("an earlier call of NIXL has not returned yet")
+        return self.result(self.submit(function, *arguments), deadline)
+
+    def result(self, future: Future[T], deadline: float) -> T:
+        """Return what a call that was submitted returns; raises what `call` does."""
+        try:
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except FutureTimeoutError:
+            if future.done():
+                raise  # the function's own
+            self._overdue = future
+        raise CallFailedError("a call of NIXL has not returned in time")
+
+    def end(self) -> None:
+        """Let the thread end after the calls that were submitted."""
+        self._jobs.put(None)
+
+
+def _run_jobs(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, function, arguments = job
+        reason = None
+        try:
+            future.set_result(function(*arguments))
+        except (CallFailedError, TimeoutError) as error:
+            future.set_exception(error)
+        except BaseException as error:
+            reason = f"NIXL raised {type(error).__name__}: {error}"
+        if reason is not None:
+            future.set_exception(CallFailedError(reason))
+        del job, future, function, arguments  # may keep memory alive
+
+
 class NixlAgent:
     """An agent and what belongs to it. Several threads may call it; NIXL is called by one.
 
@@ -88,7 +161,7 @@ class NixlAgent:
     """
 
     def __init__(self, deadline: float) -> None:
-        self._thread = CallThread("NIXL")
+        self._thread = CallThread()
         self._agent: Any = None
         self._regions: weakref.WeakKeyDictionary[CacheMemory, _Region] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
