@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import fcntl
 import mmap
 import os
@@ -171,9 +172,9 @@ def test_a_descriptor_that_is_handed_out_does_not_let_anybody_write():
 
 
 def send_message(source, message, descriptor=None) -> None:
-    sockets.send(source._connection, protocol._frame(message), soon())
+    sockets.send(source._connections[0], protocol._frame(message), soon())
     if descriptor is not None:
-        unix_sockets.send_descriptor(source._connection, descriptor, soon())
+        unix_sockets.send_descriptor(source._connections[0], descriptor, soon())
 
 
 def spans_of(*numbers: int) -> bytes:
@@ -217,7 +218,7 @@ def test_a_source_that_lies_is_not_believed(ends, changes):
 @pytest.mark.parametrize("data", [b"\xff" * 8, b"\x00" * 8, b""])
 def test_what_is_no_message_is_refused(ends, data):
     source, destination = ends
-    sockets.send(source._connection, [data], soon())
+    sockets.send(source._connections[0], [data], soon())
     source.shut_down()
     with pytest.raises(ConnectionError):
         destination.receive(1, HostMemory(DESC), ALL, soon())
@@ -241,7 +242,7 @@ def test_memory_that_could_be_taken_away_while_it_is_read_is_not_mapped(ends, tm
 
 def test_a_file_without_its_descriptor_is_refused(ends):
     send_message(ends[0], WHOLE)
-    sockets.send(ends[0]._connection, [b"d"], soon())
+    sockets.send(ends[0]._connections[0], [b"d"], soon())
     with pytest.raises(ConnectionError, match="descriptor"):
         ends[1].receive(1, HostMemory(DESC), ALL, soon())
 
@@ -507,6 +508,7 @@ def test_a_tcp_connection_is_no_end_of_shared_memory():
 def test_nothing_is_left_of_blocks_that_were_shared():
     with started(LLMRole.PROMPT, PROMPT_ID):
         pass  # whatever is opened once
+    gc.collect()  # what earlier tests have left open
     before = len(os.listdir("/proc/self/fd"))
     with started(LLMRole.PROMPT, PROMPT_ID) as prompt, started(LLMRole.DECODER, DECODER_ID) as decoder:
         source = prompt.kv_cache_manager.allocate_blocks_cache(DESC, BlocksCacheKey(PROMPT_ID))

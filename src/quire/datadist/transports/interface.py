@@ -6,13 +6,19 @@ A `deadline` is in seconds on the monotonic clock (`time.monotonic`).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import socket
+import threading
 from abc import ABC, abstractmethod
 
 import xxhash
+from typing_extensions import override
 
 from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.caches.spans import ByteSpans
+from quire.datadist.wire import sockets
+
+logger = logging.getLogger(__name__)
 
 
 class ChecksumError(ConnectionError):
@@ -62,18 +68,27 @@ class DataEnd(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the end holds; nobody may use it any more."""
+        """Release what the end holds; it must not be used any more."""
 
 
 class SourceEnd(DataEnd):
-    """The PROMPT's end, which lets the other end have bytes."""
+    """The PROMPT's end, which lets the other end have bytes over connections that the DECODER opens.
+
+    Args:
+        num_connections: of the link, besides the control connection.
+    """
+
+    def __init__(self, num_connections: int = 1) -> None:
+        self._num_connections = num_connections
+        self._changed = threading.Condition()
+        self._connections: dict[int, socket.socket] = {}  # by number
+        self._has_ended = False
 
     @property
     @abstractmethod
     def parameters(self) -> bytes:
         """What the DECODER must know to set up its end."""
 
-    @abstractmethod
     def attach(self, stream: int, connection: socket.socket) -> bool:
         """Take a proved connection of the link; return whether it was wanted, else the caller keeps it.
 
@@ -81,10 +96,44 @@ class SourceEnd(DataEnd):
             stream: number of the connection, from 0, as the DECODER has said in its greeting.
             connection: that has come to the listening socket; closed by this end.
         """
+        with self._changed:
+            if self._has_ended or stream >= self._num_connections or stream in self._connections:
+                return False
+            try:
+                self._admit(connection)
+            except OSError as error:
+                logger.warning("turned a peer away: %s", error)
+                return False
+            self._connections[stream] = connection
+            self._changed.notify_all()
+        return True
 
-    @abstractmethod
+    def _admit(self, connection: socket.socket) -> None:
+        """Prepare a connection; raise `OSError` if it must not be used."""
+
     def wait_until_complete(self, deadline: float) -> None:
         """Wait for the DECODER to set up its end; raise `OSError` if it does not in time."""
+        wanted = self._num_connections
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._has_ended or len(self._connections) == wanted, sockets.seconds_left(deadline)
+            )
+            if self._has_ended or len(self._connections) < wanted:
+                raise TimeoutError(f"the peer has opened {len(self._connections)} of {wanted} connections")
+
+    @override
+    def shut_down(self) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+            for connection in self._connections.values():
+                sockets.shut_down(connection)
+
+    @override
+    def close(self) -> None:
+        self.shut_down()
+        for connection in self._connections.values():
+            connection.close()
 
     @abstractmethod
     def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:

@@ -139,12 +139,10 @@ class NixlSourceEnd(SourceEnd):
     """The PROMPT's end: says where the source is, and holds it until it was read."""
 
     def __init__(self, agent: NixlAgent, connection_metadata: bytes, *, use_checksum: bool) -> None:
+        super().__init__()
         self._agent = agent
         self._connection_metadata = connection_metadata
         self._use_checksum = use_checksum
-        self._changed = threading.Condition()
-        self._channel: ControlChannel[SourceRead] | None = None
-        self._has_ended = False
 
     @property
     @override
@@ -152,27 +150,8 @@ class NixlSourceEnd(SourceEnd):
         return self._connection_metadata
 
     @override
-    def attach(self, stream: int, connection: socket.socket) -> bool:
-        with self._changed:
-            if self._has_ended or stream != 0 or self._channel is not None:
-                return False
-            self._channel = ControlChannel(connection, _from_decoder)
-            self._changed.notify_all()
-        return True
-
-    @override
-    def wait_until_complete(self, deadline: float) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._has_ended or self._channel is not None, sockets.seconds_left(deadline)
-            )
-            if self._has_ended or self._channel is None:
-                raise TimeoutError("the peer has not connected for its reads")
-
-    @override
     def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        channel = self._channel
-        assert channel is not None
+        channel = ControlChannel(self._connections[0], _from_decoder)
         memory.synchronize()
         region = self._agent.register(memory, deadline)
         kind, device = memory_kind(memory)
@@ -201,20 +180,6 @@ class NixlSourceEnd(SourceEnd):
         for window in spans.windows(0, spans.num_bytes):
             self._agent.progress(deadline)
             checksum.extend(memory.outgoing(window))
-
-    @override
-    def shut_down(self) -> None:
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
-            if self._channel is not None:
-                self._channel.shut_down()
-
-    @override
-    def close(self) -> None:
-        self.shut_down()
-        if self._channel is not None:
-            self._channel.close()
 
 
 class NixlDestinationEnd(DestinationEnd):

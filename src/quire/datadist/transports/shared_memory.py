@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import logging
 import os
 import socket
 import threading
@@ -38,8 +37,6 @@ from quire.datadist.wire.protocol import (
     encode_runs,
     require_transfer,
 )
-
-logger = logging.getLogger(__name__)
 
 PART_BYTES = 8 << 20  # of small pieces that are copied at a time; a link that ends is noticed between two
 MAX_PIECE_BYTES = 64 << 20  # from 40 MiB or so, memcpy does not read what it overwrites
@@ -118,10 +115,8 @@ class SharedMemorySourceEnd(SourceEnd):
     """The PROMPT's end: tells where the bytes are."""
 
     def __init__(self, address: bytes) -> None:
+        super().__init__()
         self._address = address
-        self._changed = threading.Condition()
-        self._connection: socket.socket | None = None
-        self._has_ended = False
 
     @property
     @override
@@ -129,32 +124,12 @@ class SharedMemorySourceEnd(SourceEnd):
         return self._address
 
     @override
-    def attach(self, stream: int, connection: socket.socket) -> bool:
-        with self._changed:
-            if self._has_ended or self._connection is not None or stream:
-                return False
-            try:
-                unix_sockets.require_same_user(connection)
-            except OSError as error:
-                logger.warning("turned a peer away: %s", error)
-                return False
-            self._connection = connection
-            self._changed.notify_all()
-        return True
-
-    @override
-    def wait_until_complete(self, deadline: float) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._has_ended or self._connection is not None, sockets.seconds_left(deadline)
-            )
-            if self._has_ended or self._connection is None:
-                raise TimeoutError("the peer has not connected to the Unix socket")
+    def _admit(self, connection: socket.socket) -> None:
+        unix_sockets.require_same_user(connection)
 
     @override
     def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        connection = self._connection
-        assert connection is not None
+        connection = self._connections[0]
         channel = ControlChannel(connection, _from_decoder)
         memory.synchronize()
         if isinstance(memory, SharedHostMemory) and memory.descriptor is not None:
@@ -167,20 +142,6 @@ class SharedMemorySourceEnd(SourceEnd):
         channel.send(Streamed(transfer_id), deadline)
         for window in spans.windows(0, spans.num_bytes):
             sockets.send(connection, memory.outgoing(window), deadline)
-
-    @override
-    def shut_down(self) -> None:
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
-            if self._connection is not None:
-                sockets.shut_down(self._connection)
-
-    @override
-    def close(self) -> None:
-        self.shut_down()
-        if self._connection is not None:
-            self._connection.close()
 
 
 class SharedMemoryDestinationEnd(DestinationEnd):

@@ -103,37 +103,17 @@ class TcpSourceEnd(SourceEnd):
     """The PROMPT's end: waits for the connections, and sends."""
 
     def __init__(self, num_streams: int, *, use_checksum: bool) -> None:
-        self._num_streams = num_streams
+        super().__init__(num_streams)
         self._use_checksum = use_checksum
-        self._changed = threading.Condition()
-        self._connections: dict[int, socket.socket] = {}
-        self._has_ended = False
 
     @property
     @override
     def parameters(self) -> bytes:
-        return TcpParameters(self._num_streams).encode()
+        return TcpParameters(self._num_connections).encode()
 
     @override
-    def attach(self, stream: int, connection: socket.socket) -> bool:
-        with self._changed:
-            if self._has_ended or stream >= self._num_streams or stream in self._connections:
-                return False
-            sockets.wait_in_calls(connection)
-            self._connections[stream] = connection
-            self._changed.notify_all()
-        return True
-
-    @override
-    def wait_until_complete(self, deadline: float) -> None:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._has_ended or len(self._connections) == self._num_streams,
-                sockets.seconds_left(deadline),
-            )
-            if self._has_ended or len(self._connections) < self._num_streams:
-                count = len(self._connections)
-                raise TimeoutError(f"the peer has opened {count} of {self._num_streams} streams")
+    def _admit(self, connection: socket.socket) -> None:
+        sockets.wait_in_calls(connection)
 
     @override
     def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
@@ -155,20 +135,6 @@ class TcpSourceEnd(SourceEnd):
         _move_shares(
             [self._connections[one] for one in sorted(self._connections)], spans.num_bytes, send_share
         )
-
-    @override
-    def shut_down(self) -> None:
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
-            for connection in self._connections.values():
-                sockets.shut_down(connection)
-
-    @override
-    def close(self) -> None:
-        self.shut_down()
-        for connection in self._connections.values():
-            connection.close()
 
 
 class TcpDestinationEnd(DestinationEnd):
