@@ -117,7 +117,7 @@ def test_a_ragged_step_goes_where_the_tables_say(step: Step):
     whole, halves = make_view(num_pages, step.page_size), make_view(num_pages, step.page_size)
     assert whole.concatenate_to_cache(key, value, metadata) is whole
     naive(whole, step, key, value)
-    split = metadata.num_prefill_rows
+    split = metadata.prefill_rows().num_rows
     assert halves.write_prefill_to_cache(key[:split], value[:split], metadata) is halves
     assert halves.write_generate_to_cache(key[split:], value[split:], metadata) is halves
     naive(halves, step, key, value)

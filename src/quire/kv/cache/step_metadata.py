@@ -28,9 +28,17 @@ _DIMENSIONS = {
 class TokenRows:
     """Rows of a step's keys and values, sequence after sequence, and where each sequence stands.
 
-    S sequences; one row for each of their tokens. `page_tables` is [S, pages].
+    Attributes:
+        name: "prefill" or "generate".
+        num_rows: with padding.
+        rows: [T] numbers of the rows that hold a token.
+        num_computed_tokens: [S] tokens of each sequence before this step.
+        num_tokens: [S] tokens of each in this step, T together.
+        page_tables: [S, pages].
     """
 
+    name: str
+    num_rows: int
     rows: npt.NDArray[np.int64]
     num_computed_tokens: npt.NDArray[np.int64]
     num_tokens: npt.NDArray[np.int64]
@@ -89,18 +97,8 @@ class PagedAttentionMetadata(PlainData):
 
     __hash__ = None  # type: ignore[assignment]
 
-    @property
-    def num_prefill_rows(self) -> int:
-        """Rows of keys and values that belong to prompts, padding included."""
-        return len(_entries(self.prefill_pos))
-
-    @property
-    def num_generate_rows(self) -> int:
-        """Rows of keys and values that belong to sequences that generate, padding included."""
-        return len(_entries(self.generate_pos))
-
     def prefill_rows(self) -> TokenRows:
-        """Return the prompts' rows without padding.
+        """Return the rows of prompts.
 
         Raises:
             ValueError: lengths, positions and tables do not fit together.
@@ -108,6 +106,7 @@ class PagedAttentionMetadata(PlainData):
         given = _entries(self.prefill_length)
         tables = _tables("prefill_page_table", self.prefill_page_table, "prefill_length", len(given))
         positions = _entries(self.prefill_pos)
+        num_rows = len(positions)
         rows = np.flatnonzero(positions != NOTHING)
         rows = rows[_within_lengths(positions[rows], given[given != NOTHING])]
         positions = positions[rows]
@@ -121,10 +120,10 @@ class PagedAttentionMetadata(PlainData):
                 f"prefill_pos is {positions[wrong[0]]} at token {wrong[0]}; positions begin at 0 or later, "
                 f"and those of a prompt follow each other: {max(expected[wrong[0]], 0)} was expected"
             )
-        return TokenRows(rows, first, lengths, tables[has_tokens])
+        return TokenRows("prefill", num_rows, rows, first, lengths, tables[has_tokens])
 
     def generate_rows(self) -> TokenRows:
-        """Return the generating sequences' rows without padding; they are counted from the first of these.
+        """Return the rows of sequences that generate, counted from the first of these.
 
         Raises:
             ValueError: positions and tables do not fit together.
@@ -135,7 +134,8 @@ class PagedAttentionMetadata(PlainData):
         positions: npt.NDArray[np.int64] = given[rows].astype(np.int64)
         if (positions < 0).any():
             raise ValueError(f"generate_pos is {positions.min()}; a position is at least 0")
-        return TokenRows(rows, positions, np.ones(len(rows), dtype=np.int64), tables[rows])
+        lengths = np.ones(len(rows), dtype=np.int64)
+        return TokenRows("generate", len(given), rows, positions, lengths, tables[rows])
 
     def replace(self, **kwargs: Any) -> Self:
         """Return a copy with other tables."""

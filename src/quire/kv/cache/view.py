@@ -180,13 +180,7 @@ class PagedAttentionCacheView(TensorData):
             ValueError: the tables contradict each other, name no page for a token, or have another number of
                 rows than `key` and `value`; or these have other heads or head sizes than the layer.
         """
-        num_prefill = metadata.num_prefill_rows
-        prefill, generate = metadata.prefill_rows(), metadata.generate_rows()
-        self._check_states(key, value, num_prefill + metadata.num_generate_rows)
-        batches = self._batch("prefill", prefill), self._batch("generate", generate)
-        for batch, rows in zip(batches, (prefill.rows, num_prefill + generate.rows), strict=True):
-            self._write(key, value, rows, batch)
-        return self
+        return self._write(key, value, metadata.prefill_rows(), metadata.generate_rows())
 
     def write_prefill_to_cache(
         self, key: torch.Tensor, value: torch.Tensor, metadata: PagedAttentionMetadata
@@ -204,10 +198,7 @@ class PagedAttentionCacheView(TensorData):
         Raises:
             ValueError: as `concatenate_to_cache` does.
         """
-        prefill = metadata.prefill_rows()
-        self._check_states(key, value, metadata.num_prefill_rows)
-        self._write(key, value, prefill.rows, self._batch("prefill", prefill))
-        return self
+        return self._write(key, value, metadata.prefill_rows())
 
     def write_generate_to_cache(
         self, key: torch.Tensor, value: torch.Tensor, metadata: PagedAttentionMetadata
@@ -225,10 +216,7 @@ class PagedAttentionCacheView(TensorData):
         Raises:
             ValueError: as `concatenate_to_cache` does.
         """
-        generate = metadata.generate_rows()
-        self._check_states(key, value, metadata.num_generate_rows)
-        self._write(key, value, generate.rows, self._batch("generate", generate))
-        return self
+        return self._write(key, value, metadata.generate_rows())
 
     def _check_states(self, key: torch.Tensor, value: torch.Tensor, num_rows: int) -> None:
         spec = self.metadata.layers[self.layer_index]
@@ -244,8 +232,8 @@ class PagedAttentionCacheView(TensorData):
                     f"{[num_rows, num_heads, head_dim]} (tokens, KV heads, features)"
                 )
 
-    def _batch(self, name: str, tokens: TokenRows) -> AttentionBatch:
-        """Return the places of a step's tokens."""
+    def _batch(self, tokens: TokenRows) -> AttentionBatch:
+        """Return a step's tokens as the engine's kernels take them."""
         page_size, num_pages = self.metadata.page_size, self.metadata.num_pages_per_layer
         first = tokens.num_computed_tokens // page_size
         end = -(-(tokens.num_computed_tokens + tokens.num_tokens) // page_size)
@@ -257,19 +245,24 @@ class PagedAttentionCacheView(TensorData):
         if (end > width).any() or wrong.size:
             row, place = wrong[0] if wrong.size else (int((end > width).argmax()), width)
             raise ValueError(
-                f"{name}_page_table has no page for position {place * page_size} of sequence {row}; the "
-                f"cache has pages 0 to {num_pages - 1} of {page_size} tokens"
+                f"{tokens.name}_page_table has no page for position {place * page_size} of sequence {row}; "
+                f"the cache has pages 0 to {num_pages - 1} of {page_size} tokens"
             )
         return AttentionBatch.build(
             tokens.num_computed_tokens, tokens.num_tokens, tokens.page_tables, page_size
         )
 
-    def _write(
-        self, key: torch.Tensor, value: torch.Tensor, rows: npt.NDArray[np.int64], batch: AttentionBatch
-    ) -> None:
-        if len(rows):
-            chosen = torch.from_numpy(rows)
-            write_kv(key[chosen], value[chosen], self, batch)
+    def _write(self, key: torch.Tensor, value: torch.Tensor, *parts: TokenRows) -> Self:
+        """Write the rows of the parts, which follow each other, once all of them have been checked."""
+        self._check_states(key, value, sum(part.num_rows for part in parts))
+        batches = [self._batch(part) for part in parts]
+        first = 0
+        for part, batch in zip(parts, batches, strict=True):
+            if len(part.rows):
+                chosen = torch.from_numpy(first + part.rows)
+                write_kv(key[chosen], value[chosen], self, batch)
+            first += part.num_rows
+        return self
 
     def replace(self, **kwargs: Any) -> Self:
         """Return a view with other arguments of the constructor."""
