@@ -21,7 +21,7 @@ from quire.kv.peers import peer as peer_module
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.links import PeerLinks
 from quire.kv.peers.peer import KnownPeers, Peer, PrefixLookup
-from quire.kv.peers.pulls import LoanLoad, LoanPull, PrefixLoad, PrefixPull
+from quire.kv.peers.pulls import LoanLoad, PeerPull, PrefixLoad
 from quire.kv.peers.transfer_params import BorrowingParams
 from thread_shortage import no_threads_to_spare
 
@@ -73,7 +73,7 @@ class Opener:
         return self.link
 
 
-class Pull(LoanPull):
+class Pull(PeerPull):
     """A pull whose end can be waited for."""
 
     def __init__(self, name: str, after: StepMark | None = None) -> None:
@@ -185,7 +185,7 @@ def test_what_is_ready_is_read_while_all_readers_wait_for_what_is_not(make_peer)
     peer, pulls = make_peer(opener), [Pull(name) for name in (*is_ready, "ready")]
     opener.link.exchange_news = lambda waiting, *_: LoanReport([], sorted(set(waiting) - is_ready.keys()))
     for pull in pulls:
-        peer.keep(pull.transfer_id, pull.request_id, is_offered=False)
+        peer.keep(pull.load.transfer_id, pull.load.request_id, is_offered=False)
         peer.pull(pull)
     assert pulls[-1].ending.wait(SOON)
     assert opener.link.pulled == ["ready"]
@@ -339,16 +339,19 @@ def test_digests_of_other_blocks_are_not_asked_about(make_peer):
 
 
 def test_a_peer_that_is_late_is_not_asked_again_before_it_has_answered(make_peer):
-    opener, answers = Opener(), threading.Event()
+    opener, asking, answers = Opener(), threading.Event(), threading.Event()
 
     def finds_late(digests, deadline) -> int:
+        asking.set()
         assert answers.wait(SOON)
         return 2
 
     opener.link.find_prefix = finds_late
-    peer, asked = make_peer(opener), lookup(patience=0.01)
+    peer, asked = make_peer(opener), lookup()
     peer.look_up(asked)
-    wait_for(lambda: asked.is_over)
+    assert asking.wait(SOON)
+    asked.deadline = time.monotonic()
+    assert asked.is_over
     assert asked.best is None
     meanwhile = lookup()
     peer.look_up(meanwhile)
@@ -360,9 +363,9 @@ def test_a_peer_that_is_late_is_not_asked_again_before_it_has_answered(make_peer
     assert again.best == (("127.0.0.1", 1), 2)
 
 
-def cached_pull() -> PrefixPull:
+def cached_pull() -> PeerPull:
     load = PrefixLoad("r", ("127.0.0.1", 1), bytes(16), [3])
-    return PrefixPull(load, time.monotonic() + SOON, host_mark())
+    return PeerPull(load, time.monotonic() + SOON, host_mark())
 
 
 def test_a_peer_is_not_doubted_for_want_of_threads_here(make_peer):

@@ -32,7 +32,7 @@ class PooledCache(Generic[M]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors that count for the pool: none of memory that belongs to somebody else."""
+        """Bytes of all tensors that count for the pool: none of memory that was registered."""
         return 0 if self.is_registered else self.desc.num_tensors * self.desc.tensor_bytes
 
 

@@ -106,12 +106,12 @@ class CachePool(Generic[M]):
         return cache
 
     def register(self, desc: CacheDesc, memory: M) -> PooledCache[M]:
-        """Take in memory of somebody else as a contiguous cache, with its handle."""
+        """Take in memory that the caller owns as a contiguous cache, with its handle."""
         with self._exclusive():
             return self._added(desc, memory, is_blocks=False, is_registered=True)
 
     def register_blocks(self, desc: CacheDesc, memory: M, key: BlocksCacheKey | None) -> PooledCache[M]:
-        """Take in memory of somebody else as a blocks cache, with its handle, under a key.
+        """Take in memory that the caller owns as a blocks cache, with its handle, under a key.
 
         Raises:
             LLMException: LLM_REPEAT_REQUEST (the model has one); nothing has changed.

@@ -1,6 +1,6 @@
-"""Memory that belongs to somebody else, as the memory of a cache: nothing is copied, zeroed or freed.
+"""Memory that the caller owns, as the memory of a cache: nothing is copied, zeroed or freed.
 
-Tensors are kept as long as the cache. What an address means is only known to whoever gave it: the memory must
+Tensors are kept as long as the cache. What an address means is only known to the caller: the memory must
 be there until the cache is unregistered. That it is there at the start is checked on the host.
 """
 

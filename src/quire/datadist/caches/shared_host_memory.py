@@ -88,7 +88,7 @@ def _new_file(num_bytes: int) -> tuple[int, torch.Tensor] | None:
 
 
 def _sealed_file(num_bytes: int) -> tuple[int, torch.Tensor]:
-    """Return a descriptor to read from, and the file's bytes, which nobody else can ever get to write."""
+    """Return a descriptor to read from, and the file's bytes, which no other process can ever write to."""
     writable = os.memfd_create("quire-datadist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     descriptor = -1
     try:

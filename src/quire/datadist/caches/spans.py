@@ -37,7 +37,7 @@ class ByteSpans:
         return len(self.tensors) * int(self.lengths.sum())
 
     def is_within(self, num_tensors: int, tensor_bytes: int) -> bool:
-        """Return whether a cache with so many tensors of so many bytes has all of these bytes."""
+        """Return whether all of these bytes are within `num_tensors` tensors of `tensor_bytes` bytes each."""
         ends = self.offsets + self.lengths
         return (
             0 <= self.tensors.start <= self.tensors.stop <= num_tensors

@@ -66,7 +66,7 @@ class TransferWithCacheKeyConfig:
     Args:
         cache_key: of a blocks cache, or of a slot.
         src_layer_range: `range` of layers, step 1; None: all.
-        dst_layer_range: likewise, as long; None: the same layers.
+        dst_layer_range: the same, as long; None: the same layers.
         src_batch_index: of the source slot.
     """
 

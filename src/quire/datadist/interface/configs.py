@@ -108,6 +108,10 @@ def _shapes(check: ArgumentChecks, name: str, value: Any) -> list[str]:
     return shapes
 
 
+def _flag(key: str, description: str) -> _Option[bool]:
+    return _Option(key, description, _instance(bool), unset=False)
+
+
 class _Config:
     """Options of which some have properties."""
 
@@ -146,24 +150,13 @@ class LLMConfig(_Config):
         "Time limit of a call that moves KV, in milliseconds; may also be set as a string of digits.",
         _milliseconds,
     )
-    enable_cache_manager = _Option[bool](
-        "llm.EnableCacheManager",
-        "Whether `cache_manager` is used; it always can be.",
-        _instance(bool),
-        unset=False,
+    enable_cache_manager = _flag(
+        "llm.EnableCacheManager", "Whether `cache_manager` is used; it always can be."
     )
-    enable_remote_cache_accessible = _Option[bool](
-        "llm.EnableRemoteCacheAccessible",
-        "Whether peers reach caches by address; they never do.",
-        _instance(bool),
-        unset=False,
+    enable_remote_cache_accessible = _flag(
+        "llm.EnableRemoteCacheAccessible", "Whether peers reach caches by address; they never do."
     )
-    enable_switch_role = _Option[bool](
-        "llm.EnableSwitchRole",
-        "Whether `switch_role` is used; it always can be.",
-        _instance(bool),
-        unset=False,
-    )
+    enable_switch_role = _flag("llm.EnableSwitchRole", "Whether `switch_role` is used; it always can be.")
     local_comm_res = _Option[str | None](
         "llm.LocalCommRes", "What the device is connected to; for the option only.", _instance(str)
     )
@@ -197,22 +190,14 @@ class ModelConfig(_Config):
     kv_seq_len_dim_index = _Option[int | None](
         "llm.RefInputSeqLenDimIndex", "Dimension that counts tokens.", _integer(OFFSET)
     )
-    enable_page_attention = _Option[bool](
-        "llm.EnablePagedAttention",
-        "Whether dimension 0 counts blocks that belong to no slot.",
-        _instance(bool),
-        unset=False,
+    enable_page_attention = _flag(
+        "llm.EnablePagedAttention", "Whether dimension 0 counts blocks that belong to no slot."
     )
-    enable_shared_system_prefix = _Option[bool](
-        "llm.EnableSharedSystemPrefix",
-        "Whether prompts may begin with a prefix that was computed before.",
-        _instance(bool),
-        unset=False,
+    enable_shared_system_prefix = _flag(
+        "llm.EnableSharedSystemPrefix", "Whether prompts may begin with a prefix that was computed before."
     )
     om_paths = _Option[list[str] | None]("llm.OmCachePath", "Files for a default runner.", _items(str))
-    is_flow_model = _Option[bool](
-        "llm.IsFlowModel", "Whether `om_paths` is one path.", _instance(bool), unset=False
-    )
+    is_flow_model = _flag("llm.IsFlowModel", "Whether `om_paths` is one path.")
 
 
 def _text(value: Any) -> str:

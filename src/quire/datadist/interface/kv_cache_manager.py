@@ -96,9 +96,9 @@ class KvCacheManager(LocalCaches):
                 `dst_blocks` in their order.
             dst_cache: a blocks cache; its blocks must have the size of the source's.
             src_blocks: a sequence or one-dimensional array; empty or left out for a slot.
-            dst_blocks: likewise; no block twice.
+            dst_blocks: the same; no block twice.
             src_layer_range: `range` of layers, step 1, that are copied; all if None.
-            dst_layer_range: likewise, as long, of the destination.
+            dst_layer_range: the same, as long, of the destination.
             tensor_num_per_layer: looked at only with a range.
             prompt_cache_key: another name of `src_cache_key`.
             decoder_kv_cache: another name of `dst_cache`.
@@ -145,7 +145,7 @@ class KvCacheManager(LocalCaches):
             src_cache: the source, a contiguous cache.
             src_batch_index: of the source slot.
             src_layer_range: `range` of layers, step 1, that are copied; all if None.
-            dst_layer_range: likewise, as long, of the destination.
+            dst_layer_range: the same, as long, of the destination.
             size: bytes of each tensor, from the start of both slots; -1: the whole source slot.
             tensor_num_per_layer: looked at only with a range.
 
@@ -181,9 +181,9 @@ class KvCacheManager(LocalCaches):
             dst_cache_key: the destination, a blocks cache.
             src_cache: the source, a blocks cache with blocks of the same size.
             src_blocks: a sequence or one-dimensional array; block `src_blocks[i]` goes to `dst_blocks[i]`.
-            dst_blocks: likewise, as long; no block twice.
+            dst_blocks: the same, as long; no block twice.
             src_layer_range: `range` of layers, step 1, that are copied; all if None.
-            dst_layer_range: likewise, as long, of the destination.
+            dst_layer_range: the same, as long, of the destination.
             tensor_num_per_layer: looked at only with a range.
 
         Raises:
@@ -219,7 +219,7 @@ class KvCacheManager(LocalCaches):
             layer_synchronizer: is asked once for each layer, with `sync_kv_timeout` as its time.
             transfer_configs: the destinations, at least one.
             src_block_indices: of a blocks cache; block i goes to block i of `dst_block_indices`.
-            dst_block_indices: likewise, as long; no block twice.
+            dst_block_indices: the same, as long; no block twice.
             dst_block_memory_size: bytes of a block of the destination; those of the source if None.
 
         Raises:

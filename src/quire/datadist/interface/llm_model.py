@@ -148,4 +148,4 @@ class LLMModel:
 
     def _require_open(self) -> None:
         if not self._is_open:
-            raise failure(LLMStatusCode.LLM_ENGINE_FINALIZED, "finalized; call init and add_model anew")
+            raise failure(LLMStatusCode.LLM_ENGINE_FINALIZED, "finalized; call init and add_model again")

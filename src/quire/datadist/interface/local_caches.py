@@ -241,7 +241,7 @@ class LocalCaches:
 
         Args:
             src_cache: source; one of `create_cpu_cache`, too.
-            dst_cache: destination, likewise; as many tensors, with blocks of the same size and data type.
+            dst_cache: destination, of either kind; as many tensors, blocks of the same size and data type.
             pairs: the destination of each source, or pairs of a source and a destination; none twice.
 
         Raises:
@@ -318,7 +318,7 @@ class LocalCaches:
     def _require(self, role: LLMRole | None) -> None:
         if not self._is_open:
             raise failure(
-                LLMStatusCode.LLM_ENGINE_FINALIZED, "finalized; call init and get kv_cache_manager anew"
+                LLMStatusCode.LLM_ENGINE_FINALIZED, "finalized; call init and get kv_cache_manager again"
             )
         if role is not None and self._role not in (role, LLMRole.MIX):
             raise invalid(f"this is for a {role.name}, but the role is {self._role.name}")

@@ -1,4 +1,4 @@
-"""Pulls as a DECODER asks for them: what fits the destination, and what the PROMPT is told."""
+"""Pulls as a DECODER asks for them: what fits the destination, and the messages to the PROMPT."""
 
 from __future__ import annotations
 

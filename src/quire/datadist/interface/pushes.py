@@ -1,4 +1,4 @@
-"""Pushes as a PROMPT asks for them: what it sends, and what the DECODER is told; at once or by layer."""
+"""Pushes as a PROMPT asks for them: the bytes and the messages to the DECODER, at once or layer by layer."""
 
 from __future__ import annotations
 

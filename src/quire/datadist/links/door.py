@@ -1,7 +1,7 @@
 """Who may come in: connections that prove themselves, and how long they may take.
 
 Until it is proved, a connection costs a descriptor and less than 100 bytes, which a peer that says nothing
-keeps for `HALF_OPEN_LIMIT` seconds at most; nobody waits for it.
+keeps for `HALF_OPEN_LIMIT` seconds at most; nothing waits for it.
 """
 
 from __future__ import annotations

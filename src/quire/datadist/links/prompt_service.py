@@ -116,7 +116,7 @@ class PromptService:
             self._listener.close()
 
     def _secret_of(self, greeting: Greeting) -> bytes | None:
-        """Return what a connection must prove to have; None: nobody may have it."""
+        """Return what a connection must prove to have; None: it is refused."""
         if greeting.kind is ConnectionKind.CONTROL:
             return self._token
         with self._lock:

@@ -56,7 +56,7 @@ def open_pull_source(pool: CachePool[CacheMemory], epoch: int, request: PullRequ
 def require_epoch(epoch: int, requested: int) -> None:
     """Raise `LLMException` (LLM_NOT_YET_LINK) if something is asked of another start of the PROMPT."""
     if requested != epoch:
-        raise failure(LLMStatusCode.LLM_NOT_YET_LINK, "the PROMPT has been started anew since it was linked")
+        raise failure(LLMStatusCode.LLM_NOT_YET_LINK, "the PROMPT has been restarted since it was linked")
 
 
 def hold_place(

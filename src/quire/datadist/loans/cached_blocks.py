@@ -50,7 +50,7 @@ class CachedBlocks:
         return next((index for index, one in enumerate(digests) if one not in entries), len(digests))
 
     def open(self, digests: Sequence[bytes], block_bytes: int) -> CachedReading:
-        """Begin to read blocks of so many bytes.
+        """Begin to read blocks of `block_bytes` bytes each.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST (one of them is not cached).

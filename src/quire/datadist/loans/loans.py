@@ -35,7 +35,7 @@ class BlockPart:
     num_bytes: int
 
     def split(self, max_blocks: int) -> Iterator[BlockPart]:
-        """Yield the same part of at most so many blocks at a time."""
+        """Yield the same part of at most `max_blocks` blocks at a time."""
         for done in range(0, self.num_blocks, max_blocks):
             num_blocks = min(max_blocks, self.num_blocks - done)
             yield BlockPart(self.first_block + done, num_blocks, self.offset, self.num_bytes)
@@ -89,7 +89,7 @@ class Loans:
 
     # -- the owner -----------------------------------------------------------------------------------------
     #
-    # It knows loans by number: a name may be given anew while a step of the loan that had it is computed.
+    # It knows loans by number: a name may be reused while a step of the loan that had it is computed.
 
     def offer(self, name: str, owner: str, num_blocks: int, digest: bytes) -> int | None:
         """Lend blocks, none of which is ready; return the loan's number, or None if the name is taken.
@@ -117,8 +117,8 @@ class Loans:
     def begin_step(self, number: int, first_block: int, block_ids: Sequence[int]) -> None:
         """Note that a step completes the blocks of a loan from `first_block` on.
 
-        A loan whose last step has not ended ends: nobody knows what that step has written. So does one whose
-        blocks are not told one after another: it is computed anew, into other blocks.
+        A loan whose last step has not ended ends: what that step has written is unknown. So does one whose
+        blocks do not follow those before: it is recomputed, into other blocks.
         """
         with self._changed:
             loan = self._by_number.get(number)
@@ -128,7 +128,7 @@ class Loans:
                 self._end(loan, "its blocks were not computed to the end")
                 return
             if first_block != len(loan.block_ids):
-                self._end(loan, "its blocks are computed anew")
+                self._end(loan, "its blocks are recomputed")
                 return
             loan.block_ids += block_ids
             loan.computed_stop, loan.computed_bytes = len(loan.block_ids), 0
@@ -160,7 +160,7 @@ class Loans:
             return number in self._given_back
 
     def end(self, number: int, reason: str) -> None:
-        """Lend this no more; whoever reads it fails. Nothing happens if there is no such loan."""
+        """Lend this no more; readers of it fail. Nothing happens if there is no such loan."""
         with self._changed:
             self._given_back.discard(number)
             loan = self._by_number.get(number)
@@ -168,7 +168,7 @@ class Loans:
                 self._end(loan, reason)
 
     def close(self, reason: str) -> None:
-        """Lend nothing more; nobody waits for an offer any more."""
+        """Lend nothing more; end all waiting for offers."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -17,7 +17,7 @@ EncodedSpans = Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCK_RUNS * 16)]
 def decode_source_spans(
     encoded: EncodedSpans, num_tensors: int, tensor_bytes: int, target: ByteSpans
 ) -> ByteSpans:
-    """Return the spans of a source of so many tensors of so many bytes.
+    """Return the spans of a source of `num_tensors` tensors of `tensor_bytes` bytes each.
 
     Raises:
         ProtocolError: they are not within the source, or not as long as `target`.

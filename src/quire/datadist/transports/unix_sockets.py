@@ -29,7 +29,7 @@ def connect(name: bytes, deadline: float) -> socket.socket:
     """Return a connection.
 
     Raises:
-        OSError: nobody listens under this name here, or not in time.
+        OSError: no socket listens under this name here, or not in time.
     """
     connection = socket.socket(socket.AF_UNIX)
     try:

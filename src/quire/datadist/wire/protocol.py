@@ -32,7 +32,7 @@ BYTE_ORDER = sys.byteorder
 """Part of the layout that both ends must share; what else a cache is comes with each request."""
 
 NO_IDENTITY: Mapping[str, str] = {}
-"""What KV is if nobody says."""
+"""What KV is if neither side says."""
 
 _LENGTH = struct.Struct("<I")
 RUN_BYTES = 16
@@ -403,7 +403,7 @@ class ControlChannel(Generic[T]):
         sockets.shut_down(self._connection)
 
     def close(self) -> None:
-        """Release the descriptor; nobody may use the channel any more."""
+        """Release the descriptor; the channel must not be used any more."""
         self._connection.close()
 
 

@@ -125,7 +125,7 @@ def receive_into(connection: socket.socket, parts: Iterable[memoryview], deadlin
 
 
 def receive(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytearray:
-    """Return exactly so many bytes; raises what `receive_into` does."""
+    """Return exactly `num_bytes` bytes; raises what `receive_into` does."""
     data = bytearray(num_bytes)
     receive_into(connection, [memoryview(data)], deadline)
     return data

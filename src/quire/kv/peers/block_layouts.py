@@ -47,7 +47,7 @@ class BlockLayouts:
     Attributes:
         block_size: tokens of a block.
         block_bytes: bytes of a block, of all ranks together.
-        layer_ends: bytes from a block's start to the end of each layer, likewise.
+        layer_ends: bytes from a block's start to the end of each layer, of all ranks together.
 
     Raises:
         ValueError: the ranks' parts do not make up the blocks.
@@ -70,7 +70,7 @@ class BlockLayouts:
         return max(1, MAX_SENT_SPANS // num_spans)
 
     def spans_of(self, block_ids: Int64Array, offset: int, num_bytes: int) -> ByteSpans:
-        """Return where the bytes from `offset` on, so many of each, of some of this engine's blocks are."""
+        """Return where `num_bytes` bytes from `offset` on of each of some of this engine's blocks are."""
         if self._divided is None:
             return part_spans(block_ids, self.block_bytes, offset, num_bytes)
         return self._divided.spans(block_ids, np.zeros_like(block_ids), offset, num_bytes)

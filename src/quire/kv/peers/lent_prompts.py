@@ -81,8 +81,8 @@ class LentPrompts:
         """Note that a request has ended.
 
         Returns:
-            Whether its blocks are to be held, and its transfer id if it has not failed whoever it was lent
-            to: a peer that has read the prompt, or needs it no more, may have given it back already.
+            Whether its blocks are to be held, and its transfer id if the prompt was computed to the end: a
+            peer that has read it, or needs it no more, may have given it back already.
         """
         lent = self._lent.get(request.request_id)
         if lent is None:

@@ -37,7 +37,7 @@ class PrefixLookup:
     """One question, which the threads of several peers answer.
 
     Args:
-        keys: of the prompt's blocks; nobody else uses them any more.
+        keys: of the prompt's blocks, for this lookup alone.
         blocks: those that are missing.
         deadline: seconds on the monotonic clock, after which answers are not waited for.
     """
@@ -61,7 +61,7 @@ class PrefixLookup:
 
     @property
     def best(self) -> tuple[Address, int] | None:
-        """The peer that has the most, and how many blocks of it; None: nobody has anything."""
+        """The peer that has the most, and how many blocks of it; None: none has any."""
         with self._lock:
             return None if self._best is None else (self._best, self._most)
 
@@ -78,7 +78,7 @@ class PrefixLookup:
             self._num_asked += 1
 
     def answer(self, address: Address, num_blocks: int) -> None:
-        """Note that a peer has so many of the blocks, from the first on."""
+        """Note that a peer has the first `num_blocks` of the blocks."""
         with self._lock:
             self._num_answers += 1
             if num_blocks > self._most:
@@ -89,7 +89,7 @@ class Peer:
     """Reads the loans of one peer. Every method but `join` returns at once, and may be called by any thread.
 
     Loans that are not ready have readers of their own, which wait for them: the peer may compute its prompts
-    in another order, and lack the blocks for the next as long as nobody reads those that are ready.
+    in another order, and lack the blocks for the next until those that are ready are read.
 
     Args:
         address: where it listens.
@@ -127,7 +127,7 @@ class Peer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits for any of its loans, and it has no thread."""
+        """Whether no request waits for any of its loans, and it has no thread."""
         has_readers = not (self._ready_pulls.is_idle and self._awaited_pulls.is_idle)
         return not (self._waiting or self._lookups or has_readers) and self._messenger is None
 
@@ -179,7 +179,7 @@ class Peer:
 
     def pull(self, pull: PeerPull) -> None:
         """Begin to read, in a thread; if there can be none, the pull fails."""
-        if pull.is_ready:
+        if pull.load.is_ready:
             self._ready_pulls.read(pull)
         else:
             self._awaited_pulls.read(pull)
@@ -202,8 +202,8 @@ class Peer:
             messenger.join(max(0.0, deadline - time.monotonic()))
 
     def _note_end(self, pull: PeerPull) -> None:
-        if pull.transfer_id:
-            self.give_back(pull.transfer_id, pull.request_id)
+        if pull.load.transfer_id:
+            self.give_back(pull.load.transfer_id, pull.load.request_id)
         elif pull.has_begun and not (pull.is_cancelled or pull.was_refused):
             self.links.note_delivery(has_come=not pull.has_failed)
 
@@ -267,7 +267,7 @@ class Peer:
         return bool(waiting or released)
 
     def _tell_again(self, released: dict[str, float]) -> None:
-        """Keep what the peer was not told, unless a request waits for it anew, or its lease has ended."""
+        """Keep what the peer was not told, unless a request waits for it again, or its lease has ended."""
         now = time.monotonic()
         with self._lock:
             for name, until in released.items():

@@ -1,4 +1,4 @@
-"""Prompts of which a peer has the beginning in its prefix cache: it is read from there if that is cheaper."""
+"""Prompts whose beginning a peer has in its prefix cache: it is read from there if that is cheaper."""
 
 from __future__ import annotations
 

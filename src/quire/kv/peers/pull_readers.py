@@ -78,8 +78,8 @@ class PullReaders:
     def take_queued(self, transfer_ids: Collection[str]) -> list[PeerPull]:
         """Return those queued pulls of these loans; they are not read here any more."""
         with self._changed:
-            taken = [pull for pull in self._queue if pull.transfer_id in transfer_ids]
-            self._queue = deque(pull for pull in self._queue if pull.transfer_id not in transfer_ids)
+            taken = [pull for pull in self._queue if pull.load.transfer_id in transfer_ids]
+            self._queue = deque(pull for pull in self._queue if pull.load.transfer_id not in transfer_ids)
         return taken
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class PullReaders:
             if self._queue and not self._is_closed:
                 self._num_running += 1
                 return self._queue.popleft()
-            if not self._is_closed:  # whoever closes waits for this thread
+            if not self._is_closed:  # `join` waits for this thread
                 self._threads.discard(threading.current_thread())
             return None
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from abc import ABC, abstractmethod
 
 import numpy as np
-from typing_extensions import override
 
 from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.links.decoder_link import DecoderLink
+from quire.datadist.loans.arriving_blocks import ArrivingBlocks
 from quire.datadist.wire.protocol import LoanRequest, PrefixRequest
 from quire.kv.connectors.step_times import StepMark
 from quire.kv.peers.block_layouts import BlockLayouts
@@ -36,6 +35,32 @@ class LoanLoad:
         """Where the peer listens."""
         return self.params.address
 
+    @property
+    def transfer_id(self) -> str:
+        """Of the loan."""
+        return self.params.transfer_id
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the peer had all of it when this was planned, so that only reading takes time."""
+        return bool(self.params.remote_engine_id)
+
+    def ask(self, link: DecoderLink, layouts: BlockLayouts) -> tuple[LoanRequest, ArrivingBlocks]:
+        """Return what to ask for over a link, and the blocks that the answer fills.
+
+        Raises:
+            ConnectionError: the peer is another than the one that has answered.
+        """
+        engine_id, size = self.params.remote_engine_id, link.block_size
+        if engine_id and engine_id != engine_id_of(link.epoch):
+            raise ConnectionError("it has been restarted since it computed the prompt")
+        first_token = _num_blocks(self.num_tokens, layouts.block_size) - len(self.block_ids)
+        first_token *= layouts.block_size
+        blocks = range(first_token // size, _num_blocks(self.num_tokens, size))
+        patience = 0 if engine_id else int(OFFER_PATIENCE * 1e3)
+        request = LoanRequest(0, 0, self.transfer_id, blocks.start, blocks.stop, self.digest, patience, 0)
+        return request, layouts.arriving(np.array(self.block_ids, dtype=np.int64), blocks, size)
+
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class PrefixLoad:
@@ -45,22 +70,27 @@ class PrefixLoad:
     address: Address
     digests: bytes
     block_ids: list[int]
+    transfer_id: str = ""  # it is no loan
+    is_ready: bool = True
+
+    def ask(self, _link: DecoderLink, layouts: BlockLayouts) -> tuple[PrefixRequest, ArrivingBlocks]:
+        """Return what to ask for over a link, and the blocks that the answer fills."""
+        blocks = range(len(self.block_ids))
+        targets = np.array(self.block_ids, dtype=np.int64)
+        return PrefixRequest(0, 0, self.digests, 0), layouts.arriving(targets, blocks, layouts.block_size)
 
 
-class PeerPull(ABC):
-    """One reading, which a thread runs and another may cancel.
+class PeerPull:
+    """One reading, which a thread runs and another may cancel. Its request needs a loan no more afterwards.
 
     Args:
-        request_id: for which.
-        block_ids: where it goes.
+        load: what is read.
         deadline: seconds on the monotonic clock.
         after: steps before this may still use the blocks.
     """
 
-    def __init__(self, request_id: str, block_ids: list[int], deadline: float, after: StepMark) -> None:
-        self.request_id = request_id
-        self.transfer_id = ""  # of the loan that is read, if it is one
-        self.block_ids = np.array(block_ids, dtype=np.int64)
+    def __init__(self, load: LoanLoad | PrefixLoad, deadline: float, after: StepMark) -> None:
+        self.load = load
         self.deadline = deadline
         self.seconds = 0.0  # that reading took
         self.has_begun = False
@@ -74,13 +104,8 @@ class PeerPull(ABC):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether its result is not wanted any more."""
         return self._is_cancelled
-
-    @property
-    @abstractmethod
-    def is_ready(self) -> bool:
-        """Whether the peer had all of it when this began, so that nothing but reading takes its time."""
 
     def run(self, link: DecoderLink, memory: CacheMemory, layouts: BlockLayouts) -> None:
         """Read over a link.
@@ -98,7 +123,8 @@ class PeerPull(ABC):
         self.has_begun = True
         began = time.monotonic()
         try:
-            self._read(link, memory, layouts)
+            request, blocks = self.load.ask(link, layouts)
+            link.pull_parts(request, memory, blocks, self.deadline)
         finally:
             self.seconds = time.monotonic() - began
             with self._lock:
@@ -116,68 +142,11 @@ class PeerPull(ABC):
         self.has_failed = has_failed
         self.has_ended = True
 
-    @abstractmethod
-    def _read(self, link: DecoderLink, memory: CacheMemory, layouts: BlockLayouts) -> None:
-        """Read over a link; raises what `run` does."""
-
-
-class LoanPull(PeerPull):
-    """Reads a loan. Its request needs the loan no more when this has ended."""
-
-    def __init__(self, load: LoanLoad, deadline: float, after: StepMark) -> None:
-        super().__init__(load.request_id, load.block_ids, deadline, after)
-        self.transfer_id = load.params.transfer_id
-        self._load = load
-
-    @property
-    @override
-    def is_ready(self) -> bool:
-        return bool(self._load.params.remote_engine_id)
-
-    @override
-    def _read(self, link: DecoderLink, memory: CacheMemory, layouts: BlockLayouts) -> None:
-        load, engine_id = self._load, self._load.params.remote_engine_id
-        if engine_id and engine_id != engine_id_of(link.epoch):
-            raise ConnectionError("it has been started anew since it computed the prompt")
-        size = link.block_size
-        first_token = _num_blocks(load.num_tokens, layouts.block_size) - len(self.block_ids)
-        first_token *= layouts.block_size
-        blocks = range(first_token // size, _num_blocks(load.num_tokens, size))
-        patience = 0 if engine_id else int(OFFER_PATIENCE * 1e3)
-        request = LoanRequest(0, 0, self.transfer_id, blocks.start, blocks.stop, load.digest, patience, 0)
-        link.pull_parts(request, memory, layouts.arriving(self.block_ids, blocks, size), self.deadline)
-
-
-class PrefixPull(PeerPull):
-    """Reads blocks of a prefix cache."""
-
-    def __init__(self, load: PrefixLoad, deadline: float, after: StepMark) -> None:
-        super().__init__(load.request_id, load.block_ids, deadline, after)
-        self._digests = load.digests
-
-    @property
-    @override
-    def is_ready(self) -> bool:
-        return True
-
-    @override
-    def _read(self, link: DecoderLink, memory: CacheMemory, layouts: BlockLayouts) -> None:
-        request, blocks = PrefixRequest(0, 0, self._digests, 0), range(len(self.block_ids))
-        arriving = layouts.arriving(self.block_ids, blocks, layouts.block_size)
-        link.pull_parts(request, memory, arriving, self.deadline)
-
 
 def _num_blocks(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def pull_of(load: LoanLoad | PrefixLoad, deadline: float, after: StepMark) -> PeerPull:
-    """Return what reads a load behind a mark, until `deadline`, seconds on the monotonic clock."""
-    return (
-        LoanPull(load, deadline, after) if isinstance(load, LoanLoad) else PrefixPull(load, deadline, after)
-    )
-
-
 def engine_id_of(epoch: int) -> str:
-    """Return the id of a start of an engine, as peers are told."""
+    """Return the id of one start of an engine, as peers know it."""
     return f"{epoch:016x}"

@@ -10,7 +10,7 @@ from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.connectors.step_times import StepMark
 from quire.kv.peers.peer import KnownPeers
-from quire.kv.peers.pulls import LoanLoad, PeerPull, PrefixLoad, pull_of
+from quire.kv.peers.pulls import LoanLoad, PeerPull, PrefixLoad
 
 PREFIX_GRACE = 1.0
 """Seconds for a cached prefix to come, besides `PREFIX_PATIENCE` times as long as it takes to compute."""
@@ -46,7 +46,7 @@ class RunningPulls:
     @property
     def num_blocks(self) -> int:
         """Blocks that are being read; any thread may ask."""
-        return sum(len(pull.block_ids) for pull in list(self._pulls.values()))
+        return sum(len(pull.load.block_ids) for pull in list(self._pulls.values()))
 
     def begin_step(
         self, loads: Sequence[LoanLoad | PrefixLoad], cancelled: Sequence[str], after: StepMark
@@ -66,7 +66,7 @@ class RunningPulls:
             pull = self._pulls.pop(request_id)
             if pull.has_failed:
                 self._stats.num_failed_loads += 1
-                self._failed_block_ids.update(pull.block_ids.tolist())
+                self._failed_block_ids.update(pull.load.block_ids)
             else:
                 self._note_read(pull)
         return frozenset(received)
@@ -82,7 +82,7 @@ class RunningPulls:
             pull.cancel()
 
     def _begin(self, load: LoanLoad | PrefixLoad, after: StepMark) -> PeerPull:
-        pull = pull_of(load, time.monotonic() + self._patience(load), after)
+        pull = PeerPull(load, time.monotonic() + self._patience(load), after)
         peer = self._peers.find(load.address)
         if peer is None:
             pull.end(has_failed=True)
@@ -98,8 +98,8 @@ class RunningPulls:
         return min(self._timeout, PREFIX_GRACE + PREFIX_PATIENCE * computing)
 
     def _note_read(self, pull: PeerPull) -> None:
-        num_blocks = len(pull.block_ids)
+        num_blocks = len(pull.load.block_ids)
         self._stats.num_loaded_blocks += num_blocks
         self._stats.loaded_bytes += num_blocks * self._block_bytes
-        if pull.is_ready:
+        if pull.load.is_ready:
             self._costs.note_load(pull.seconds, num_blocks)
