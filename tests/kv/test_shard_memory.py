@@ -19,8 +19,7 @@ from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaDa
 from quire.kv.cache.page_layout import PageLayout, VectorFormat
 from quire.kv.cache.shard_memory import ShardMemory
 from quire.kv.peers import block_layouts
-from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout, conversion
-from quire.kv.peers.connector import layouts_of, memory_of
+from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout, conversion, layouts_of, memory_of
 
 NUM_BLOCKS = 9
 

@@ -12,13 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 from typing_extensions import override
 
-from quire.datadist.caches.cache_desc import CacheDesc
-from quire.datadist.caches.memory import CacheMemory, DeviceMemory
-from quire.datadist.caches.registered_memory import memory_of_tensors
-from quire.datadist.enums import DataType, LLMRole
+from quire.datadist.enums import LLMRole
 from quire.datadist.interface.options import DEFAULT_TCP_STREAMS, InitOptions
 from quire.datadist.interface.session import Session
 from quire.datadist.loans.cached_blocks import CachedBlocks
@@ -27,12 +23,11 @@ from quire.datadist.loans.shared_blocks import SharedBlocks
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.kv.blocks.block_hash import BlockKey
 from quire.kv.blocks.events import KVEventSink
-from quire.kv.cache.page_layout import PageLayout
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.connectors.step_times import StepMark, StepTimes, host_mark
-from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout
+from quire.kv.peers.block_layouts import layouts_of, memory_of
 from quire.kv.peers.borrowed_prompts import BorrowedPrompts
 from quire.kv.peers.lent_prompts import LentPrompts, answer
 from quire.kv.peers.loan_steps import LoanStep, LoanSteps
@@ -44,6 +39,8 @@ from quire.kv.peers.transfer_params import Address
 from quire.request import Request
 
 if TYPE_CHECKING:
+    import torch
+
     from quire.kv.cache.paged_cache import PagedAttentionCache
     from quire.step import SchedulerOutput
 
@@ -356,35 +353,3 @@ class CachedBlockEvents(KVEventSink):
     @override
     def cleared(self) -> None:
         self._cached.clear()
-
-
-def memory_of(kv_caches: PagedAttentionCache) -> CacheMemory:
-    """Return the memory of the blocks, of all ranks if there are several.
-
-    On a GPU, copies go beside the steps: blocks are read when the step that fills them has been computed, and
-    written when those have that used them before.
-    """
-    shards = kv_caches.shards
-    tensor = kv_caches.tensor if shards is None else shards.tensor
-    uint8 = tensor.new_empty(0).byte().dtype
-    flat = tensor.view(-1).view(uint8)
-    shape = [len(tensor), len(flat) // len(tensor)]
-    desc = CacheDesc(1, shape, DataType.DT_INT8)
-    if flat.device.type == "cuda":
-        stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
-        return DeviceMemory(desc, flat.device, [flat], stream=stream)
-    return memory_of_tensors(desc, [flat])
-
-
-def layouts_of(kv_caches: PagedAttentionCache) -> BlockLayouts:
-    """Return how the blocks lie in this memory, and how those of peers go into them."""
-    metadata, shards = kv_caches.metadata, kv_caches.shards
-    as_sent = metadata if shards is None else metadata.replace(kv_head_shards=1)
-
-    def layout_of(block_size: int) -> PageLayout:
-        return dataclasses.replace(as_sent, page_size=block_size).page_layout()
-
-    held = None
-    if shards is not None:
-        held = ShardLayout(metadata.page_layout(), shards.num_shards, shards.stride)
-    return BlockLayouts(as_sent.page_layout(), layout_of, held)
