@@ -17,8 +17,8 @@ import pytest
 from engine_checks import check_after_every_step, core_of
 from late_steps import compute_late
 from quire import LLM, SamplingParams
-from quire.datadist.links import decoder_links
 from quire.datadist.links.decoder_link import DecoderLink
+from quire.datadist.links.decoder_links import DecoderLinks
 from quire.datadist.links.prompt_link import PromptLink
 from quire.datadist.loans.cached_blocks import CachedBlocks, CachedReading
 from quire.datadist.loans.loans import Loans
@@ -48,7 +48,7 @@ FAULTY = [  # what is not the connector's own
     (DecoderLink, "pull_parts"),
     (DecoderLink, "exchange_news"),
     (DecoderLink, "find_prefix"),
-    (decoder_links, "establish_link"),
+    (DecoderLinks, "open"),
     (Loans, "open"),
     (Loans, "renew"),
     (Loans, "release"),
@@ -93,10 +93,9 @@ class Faults:
                 raise TimeoutError("injected: it hung")
             result = function(*args, **kwargs)
             if fault == "after":
-                if name == "establish_link":
-                    result.drop()
-                elif name == "open":
-                    result.close()  # who never got the reading cannot
+                if name == "open":
+                    end = result.drop if isinstance(result, DecoderLink) else result.close
+                    end()  # who never got the link or the reading cannot
                 raise self._error()
             if fault == "lie" and name == "exchange_news":
                 return LoanReport(list(args[1]), list(args[1]))  # all have ended, and are ready

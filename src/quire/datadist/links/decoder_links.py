@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from quire.datadist.caches.cache_pool import CachePool
 from quire.datadist.caches.memory import CacheMemory
@@ -90,19 +90,58 @@ class DecoderLinks:
     def open(
         self, address: tuple[str, int], prompt_cluster_id: int, decoder_cluster_id: int, deadline: float
     ) -> DecoderLink:
-        """Return a link that is not one of these; raises what `establish_link` does."""
+        """Link to a PROMPT; the link is not one of these. Leaves nothing behind if that fails.
+
+        What the PROMPT lends goes into the blocks that this side shares: both must have the same identity,
+        and these blocks as many tokens as the PROMPT's, or a multiple.
+
+        Raises:
+            TimeoutError: the PROMPT does not answer in time.
+            OSError: it cannot be reached, is not who it should be, or refuses.
+        """
         shared = self._shared
-        return establish_link(
-            address,
-            self._token,
-            prompt_cluster_id=prompt_cluster_id,
-            decoder_cluster_id=decoder_cluster_id,
-            transports=self._transports,
-            use_checksum=self._use_checksum,
-            deadline=deadline,
-            identity=NO_IDENTITY if shared is None else shared.identity(),
-            block_size=0 if shared is None else shared.block_size,
-        )
+        identity = NO_IDENTITY if shared is None else shared.identity()
+        block_size = 0 if shared is None else shared.block_size
+        connection = sockets.connect(address, deadline)
+        channel = decoder_channel(connection)
+        destination_end: DestinationEnd | None = None
+        try:
+            key = greet(connection, self._token, new_greeting(ConnectionKind.CONTROL), deadline)
+            offers = [TransportOffer(one.name, one.parameters) for one in self._transports]
+            request = LinkRequest(
+                prompt_cluster_id,
+                decoder_cluster_id,
+                BYTE_ORDER,
+                dict(identity),
+                self._use_checksum,
+                offers,
+                block_size,
+            )
+            channel.send(request, deadline)
+            while destination_end is None:
+                offer = channel.expect(LinkOffer, deadline)
+                if offer.block_size and block_size % offer.block_size:
+                    raise ProtocolError(
+                        f"the peer offers blocks of {offer.block_size} tokens for {block_size}"
+                    )
+                terms = LinkTerms(offer.link_id, address, key, offer.use_checksum or self._use_checksum)
+                try:
+                    destination_end = _open_destination(self._transports, offer.transport, terms, deadline)
+                except ProtocolError:
+                    raise
+                except OSError as error:
+                    logger.info(
+                        "PROMPT %s: %s cannot be used: %s", prompt_cluster_id, offer.transport.name, error
+                    )
+                    channel.send(OfferDeclined(str(error)[:1024]), deadline)
+            channel.send(OfferAccepted(), deadline)
+            channel.expect(LinkEstablished, deadline)
+        except BaseException:
+            channel.close()
+            if destination_end is not None:
+                destination_end.close()
+            raise
+        return DecoderLink(prompt_cluster_id, channel, destination_end, offer, terms)
 
     def link(self, clusters: Sequence[LLMClusterInfo], deadline: float) -> list[LLMStatusCode]:
         """Link to each PROMPT, all at a time, and return how that ended for each."""
@@ -210,67 +249,6 @@ class DecoderLinks:
         with self._lock:
             if self._links.get(link.cluster_id) is link:
                 del self._links[link.cluster_id]
-
-
-def establish_link(
-    address: tuple[str, int],
-    token: bytes,
-    *,
-    prompt_cluster_id: int,
-    decoder_cluster_id: int,
-    transports: Sequence[Transport],
-    use_checksum: bool,
-    deadline: float,
-    identity: Mapping[str, str] = NO_IDENTITY,
-    block_size: int = 0,
-) -> DecoderLink:
-    """Link to a PROMPT; leaves nothing behind if that fails.
-
-    `identity` says what the KV is that this side can use, in named parts; the PROMPT must have the same. What
-    it lends goes into blocks of `block_size` tokens, a multiple of its own.
-
-    Raises:
-        TimeoutError: the PROMPT does not answer in time.
-        OSError: it cannot be reached, is not who it should be, or refuses.
-    """
-    connection = sockets.connect(address, deadline)
-    channel = decoder_channel(connection)
-    destination_end: DestinationEnd | None = None
-    try:
-        key = greet(connection, token, new_greeting(ConnectionKind.CONTROL), deadline)
-        offers = [TransportOffer(one.name, one.parameters) for one in transports]
-        request = LinkRequest(
-            prompt_cluster_id,
-            decoder_cluster_id,
-            BYTE_ORDER,
-            dict(identity),
-            use_checksum,
-            offers,
-            block_size,
-        )
-        channel.send(request, deadline)
-        while destination_end is None:
-            offer = channel.expect(LinkOffer, deadline)
-            if offer.block_size and block_size % offer.block_size:
-                raise ProtocolError(f"the peer offers blocks of {offer.block_size} tokens for {block_size}")
-            terms = LinkTerms(offer.link_id, address, key, offer.use_checksum or use_checksum)
-            try:
-                destination_end = _open_destination(transports, offer.transport, terms, deadline)
-            except ProtocolError:
-                raise
-            except OSError as error:
-                logger.info(
-                    "PROMPT %s: %s cannot be used: %s", prompt_cluster_id, offer.transport.name, error
-                )
-                channel.send(OfferDeclined(str(error)[:1024]), deadline)
-        channel.send(OfferAccepted(), deadline)
-        channel.expect(LinkEstablished, deadline)
-    except BaseException:
-        channel.close()
-        if destination_end is not None:
-            destination_end.close()
-        raise
-    return DecoderLink(prompt_cluster_id, channel, destination_end, offer, terms)
 
 
 def _open_destination(
