@@ -2,4 +2,36 @@
 
 `model_runner.ModelRunner` is the door; it keeps the persistent batch, builds the ragged batch of a step, runs
 the decoder and asks the `Sampler` for tokens. Importing this package loads nothing; its modules load torch.
+
+Weights, buffers and KV are where the kernels are (`KernelSet.device`). A step is planned on the host: its
+`AttentionBatch` is the host's, and what crosses is copied once for each forward pass
+(`AttentionBatch.on_device`). The device chooses the tokens, too, where its kernels can (`KernelSet.sampling`
+is a `TokenChoice`), and keeps the last one of each slot: the next step's inputs are taken from there
+(`execution/sampling/device_sampling.py`), and `execute` returns a `StepInFlight` that has the tokens once
+they have arrived. What grammars and constraints change in the logits goes there as lists
+(`execution/sampling/logit_changes.py`); of a banned sequence that the next token but one may complete, the
+device looks whether the last token is the one that comes before. Penalties need the tokens before, which the
+device counts as it chooses them, and the drafts before each row; where the host has discarded or replaced
+tokens, `DevicePenalties` has them counted again. The host waits only for connectors that do not save before
+tokens are known (`KVConnector.saves_before_tokens`; the tiers do). With cache eviction, it waits for each
+step's scores, which come from the device at once (`execution/eviction/cache_evictor.py`), but not for its
+tokens. Whose KV of a step is invalid, and may not be stored, is a `StepVerdict`
+(`execution/failed_requests.py`), which waits for the tokens when it is asked.
+
+Decode steps, and small ones with prompts (`ModelRunner.most_recorded_tokens`, which the profile run
+measures), are recorded as graphs and replayed (`execution/step_graphs.py`): a step's arrays are then made of
+its `AttentionBatch` by the functions that the kernels gave when the step was first computed, copied at once
+to places that stay the same, and sizes are rounded up. The choice of their tokens is recorded apart, for
+logits at the address where such a step leaves them (`execution/sampling/captured_choice.py`), for each
+combination of drawn, penalized, masked and edited rows. `tests/execution/test_step_graphs.py` replays on a
+tape of operations what a GPU would from a CUDA graph. `KernelSet.experts` decides how experts are held and
+computed; `ExpertByExpert`, one after the other, has the host ask which of them tokens have chosen.
+`KernelSet.gated_linear` turns a dense layer into the gated one that begins a feed-forward layer; kernels may
+gate products before they are stored. `tests/execution/test_step_on_device.py` runs steps on torch's meta
+device, which shows that nothing is mixed.
+
+**Speculation.** Drafts are tokens of the plan like any others: a request with d of them samples at d + 1
+positions, and the scheduler takes back those that were not accepted. The output equals that without drafts,
+sampled tokens included, because each position draws with its own random number, and a draft stays only if it
+is the token drawn there. docs/speculation.md has the rule, the sources of drafts and their length.
 """
