@@ -17,8 +17,6 @@ address of the other's. By shared memory, a DECODER reads the file that a PROMPT
 `NixlAgent` calls the library in a thread of its own, since it may hang. `memory.py` and
 `registered_memory.py` alone know devices. docs/datadist.md has the states of a link and what a failure at
 each step means.
-
-
 """
 
 from __future__ import annotations

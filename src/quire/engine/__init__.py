@@ -5,9 +5,7 @@ output (`engine/owned_requests.py`). If the scheduler has another number of them
 missing; a request that the scheduler has not known for two steps ends with an error. If a step cannot be
 planned or applied, all requests end and the invariants are checked; if they do not hold, or if steps keep
 failing, `EngineDeadError` ends the loop, because an engine with wrong accounts would give wrong answers. What
-others wrote is called through objects that check every answer and never raise: policies
-(`policies/guards.py`), connectors (`connector_calls.py`), drafts, growth and events (`guarded_context.py`),
-grammars (`grammar/manager.py`), and the runner's results (`runner_faults.py`).
-
-
+others wrote is called through objects that check every answer and never raise: policies, connectors, drafts,
+growth and events (`scheduling/guards`), grammars (`grammar/manager.py`), and the runner's results
+(`runner_faults.py`).
 """

@@ -23,7 +23,7 @@ each, and each phase is given exactly what it touches (`scheduling/wiring.py` pu
 7. commit the plan: the arrays for the runner, and what it must know of new, resumed, finished and preempted
    requests.
 
-Policies that are not built in stand behind guards (`policies/guards.py`): one that raises or returns nonsense
+Policies that are not built in stand behind guards (`guards/policies.py`): one that raises or returns nonsense
 is replaced by the default.
 
 **Progress.** Why something always moves, or ends with a reason:

@@ -5,6 +5,4 @@ and refuses what an engine on a GPU cannot do yet. On one, the memory plan is of
 cache does not grow: it is planned again (`engine/building/measurement.py`) after a runner on a few blocks has
 computed the largest steps (`execution/profile_run.py`) and `CudaMemory` has seen what torch took for them. So
 weights are loaded before the scheduler is made.
-
-
 """

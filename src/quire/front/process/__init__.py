@@ -22,6 +22,4 @@ keeps with `spare_engine` (`front/process/standby.py`, `engine/process/standby.p
 that repeatedly crash the engine are found and ended; docs/recovery.md has the rules. An engine that sleeps
 (`front/pausing.py`) has been ended in the same way, and is started again when it is woken. `LLM` runs the
 same loop in the caller's process unless told otherwise.
-
-
 """

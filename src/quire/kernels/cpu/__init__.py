@@ -7,6 +7,4 @@ instruction set into a namespace of its own (AMX has only products and attention
 AVX-512 with BF16), tables of functions (`dispatch.cpp`) from which the process takes the best one, a pool of
 threads, and bindings that take addresses. `kernels/cpu` checks what the addresses are made of: a call's
 tensors each time, the arrays of a step once (`step_bounds.py`). docs/cpu.md has the layouts and the reasons.
-
-
 """

@@ -7,6 +7,4 @@ kernels take. `PagedAttentionCacheMetaData` says what the cache is and how large
 it. It has a `KVLayerSpec` for each layer: where layers differ in heads or head sizes, or have no KV, a block
 is one span of bytes and `kv/cache/page_layout.py` says what is where in it. docs/paged-cache.md has the rest:
 several devices, quantizers, saving.
-
-
 """

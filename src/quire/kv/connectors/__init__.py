@@ -21,6 +21,4 @@ load it keeps the blocks before the first that failed); *fail* ends it. A load w
 `kv_transfer_timeout` seconds is cancelled and counts as failed, and so does one that was asked for in a step
 that failed: nobody knows whether the connector was told. When a request ends, the connector may ask to hold
 its blocks for a peer: a transfer lease. docs/kv-connectors.md tells how to write one.
-
-
 """

@@ -7,6 +7,4 @@ With `use_cache_eviction`, a sequence gives blocks back while it runs: how many 
 (`scheduling/accounts/cache_eviction.py`), which ones is decided for each layer beside the model
 (`execution/eviction/cache_evictor.py`), by `kv/eviction/`. Only its start area, which never goes, is
 findable. docs/cache-eviction.md says how one block table serves all layers.
-
-
 """

@@ -12,6 +12,4 @@ holding a block for a reader it tells afterwards whether the block was given up.
 threads that read what is ready and others that wait for the rest (`PullReaders`), and `BlockLayouts` puts a
 peer's blocks together where they are smaller. Blocks travel with all their KV heads in order; `BlockLayouts`
 knows where those of several ranks are, at either end. docs/serving-split.md has the states of all sides.
-
-
 """

@@ -29,6 +29,4 @@ the runner saw them the first time.
 fails, too, the engine ends, and the front replaces it. Otherwise half of the suspects run, then half of those
 if that step fails, until one fails alone: it ends with the error. Those of a step that is computed are
 cleared and go on, with the same tokens. Everybody else waits meanwhile.
-
-
 """

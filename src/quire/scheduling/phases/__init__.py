@@ -1,11 +1,11 @@
 """The phases of a step: arrivals, admission, running requests, commit, and results.
 
-*The running requests* (`running_phase.py`): beams that have advanced are put into their slots; the token
+*The running requests* (`running.py`): beams that have advanced are put into their slots; the token
 budget is assigned in the order of service; blocks are freed until the new ones fit; the tables grow. Blocks
 are freed the cheapest way first: drafts are dropped, then what a still waiting request has loaded, then a
 victim is preempted (docs/policies.md), and at last all pins are broken.
 
-*The waiting requests* (`admission_phase.py`): from the head of the queue, in order, until one does not fit.
+*The waiting requests* (`admission.py`): from the head of the queue, in order, until one does not fit.
 Nothing is admitted in a step that has preempted, or whose first request waits for blocks. Each request begins
 with what is already there: its load, the prompt of a sibling, or cached blocks and those that this step
 fills. What lacks blocks that are on their way for another request is passed over until they have arrived. If
