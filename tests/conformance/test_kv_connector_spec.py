@@ -9,6 +9,7 @@ from fake_runner import naive_generation
 from scene import BAD, CLASSES, GatedGrammars, Scene
 
 from faulty_connector import FaultyConnector
+from preempting import preempt
 from quire.status import RequestStatus
 
 # -- the connector's scheduler side ------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def _run(scene, count):
 def _preempt(scene):
     while "a" not in scene.runner.slot_of:
         scene.step()
-    scene.scheduler._slots.preempt(scene.runner.slot_of["a"])
+    preempt(scene.scheduler, scene.runner.slot_of["a"])
 
 
 def _stop_token(scene):
@@ -270,7 +271,7 @@ def test_blocks_are_held_and_the_client_is_told_where_they_are():
     table = plan.scheduled_new_reqs[0].block_ids.tolist()
     scene.apply(plan)
     assert scene.ends["a"].kv_transfer_params == {"request_id": "a", "block_ids": table}
-    assert np.count_nonzero(scene.scheduler._state.pool.reference_counts(np.array(table))) == 3
+    assert np.count_nonzero(scene.scheduler.accounts.kv.pool.reference_counts(np.array(table))) == 3
     scene.finish()
 
 

@@ -7,6 +7,7 @@ from conformance import row
 from fake_runner import naive_generation
 from scene import Scene
 
+from preempting import preempt
 from quire.config import SchedulerConfig
 from quire.scheduling.policies.admission import AdmissionPolicy
 from quire.scheduling.policies.order import QueueOrder
@@ -123,7 +124,9 @@ def test_prefix_retention_by_name(retention, survivor):
     scene.finish()
     for name, prompt in prompts.items():
         request = scene.add(name, prompt, max_tokens=1)
-        assert scene.scheduler._state.kv.count_cached_tokens(request) == (8 if name == survivor else 0), name
+        assert scene.scheduler.accounts.kv.count_cached_tokens(request) == (8 if name == survivor else 0), (
+            name
+        )
         scene.scheduler.finish_requests(name, request.status.FINISHED_ABORTED)
 
 
@@ -136,7 +139,7 @@ def test_running_then_resumed_then_waiting():
     scene.add("runs", range(6), max_tokens=6)
     scene.add("resumes", range(20, 26), max_tokens=12)
     scene.step()
-    scene.scheduler._slots.preempt(scene.runner.slot_of["resumes"])
+    preempt(scene.scheduler, scene.runner.slot_of["resumes"])
     scene.add("waits", range(3), max_tokens=2)
     plan = scene.plan()
     assert plan.request_ids == ["runs", "resumes", "waits"]
@@ -168,7 +171,7 @@ def test_a_preempted_request_is_recomputed_prefix_cache_permitting(caching, toke
     scene.step()
     scene.step()
     scene.add("behind", range(3))
-    scene.scheduler._slots.preempt(scene.runner.slot_of["a"])
+    preempt(scene.scheduler, scene.runner.slot_of["a"])
     assert scene.step() == {"a": tokens}
     scene.finish()
     scene.check_naive()

@@ -30,27 +30,27 @@ INTERNALS = [
     "_timeout_phase.expire",
     "_step_mix.fill",
     "_running_phase._hand_out_tokens",
-    "_state.kv.grow",
-    "_state.kv.open",
-    "_state.kv.find_prefix",
-    "_state.pool.allocate",
-    "_state.pool.acquire",
-    "_state.waiting.admit",
-    "_state.running.occupy",
-    "_state.running.append",
+    "accounts.kv.grow",
+    "accounts.kv.open",
+    "accounts.kv.find_prefix",
+    "accounts.kv.pool.allocate",
+    "accounts.kv.pool.acquire",
+    "accounts.waiting.admit",
+    "accounts.running.occupy",
+    "accounts.running.append",
     "_slots.enter",
     "_slots.leave",
     "_admission_phase._place",
     "_commit_phase.commit",
-    "_outbox.take_for_runner",
-    "_outbox.add_notices_to",
+    "accounts.outbox.take_for_runner",
+    "accounts.outbox.add_notices_to",
     "_results_phase._settle",
     "_results_phase._outputs",
     "_finisher.finish",
-    "_fences.lift",
-    "_grammars.bitmask",
-    "_in_flight.launch",
-    "_in_flight.land",
+    "accounts.fences.lift",
+    "accounts.grammars.bitmask",
+    "accounts.in_flight.launch",
+    "accounts.in_flight.land",
 ]
 
 
@@ -60,7 +60,7 @@ def engine(checkpoint, request) -> Engine:
 
 
 def lose(engine: Engine, name: str) -> None:
-    state = engine.core.scheduler._state
+    state = engine.core.scheduler.accounts
     state.waiting.remove(name)
     state.kv.forget(name)
 
@@ -186,7 +186,7 @@ def test_steps_that_fail_now_and_then_do_not_end_the_engine(engine, monkeypatch)
 
 def test_a_scheduler_in_disorder_ends_the_engine(engine, monkeypatch):
     def faulty():
-        engine.core.scheduler._state.pool.allocate(1)
+        engine.core.scheduler.accounts.kv.pool.allocate(1)
         raise ZeroDivisionError("no luck")
 
     monkeypatch.setattr(engine.core.scheduler, "schedule", faulty)

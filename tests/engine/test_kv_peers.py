@@ -236,7 +236,7 @@ def test_a_prompt_of_less_than_a_block_is_not_lent(pair):
     assert prefill(first, PROMPT[:16]) is None
     assert prefill(first, PROMPT[:17]) is not None
     core_of(first)._connector.lease_ended(next(iter(core_of(first)._connector._parts.lent._lent)))
-    core_of(first).scheduler._holdings.end_all_leases()
+    core_of(first).scheduler.accounts.holdings.end_all_leases()
     assert answer(second, PROMPT[:16], transfer={"do_remote_prefill": False})
 
 
@@ -247,7 +247,7 @@ def failed_loads(llm: LLM) -> int:
 
 def lost_lease(first: LLM) -> dict:
     transfer = prefill(first)
-    core_of(first).scheduler._holdings.end_all_leases()
+    core_of(first).scheduler.accounts.holdings.end_all_leases()
     return transfer
 
 
@@ -307,7 +307,7 @@ def test_what_cannot_be_read_is_computed(pair, alone, spoil):
     transfer = spoil(first)
     assert answer(second, transfer=transfer) == alone
     assert failed_loads(second) > before
-    core_of(first).scheduler._holdings.end_all_leases()
+    core_of(first).scheduler.accounts.holdings.end_all_leases()
     second_peers = core_of(second)._connector._parts.peers
     for one in list(second_peers._peers.values()):  # a peer that is down is not asked for a while
         one.links._down_until = 0.0
@@ -397,13 +397,13 @@ def test_a_request_that_goes_on_after_its_engine_has_died_reads_no_loan(pair, al
     first, second = pair
     core, (tokens, _) = core_of(second), alone[0]
     before = failed_loads(second)
-    core.scheduler._config.kv_load_failure = "fail"
+    core.scheduler.accounts.config.kv_load_failure = "fail"
     try:
         options = RequestOptions(kv_transfer_params=lost_lease(first))
         core.add(EngineCoreRequest([("a", 0)], PROMPT, params(), (), options, resumed_outputs=[tokens[:2]]))
         rest = run(second)
     finally:
-        core.scheduler._config.kv_load_failure = "recompute"
+        core.scheduler.accounts.config.kv_load_failure = "recompute"
     assert rest == {"a": tokens[2:]}
     assert failed_loads(second) == before
 
@@ -424,7 +424,7 @@ def test_with_too_many_peers_a_prompt_is_computed(pair, alone, monkeypatch):
     before = failed_loads(second)
     assert answer(second, transfer=prefill(first)) == alone
     assert failed_loads(second) == before + 1
-    core_of(first).scheduler._holdings.end_all_leases()
+    core_of(first).scheduler.accounts.holdings.end_all_leases()
 
 
 def test_a_request_that_is_aborted_gives_its_loan_back(pair):
@@ -502,7 +502,7 @@ def test_a_transfer_id_is_used_once(pair):
     prefill(first, transfer_id="mine")
     with pytest.raises(InvalidRequestError, match="'mine' is in use"):
         prefill(first, transfer_id="mine")
-    core_of(first).scheduler._holdings.end_all_leases()
+    core_of(first).scheduler.accounts.holdings.end_all_leases()
 
 
 @pytest.mark.parametrize(
@@ -601,7 +601,7 @@ def test_what_is_given_up_is_not_read_even_if_it_cannot_be_published(monkeypatch
     with engine(kv_transfer_port=free_port(), kv_events_endpoint="tcp://127.0.0.1:*") as llm:
         for first in range(5, 9):  # prompts that do not fit into the cache together
             answer(llm, [first, *PROMPT[1:]])
-        pool = core_of(llm).scheduler._state.pool
+        pool = core_of(llm).scheduler.accounts.kv.pool
         assert core_of(llm)._connector._cached._entries.keys() == pool._by_digest.keys()
 
 

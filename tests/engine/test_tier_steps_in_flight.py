@@ -15,6 +15,7 @@ from engine_checks import check_after_every_step, core_of
 from host_choice import HostChoice
 from late_device import LateDevice
 from late_tokens import LateCopy, choose_on_device
+from preempting import preempt
 from quire import LLM, SamplingParams
 from quire.engine.messages import EngineCoreRequest
 from quire.execution.device_step import DeviceStep
@@ -154,20 +155,21 @@ def test_blocks_of_preempted_requests_are_others_while_they_are_copied(
     open_llm: Callable[..., LLM], expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preempted: list[str] = []
-    preempt = PersistentBatch.preempt
+    preempt_in_batch = PersistentBatch.preempt
 
     def watched(self: PersistentBatch, request_id: str) -> int | None:
         preempted.append(request_id)
-        return preempt(self, request_id)
+        return preempt_in_batch(self, request_id)
 
     monkeypatch.setattr(PersistentBatch, "preempt", watched)
     with open_llm() as llm:
-        slots = core_of(llm).scheduler._slots
+        scheduler = core_of(llm).scheduler
         step, num_steps = core_of(llm).step, itertools.count(1)
 
         def preempting_step() -> Any:
-            if next(num_steps) % 7 == 0 and core_of(llm).scheduler._state.running.in_order().size > 1:
-                slots.preempt_if_running(int(core_of(llm).scheduler._state.running.in_order()[-1]))
+            slots = scheduler.accounts.running.in_order()
+            if next(num_steps) % 7 == 0 and slots.size > 1:
+                preempt(scheduler, slots[-1])
             return step()
 
         monkeypatch.setattr(core_of(llm), "step", preempting_step)

@@ -55,7 +55,7 @@ def _check_who_waits(driver: MixedDriver, plan: SchedulerOutput) -> None:
 
 def check_tables(driver: MixedDriver) -> None:
     """Each sequence has the blocks that the runner, which takes evicted ones out by itself, works with."""
-    runner, state = driver.world.runner, driver.scheduler._state
+    runner, state = driver.world.runner, driver.scheduler.accounts
     if driver.in_flight:
         return
     for request_id, expected in driver.live.items():
@@ -96,7 +96,7 @@ def check_queue_order(driver: MixedDriver, plan: SchedulerOutput) -> None:
 
 def _gives_way(driver: MixedDriver, request: Request) -> bool:
     """Whether a request is behind others of its flow, or its flow may have had its share of the step."""
-    state = driver.scheduler._state
+    state = driver.scheduler.accounts
     if state.waiting.queue.is_in_line(request.request_id):
         return True
     num_live = sum(
@@ -129,7 +129,7 @@ def stands_in_queue(driver: MixedDriver, request_id: str) -> bool:
     connector = driver.world.connector
     if connector is not None and request_id in connector.put_off:
         return False
-    if driver.scheduler._loads.is_coming(request.awaited_load):
+    if driver.scheduler.accounts.loads.is_coming(request.awaited_load):
         return False
     leader = driver.live.get(request.shares_prompt_with or "")
     return leader is None or (leader.has_run and any(leader.got.values()))
@@ -156,7 +156,7 @@ def check_progress(driver: MixedDriver, plan: SchedulerOutput, throttles: bool, 
 
 def has_transfers(driver: MixedDriver) -> bool:
     """Whether blocks are held that come back by themselves, or by the clock."""
-    return driver.scheduler._holdings.num_blocks_in_transfer > 0
+    return driver.scheduler.accounts.holdings.num_blocks_in_transfer > 0
 
 
 def check_output(driver: MixedDriver, expected: Expected, output) -> None:

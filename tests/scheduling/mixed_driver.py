@@ -78,7 +78,7 @@ class MixedDriver:
             assert error.retry_after > 0
             self.counts["refused: queue full"] += 1
         except DuplicateRequestError:
-            assert self.scheduler._holdings.has_lease(request.request_id), (
+            assert self.scheduler.accounts.holdings.has_lease(request.request_id), (
                 "an id that is not in use is refused"
             )
             self.counts["refused: a peer still reads"] += 1
@@ -264,7 +264,7 @@ class MixedDriver:
 
     def reset(self, choose: Chooser) -> None:
         preempts, of_connector = choose.chance(60), choose.chance(30)
-        is_promised = self.scheduler._holdings.num_blocks_held_for_peers > 0
+        is_promised = self.scheduler.accounts.holdings.num_blocks_held_for_peers > 0
         is_done = self.scheduler.reset_prefix_cache(preempts, of_connector)
         assert not (is_done and is_promised)
         assert is_done or is_promised or not preempts
@@ -303,7 +303,7 @@ class MixedDriver:
     def change_memory(self, choose: Chooser) -> None:
         """More memory for the cache, or all that was left is gone."""
         world = self.world
-        left = world.num_blocks - self.scheduler._state.pool.num_committed
+        left = world.num_blocks - self.scheduler.accounts.kv.pool.num_committed
         world.num_blocks_of_memory = choose.integer(0, max(left, 0)) if world.grows else 0
         self.counts["changes of memory"] += world.grows
 
@@ -352,7 +352,7 @@ class MixedDriver:
         self.counts["invariant checks"] += 1
         num_there = sum(map(scheduler.has_request, self.live))
         assert scheduler.get_num_unfinished_requests() == num_there
-        assert scheduler._state.pool.num_cached == len(self.world.events.digests)
+        assert scheduler.accounts.kv.pool.num_cached == len(self.world.events.digests)
         assert not self.world.events.wrong
         check_tables(self)
 
@@ -363,7 +363,9 @@ class MixedDriver:
         self.counts["blocks evicted"] += 0 if plan.evictions is None else int(plan.evictions.num_blocks.sum())
         self.counts["forks of beams"] += len(plan.forks)
         self.counts["blocks copied"] += len(plan.block_copies)
-        self.counts["prefixes shared within a step"] += len(self.scheduler._sharing.leaners_of(plan.step))
+        self.counts["prefixes shared within a step"] += len(
+            self.scheduler.accounts.sharing.leaners_of(plan.step)
+        )
 
     def _count_landed(self) -> None:
         """Add up the scheduler's own counters."""

@@ -11,8 +11,14 @@ from test_policies import example
 
 from quire.config import SchedulerConfig
 from quire.scheduling.policies import ADMISSIONS
-from quire.scheduling.policies.admission import Candidate, MemoryView, RunningMemory, peak_blocks
-from quire.scheduling.policies.output_lengths import WINDOW, OutputLengths
+from quire.scheduling.policies.admission import (
+    WINDOW,
+    Candidate,
+    MemoryView,
+    OutputLengths,
+    RunningMemory,
+    peak_blocks,
+)
 from quire.status import RequestStatus
 
 STOPPED, CAPPED = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED

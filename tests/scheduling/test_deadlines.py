@@ -10,7 +10,7 @@ from scene import Scene
 from held import num_held
 from quire.errors import QueueFullError
 from quire.scheduling.accounts.deadlines import Deadlines
-from quire.scheduling.accounts.drain_rate import LONGEST_WAIT, SHORTEST_WAIT, DrainRate
+from quire.scheduling.accounts.waiting import LONGEST_WAIT, SHORTEST_WAIT, DrainRate
 from quire.status import RequestStatus
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])

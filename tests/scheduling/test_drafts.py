@@ -254,7 +254,7 @@ def test_a_pause_counts_the_steps_that_a_request_samples_in():
     scene.runner.share_of_pauses = 0.0
     scene.add("a", PROMPT, max_tokens=30)
     scene.step()
-    running = scene.scheduler._state.running
+    running = scene.scheduler.accounts.running
     [slot] = running.in_order()
     drafting = Drafting(lambda num_running: 4 * (num_running == 1), running)
     slots = np.array([slot])

@@ -168,7 +168,7 @@ def test_32_sequences_of_2000_tokens_hold_at_most_703_each_after_prefill():
         scene.add(f"r{number}", prompt, max_tokens=8)
     scene.step()
     while scene.scheduler.has_unfinished_requests():
-        assert len(scene.scheduler._state.running) == num_seqs
+        assert len(scene.scheduler.accounts.running) == num_seqs
         tables = scene.runner.positions.values()
         assert max(map(len, tables)) <= 703
         assert blocks_in_use(scene) <= num_seqs * -(-703 // block_size)

@@ -143,4 +143,4 @@ def test_those_behind_a_request_whose_kv_may_be_elsewhere_do_not_wait_for_that()
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     scene = scene_with_a_large_flow(4, connector=Unsure(4))
-    assert set(scene.step()) == {"large1", "large3"}
+    assert {name for _ in range(4) for name in scene.step()} == {"large1", "large3"}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scene import Scene
 
-from quire.scheduling.accounts.pinned_blocks import PinnedBlocks
+from quire.scheduling.accounts.kv_holdings import PinnedBlocks
 
 PINS = st.tuples(st.sampled_from("abc"), st.sets(st.integers(0, 12), min_size=1, max_size=6).map(sorted))
 

@@ -103,6 +103,6 @@ def test_built_in_policies_have_no_guard():
     from quire.scheduling.policies import ADMISSIONS, ORDERS, VICTIMS
 
     scheduler = Scene().scheduler
-    assert ORDERS.has(scheduler._slots.order)
+    assert ORDERS.has(scheduler.accounts.order)
     assert ADMISSIONS.has(scheduler._slots.admission_policy)
     assert VICTIMS.has(scheduler._running_phase.victim_policy)

@@ -6,6 +6,7 @@ import pytest
 from fake_runner import FakeRunner, naive_generation
 from scene import BLOCK_SIZE, CLASSES, Scene
 
+from preempting import preempt
 from quire.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
 from quire.scheduling import PauseState
 from quire.status import FinishReason, RequestStatus
@@ -404,7 +405,7 @@ def test_what_a_preempted_request_finds_again_is_counted_apart():
     scene.step()
     assert scene.scheduler.reset_prefix_cache(reset_running_requests=True)
     scene.step()
-    scene.scheduler._slots.preempt_if_running(int(scene.scheduler._state.running.in_order()[0]))
+    preempt(scene.scheduler, scene.scheduler.accounts.running.in_order()[0])
     scene.finish()
     stats = scene.scheduler.make_stats()
     assert (stats.prefix_queried_tokens, stats.prefix_hit_tokens) == (9, 0)

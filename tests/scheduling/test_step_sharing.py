@@ -8,6 +8,7 @@ import pytest
 from scene import Scene
 
 from faulty_connector import FaultyConnector
+from preempting import preempt
 from quire.status import FinishReason, RequestStatus
 from quire.step import ModelRunnerOutput
 
@@ -119,7 +120,7 @@ def test_equal_digests_of_other_tokens_share_nothing():
     scene = Scene(num_blocks=64, max_num_batched_tokens=64)
     scene.add("a", range(10))
     scene.add("b", range(20, 30))
-    keys = scene.scheduler._state.kv._keys
+    keys = scene.scheduler.accounts.kv._keys
     keys["a"].digest(2)
     keys["b"]._chain[:] = keys["a"]._chain
     assert scene.step() == {"a": 10, "b": 10}
@@ -148,7 +149,7 @@ def test_who_leans_on_a_preempted_request_goes_on():
     scene = burst(num_blocks=8, overlap_steps=True)
     first = scene.plan()
     computed = scene.compute(first)
-    scene.scheduler._slots.preempt_if_running(int(first.slots[0]))
+    preempt(scene.scheduler, first.slots[0])
     second = scene.plan()
     also = scene.compute(second)
     scene.apply(first, computed)

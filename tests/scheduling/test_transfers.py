@@ -417,7 +417,7 @@ def test_a_connector_hears_of_the_end_of_a_request_that_cannot_be_queued(monkeyp
         raise MemoryError
 
     with monkeypatch.context() as broken:
-        broken.setattr(scene.scheduler._arrivals.waiting, "enter", fails)
+        broken.setattr(scene.scheduler.accounts.waiting, "enter", fails)
         with pytest.raises(MemoryError):
             scene.add("a", PROMPT)
     [(request_id, _, _, num_blocks)] = scene.connector.ended

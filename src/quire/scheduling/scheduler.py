@@ -19,11 +19,28 @@ from typing_extensions import override
 from quire.config import SchedulerConfig
 from quire.kv.connectors.interface import KVConnector
 from quire.request import Request
+from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.accounts.plan import Plan
 from quire.scheduling.context import SchedulerContext
+from quire.scheduling.guards.context import guarded
+from quire.scheduling.guards.policies import build_admission, build_victim
+from quire.scheduling.insight.explanation import Explanation
+from quire.scheduling.insight.inspection import Inspection
 from quire.scheduling.interface import PauseState, SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutputs, SchedulerStats, grammar_error_fields
-from quire.scheduling.wiring import SchedulerParts
+from quire.scheduling.phases.admission import AdmissionPhase
+from quire.scheduling.phases.arrivals import Arrivals
+from quire.scheduling.phases.beams import BeamPhase
+from quire.scheduling.phases.commit import CommitPhase
+from quire.scheduling.phases.drafting import Drafting
+from quire.scheduling.phases.lost_steps import LostSteps
+from quire.scheduling.phases.request_finisher import RequestFinisher
+from quire.scheduling.phases.results import ResultsPhase
+from quire.scheduling.phases.running import RunningPhase
+from quire.scheduling.phases.slot_manager import SlotManager
+from quire.scheduling.phases.step_mix import step_mix
+from quire.scheduling.phases.timeouts import TimeoutPhase
+from quire.scheduling.phases.transfers import TransferPhase
 from quire.status import RequestStatus
 from quire.step import DraftTokenIds, GrammarOutput, IntArray, ModelRunnerOutput, SchedulerOutput
 
@@ -40,38 +57,32 @@ class Scheduler(SchedulerInterface):
         context: SchedulerContext | None = None,
     ) -> None:
         config = config.with_step_tokens()
-        context = context or SchedulerContext()
-        parts = SchedulerParts(config, num_blocks=num_blocks, max_model_len=max_model_len, context=context)
-        self._config = config
+        context = guarded(context or SchedulerContext())
+        self._connector = context.connector
         self._max_blocks_per_step = (
             config.max_num_batched_tokens // config.block_size + 2 * config.max_num_seqs
         )
-        self._connector = context.connector
-        self._connector_calls = parts.connector
         self._pause_state = PauseState.UNPAUSED
-        self._state = parts.state
-        self._clock = parts.clock
-        self._in_flight = parts.in_flight
-        self._loads = parts.loads
-        self._holdings = parts.holdings
-        self._fences = parts.fences
-        self._sharing = parts.sharing
-        self._outbox = parts.outbox
-        self._grammars = parts.grammars
-        self._slots = parts.slots
-        self._finisher = parts.finisher
-        self._lost_steps = parts.lost_steps
-        self._arrivals = parts.arrivals
-        self._timeout_phase = parts.timeout_phase
-        self._transfer_phase = parts.transfer_phase
-        self._step_mix = parts.step_mix
-        self._flow_shares = parts.flow_shares
-        self._running_phase = parts.running_phase
-        self._admission_phase = parts.admission_phase
-        self._commit_phase = parts.commit_phase
-        self._results_phase = parts.results_phase
-        self._explanation = parts.explanation
-        self._inspection = parts.inspection
+        self.accounts = accounts = Accounts(
+            config, num_blocks=num_blocks, max_model_len=max_model_len, context=context
+        )
+        admission_policy = build_admission(config, accounts.note_replaced_policy)
+        victim_policy = build_victim(config, accounts.note_replaced_policy)
+        drafting = Drafting(context.draft_length, accounts.running)
+        self._step_mix = mix = step_mix(config)
+        self._slots = slots = SlotManager(accounts, admission_policy)
+        self._finisher = finisher = RequestFinisher(accounts, slots)
+        self._lost_steps = lost_steps = LostSteps(accounts, slots)
+        self._timeout_phase = TimeoutPhase(accounts, finisher)
+        self._arrivals = Arrivals(accounts, self._timeout_phase)
+        self._transfer_phase = transfers = TransferPhase(accounts, slots, finisher)
+        beams = BeamPhase(accounts, slots, finisher)
+        self._running_phase = RunningPhase(accounts, slots, finisher, beams, drafting, victim_policy)
+        self._admission_phase = AdmissionPhase(accounts, slots, finisher, transfers, mix, admission_policy)
+        self._commit_phase = CommitPhase(accounts, lost_steps, drafting)
+        self._results_phase = ResultsPhase(accounts, slots, finisher, lost_steps, beams, transfers, drafting)
+        self._explanation = Explanation(accounts)
+        self._inspection = Inspection(accounts)
 
     # -- one step ------------------------------------------------------------------------------------------
 
@@ -81,32 +92,32 @@ class Scheduler(SchedulerInterface):
 
         Steps planned before those and never applied are taken for lost: their requests are preempted.
         """
-        self._clock.advance()
-        for lost in self._lost_steps.drop(most_in_flight=int(self._config.overlap_steps)):
+        self.accounts.clock.advance()
+        for lost in self._lost_steps.drop(most_in_flight=int(self.accounts.config.overlap_steps)):
             self._transfer_phase.give_up_asked_for_in(lost)
         self._timeout_phase.expire()
         self._transfer_phase.expire()
         self._queue_compiled()
         self._commit_memory_ahead()
-        plan = Plan(self._config.max_num_batched_tokens, throttle_prefills)
+        plan = Plan(self.accounts.config.max_num_batched_tokens, throttle_prefills)
         self._fill(plan)
         return self._commit_phase.commit(plan)
 
     def _queue_compiled(self) -> None:
         """Queue the requests whose grammar has been compiled; the others end, with a bad one as invalid."""
-        for request, error in self._state.waiting.take_compiled():
+        for request, error in self.accounts.waiting.take_compiled():
             kind, param = grammar_error_fields(error)
             self._finisher.fail(request, str(error), kind, error_param=param)
 
     def _commit_memory_ahead(self) -> None:
         """Let a growing cache commit as many blocks as this step can use at most."""
-        if self._state.pool.num_uncommitted:
-            self._state.pool.commit_ahead(self._max_blocks_per_step)
+        if self.accounts.kv.pool.num_uncommitted:
+            self.accounts.kv.pool.commit_ahead(self._max_blocks_per_step)
 
     def _fill(self, plan: Plan) -> None:
         match self._pause_state:
             case PauseState.UNPAUSED:
-                slot = self._flow_shares.slot_to_clear(self._fences.num_slots)
+                slot = self.accounts.flow_shares.slot_to_clear(self.accounts.fences.num_slots)
                 if slot is not None:
                     self._slots.preempt_if_running(slot)
                 self._step_mix.fill(plan, self._running_phase.plan, self._admission_phase.plan)
@@ -122,14 +133,14 @@ class Scheduler(SchedulerInterface):
         Raises:
             ValueError: the output is not that of the oldest step in flight.
         """
-        self._in_flight.land(scheduler_output)
+        self.accounts.in_flight.land(scheduler_output)
         return self._results_phase.apply(scheduler_output, model_runner_output)
 
     # -- grammars and drafts -------------------------------------------------------------------------------
 
     @override
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        return self._grammars.bitmask(scheduler_output)
+        return self.accounts.grammars.bitmask(scheduler_output)
 
     @override
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
@@ -139,13 +150,13 @@ class Scheduler(SchedulerInterface):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        self._in_flight.require_newest(scheduler_output)
+        self.accounts.in_flight.require_newest(scheduler_output)
         self._results_phase.replace_drafts(draft_token_ids, scheduler_output)
 
     @property
     @override
     def reads_priority(self) -> bool:
-        return self._arrivals.reads_priority
+        return self.accounts.reads_priority
 
     # -- arrivals and ends ---------------------------------------------------------------------------------
 
@@ -160,12 +171,12 @@ class Scheduler(SchedulerInterface):
         if not finished_status.is_terminal:
             raise ValueError(f"finished_status is {finished_status.name}, which ends no request")
         if request_ids is None:
-            request_ids = self._state.request_ids()
+            request_ids = self.accounts.request_ids()
         elif isinstance(request_ids, str):
             request_ids = [request_ids]
         finished = []
         for request_id in request_ids:
-            request = self._state.find(request_id)
+            request = self.accounts.find(request_id)
             if request is not None:
                 self._finisher.finish(request, finished_status)
                 finished.append(request)
@@ -175,7 +186,7 @@ class Scheduler(SchedulerInterface):
 
     @override
     def has_request(self, request_id: str) -> bool:
-        return self._state.find(request_id) is not None
+        return self.accounts.find(request_id) is not None
 
     @override
     def get_num_unfinished_requests(self) -> int:
@@ -183,37 +194,37 @@ class Scheduler(SchedulerInterface):
 
     @override
     def has_finished_requests(self) -> bool:
-        return not self._outbox.is_empty
+        return not self.accounts.outbox.is_empty
 
     @override
     def has_requests(self) -> bool:
         """Blocks that a peer still reads have to be watched too."""
-        return super().has_requests() or self._holdings.num_blocks_held_for_peers > 0
+        return super().has_requests() or self.accounts.holdings.num_blocks_held_for_peers > 0
 
     @override
     def next_due(self) -> float | None:
-        return self._holdings.next_lease_end()
+        return self.accounts.holdings.next_lease_end()
 
     @override
     def get_request_counts(self) -> tuple[int, int]:
         """A beam search counts once."""
-        return self._state.request_counts()
+        return self.accounts.request_counts()
 
     @override
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        running = self._state.running
-        if self._holdings.num_blocks_held_for_peers:
+        running = self.accounts.running
+        if self.accounts.holdings.num_blocks_held_for_peers:
             return False
-        is_in_use = len(running) or len(self._loads) or self._holdings.num_blocks_in_transfer
+        is_in_use = len(running) or len(self.accounts.loads) or self.accounts.holdings.num_blocks_in_transfer
         if is_in_use and not reset_running_requests:
             return False
-        if reset_connector and not self._connector_calls.reset():
+        if reset_connector and not self.accounts.connector.reset():
             return False
         self._transfer_phase.cancel_all_loads()
         for slot in running.in_order()[::-1].tolist():
             self._slots.preempt_if_running(slot)
-        self._holdings.break_pins()
-        self._state.pool.forget_contents()
+        self.accounts.holdings.break_pins()
+        self.accounts.kv.pool.forget_contents()
         return True
 
     @property
@@ -233,11 +244,11 @@ class Scheduler(SchedulerInterface):
 
     @override
     def get_kv_cache_usage(self) -> float:
-        return self._state.pool.num_in_use / self._state.pool.num_blocks
+        return self.accounts.kv.pool.num_in_use / self.accounts.kv.pool.num_blocks
 
     @override
     def next_blocks(self) -> IntArray:
-        return self._state.pool.next_blank(self._max_blocks_per_step)
+        return self.accounts.kv.pool.next_blank(self._max_blocks_per_step)
 
     @override
     def make_stats(self) -> SchedulerStats:
@@ -245,7 +256,7 @@ class Scheduler(SchedulerInterface):
 
     @override
     def oldest_waiting_request(self) -> str | None:
-        waiting = self._state.waiting
+        waiting = self.accounts.waiting
         oldest = min(waiting, key=lambda request: (request.arrival_time, request.arrival), default=None)
         return None if oldest is None else oldest.request_id
 
@@ -256,10 +267,10 @@ class Scheduler(SchedulerInterface):
     @override
     def shutdown(self) -> None:
         self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-        self._in_flight.clear()
-        self._fences.lift(self._in_flight.next_step)
-        self._holdings.end_all_leases()
-        self._grammars.shutdown()
+        self.accounts.in_flight.clear()
+        self.accounts.fences.lift(self.accounts.in_flight.next_step)
+        self.accounts.holdings.end_all_leases()
+        self.accounts.grammars.shutdown()
 
     @override
     def check_invariants(self) -> None:

@@ -18,7 +18,7 @@ from quire.scheduling.outputs import SchedulerStats
 from quire.step import EvictionData, IntArray
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class CacheEviction:
     """Bounds chunks, shortens block tables, and says how much requests hold. Arrays are [S], one per slot."""
 

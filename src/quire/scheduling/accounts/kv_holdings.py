@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from quire.config import SchedulerConfig
 from quire.kv.blocks.leases import LeaseKind, LeaseSummary, LeaseTable
 from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduling.accounts.fences import Fences
-from quire.scheduling.accounts.pinned_blocks import PinnedBlocks
 from quire.scheduling.accounts.remote_loads import RemoteLoads
+from quire.scheduling.accounts.steps_in_flight import Fences
 from quire.scheduling.guards.connector_calls import ConnectorCalls
-from quire.scheduling.guards.step_clock import StepClock
+from quire.scheduling.guards.context import StepClock
 from quire.step import IntArray
 
 
@@ -22,36 +23,35 @@ class KVHoldings:
     """Takes and drops the references of leases and loads.
 
     Args:
+        config: has the time limits of transfers and pins, and the shares of the blocks that pins may hold.
         kv: has the blocks.
         loads: loads whose request does not run yet.
         fences: hold the blocks of a cancelled load back.
         connector: is told which loads are cancelled, and which transfers have ended.
         clock: of deadlines.
-        transfer_timeout: seconds without news after which a load or a transfer is given up.
-        max_pin_time: seconds that a pin lasts at most.
-        pinned: counts and bounds what pins hold.
     """
 
     def __init__(
         self,
+        config: SchedulerConfig,
         kv: KVCacheManager,
+        *,
         loads: RemoteLoads,
         fences: Fences,
         connector: ConnectorCalls,
         clock: StepClock,
-        *,
-        transfer_timeout: float,
-        max_pin_time: float,
-        pinned: PinnedBlocks,
     ) -> None:
         self._kv = kv
         self._loads = loads
         self._fences = fences
         self._connector = connector
         self._clock = clock
-        self._transfer_timeout = transfer_timeout
-        self._max_pin_time = max_pin_time
-        self._pinned = pinned
+        self._transfer_timeout = config.kv_transfer_timeout
+        self._max_pin_time = config.max_pin_time
+        self._pinned = PinnedBlocks(
+            int(config.max_pinned_share * kv.pool.num_blocks),
+            int(config.max_pinned_share_per_tenant * kv.pool.num_blocks),
+        )
         self._leases = LeaseTable()
 
     @property
@@ -180,3 +180,47 @@ class KVHoldings:
         yield from self._leases.held()
         yield from self._loads.held()
         yield from self._fences.held_blocks()
+
+
+class PinnedBlocks:
+    """Counts pinned blocks, each once however many pins hold it, and bounds them.
+
+    Args:
+        most: blocks that all pins may hold.
+        most_of_tenant: blocks that the pins of one tenant may hold.
+    """
+
+    def __init__(self, most: int, most_of_tenant: int) -> None:
+        self._most = most
+        self._most_of_tenant = most_of_tenant
+        self._all: Counter[int] = Counter()  # pins by block
+        self._by_tenant: dict[str, Counter[int]] = {}  # of those that have pins
+        self._owners: dict[str, str] = {}  # tenants by pin
+
+    def has_room(self, tenant: str, block_ids: Sequence[int]) -> bool:
+        """Whether a pin of these blocks would be within the bounds."""
+        own = self._by_tenant.get(tenant, Counter())
+        return _num_held(self._all, block_ids) <= self._most and (
+            _num_held(own, block_ids) <= self._most_of_tenant
+        )
+
+    def add(self, pin_id: str, tenant: str, block_ids: Sequence[int]) -> None:
+        """Count a pin that is not counted yet."""
+        self._owners[pin_id] = tenant
+        for held in (self._all, self._by_tenant.setdefault(tenant, Counter())):
+            held.update(block_ids)
+
+    def remove(self, pin_id: str, block_ids: Sequence[int]) -> None:
+        """Count a pin no more."""
+        tenant = self._owners.pop(pin_id)
+        for held in (self._all, self._by_tenant[tenant]):
+            held.subtract(block_ids)
+            for block_id in block_ids:
+                if not held[block_id]:
+                    del held[block_id]
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+
+def _num_held(held: Counter[int], block_ids: Sequence[int]) -> int:
+    return len(held) + sum(block_id not in held for block_id in block_ids)

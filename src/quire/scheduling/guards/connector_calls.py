@@ -12,7 +12,7 @@ import msgspec
 from quire.errors import InvalidRequestError
 from quire.kv.connectors.interface import KVConnector
 from quire.request import Request
-from quire.scheduling.guards.step_clock import StepClock
+from quire.scheduling.guards.context import StepClock
 from quire.step import IntArray, SchedulerOutput
 
 logger = logging.getLogger(__name__)

@@ -68,6 +68,22 @@ class SteadyClock:
         return now + self._offset
 
 
+class StepClock:
+    """A clock that stands still between steps, so that one step has one time.
+
+    Args:
+        read: returns seconds; called when the clock is made, and once for each step.
+    """
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self.read = read
+        self.now = read()  # seconds
+
+    def advance(self) -> None:
+        """Take the time of the step that is planned next."""
+        self.now = self.read()
+
+
 def _counting(count: Callable[[int], int], name: str) -> Callable[[int], int]:
     def guarded_count(number: int) -> int:
         try:

@@ -6,46 +6,32 @@ import dataclasses
 
 import msgspec
 
-from quire.config import SchedulerConfig
-from quire.scheduling.accounts.deadlines import Deadlines
-from quire.scheduling.accounts.fences import Fences
-from quire.scheduling.accounts.kv_holdings import KVHoldings
-from quire.scheduling.accounts.remote_loads import RemoteLoads
-from quire.scheduling.accounts.state import SchedulerState
-from quire.scheduling.accounts.steps_in_flight import StepsInFlight
-from quire.scheduling.guards.connector_calls import ConnectorCalls
+from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.outputs import SchedulerStats
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class Inspection:
     """Reads all accounts and changes none."""
 
-    config: SchedulerConfig
-    connector: ConnectorCalls
-    state: SchedulerState
-    in_flight: StepsInFlight
-    fences: Fences
-    loads: RemoteLoads
-    holdings: KVHoldings
-    deadlines: Deadlines
-    stats: SchedulerStats
+    accounts: Accounts
 
     def make_stats(self) -> SchedulerStats:
         """Return the present state and the counters since the start."""
-        num_running, num_waiting = self.state.request_counts()
-        pool = self.state.kv.pool
+        accounts = self.accounts
+        num_running, num_waiting = accounts.request_counts()
+        pool = accounts.kv.pool
         return msgspec.structs.replace(
-            self.stats,
+            accounts.stats,
             num_running=num_running,
             num_waiting=num_waiting,
             num_free_blocks=pool.num_free,
             num_idle_blocks=pool.num_idle,
             prefix_evicted_blocks=pool.num_evicted,
-            num_steps=self.in_flight.next_step,
-            num_leased_blocks=self.holdings.num_leased_blocks,
-            num_awaiting=self.state.waiting.num_awaiting + self.connector.num_unanswered,
-            num_loading=self.loads.num_coming,
+            num_steps=accounts.in_flight.next_step,
+            num_leased_blocks=accounts.holdings.num_leased_blocks,
+            num_awaiting=accounts.waiting.num_awaiting + accounts.connector.num_unanswered,
+            num_loading=accounts.loads.num_coming,
         )
 
     def check_invariants(self) -> None:
@@ -54,26 +40,27 @@ class Inspection:
         Raises:
             AssertionError: names what does not hold.
         """
-        config, running, waiting = self.config, self.state.running, self.state.waiting
-        self.state.kv.check(self.holdings.held_blocks())
+        accounts = self.accounts
+        config, running, waiting = accounts.config, accounts.running, accounts.waiting
+        accounts.kv.check(accounts.holdings.held_blocks())
         self._check_all_can_go_on()
         if config.use_cache_eviction:
             self._check_evicted_blocks_are_gone()
         assert len(running) <= config.max_num_seqs, "invariant 5: more sequences than max_num_seqs"
-        assert running.num_free + len(running) + self.fences.num_slots == config.max_num_seqs, (
+        assert running.num_free + len(running) + accounts.fences.num_slots == config.max_num_seqs, (
             "invariant 8: a slot leaks"
         )
-        assert self.state.kv.num_open_slots <= len(running), "invariant 8: an empty slot holds blocks"
+        assert accounts.kv.num_open_slots <= len(running), "invariant 8: an empty slot holds blocks"
         if config.enable_prefix_caching:
-            num_requests = sum(self.state.request_counts())
-            assert self.state.kv.num_known_requests == num_requests, "invariant 8: prefix keys leak"
+            num_requests = sum(accounts.request_counts())
+            assert accounts.kv.num_known_requests == num_requests, "invariant 8: prefix keys leak"
         if not len(running) + len(waiting):
-            assert not len(self.deadlines), "invariant 8: a deadline leaks"
-            assert not len(self.loads), "invariant 8: a load leaks"
+            assert not len(accounts.deadlines), "invariant 8: a deadline leaks"
+            assert not len(accounts.loads), "invariant 8: a load leaks"
 
     def _check_evicted_blocks_are_gone(self) -> None:
         """Check that each table has the blocks of what is computed and not evicted, and none more."""
-        running, kv = self.state.running, self.state.kv
+        running, kv = self.accounts.running, self.accounts.kv
         slots = running.in_order()
         num_kept = running.num_computed[slots] - running.num_evicted[slots]
         num_needed = -(-num_kept // kv.block_size)
@@ -82,9 +69,9 @@ class Inspection:
 
     def _check_all_can_go_on(self) -> None:
         """Check, as far as invariant 3 goes, that each running request has tokens left to compute."""
-        running = self.state.running
+        running = self.accounts.running
         slots = running.in_order()
-        if self.in_flight or not slots.size:
+        if self.accounts.in_flight or not slots.size:
             return
         is_stuck = (running.num_computed[slots] >= running.num_tokens[slots]) & ~running.is_beam[slots]
         stuck = running.request_ids[slots[is_stuck]].tolist()

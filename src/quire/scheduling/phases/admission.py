@@ -8,23 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.config import SchedulerConfig
-from quire.kv.blocks.manager import LOOKUP_BLOCKS, NO_PREFIX, KVCacheManager, Prefix
+from quire.kv.blocks.manager import LOOKUP_BLOCKS, NO_PREFIX, Prefix
 from quire.request import Request
-from quire.scheduling.accounts.cache_eviction import CacheEviction
-from quire.scheduling.accounts.deadlines import Deadlines
-from quire.scheduling.accounts.flow_shares import FlowShares
-from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.accounts.plan import Plan
-from quire.scheduling.accounts.remote_loads import RemoteLoad, RemoteLoads
-from quire.scheduling.accounts.running_slots import RunningSlots, token_limit
-from quire.scheduling.accounts.step_sharing import StepSharing
-from quire.scheduling.accounts.steps_in_flight import StepsInFlight
-from quire.scheduling.accounts.suspects import Suspects
-from quire.scheduling.accounts.waiting import WaitingRequests
-from quire.scheduling.guards.connector_calls import ConnectorCalls
-from quire.scheduling.guards.step_clock import StepClock
-from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.accounts.remote_loads import RemoteLoad
+from quire.scheduling.accounts.running_slots import token_limit
 from quire.scheduling.phases.request_finisher import RequestFinisher
 from quire.scheduling.phases.slot_manager import SlotManager
 from quire.scheduling.phases.step_mix import StepMix
@@ -47,7 +36,7 @@ class _Admitted(NamedTuple):
     beams: list[Request]  # what stands for the other beams of a search, in slots of their own
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class AdmissionPhase:
     """Moves requests from the head of the queue into slots, as long as policy, blocks and budget allow.
 
@@ -58,55 +47,42 @@ class AdmissionPhase:
     should wait, and so it is admitted some steps later.
     """
 
-    config: SchedulerConfig
-    max_model_len: int
-    connector: ConnectorCalls
-    clock: StepClock
-    kv: KVCacheManager
-    running: RunningSlots
-    in_flight: StepsInFlight
-    waiting: WaitingRequests
-    loads: RemoteLoads
-    holdings: KVHoldings
-    transfer_phase: TransferPhase
+    accounts: Accounts
     slots: SlotManager
     finisher: RequestFinisher
-    deadlines: Deadlines
-    policy: AdmissionPolicy
+    transfer_phase: TransferPhase
     step_mix: StepMix
-    sharing: StepSharing
-    flow_shares: FlowShares
-    suspects: Suspects
-    stats: SchedulerStats
-    eviction: CacheEviction | None
+    policy: AdmissionPolicy
     _num_promised: int = dataclasses.field(default=0, init=False)  # blocks to be given out in this step
     # The arrival number of a request that was not looked up to its end, and how many blocks were found.
     _half_found: tuple[int, int] = dataclasses.field(default=(-1, 0), init=False)
 
     def plan(self, plan: Plan) -> None:
         """Admit what fits into the rest of the budget, unless the plan admits nobody."""
-        if plan.throttles_prefills or plan.admission_closed or not len(self.waiting.queue):
+        accounts = self.accounts
+        if plan.throttles_prefills or plan.admission_closed or not len(accounts.waiting.queue):
             return
-        self.sharing.begin(plan.slots, plan.num_tokens)
+        accounts.sharing.begin(plan.slots, plan.num_tokens)
         self._num_promised = 0
         admitted: list[_Admitted] = []
         try:
             self._admit_in_order(plan, admitted)
         finally:  # promises are kept whatever raised
-            self.waiting.queue.restore()
+            accounts.waiting.queue.restore()
             self._place(plan, admitted)
 
     def _admit_in_order(self, plan: Plan, admitted: list[_Admitted]) -> None:
         """Admit from the head of the queue until one does not fit."""
-        queue = self.waiting.queue
+        accounts = self.accounts
+        queue = accounts.waiting.queue
         memory = self._memory_view()
-        may_start = self.suspects.may_start(self._is_live)
+        may_start = accounts.suspects.may_start(self._is_live)
         while plan.budget > 0 and (request := queue.head()) is not None:
             is_suspended = may_start is not None and request.request_id not in may_start
-            if is_suspended or not (budget := self.flow_shares.left_for(request, plan.budget)):
+            if is_suspended or not (budget := accounts.flow_shares.left_for(request, plan.budget)):
                 queue.pass_over(request.request_id)
                 continue
-            if self.loads.is_coming(request.awaited_load):
+            if accounts.loads.is_coming(request.awaited_load):
                 self._put_off(request)
                 continue
             if not self._has_slots(request):
@@ -129,30 +105,30 @@ class AdmissionPhase:
             if not self._find_blocks(candidate, request, prefix, memory):
                 if self._fails_if_waiting_is_useless(request):
                     continue
-                self.flow_shares.note_lack(request)
+                accounts.flow_shares.note_lack(request)
                 break
             if is_async:
-                self.waiting.begin_load(request)
+                accounts.waiting.begin_load(request)
                 self._begin_load(request, prefix, num_external)
             else:
-                self.waiting.admit(request)
+                accounts.waiting.admit(request)
                 admitted.append(self._admit(request, prefix, num_external, chunk))
                 plan.budget -= chunk
 
     def _put_off(self, request: Request) -> None:
         """Pass over a request that waits for KV; those behind it in its flow need not wait for that."""
-        self.waiting.queue.let_next_up(request)
-        self.waiting.queue.pass_over(request.request_id)
+        self.accounts.waiting.queue.let_next_up(request)
+        self.accounts.waiting.queue.pass_over(request.request_id)
 
     def _is_live(self, request_id: str) -> bool:
-        return self.running.slot_of(request_id) is not None or request_id in self.waiting
+        return self.accounts.running.slot_of(request_id) is not None or request_id in self.accounts.waiting
 
     def _num_wanted(self, request: Request, num_computed: int) -> int:
         """Return how many tokens a request could start with after `num_computed` that are there."""
         wanted = request.num_tokens - num_computed
-        if self.eviction is None:
+        if self.accounts.eviction is None:
             return wanted
-        return min(wanted, self.eviction.first_chunk_bound(request, num_computed))
+        return min(wanted, self.accounts.eviction.first_chunk_bound(request, num_computed))
 
     # -- what is there already -----------------------------------------------------------------------------
 
@@ -161,7 +137,7 @@ class AdmissionPhase:
 
         None if there may be more cached blocks than this step has looked for.
         """
-        load = self.loads.get(request.request_id)
+        load = self.accounts.loads.get(request.request_id)
         if load is not None:
             return load.prefix()
         # Prompt log-probabilities need every prompt position computed, so nothing may be skipped.
@@ -169,23 +145,23 @@ class AdmissionPhase:
             return NO_PREFIX
         leader = self._leader_of(request)
         if leader is not None:
-            return self.kv.prefix_in_slot(leader, request.num_prompt_tokens - 1)
+            return self.accounts.kv.prefix_in_slot(leader, request.num_prompt_tokens - 1)
         return self._find_cached(request)
 
     def _find_cached(self, request: Request) -> Prefix | None:
         """Return the cached blocks at the request's start; None: there may be more than were looked for."""
-        if len(self.running) and not self._is_looked_up(request):
+        if len(self.accounts.running) and not self._is_looked_up(request):
             return None
-        return self.kv.find_prefix(request.request_id, request.all_token_array())
+        return self.accounts.kv.find_prefix(request.request_id, request.all_token_array())
 
     def _is_looked_up(self, request: Request) -> bool:
         """Look for the next blocks of a long prompt; False if they are all there and more may be."""
         arrival, num_found = self._half_found
         num_found = num_found if arrival == request.arrival else 0
         end = num_found + LOOKUP_BLOCKS
-        if (request.num_tokens - 1) // self.kv.block_size <= end:
+        if (request.num_tokens - 1) // self.accounts.kv.block_size <= end:
             return True
-        num_found += self.kv.count_findable(request.request_id, num_found, end)
+        num_found += self.accounts.kv.count_findable(request.request_id, num_found, end)
         self._half_found = request.arrival, num_found
         return num_found < end
 
@@ -196,8 +172,9 @@ class AdmissionPhase:
         that ends it has been applied: what that loads or computes may fail. The prompts are compared: an id
         may be in use anew by a request that has nothing to do with this one.
         """
-        running = self.running
-        if self.eviction is not None:  # it would lack the scores that the leader has of its prompt
+        accounts = self.accounts
+        running = accounts.running
+        if accounts.eviction is not None:  # it would lack the scores that the leader has of its prompt
             return None
         slot = running.slot_of(request.shares_prompt_with) if request.shares_prompt_with else None
         if slot is None or running.awaits_first_token[slot] or request.output_token_ids:
@@ -206,21 +183,21 @@ class AdmissionPhase:
         is_same = np.array_equal(leader.prompt_array, request.prompt_array)
         if not is_same or leader.cache_salt != request.cache_salt:
             return None
-        num_computed = self.in_flight.num_computed_before(slot)
+        num_computed = accounts.in_flight.num_computed_before(slot)
         if num_computed is None:
             num_computed = int(running.num_computed[slot])
-        num_there = min(num_computed, self.kv.capacity(slot))
+        num_there = min(num_computed, accounts.kv.capacity(slot))
         return slot if num_there >= request.num_prompt_tokens - 1 else None
 
     def _with_filling(self, request: Request, prefix: Prefix) -> Prefix:
         """Add the blocks that this step fills, unless the request begins with a load or a leader's prompt."""
-        return self.sharing.extended(request, prefix) if prefix.is_cached else prefix
+        return self.accounts.sharing.extended(request, prefix) if prefix.is_cached else prefix
 
     def _ask_connector(self, request: Request, prefix: Prefix) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded (None: ask later), and whether they are waited for."""
         if request.kv_load_failed or not self._may_load_more(request, prefix):
             return 0, False
-        count, is_async = self.connector.find(request, prefix.num_tokens)
+        count, is_async = self.accounts.connector.find(request, prefix.num_tokens)
         if count is None:
             return None, False
         # The last token is always computed, for its logits.
@@ -237,13 +214,14 @@ class AdmissionPhase:
         A request does so once: peers that fall silent would otherwise hold it up one after the other. What
         names where its own KV is may find that sooner, and what has begun its answer does not pause.
         """
+        accounts = self.accounts
         if request.awaited_load or request.kv_transfer_params is not None or request.output_token_ids:
             return False
         if not self._may_load_more(request, prefix):
             return False
-        start, last = len(prefix.block_ids), (request.num_tokens - 1) // self.kv.block_size
+        start, last = len(prefix.block_ids), (request.num_tokens - 1) // accounts.kv.block_size
         end = min(last, start + LOOKUP_BLOCKS)
-        load = self.loads.that_brings(self.kv.digests(request.request_id, start, end))
+        load = accounts.loads.that_brings(accounts.kv.digests(request.request_id, start, end))
         if load is None:
             return False
         request.awaited_load = load.number
@@ -252,38 +230,41 @@ class AdmissionPhase:
     # -- whether it fits -----------------------------------------------------------------------------------
 
     def _has_slots(self, request: Request) -> bool:
-        return self.running.num_free >= max(1, request.sampling_params.beam_width)
+        return self.accounts.running.num_free >= max(1, request.sampling_params.beam_width)
 
     def _memory_view(self) -> MemoryView:
+        accounts = self.accounts
         return MemoryView(
-            block_size=self.config.block_size,
-            num_blocks=self.kv.pool.num_blocks,
-            num_free=self.kv.pool.num_free,
-            num_reserved_for_loads=self.loads.num_missing_blocks,
-            read_running=functools.partial(self._running_memory, self.running.in_order()),
+            block_size=accounts.config.block_size,
+            num_blocks=accounts.kv.pool.num_blocks,
+            num_free=accounts.kv.pool.num_free,
+            num_reserved_for_loads=accounts.loads.num_missing_blocks,
+            read_running=functools.partial(self._running_memory, accounts.running.in_order()),
         )
 
     def _running_memory(self, slots: IntArray) -> RunningMemory:
-        running, num_blocks = self.running, self.kv.num_blocks
+        accounts = self.accounts
+        running, num_blocks = accounts.running, accounts.kv.num_blocks
         slots = slots[~running.is_beam[slots] | (num_blocks[slots] > 0)]
         num_tokens, limit = running.num_tokens[slots], running.token_limit[slots]
         num_output = num_tokens - running.num_prompt[slots]
-        if self.eviction is not None:
-            num_tokens = self.eviction.num_held(slots)
-            limit = self.eviction.most_held(running.num_prompt[slots], limit)
+        if accounts.eviction is not None:
+            num_tokens = accounts.eviction.num_held(slots)
+            limit = accounts.eviction.most_held(running.num_prompt[slots], limit)
         return RunningMemory(num_tokens, num_output, limit, num_blocks[slots])
 
     def _candidate(self, request: Request, prefix: Prefix, num_held_tokens: int) -> Candidate:
         """Describe a request to the policy; its first `num_held_tokens` tokens get their blocks now."""
-        num_tokens, limit = request.num_tokens, token_limit(request, self.max_model_len)
-        if self.eviction is not None:
-            num_tokens = self.eviction.most_held_by(request, num_tokens)
-            limit = self.eviction.most_held_by(request, limit)
+        accounts = self.accounts
+        num_tokens, limit = request.num_tokens, token_limit(request, accounts.max_model_len)
+        if accounts.eviction is not None:
+            num_tokens = accounts.eviction.most_held_by(request, num_tokens)
+            limit = accounts.eviction.most_held_by(request, limit)
         return Candidate(
             num_tokens=num_tokens,
             token_limit=limit,
             num_cached_blocks=prefix.num_blocks,
-            num_chunk_blocks=self.kv.blocks_for(num_held_tokens),
+            num_chunk_blocks=accounts.kv.blocks_for(num_held_tokens),
             num_output_tokens=len(request.output_token_ids),
         )
 
@@ -296,10 +277,11 @@ class AdmissionPhase:
         It is not idle while loads are on their way: they arrive, or time out.
         """
         # Loaded tokens take no budget, so they may need more blocks than were committed ahead of the step.
+        accounts = self.accounts
         needed = candidate.num_chunk_blocks - candidate.num_cached_blocks
-        self.kv.pool.commit_ahead(self._num_promised + needed)
+        accounts.kv.pool.commit_ahead(self._num_promised + needed)
         memory.num_free = self._num_free_for(prefix)
-        if len(self.running) or self.loads.num_coming:
+        if len(accounts.running) or accounts.loads.num_coming:
             is_admitted = self.policy.admits(candidate, memory)
         else:
             is_admitted = self._make_room(request, prefix, needed)
@@ -309,19 +291,20 @@ class AdmissionPhase:
 
     def _num_free_for(self, prefix: Prefix) -> int:
         """Return the blocks that are free once the prefix is in use."""
-        num_free = self.kv.pool.num_free - self._num_promised
-        return num_free if prefix.is_held else num_free - self.kv.pool.count_idle(prefix.block_ids)
+        num_free = self.accounts.kv.pool.num_free - self._num_promised
+        return num_free if prefix.is_held else num_free - self.accounts.kv.pool.count_idle(prefix.block_ids)
 
     def _make_room(self, request: Request, prefix: Prefix, needed: int) -> bool:
         """Drop other requests' loads and break pins until `needed` blocks are free; False if that fails."""
+        holdings = self.accounts.holdings
         while needed > self._num_free_for(prefix):
-            if not (self.holdings.drop_newest_load(spared=request) or self.holdings.break_pins()):
+            if not (holdings.drop_newest_load(spared=request) or holdings.break_pins()):
                 return False
         return True
 
     def _fails_if_waiting_is_useless(self, request: Request) -> bool:
         """End a request that does not fit although nothing runs and no transfer will give back a block."""
-        if len(self.running) or self.holdings.num_blocks_in_transfer:
+        if len(self.accounts.running) or self.accounts.holdings.num_blocks_in_transfer:
             return False
         self.finisher.fail_for_lack_of_memory(request)
         return True
@@ -329,12 +312,13 @@ class AdmissionPhase:
     # -- admitting -----------------------------------------------------------------------------------------
 
     def _begin_load(self, request: Request, prefix: Prefix, num_external: int) -> None:
+        accounts = self.accounts
         num_tokens = prefix.num_tokens + num_external
-        self.kv.pool.acquire(prefix.block_ids)
-        missing = self.kv.blocks_for(num_tokens) - len(prefix.block_ids)
-        block_ids = np.concatenate((prefix.block_ids, self.kv.pool.allocate(missing)))
-        deadline = self.holdings.transfer_deadline
-        num_missing = self.kv.blocks_for(request.num_tokens) - len(block_ids)
+        accounts.kv.pool.acquire(prefix.block_ids)
+        missing = accounts.kv.blocks_for(num_tokens) - len(prefix.block_ids)
+        block_ids = np.concatenate((prefix.block_ids, accounts.kv.pool.allocate(missing)))
+        deadline = accounts.holdings.transfer_deadline
+        num_missing = accounts.kv.blocks_for(request.num_tokens) - len(block_ids)
         load = RemoteLoad(
             request=request,
             block_ids=block_ids,
@@ -342,11 +326,11 @@ class AdmissionPhase:
             num_tokens=num_tokens,
             num_missing_blocks=num_missing,
             deadline=deadline,
-            first_step=self.in_flight.next_step,
+            first_step=accounts.in_flight.next_step,
             middle_digest=self._middle_digest(request, len(prefix.block_ids), num_tokens),
         )
-        self.loads.begin(load)
-        if not self.connector.begin_load(request, block_ids, num_external):
+        accounts.loads.begin(load)
+        if not accounts.connector.begin_load(request, block_ids, num_external):
             self.transfer_phase.give_up(load, "could not be loaded")
 
     def _middle_digest(self, request: Request, first_block: int, num_tokens: int) -> bytes | None:
@@ -354,37 +338,39 @@ class AdmissionPhase:
 
         None if there is none, or if it is so far back that waiting requests would not look for it.
         """
-        if self.eviction is not None:
-            num_tokens = self.eviction.num_findable(num_tokens)
-        half = -(-(num_tokens // self.kv.block_size - first_block) // 2)
+        accounts = self.accounts
+        if accounts.eviction is not None:
+            num_tokens = accounts.eviction.num_findable(num_tokens)
+        half = -(-(num_tokens // accounts.kv.block_size - first_block) // 2)
         if not 0 < half <= LOOKUP_BLOCKS:
             return None
         middle = first_block + half
-        return next(iter(self.kv.digests(request.request_id, middle - 1, middle)), None)
+        return next(iter(accounts.kv.digests(request.request_id, middle - 1, middle)), None)
 
     def _admit(self, request: Request, prefix: Prefix, num_external: int, chunk: int) -> _Admitted:
         """Give a request that has left the queue a slot, and promise it its blocks."""
-        load = self.loads.pop(request.request_id)
+        accounts = self.accounts
+        load = accounts.loads.pop(request.request_id)
         num_cached = len(prefix.block_ids) if load is None else load.num_local_blocks
         if not prefix.is_held:
-            self.kv.pool.acquire(prefix.block_ids)
+            accounts.kv.pool.acquire(prefix.block_ids)
         if num_cached:
-            self.kv.pool.count_hit(prefix.block_ids[:num_cached])
+            accounts.kv.pool.count_hit(prefix.block_ids[:num_cached])
         request.num_computed_tokens = prefix.num_tokens + num_external
         self._count_prefix_hit(
-            request, prefix.num_tokens if load is None else num_cached * self.kv.block_size
+            request, prefix.num_tokens if load is None else num_cached * accounts.kv.block_size
         )
-        self.deadlines.forget_queue(request.request_id)
+        accounts.deadlines.forget_queue(request.request_id)
         if request.first_scheduled_time is None:
-            request.first_scheduled_time = self.clock.now
+            request.first_scheduled_time = accounts.clock.now
         slot = self.slots.enter(request)
-        self.flow_shares.note_start(slot, chunk)
-        num_new_blocks = self.kv.blocks_for(request.num_computed_tokens + chunk) - prefix.num_blocks
+        accounts.flow_shares.note_start(slot, chunk)
+        num_new_blocks = accounts.kv.blocks_for(request.num_computed_tokens + chunk) - prefix.num_blocks
         self._num_promised += num_new_blocks
         if prefix.filler is not None:
-            self.sharing.lean(slot, prefix.filler)
+            accounts.sharing.lean(slot, prefix.filler)
         if not num_external:
-            self.sharing.add(slot, prefix.num_tokens, chunk)
+            accounts.sharing.add(slot, prefix.num_tokens, chunk)
         beams = self.slots.open_beams(request, slot) if request.sampling_params.beam_width else []
         return _Admitted(request, slot, chunk, prefix, num_cached, num_external, num_new_blocks, beams)
 
@@ -393,7 +379,7 @@ class AdmissionPhase:
         self._give_blocks(admitted)
         admitted = self._start_loads(admitted)
         for one in admitted:
-            table = self.kv.table(one.slot)
+            table = self.accounts.kv.table(one.slot)
             if one.prefix.copy_from is not None:
                 plan.block_copies.append((one.prefix.copy_from, int(table[len(one.prefix.block_ids)])))
             self._tell_runner(plan, one, table)
@@ -401,20 +387,20 @@ class AdmissionPhase:
 
     def _give_blocks(self, admitted: list[_Admitted]) -> None:
         """Open the block tables of all admitted requests, with one allocation for all of them."""
-        fresh = self.kv.pool.allocate(sum(one.num_new_blocks for one in admitted))
+        fresh = self.accounts.kv.pool.allocate(sum(one.num_new_blocks for one in admitted))
         start = 0
         for one in admitted:
             end = start + one.num_new_blocks
             held = self._held_blocks(one.prefix)
-            self.kv.open(one.slot, held, fresh[start:end], num_cached=one.num_cached)
+            self.accounts.kv.open(one.slot, held, fresh[start:end], num_cached=one.num_cached)
             start = end
 
     def _held_blocks(self, prefix: Prefix) -> IntArray:
         """Return the blocks of a prefix, with a reference to each; who fills any of them has its table."""
         if prefix.filler is None:
             return prefix.block_ids
-        filling = self.kv.table(prefix.filler)[len(prefix.block_ids) : prefix.num_blocks]
-        self.kv.pool.acquire(filling)
+        filling = self.accounts.kv.table(prefix.filler)[len(prefix.block_ids) : prefix.num_blocks]
+        self.accounts.kv.pool.acquire(filling)
         return np.concatenate((prefix.block_ids, filling))
 
     def _start_loads(self, admitted: list[_Admitted]) -> list[_Admitted]:
@@ -426,13 +412,14 @@ class AdmissionPhase:
 
         A request whose load fails has the blocks for its tokens all the same, and computes them.
         """
-        request, table = one.request, self.kv.table(one.slot)
-        if self.connector.begin_load(request, table, one.num_external):
-            self.stats.num_loaded_tokens += one.num_external
+        accounts = self.accounts
+        request, table = one.request, accounts.kv.table(one.slot)
+        if accounts.connector.begin_load(request, table, one.num_external):
+            accounts.stats.num_loaded_tokens += one.num_external
             return True
         request.num_computed_tokens = one.prefix.num_tokens
         request.num_cached_tokens = min(request.num_cached_tokens, one.prefix.num_tokens)
-        self.running.num_computed[one.slot] = one.prefix.num_tokens
+        accounts.running.num_computed[one.slot] = one.prefix.num_tokens
         return not self.transfer_phase.fails(request, "could not be loaded")
 
     def _tell_runner(self, plan: Plan, one: _Admitted, table: IntArray) -> None:
@@ -450,17 +437,17 @@ class AdmissionPhase:
         else:
             plan.new.append(new_request_data(request, one.slot, table))
         for other in one.beams:
-            other_slot = self.running.slot_of(other.request_id)
+            other_slot = self.accounts.running.slot_of(other.request_id)
             assert other_slot is not None
             plan.new.append(new_request_data(other, other_slot, np.empty(0, dtype=np.int32)))
 
     def _count_prefix_hit(self, request: Request, num_local_tokens: int) -> None:
         """Count what a request begins with; `num_local_tokens` of that are from this engine's own cache."""
-        stats = self.stats
+        stats, is_caching = self.accounts.stats, self.accounts.config.enable_prefix_caching
         is_resumed = request.status is RequestStatus.PREEMPTED or bool(request.output_token_ids)
         if not is_resumed:
             request.num_cached_tokens = request.num_computed_tokens
-        if not self.config.enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
+        if not is_caching or request.sampling_params.prompt_logprobs is not None:
             return  # not looked up
         if is_resumed:
             stats.resumed_queried_tokens += request.num_tokens

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire.config import SchedulerConfig
 from quire.errors import DuplicateRequestError
-from quire.grammar.manager import GrammarManager
-from quire.kv.blocks.manager import NO_PREFIX, KVCacheManager
+from quire.kv.blocks.manager import NO_PREFIX
 from quire.request import Request
 from quire.request_options import require_text
-from quire.scheduling.accounts.cache_eviction import CacheEviction
-from quire.scheduling.accounts.kv_holdings import KVHoldings
-from quire.scheduling.accounts.state import SchedulerState
-from quire.scheduling.accounts.waiting import WaitingRequests
-from quire.scheduling.guards.connector_calls import ConnectorCalls
+from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.phases.refusals import (
     refuse_beams_beside_eviction,
     refuse_ids_out_of_range,
@@ -26,50 +20,44 @@ from quire.scheduling.phases.refusals import (
 from quire.scheduling.phases.timeouts import TimeoutPhase
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class Arrivals:
     """Lets requests in.
 
     `reads_priority` says whether any of the policies reads priorities.
     """
 
-    config: SchedulerConfig
-    max_model_len: int
-    reads_priority: bool
-    state: SchedulerState
-    kv: KVCacheManager
-    waiting: WaitingRequests
-    holdings: KVHoldings
-    grammars: GrammarManager
+    accounts: Accounts
     timeouts: TimeoutPhase
-    connector: ConnectorCalls
-    eviction: CacheEviction | None
 
     def add(self, request: Request) -> None:
         """Let a request in, see `SchedulerInterface.add_request`."""
+        accounts = self.accounts
         self._refuse(request)
-        now = self.waiting.number(request)
+        now = accounts.waiting.number(request)
         try:
-            self.kv.register(request.request_id, request.prompt_array, request.cache_salt)
+            accounts.kv.register(request.request_id, request.prompt_array, request.cache_salt)
             self.timeouts.start(request, now)
-            self.waiting.enter(request)
+            accounts.waiting.enter(request)
         except BaseException:
             self._take_back(request)
             raise
 
     def _take_back(self, request: Request) -> None:
         """Forget a request that could not be let in to the end."""
+        accounts = self.accounts
         request_id = request.request_id
-        self.waiting.remove(request_id)
-        self.grammars.forget(request_id)
-        self.timeouts.deadlines.forget(request_id)
-        self.kv.forget(request_id)
-        self.connector.finish(request, NO_PREFIX.block_ids)
+        accounts.waiting.remove(request_id)
+        accounts.grammars.forget(request_id)
+        accounts.deadlines.forget(request_id)
+        accounts.kv.forget(request_id)
+        accounts.connector.finish(request, NO_PREFIX.block_ids)
 
     def _refuse(self, request: Request) -> None:
         """Raise the error about a request that cannot be served, or not now."""
+        accounts, config = self.accounts, self.accounts.config
         request_id = request.request_id
-        if self.state.find(request_id) is not None or self.holdings.has_lease(request_id):
+        if accounts.find(request_id) is not None or accounts.holdings.has_lease(request_id):
             raise DuplicateRequestError(
                 f"request id {request_id!r} is in use by a request that has not ended, or whose KV is still "
                 "held for a transfer",
@@ -78,21 +66,21 @@ class Arrivals:
         require_text(request.cache_salt, "cache_salt")
         require_text(request.tenant, "tenant")
         refuse_ids_out_of_range(request)
-        self.grammars.refuse_without_backend(request)
-        if not self.reads_priority:
-            refuse_unread_priority(request, self.config)
-        bounds = {"num_blocks": self.kv.pool.num_blocks, "max_model_len": self.max_model_len}
-        lengths = None if self.eviction is None else self.eviction.lengths
-        refuse_if_never_fits(request, self.config, eviction=lengths, **bounds)
+        accounts.grammars.refuse_without_backend(request)
+        if not accounts.reads_priority:
+            refuse_unread_priority(request, config)
+        bounds = {"num_blocks": accounts.kv.pool.num_blocks, "max_model_len": accounts.max_model_len}
+        lengths = None if accounts.eviction is None else accounts.eviction.lengths
+        refuse_if_never_fits(request, config, eviction=lengths, **bounds)
         if request.sampling_params.beam_width:
-            refuse_beams_beside_eviction(request, self.config)
-            refuse_if_beams_never_fit(request, self.config, **bounds)
+            refuse_beams_beside_eviction(request, config)
+            refuse_if_beams_never_fit(request, config, **bounds)
         if not request.is_resumed:
             refuse_if_queue_is_full(
                 request,
-                self.config,
-                num_waiting=len(self.waiting),
-                num_waiting_tokens=self.waiting.num_tokens,
-                retry_after=self.waiting.drain_rate.retry_after,
+                config,
+                num_waiting=len(accounts.waiting),
+                num_waiting_tokens=accounts.waiting.num_tokens,
+                retry_after=accounts.waiting.drain_rate.retry_after,
             )
-        self.connector.arrive(request)
+        accounts.connector.arrive(request)

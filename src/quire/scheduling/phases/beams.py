@@ -10,11 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.kv.blocks.manager import KVCacheManager
-from quire.scheduling.accounts.beam_groups import BeamGroup, BeamGroups
-from quire.scheduling.accounts.outbox import Outbox
+from quire.scheduling.accounts.accounts import Accounts
+from quire.scheduling.accounts.beam_groups import BeamGroup
 from quire.scheduling.accounts.plan import Plan
-from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.scheduling.beam_search import BeamCandidates, BeamStep
 from quire.scheduling.outputs import EngineCoreOutput, error_fields
 from quire.scheduling.phases.request_finisher import RequestFinisher
@@ -23,16 +21,13 @@ from quire.status import FinishReason, RequestStatus
 from quire.step import ForkData, IntArray, ModelRunnerOutput
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class BeamPhase:
     """Carries out what the searches decide."""
 
-    kv: KVCacheManager
-    running: RunningSlots
-    beams: BeamGroups
+    accounts: Accounts
     slots: SlotManager
     finisher: RequestFinisher
-    outbox: Outbox
 
     def place(self, plan: Plan, make_room: Callable[[Plan, int, BeamGroup], bool]) -> None:
         """Put the beams of searches that have advanced into their slots, with their new tokens.
@@ -41,13 +36,14 @@ class BeamPhase:
             plan: takes the forks, the copies and the tokens.
             make_room: frees that many blocks for a search; False if it cannot, or has preempted the search.
         """
-        for group in list(self.beams):
-            if group.step is None or self.beams.at(group.slots[0]) is not group:
+        accounts = self.accounts
+        for group in list(accounts.beams):
+            if group.step is None or accounts.beams.at(group.slots[0]) is not group:
                 continue  # nothing to place, or preempted for the search before it
             if make_room(plan, self._most_new_blocks(group, group.step), group):
                 self._place(plan, group, group.step)
                 group.step = None
-            elif self.beams.at(group.slots[0]) is group:
+            elif accounts.beams.at(group.slots[0]) is group:
                 plan.admission_closed = True
                 self.slots.preempt(group.slots[0])
 
@@ -56,12 +52,12 @@ class BeamPhase:
 
         A beam that takes a dead beam's place reuses the dead beam's last block.
         """
-        num_blocks = self.kv.num_blocks
+        num_blocks = self.accounts.kv.num_blocks
         forked_to = [group.slots[place] for place, parent, _ in step.continuations if place != parent]
         return sum(not num_blocks[slot] for slot in forked_to)
 
     def _place(self, plan: Plan, group: BeamGroup, step: BeamStep) -> None:
-        running, kv = self.running, self.kv
+        running, kv = self.accounts.running, self.accounts.kv
         for place in step.emptied_places:
             kv.close(group.slots[place])
         for place, parent, _ in step.continuations:
@@ -73,7 +69,7 @@ class BeamPhase:
         plan.chosen += zip(slots.tolist(), token_ids.tolist(), strict=True)
 
     def _fork(self, plan: Plan, parent: int, slot: int) -> None:
-        running, kv = self.running, self.kv
+        running, kv = self.accounts.running, self.accounts.kv
         num_tokens = int(running.num_tokens[parent])
         copied = kv.fork(parent, slot, num_tokens)
         if copied is not None:
@@ -84,7 +80,7 @@ class BeamPhase:
 
     def take(self, slots: IntArray, computed: ModelRunnerOutput) -> None:
         """Take the candidates of a step; a search advances when those of all its beams are there."""
-        running, beams = self.running, self.beams
+        running, beams = self.accounts.running, self.accounts.beams
         for slot in slots[running.is_beam[slots]].tolist():
             group = beams.at(slot)
             positions = computed.logprobs.get(running.request_at(slot).request_id)
@@ -100,15 +96,15 @@ class BeamPhase:
     def fail(self, computed: ModelRunnerOutput) -> None:
         """End the searches of which a beam could not be computed."""
         for request_id, error in computed.errors.items():
-            slot = self.running.slot_of(request_id)
-            group = None if slot is None else self.beams.at(slot)
+            slot = self.accounts.running.slot_of(request_id)
+            group = None if slot is None else self.accounts.beams.at(slot)
             if group is not None:
                 kind, param = error_fields(computed.error_params.get(request_id))
                 self.finisher.fail(group.request, error, kind, error_param=param)
 
     def finish_done(self) -> None:
         """End the requests whose search has ended, with their best hypotheses."""
-        for group in list(self.beams):
+        for group in list(self.accounts.beams):
             if group.step is not None and group.step.ends_search:
                 self._finish(group)
 
@@ -133,4 +129,4 @@ class BeamPhase:
                 output.stop_reason = hypothesis.stop_reason
                 output.cumulative_logprob = hypothesis.cumulative_logprob
             output.kv_transfer_params = request.kv_transfer_params
-            self.outbox.add_output(request.client_index, output)
+            self.accounts.outbox.add_output(request.client_index, output)

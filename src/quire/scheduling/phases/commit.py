@@ -6,14 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from quire.scheduling.accounts.cache_eviction import CacheEviction
-from quire.scheduling.accounts.outbox import Outbox
+from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.accounts.plan import Plan
-from quire.scheduling.accounts.running_slots import RunningSlots
-from quire.scheduling.accounts.steps_in_flight import StepsInFlight
-from quire.scheduling.guards.connector_calls import ConnectorCalls
 from quire.scheduling.interface import StepWithdrawnError
-from quire.scheduling.outputs import SchedulerStats
 from quire.scheduling.phases.drafting import Drafting
 from quire.scheduling.phases.lost_steps import LostSteps
 from quire.step import CachedRequestData, ChosenTokens, IntArray, SchedulerOutput
@@ -21,31 +16,28 @@ from quire.step import CachedRequestData, ChosenTokens, IntArray, SchedulerOutpu
 NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class CommitPhase:
     """Turns plans into data for the runner, and counts their tokens as computed from now on."""
 
-    connector: ConnectorCalls
-    eviction: CacheEviction | None
-    drafting: Drafting
-    running: RunningSlots
-    in_flight: StepsInFlight
+    accounts: Accounts
     lost_steps: LostSteps
-    outbox: Outbox
-    stats: SchedulerStats
+    drafting: Drafting
 
     def commit(self, plan: Plan) -> SchedulerOutput:
         """Launch the step that a plan describes and return it."""
-        running = self.running
+        accounts = self.accounts
+        running = accounts.running
         slots, num_tokens = plan.scheduled()
         num_computed = running.num_computed[slots]
         num_known = running.num_tokens[slots] + running.num_pending[slots]
         num_drafts = np.maximum(num_computed + num_tokens - num_known, 0)
         samples = num_computed + num_tokens >= num_known
-        evictions = None if self.eviction is None else self.eviction.apply(slots, num_computed + num_tokens)
-        finished_req_ids, preempted_req_ids = self.outbox.take_for_runner()
+        eviction, in_flight = accounts.eviction, accounts.in_flight
+        evictions = None if eviction is None else eviction.apply(slots, num_computed + num_tokens)
+        finished_req_ids, preempted_req_ids = accounts.outbox.take_for_runner()
         output = SchedulerOutput(
-            step=self.in_flight.next_step,
+            step=in_flight.next_step,
             request_ids=running.request_ids[slots].tolist(),
             slots=slots,
             num_tokens=num_tokens,
@@ -60,22 +52,22 @@ class CommitPhase:
             chosen_tokens=ChosenTokens(*_pairs(plan.chosen).T),
             block_copies=_pairs(plan.block_copies),
             evictions=evictions,
-            pending_structured_output_tokens=bool(self.in_flight)
+            pending_structured_output_tokens=bool(in_flight)
             and bool((running.has_grammar[slots] & samples & (running.num_pending[slots] > 0)).any()),
-            num_drafts_wanted=None if self.in_flight.await_tokens else self.drafting.wanted(slots, samples),
+            num_drafts_wanted=None if in_flight.await_tokens else self.drafting.wanted(slots, samples),
         )
         running.num_computed[slots] += num_tokens
         running.num_pending[slots] += samples
         running.num_drafts[slots] = 0
         running.awaits_tokens[slots] = output.awaits_tokens
-        self.in_flight.launch(output)
-        self.stats.num_scheduled_tokens += int(num_tokens.sum())
+        in_flight.launch(output)
+        accounts.stats.num_scheduled_tokens += int(num_tokens.sum())
         return self._with_metadata(output)
 
     def _with_metadata(self, output: SchedulerOutput) -> SchedulerOutput:
         """Add what the connector's worker side must know; if the connector fails, take the step back."""
         try:
-            metadata = self.connector.metadata_of(output)
+            metadata = self.accounts.connector.metadata_of(output)
         except Exception as error:
             self.lost_steps.withdraw_newest()
             raise StepWithdrawnError("the KV connector could not prepare the step") from error

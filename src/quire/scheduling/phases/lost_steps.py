@@ -5,39 +5,32 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container
 
-from quire.scheduling.accounts.fences import Fences
-from quire.scheduling.accounts.kv_holdings import KVHoldings
-from quire.scheduling.accounts.outbox import Outbox
-from quire.scheduling.accounts.running_slots import RunningSlots
-from quire.scheduling.accounts.steps_in_flight import StepsInFlight
+from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.phases.slot_manager import SlotManager
 from quire.step import SchedulerOutput
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class LostSteps:
     """Takes back steps that were planned and have not been computed."""
 
-    in_flight: StepsInFlight
-    running: RunningSlots
+    accounts: Accounts
     slots: SlotManager
-    holdings: KVHoldings
-    fences: Fences
-    outbox: Outbox
 
     def drop(self, most_in_flight: int) -> list[SchedulerOutput]:
         """Take back all steps in flight, if they are more than there can be, and return them."""
-        if len(self.in_flight) <= most_in_flight:
+        accounts = self.accounts
+        if len(accounts.in_flight) <= most_in_flight:
             return []
-        lost = self.in_flight.clear()
+        lost = accounts.in_flight.clear()
         for step in lost:
             self.void(step)
-        self.fences.lift(lost[-1].step)
+        accounts.fences.lift(lost[-1].step)
         return lost
 
     def withdraw_newest(self) -> None:
         """Take back the step that was planned last."""
-        self.void(self.in_flight.withdraw_newest())
+        self.void(self.accounts.in_flight.withdraw_newest())
 
     def void(self, step: SchedulerOutput, at_fault: Container[str] = ()) -> None:
         """Take back a step that the runner may not have seen.
@@ -49,8 +42,8 @@ class LostSteps:
         # Beams may have been placed by a step that had no tokens left for them.
         for slot in (*step.slots[is_innocent].tolist(), *step.chosen_tokens.slots.tolist()):
             self.slots.preempt_if_running(slot)
-        self.outbox.tell_again(step, self._has_no_slot)
-        self.holdings.cancel_loads_again(step.step)
+        self.accounts.outbox.tell_again(step, self._has_no_slot)
+        self.accounts.holdings.cancel_loads_again(step.step)
 
     def _has_no_slot(self, request_id: str) -> bool:
-        return self.running.slot_of(request_id) is None
+        return self.accounts.running.slot_of(request_id) is None

@@ -10,20 +10,11 @@ from typing import TypeVar
 import numpy as np
 
 from quire.errors import QuireError
-from quire.grammar.manager import GrammarManager
-from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduling.accounts.beam_groups import BeamGroups
-from quire.scheduling.accounts.cache_eviction import CacheEviction
-from quire.scheduling.accounts.fences import Fences
-from quire.scheduling.accounts.outbox import Outbox
-from quire.scheduling.accounts.running_slots import RunningSlots
-from quire.scheduling.accounts.step_sharing import StepSharing
-from quire.scheduling.accounts.suspects import Suspects
+from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.outputs import (
     EngineCoreOutput,
     EngineCoreOutputs,
-    SchedulerStats,
     error_fields,
     grammar_error_fields,
 )
@@ -73,41 +64,33 @@ class _StepResults:
     ended: dict[int, End]  # by slot
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class ResultsPhase:
     """Applies steps in the order in which they were planned."""
 
-    kv: KVCacheManager
-    running: RunningSlots
-    beams: BeamGroups
-    beam_phase: BeamPhase
-    transfer_phase: TransferPhase
-    lost_steps: LostSteps
-    sharing: StepSharing
-    drafting: Drafting
-    suspects: Suspects
+    accounts: Accounts
     slots: SlotManager
     finisher: RequestFinisher
-    fences: Fences
-    grammars: GrammarManager
-    outbox: Outbox
-    stats: SchedulerStats
-    eviction: CacheEviction | None
+    lost_steps: LostSteps
+    beam_phase: BeamPhase
+    transfer_phase: TransferPhase
+    drafting: Drafting
 
     def apply(
         self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Apply one step and return its outputs by client; requests that have ended are skipped."""
-        computed = checked(scheduler_output, computed, self.running)
+        accounts = self.accounts
+        computed = checked(scheduler_output, computed, accounts.running)
         computed = self._judged(scheduler_output, computed)
         self._note_what_the_runner_knows(scheduler_output, computed)
         if computed.kv_connector_output is not None:
-            news = valid_news(computed.kv_connector_output, self.kv.pool.num_blocks)
+            news = valid_news(computed.kv_connector_output, accounts.kv.pool.num_blocks)
             self.transfer_phase.take(news, scheduler_output)
         if not computed.is_applied:
             self.transfer_phase.give_up_asked_for_in(scheduler_output)
         self._send_back_leaners(scheduler_output, computed)
-        computed = without_past_errors(scheduler_output, computed, self.running)
+        computed = without_past_errors(scheduler_output, computed, accounts.running)
         self.beam_phase.fail(computed)
         results = self._settle(scheduler_output, computed)
         self._append(results)
@@ -117,8 +100,8 @@ class ResultsPhase:
         self._take_drafts(results, scheduler_output, computed)
         outputs = self._outputs(results, computed)
         self.beam_phase.finish_done()
-        self.fences.lift(scheduler_output.step)
-        self.outbox.add_notices_to(outputs)
+        accounts.fences.lift(scheduler_output.step)
+        accounts.outbox.add_notices_to(outputs)
         return outputs
 
     def propose(self, draft_token_ids: DraftTokenIds) -> None:
@@ -132,12 +115,13 @@ class ResultsPhase:
 
     def _of_running(self, request_ids: list[str], given: list[Given]) -> tuple[IntArray, list[Given]]:
         """Return the slots of those requests that run, and what is given for each."""
-        found = zip(request_ids, given, strict=True)
-        by_slot = {slot: one for name, one in found if (slot := self.running.slot_of(name)) is not None}
+        running, found = self.accounts.running, zip(request_ids, given, strict=True)
+        by_slot = {slot: one for name, one in found if (slot := running.slot_of(name)) is not None}
         return np.array(list(by_slot), np.int32), list(by_slot.values())
 
     def replace_drafts(self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput) -> None:
         """Replace the drafts in the newest step in flight; a request keeps at most as many as it had."""
+        accounts = self.accounts
         given = dict(zip(draft_token_ids.request_ids, draft_token_ids.draft_token_ids, strict=True))
         planned = scheduler_output.num_drafts
         rows = np.flatnonzero(planned)
@@ -145,41 +129,42 @@ class ResultsPhase:
         drafts = _padded([given.get(request_id, []) for request_id in request_ids])
         for row, request_id, ids in zip(rows.tolist(), request_ids, drafts.tolist(), strict=True):
             kept = _without_padding(ids)[: planned[row]]
-            if request_id in self.grammars:
-                kept = self.grammars.valid_drafts(request_id, kept)
+            if request_id in accounts.grammars:
+                kept = accounts.grammars.valid_drafts(request_id, kept)
             scheduler_output.draft_token_ids[row] = NO_TOKEN
             scheduler_output.draft_token_ids[row, : len(kept)] = kept
             num_fewer = int(planned[row]) - len(kept)
             scheduler_output.num_tokens[row] -= num_fewer
-            self.running.num_computed[scheduler_output.slots[row]] -= num_fewer
-            self.stats.num_scheduled_tokens -= num_fewer
+            accounts.running.num_computed[scheduler_output.slots[row]] -= num_fewer
+            accounts.stats.num_scheduled_tokens -= num_fewer
 
     # -- counts and tokens ---------------------------------------------------------------------------------
 
     def _judged(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> ModelRunnerOutput:
         """Give the error of a step that failed to the request at fault; all others are computed again."""
+        accounts = self.accounts
         if not computed.failure:
-            if computed.is_applied and len(self.suspects):
-                self.suspects.clear(self._live_request_ids(scheduler_output))
+            if computed.is_applied and len(accounts.suspects):
+                accounts.suspects.clear(self._live_request_ids(scheduler_output))
             return computed
         request_ids = self._live_request_ids(scheduler_output)
         if not request_ids:  # a step before this one has failed, and all have gone back
             return computed
-        at_fault = self.suspects.judge(request_ids)
-        for slot in self.running.in_order()[::-1].tolist():
-            if self.running.occupied[slot] and self._request_id_at(slot) != at_fault:
+        at_fault = accounts.suspects.judge(request_ids)
+        for slot in accounts.running.in_order()[::-1].tolist():
+            if accounts.running.occupied[slot] and self._request_id_at(slot) != at_fault:
                 self.slots.preempt_if_running(slot)
         errors = {} if at_fault is None else {at_fault: computed.failure}
         return dataclasses.replace(computed, errors=errors)
 
     def _live_request_ids(self, scheduler_output: SchedulerOutput) -> list[str]:
         """Return the requests of a step that still run; a beam search counts once."""
-        slots = scheduler_output.slots[self.running.occupied[scheduler_output.slots]]
+        slots = scheduler_output.slots[self.accounts.running.occupied[scheduler_output.slots]]
         return list(dict.fromkeys(map(self._request_id_at, slots.tolist())))
 
     def _request_id_at(self, slot: int) -> str:
-        group = self.beams.at(slot)
-        return (self.running.request_at(slot) if group is None else group.request).request_id
+        group = self.accounts.beams.at(slot)
+        return (self.accounts.running.request_at(slot) if group is None else group.request).request_id
 
     def _note_what_the_runner_knows(
         self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
@@ -187,7 +172,7 @@ class ResultsPhase:
         if not computed.is_applied:
             self.lost_steps.void(scheduler_output, at_fault=computed.errors)
             return
-        running = self.running
+        running = self.accounts.running
         for new in scheduler_output.scheduled_new_reqs:
             # By slot, because its id may be another request's by now. One that was preempted is sent anew.
             if running.occupied[new.slot]:
@@ -197,12 +182,13 @@ class ResultsPhase:
         """Preempt the requests that used blocks of a request of the same step that has failed."""
         rows = zip(scheduler_output.request_ids, scheduler_output.slots.tolist(), strict=True)
         failed = [slot for name, slot in rows if name in computed.errors] if computed.errors else []
-        for slot in self.sharing.land(scheduler_output.step, failed):
+        for slot in self.accounts.sharing.land(scheduler_output.step, failed):
             self.slots.preempt_if_running(slot)
 
     def _settle(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> _StepResults:
         """Bring the counts of the rows whose requests still run in line with what was computed."""
-        running = self.running
+        accounts = self.accounts
+        running = accounts.running
         # A slot that was left is fenced until this step has been applied, so no other request is in it yet.
         rows = np.flatnonzero(running.occupied[scheduler_output.slots])
         slots = scheduler_output.slots[rows]
@@ -215,8 +201,8 @@ class ResultsPhase:
             num_rejected = num_drafts - np.minimum(num_accepted, num_drafts)
             running.num_computed[slots] -= num_rejected
             num_computed = num_computed - num_rejected
-            self.stats.num_draft_tokens += int(num_drafts.sum())
-            self.stats.num_accepted_tokens += int((num_drafts - num_rejected).sum())
+            accounts.stats.num_draft_tokens += int(num_drafts.sum())
+            accounts.stats.num_accepted_tokens += int((num_drafts - num_rejected).sum())
         ended = {
             slot: End(
                 RequestStatus.FINISHED_ERROR, error, *error_fields(computed.error_params.get(request_id))
@@ -228,7 +214,7 @@ class ResultsPhase:
 
     def _append(self, results: _StepResults) -> None:
         """Append each row's tokens up to the one that ends its request."""
-        running, slots = self.running, results.slots
+        running, slots = self.accounts.running, results.slots
         goes_on: BoolArray = ~running.is_beam[slots]
         if results.ended:
             goes_on &= ~np.isin(slots, list(results.ended))
@@ -250,7 +236,7 @@ class ResultsPhase:
             goes_on[rows[done]] = False
 
     def _advance_grammars(self, results: _StepResults) -> None:
-        grammars, running = self.grammars, self.running
+        grammars, running = self.accounts.grammars, self.accounts.running
         if not grammars.num_live:
             return
         structured = running.has_grammar[results.slots] & (results.num_new > 0)
@@ -265,14 +251,15 @@ class ResultsPhase:
                 results.ended[slot] = End.by_grammar(error)
 
     def _cache_full_blocks(self, results: _StepResults) -> None:
-        running, kv = self.running, self.kv
+        accounts = self.accounts
+        running, kv = accounts.running, accounts.kv
         num_computed = np.minimum(results.num_computed, running.num_tokens[results.slots])
-        if len(self.beams):  # a beam's output may be replaced by another beam's
+        if len(accounts.beams):  # a beam's output may be replaced by another beam's
             num_prompt = running.num_prompt[results.slots]
             is_output = running.is_beam[results.slots] & (num_computed > num_prompt)
             num_computed = np.where(is_output, num_prompt, num_computed)
-        if self.eviction is not None:
-            num_computed = self.eviction.findable(num_computed)
+        if accounts.eviction is not None:
+            num_computed = accounts.eviction.findable(num_computed)
         rows = kv.rows_with_new_full_blocks(results.slots, num_computed)
         if results.ended:
             failed = [slot for slot, end in results.ended.items() if end.error is not None]
@@ -288,7 +275,7 @@ class ResultsPhase:
     def _take_drafts(
         self, results: _StepResults, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
     ) -> None:
-        occupied = self.running.occupied[scheduler_output.slots]
+        occupied = self.accounts.running.occupied[scheduler_output.slots]
         if computed.num_steps_without_drafts is not None:
             self.drafting.pause(results.slots, computed.num_steps_without_drafts[occupied])
         if computed.draft_token_ids is None:
@@ -297,8 +284,9 @@ class ResultsPhase:
         self._propose(results.slots[goes_on], computed.draft_token_ids[occupied][goes_on])
 
     def _propose(self, slots: IntArray, draft_ids: IntArray) -> None:
-        running, grammars = self.running, self.grammars
-        if self.eviction is not None:
+        accounts = self.accounts
+        running, grammars = accounts.running, accounts.grammars
+        if accounts.eviction is not None:
             return  # what goes after a step cannot come back when a draft is rejected
         for row in np.flatnonzero(running.has_grammar[slots] | running.is_beam[slots]).tolist():
             request_id = running.request_at(int(slots[row])).request_id
@@ -311,12 +299,12 @@ class ResultsPhase:
 
     def _outputs(self, results: _StepResults, computed: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """End finished requests and return the outputs by client; most rows have just one new token."""
-        running = self.running
+        running = self.accounts.running
         rows, is_special = self._rows_with_output(results, computed)
         names = running.request_ids[results.slots[rows]].tolist()
         outputs = list(map(EngineCoreOutput, names, results.sampled[rows].tolist()))
         clients = running.client_index[results.slots[rows]].tolist()
-        with self.kv.closing_together():
+        with self.accounts.kv.closing_together():
             for position in is_special.nonzero()[0].tolist():
                 outputs[position] = self._special_output(int(rows[position]), results, computed)
         if len(set(clients)) == 1:
@@ -330,7 +318,7 @@ class ResultsPhase:
         self, results: _StepResults, computed: ModelRunnerOutput
     ) -> tuple[IntArray, BoolArray]:
         """Return the rows with output, and which of them have more than one new token."""
-        running, slots = self.running, results.slots
+        running, slots = self.accounts.running, results.slots
         speaks: BoolArray = results.num_new > 0
         special: BoolArray = (results.num_new != results.sampled.shape[1]) | running.awaits_first_token[slots]
         if results.ended:
@@ -348,9 +336,9 @@ class ResultsPhase:
         self, row: int, results: _StepResults, computed: ModelRunnerOutput
     ) -> EngineCoreOutput:
         slot, num_new = int(results.slots[row]), int(results.num_new[row])
-        request = self.running.request_at(slot)
+        request = self.accounts.running.request_at(slot)
         end = results.ended.get(slot)
-        if num_new and self.running.awaits_first_token[slot]:
+        if num_new and self.accounts.running.awaits_first_token[slot]:
             self.slots.prompt_is_computed(slot)
         if end is not None:
             self.finisher.finish(request, end.status)

@@ -7,15 +7,9 @@ import itertools
 
 import numpy as np
 
-from quire.config import SchedulerConfig
-from quire.kv.blocks.manager import KVCacheManager
-from quire.scheduling.accounts.beam_groups import BeamGroup, BeamGroups
-from quire.scheduling.accounts.cache_eviction import CacheEviction
-from quire.scheduling.accounts.flow_shares import FlowShares
-from quire.scheduling.accounts.kv_holdings import KVHoldings
+from quire.scheduling.accounts.accounts import Accounts
+from quire.scheduling.accounts.beam_groups import BeamGroup
 from quire.scheduling.accounts.plan import Plan
-from quire.scheduling.accounts.running_slots import RunningSlots
-from quire.scheduling.accounts.steps_in_flight import StepsInFlight
 from quire.scheduling.phases.beams import BeamPhase
 from quire.scheduling.phases.drafting import Drafting
 from quire.scheduling.phases.request_finisher import RequestFinisher
@@ -24,23 +18,16 @@ from quire.scheduling.policies.victim import RunningView, VictimPolicy
 from quire.step import BoolArray, IntArray
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class RunningPhase:
     """Hands the token budget to the running requests, and frees the blocks that they need for it."""
 
-    config: SchedulerConfig
-    kv: KVCacheManager
-    running: RunningSlots
-    in_flight: StepsInFlight
-    beams: BeamGroups
-    beam_phase: BeamPhase
+    accounts: Accounts
     slots: SlotManager
-    holdings: KVHoldings
     finisher: RequestFinisher
-    victim_policy: VictimPolicy
+    beam_phase: BeamPhase
     drafting: Drafting
-    flow_shares: FlowShares
-    eviction: CacheEviction | None
+    victim_policy: VictimPolicy
 
     def plan(self, plan: Plan) -> None:
         """Hand the budget to the running requests in order, and preempt until their new blocks are free."""
@@ -48,21 +35,22 @@ class RunningPhase:
         self._hand_out_tokens(plan)
         missing = self._preempt_until_it_fits(plan)
         if missing.any():
-            plan.new_blocks = self.kv.grow(plan.slots, missing)
+            plan.new_blocks = self.accounts.kv.grow(plan.slots, missing)
 
     def _hand_out_tokens(self, plan: Plan) -> None:
-        running = self.running
+        accounts = self.accounts
+        running = accounts.running
         slots = running.in_order()
         known = running.num_tokens[slots] + running.num_pending[slots]
         wanted = known + running.num_drafts[slots] - running.num_computed[slots]
-        if self.in_flight:
+        if accounts.in_flight:
             wanted[self._skips_step(slots, known, wanted)] = 0
         if plan.throttles_prefills:
             wanted[running.num_computed[slots] + 1 < known] = 0
-        if self.eviction is not None:
-            wanted = self.eviction.bounded(slots, wanted)
-        chunk_limit = self.config.long_prefill_token_threshold or plan.budget
-        wanted = self.flow_shares.bound(slots, np.minimum(np.maximum(wanted, 0), chunk_limit))
+        if accounts.eviction is not None:
+            wanted = accounts.eviction.bounded(slots, wanted)
+        chunk_limit = accounts.config.long_prefill_token_threshold or plan.budget
+        wanted = accounts.flow_shares.bound(slots, np.minimum(np.maximum(wanted, 0), chunk_limit))
         left_before = plan.budget - (np.cumsum(wanted) - wanted)
         plan.slots = slots
         plan.num_tokens = np.minimum(np.maximum(left_before, 0), wanted).astype(np.int32)
@@ -76,20 +64,21 @@ class RunningPhase:
             known: [slots] their tokens, those on their way included.
             wanted: [slots] what they would be scheduled for.
         """
-        running = self.running
+        running = self.accounts.running
         is_pending = running.num_pending[slots] > 0
         is_last = known >= running.token_limit[slots]
         needs_tokens = running.is_beam[slots] | running.awaits_tokens[slots] | is_last
         skips: BoolArray = is_pending & needs_tokens
-        if self.in_flight.await_tokens:
+        if self.accounts.in_flight.await_tokens:
             skips |= (running.num_drafts[slots] > 0) | ((wanted == 1) & self.drafting.is_due(slots))
         return skips
 
     def _missing_blocks(self, plan: Plan) -> IntArray:
-        num_tokens = self.running.num_computed[plan.slots] + plan.num_tokens
-        if self.eviction is not None:
-            num_tokens -= self.running.num_evicted[plan.slots]
-        missing = self.kv.missing_blocks(plan.slots, num_tokens)
+        accounts = self.accounts
+        num_tokens = accounts.running.num_computed[plan.slots] + plan.num_tokens
+        if accounts.eviction is not None:
+            num_tokens -= accounts.running.num_evicted[plan.slots]
+        missing = accounts.kv.missing_blocks(plan.slots, num_tokens)
         return np.where(plan.num_tokens, missing, 0)
 
     def _preempt_until_it_fits(self, plan: Plan) -> IntArray:
@@ -101,8 +90,8 @@ class RunningPhase:
 
     def _stall_or_fail(self, plan: Plan, first: list[int]) -> None:
         """Let the first request, the only one left, wait for transfers; if there are none, end it."""
-        if not self.holdings.num_blocks_in_transfer:
-            self.finisher.fail_for_lack_of_memory(self.running.request_at(first[0]))
+        if not self.accounts.holdings.num_blocks_in_transfer:
+            self.finisher.fail_for_lack_of_memory(self.accounts.running.request_at(first[0]))
             for slot in first:
                 plan.drop(slot)
             self._drop_copies_to_free_blocks(plan)
@@ -112,8 +101,8 @@ class RunningPhase:
 
     def _first_slots(self) -> list[int]:
         """Return the slots of the first request in the order of service, which is never preempted."""
-        first = int(self.running.in_order()[0])
-        group = self.beams.at(first)
+        first = int(self.accounts.running.in_order()[0])
+        group = self.accounts.beams.at(first)
         return [first] if group is None else group.slots
 
     def _make_room(self, plan: Plan, num_blocks: int, group: BeamGroup) -> bool:
@@ -124,16 +113,16 @@ class RunningPhase:
         while self._lacks(num_blocks):
             first = self._first_slots()
             if not self._free_something(plan, first):
-                if first == group.slots and not self.holdings.num_blocks_in_transfer:
+                if first == group.slots and not self.accounts.holdings.num_blocks_in_transfer:
                     self.finisher.fail_for_lack_of_memory(group.request)
                 return False
-            if self.beams.at(group.slots[0]) is not group:
+            if self.accounts.beams.at(group.slots[0]) is not group:
                 return False
         return True
 
     def _lacks(self, num_blocks: int) -> bool:
         """Whether fewer blocks are free, even after asking again for memory that was refused."""
-        pool = self.kv.pool
+        pool = self.accounts.kv.pool
         if num_blocks > pool.num_free:
             pool.commit_ahead(num_blocks)
         return num_blocks > pool.num_free
@@ -145,14 +134,14 @@ class RunningPhase:
         one in the slots `spared`; else all pins.
         """
         return (
-            self.holdings.drop_newest_load()
+            self.accounts.holdings.drop_newest_load()
             or self._preempt_a_victim(plan, spared)
-            or self.holdings.break_pins()
+            or self.accounts.holdings.break_pins()
         )
 
     def _drop_drafts(self, plan: Plan) -> bool:
         """Take the drafts out of the plan: they are not worth a preemption."""
-        running = self.running
+        running = self.accounts.running
         if not running.num_drafts[plan.slots].any():
             return False
         running.num_drafts[plan.slots] = 0
@@ -164,7 +153,8 @@ class RunningPhase:
 
     def _preempt_a_victim(self, plan: Plan, spared: list[int]) -> bool:
         """Preempt one request, by the policy; its tokens leave the plan."""
-        running, beams = self.running, self.beams
+        accounts = self.accounts
+        running, beams = accounts.running, accounts.beams
         in_order = running.in_order()
         candidates = in_order[~np.isin(in_order, spared)]
         if not candidates.size:
@@ -172,7 +162,7 @@ class RunningPhase:
         view = RunningView(
             num_tokens=running.num_tokens[candidates],
             num_computed_tokens=running.num_computed[candidates],
-            num_blocks=self.kv.num_blocks[candidates],
+            num_blocks=accounts.kv.num_blocks[candidates],
         )
         victim = int(candidates[self.victim_policy.choose(view)])
         group = beams.at(victim)
@@ -187,5 +177,5 @@ class RunningPhase:
         """Drop the copies for a search that was preempted: its blocks may be reused in this step."""
         if plan.block_copies:
             targets = np.array([target for _, target in plan.block_copies], dtype=np.int32)
-            is_held = self.kv.pool.reference_counts(targets) > 0
+            is_held = self.accounts.kv.pool.reference_counts(targets) > 0
             plan.block_copies = list(itertools.compress(plan.block_copies, is_held))

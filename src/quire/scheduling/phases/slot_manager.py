@@ -4,43 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire.grammar.manager import GrammarManager
-from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduling.accounts.beam_groups import BeamGroup, BeamGroups
-from quire.scheduling.accounts.fences import Fences
-from quire.scheduling.accounts.kv_holdings import KVHoldings
-from quire.scheduling.accounts.outbox import Outbox
-from quire.scheduling.accounts.running_slots import RunningSlots, token_limit
-from quire.scheduling.accounts.waiting import WaitingRequests
+from quire.scheduling.accounts.accounts import Accounts
+from quire.scheduling.accounts.beam_groups import BeamGroup
+from quire.scheduling.accounts.running_slots import token_limit
 from quire.scheduling.beam_search import BeamSearch
-from quire.scheduling.outputs import SchedulerStats
-from quire.scheduling.policies import AdmissionPolicy, QueueOrder
+from quire.scheduling.policies import AdmissionPolicy
 from quire.status import RequestStatus
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class SlotManager:
     """Moves requests into slots, out of them, and back to the queue."""
 
-    max_model_len: int
-    running: RunningSlots
-    kv: KVCacheManager
-    beams: BeamGroups
-    waiting: WaitingRequests
-    grammars: GrammarManager
-    order: QueueOrder
+    accounts: Accounts
     admission_policy: AdmissionPolicy
-    fences: Fences
-    holdings: KVHoldings
-    outbox: Outbox
-    stats: SchedulerStats
 
     def enter(self, request: Request) -> int:
         """Move a request, which has left the queue, into a free slot and return that."""
-        slot = self.running.occupy(request, self.order.running_key(request))
-        self.running.has_grammar[slot] = request.request_id in self.grammars
-        self.order.admitted(request)
+        accounts = self.accounts
+        slot = accounts.running.occupy(request, accounts.order.running_key(request))
+        accounts.running.has_grammar[slot] = request.request_id in accounts.grammars
+        accounts.order.admitted(request)
         request.status = RequestStatus.RUNNING
         return slot
 
@@ -50,8 +35,9 @@ class SlotManager:
         Returns:
             The requests that stand for the other beams.
         """
+        accounts = self.accounts
         params = request.sampling_params
-        num_output = token_limit(request, self.max_model_len) - request.num_prompt_tokens
+        num_output = token_limit(request, accounts.max_model_len) - request.num_prompt_tokens
         search = BeamSearch(params, eos_token_ids=request.eos_token_ids, max_tokens=num_output)
         others = [  # NUL: no client's request has such an id
             Request(f"{request.request_id}\0beam-{place}", request.prompt_array, params, flow=request.flow)
@@ -61,51 +47,55 @@ class SlotManager:
         for place, other in enumerate(others, 1):
             other.status = RequestStatus.RUNNING
             other.num_computed_tokens = other.num_tokens
-            group.slots.append(self.running.occupy(other, (*self.running.key_of(slot), place)))
-        self.running.is_beam[group.slots] = True
-        self.beams.add(group)
+            group.slots.append(accounts.running.occupy(other, (*accounts.running.key_of(slot), place)))
+        accounts.running.is_beam[group.slots] = True
+        accounts.beams.add(group)
         return others
 
     def leave(self, slot: int) -> Request:
         """Take a request, with all its beams if it has any, out of its slot, and free its blocks."""
+        accounts = self.accounts
         request = self._vacate(slot)
-        group = self.beams.pop(request.request_id)
+        group = accounts.beams.pop(request.request_id)
         if group is not None:
             for other in group.slots[1:]:
-                self.outbox.add_finished(self._vacate(other).request_id)
+                accounts.outbox.add_finished(self._vacate(other).request_id)
             if request.status is RequestStatus.PREEMPTED:
                 request.output_token_ids = []  # of whichever beam was in this slot: the search begins anew
-        self.order.left(request)
+        accounts.order.left(request)
         self.admission_policy.left(request)
-        self.waiting.release_followers(request.request_id)
+        accounts.waiting.release_followers(request.request_id)
         return request
 
     def _vacate(self, slot: int) -> Request:
         """Empty a slot. Its blocks may be given away at once, because steps are computed in order."""
-        request = self.running.leave(slot)
-        self.kv.close(slot, request.priority)
-        self.fences.free_slot(slot)
+        accounts = self.accounts
+        request = accounts.running.leave(slot)
+        accounts.kv.close(slot, request.priority)
+        accounts.fences.free_slot(slot)
         return request
 
     def prompt_is_computed(self, slot: int) -> None:
         """Queue the requests that waited for a request's prompt, and pin it if that was asked for."""
-        request = self.running.request_at(slot)
-        self.running.awaits_first_token[slot] = False
-        self.waiting.release_followers(request.request_id)
+        accounts = self.accounts
+        request = accounts.running.request_at(slot)
+        accounts.running.awaits_first_token[slot] = False
+        accounts.waiting.release_followers(request.request_id)
         if request.pin_prefix:
-            self.holdings.pin(request)
+            accounts.holdings.pin(request)
 
     def preempt(self, slot: int) -> None:
         """Send a running request back to the front of its priority; its KV is computed again later."""
-        self.running.request_at(slot).status = RequestStatus.PREEMPTED
+        accounts = self.accounts
+        accounts.running.request_at(slot).status = RequestStatus.PREEMPTED
         request = self.leave(slot)
         request.num_computed_tokens = 0
-        self.outbox.add_preempted(request.request_id)
-        self.waiting.queue.push(request)
-        self.stats.num_preemptions += 1
+        accounts.outbox.add_preempted(request.request_id)
+        accounts.waiting.queue.push(request)
+        accounts.stats.num_preemptions += 1
 
     def preempt_if_running(self, slot: int) -> None:
         """Preempt whatever has this slot, if anything; a beam search leaves all of its slots at once."""
-        if self.running.occupied[slot]:
-            group = self.beams.at(slot)
+        if self.accounts.running.occupied[slot]:
+            group = self.accounts.beams.at(slot)
             self.preempt(slot if group is None else group.slots[0])

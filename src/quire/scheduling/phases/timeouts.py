@@ -4,41 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire.config import SchedulerConfig
 from quire.errors import RequestTimeoutError
 from quire.request import Request
-from quire.scheduling.accounts.deadlines import Deadlines
-from quire.scheduling.accounts.state import SchedulerState
-from quire.scheduling.guards.step_clock import StepClock
-from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.phases.request_finisher import RequestFinisher
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class TimeoutPhase:
     """Sets the deadlines of requests, and ends those whose deadline has passed."""
 
-    config: SchedulerConfig
-    clock: StepClock
-    deadlines: Deadlines
-    state: SchedulerState
+    accounts: Accounts
     finisher: RequestFinisher
-    stats: SchedulerStats
 
     def start(self, request: Request, now: float) -> None:
         """Set the deadlines of a request that the scheduler gets now, whenever it came."""
-        timeout = self.config.request_timeout if request.timeout is None else request.timeout
-        queue_timeout = self.config.queue_timeout if request.queue_timeout is None else request.queue_timeout
+        config, deadlines = self.accounts.config, self.accounts.deadlines
+        timeout = config.request_timeout if request.timeout is None else request.timeout
+        queue_timeout = config.queue_timeout if request.queue_timeout is None else request.queue_timeout
         if timeout:
-            self.deadlines.add(request.request_id, "total", now + timeout)
+            deadlines.add(request.request_id, "total", now + timeout)
         if queue_timeout:
-            self.deadlines.add(request.request_id, "queue", now + queue_timeout)
+            deadlines.add(request.request_id, "queue", now + queue_timeout)
 
     def expire(self) -> None:
         """End the requests that have timed out."""
-        now = self.clock.now
-        for request_id, kind in self.deadlines.expired(now):
-            request = self.state.find(request_id)
+        accounts = self.accounts
+        now = accounts.clock.now
+        for request_id, kind in accounts.deadlines.expired(now):
+            request = accounts.find(request_id)
             if request is None:
                 continue
             what, own, default = (
@@ -51,5 +45,5 @@ class TimeoutPhase:
                 f"the request had not {what} after {seconds:g} s; raise its {own} if it has one of its own, "
                 f"or {default}"
             )
-            self.stats.num_timeouts += 1
+            accounts.stats.num_timeouts += 1
             self.finisher.fail(request, error, RequestTimeoutError.__name__)

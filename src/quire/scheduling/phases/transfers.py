@@ -6,83 +6,67 @@ import dataclasses
 
 import numpy as np
 
-from quire.config import SchedulerConfig
-from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
-from quire.scheduling.accounts.beam_groups import BeamGroups
-from quire.scheduling.accounts.cache_eviction import CacheEviction
-from quire.scheduling.accounts.kv_holdings import KVHoldings
-from quire.scheduling.accounts.remote_loads import RemoteLoad, RemoteLoads
-from quire.scheduling.accounts.running_slots import RunningSlots
-from quire.scheduling.accounts.waiting import WaitingRequests
-from quire.scheduling.guards.connector_calls import ConnectorCalls
-from quire.scheduling.guards.step_clock import StepClock
-from quire.scheduling.outputs import SchedulerStats
+from quire.scheduling.accounts.accounts import Accounts
+from quire.scheduling.accounts.remote_loads import RemoteLoad
 from quire.scheduling.phases.request_finisher import RequestFinisher
 from quire.scheduling.phases.slot_manager import SlotManager
 from quire.status import RequestStatus
 from quire.step import IntArray, KVConnectorOutput, SchedulerOutput
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False)
 class TransferPhase:
     """Ends loads and leases, when the connector says so or their deadline has passed."""
 
-    config: SchedulerConfig
-    connector: ConnectorCalls
-    clock: StepClock
-    kv: KVCacheManager
-    running: RunningSlots
-    waiting: WaitingRequests
-    beams: BeamGroups
-    loads: RemoteLoads
-    holdings: KVHoldings
+    accounts: Accounts
     slots: SlotManager
     finisher: RequestFinisher
-    stats: SchedulerStats
-    eviction: CacheEviction | None
 
     def take(self, output: KVConnectorOutput, step: SchedulerOutput) -> None:
         """Apply what the connector's worker side has reported with a step."""
-        if failed := output.failed_block_ids and self.connector.take_failed(output.failed_block_ids):
+        accounts = self.accounts
+        if failed := output.failed_block_ids and accounts.connector.take_failed(output.failed_block_ids):
             self._fail_blocks(failed, step.slots)
         for request_id in sorted(output.finished_receiving):
-            load = self.loads.get(request_id)
+            load = accounts.loads.get(request_id)
             if load is not None and not load.has_arrived and load.first_step <= step.step:
                 self._arrive(load)
         for request_id in sorted(output.finished_sending):
-            self.holdings.end_lease(request_id)
+            accounts.holdings.end_lease(request_id)
 
     def expire(self) -> None:
         """Give up the loads that have timed out, and end the leases that nobody renewed."""
-        for load in self.loads.due(self.clock.now):
+        accounts = self.accounts
+        for load in accounts.loads.due(accounts.clock.now):
             self.give_up(load, "did not arrive within kv_transfer_timeout")
-        self.holdings.renew(self.connector.leases_renewed())
-        self.holdings.end_expired_leases()
+        accounts.holdings.renew(accounts.connector.leases_renewed())
+        accounts.holdings.end_expired_leases()
 
     def give_up_asked_for_in(self, lost: SchedulerOutput) -> None:
         """Give up the loads that a step has asked for which the runner may not have seen."""
-        for load in [load for load in self.loads.coming() if load.first_step == lost.step]:
+        for load in [load for load in self.accounts.loads.coming() if load.first_step == lost.step]:
             self.give_up(load, "was asked for in a step that failed")
 
     def cancel_all_loads(self) -> None:
         """Give up all loads of waiting requests: what they bring is out of date."""
-        for load in list(self.loads):
-            self.holdings.drop_load(load.request.request_id)
+        for load in list(self.accounts.loads):
+            self.accounts.holdings.drop_load(load.request.request_id)
             if not load.has_arrived:
                 self._queue(load.request)
 
     def _arrive(self, load: RemoteLoad) -> None:
         """Queue a request whose load has ended, with what of it is valid."""
-        request, block_size = load.request, self.config.block_size
-        self.loads.arrive(load)
+        accounts = self.accounts
+        request, block_size = load.request, accounts.config.block_size
+        accounts.loads.arrive(load)
         useless = load.drop_failed(block_size)
-        self.kv.pool.release(useless[::-1])
-        self.stats.num_loaded_tokens += max(0, load.num_tokens - load.num_local_blocks * block_size)
+        accounts.kv.pool.release(useless[::-1])
+        accounts.stats.num_loaded_tokens += max(0, load.num_tokens - load.num_local_blocks * block_size)
         if len(load.block_ids):
             self._cache(load)
         else:
-            self.holdings.drop_load(request.request_id)
+            accounts.holdings.drop_load(request.request_id)
         if len(useless):
             self._go_on_without(request, "could not be loaded")
         else:
@@ -90,30 +74,32 @@ class TransferPhase:
 
     def _cache(self, load: RemoteLoad) -> None:
         """Make the blocks of a load that has arrived findable: others may wait for them."""
+        accounts = self.accounts
         num_tokens = load.num_tokens
-        if self.eviction is not None:
-            num_tokens = self.eviction.num_findable(num_tokens)
-        self.kv.cache_loaded_blocks(load.request, load.block_ids, load.num_local_blocks, num_tokens)
+        if accounts.eviction is not None:
+            num_tokens = accounts.eviction.num_findable(num_tokens)
+        accounts.kv.cache_loaded_blocks(load.request, load.block_ids, load.num_local_blocks, num_tokens)
 
     def _fail_blocks(self, block_ids: frozenset[int], slots: IntArray) -> None:
         """Void everything that was computed from blocks whose load has failed.
 
         Only requests that were in the step are affected: others may have been given the blocks since.
         """
-        for load in self.loads.coming():
+        accounts = self.accounts
+        for load in accounts.loads.coming():
             load.failed_block_ids |= block_ids
-        self.kv.pool.forget_content(np.array(sorted(block_ids), dtype=np.int32))
-        for slot in self.kv.slots_holding(block_ids, slots[self.running.occupied[slots]]):
-            if not self.running.occupied[slot]:
+        accounts.kv.pool.forget_content(np.array(sorted(block_ids), dtype=np.int32))
+        for slot in accounts.kv.slots_holding(block_ids, slots[accounts.running.occupied[slots]]):
+            if not accounts.running.occupied[slot]:
                 continue  # a beam of a search that has ended with another of its beams
-            group = self.beams.at(slot)
-            request = self.running.request_at(slot) if group is None else group.request
+            group = accounts.beams.at(slot)
+            request = accounts.running.request_at(slot) if group is None else group.request
             if not self.fails(request, "could not be loaded"):
                 self.slots.preempt_if_running(slot)
 
     def give_up(self, load: RemoteLoad, what_happened: str) -> None:
         """Cancel a load; its request computes the tokens, or ends."""
-        self.holdings.drop_load(load.request.request_id)
+        self.accounts.holdings.drop_load(load.request.request_id)
         self._go_on_without(load.request, what_happened)
 
     def _go_on_without(self, request: Request, what_happened: str) -> None:
@@ -122,9 +108,9 @@ class TransferPhase:
 
     def fails(self, request: Request, what_happened: str) -> bool:
         """Note a failed load; end its request if that is what `kv_load_failure` asks for."""
-        self.stats.num_failed_loads += 1
+        self.accounts.stats.num_failed_loads += 1
         request.kv_load_failed = True
-        if self.config.kv_load_failure == "recompute":
+        if self.accounts.config.kv_load_failure == "recompute":
             return False
         self.finisher.fail(
             request,
@@ -136,4 +122,4 @@ class TransferPhase:
     def _queue(self, request: Request) -> None:
         known = request.is_known_to_runner
         request.status = RequestStatus.PREEMPTED if known else RequestStatus.WAITING
-        self.waiting.queue.push(request)
+        self.accounts.waiting.queue.push(request)
