@@ -35,7 +35,7 @@ from quire.kv.tiers import block_copier
 from quire.kv.tiers.block_copier import BlockCopier, HostCopier, host_copier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.device_copier import DeviceCopier
-from quire.kv.tiers.memory_tier import MemoryTier
+from quire.kv.tiers.tier import MemoryTier
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.config import ModelConfig

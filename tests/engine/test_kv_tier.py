@@ -19,7 +19,7 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.kv.connectors.stats import KVConnectorStats
-from quire.kv.tiers import block_copier, block_memory
+from quire.kv.tiers import block_copier, cached_tier
 from quire.kv.tiers import connector as tier_connector
 from quire.kv.tiers.device_copier import DeviceCopier
 from quire.models.decoder import Decoder
@@ -222,7 +222,7 @@ def test_memory_that_there_is_not_is_refused(tmp_path, monkeypatch):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     flags = {"MAP_PRIVATE": mmap.MAP_PRIVATE, "MAP_ANONYMOUS": mmap.MAP_ANONYMOUS}
-    monkeypatch.setattr(block_memory, "mmap", types.SimpleNamespace(mmap=refuse, **flags))
+    monkeypatch.setattr(cached_tier, "mmap", types.SimpleNamespace(mmap=refuse, **flags))
     with pytest.raises(
         ConfigError, match=r"kv_tier_memory_size is 1\.0 GB, which this machine does not have"
     ):

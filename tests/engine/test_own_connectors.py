@@ -20,7 +20,7 @@ from quire.kv.connectors.host_blocks import DeviceBlocks
 from quire.kv.tiers import block_copier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.device_copier import DeviceCopier
-from quire.kv.tiers.memory_tier import MemoryTier
+from quire.kv.tiers.tier import MemoryTier
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
 PROMPTS = [[start + (7 * place) % 97 for place in range(6 * 16 + 3)] for start in (100, 200, 300, 400)]

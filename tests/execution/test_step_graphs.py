@@ -28,7 +28,7 @@ from quire.execution.step_graphs import StepGraphs, StepLogits
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.size_classes import CHUNK_SIZES, SizeClasses, coarse_size_class, size_class
 from quire.kv.tiers.connector import TierConnector
-from quire.kv.tiers.memory_tier import MemoryTier
+from quire.kv.tiers.tier import MemoryTier
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder

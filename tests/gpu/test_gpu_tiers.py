@@ -16,7 +16,7 @@ from quire.kernels.triton.device import is_interpreted
 from quire.kv.tiers import block_copier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.device_copier import DeviceCopier
-from quire.kv.tiers.memory_tier import MemoryTier
+from quire.kv.tiers.tier import MemoryTier
 
 NUM_BLOCKS, BLOCK_BYTES = (8, 4096) if is_interpreted else (256, 2 << 20)
 

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kv.blocks.blank_blocks import BlankBlocks
-from quire.kv.blocks.block_pool import BlockPool
+from quire.kv.blocks.block_pool import BlankBlocks, BlockPool
 
 CALLS = st.tuples(st.sampled_from(["push", "push_below", "pop", "next"]), st.integers(0, 9))
 

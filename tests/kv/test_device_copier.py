@@ -21,7 +21,7 @@ from late_device import DeviceError, LateDevice
 from quire.kv.tiers import block_copier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.device_copier import DeviceCopier, SlotRing
-from quire.kv.tiers.memory_tier import MemoryTier
+from quire.kv.tiers.tier import MemoryTier
 
 BLOCKS = [20, 21, 22, 23]
 NUM_SLOTS = 5

@@ -17,8 +17,7 @@ from quire.config import (
 )
 from quire.kv.eviction.diversity import diversity
 from quire.kv.eviction.lengths import EvictionLengths, eviction_lengths
-from quire.kv.eviction.places import BlockPlaces
-from quire.kv.eviction.rotation import positions_to_move_back
+from quire.kv.eviction.places import BlockPlaces, positions_to_move_back
 from quire.kv.eviction.scores import MaxPooling
 from quire.kv.eviction.selection import BlockSelection
 

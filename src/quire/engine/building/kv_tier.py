@@ -16,8 +16,7 @@ from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.disk.region import RegionLayout
 from quire.kv.tiers.disk.tier import DiskTier
-from quire.kv.tiers.memory_tier import MemoryTier
-from quire.kv.tiers.tier import BlockTier
+from quire.kv.tiers.tier import BlockTier, MemoryTier
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig

@@ -23,8 +23,7 @@ from quire.kernels.devices.device import HostCopy
 from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.kv.eviction.diversity import diversity
 from quire.kv.eviction.lengths import EvictionLengths
-from quire.kv.eviction.places import Moves
-from quire.kv.eviction.rotation import positions_to_move_back
+from quire.kv.eviction.places import Moves, positions_to_move_back
 from quire.kv.eviction.scores import FloatArray
 from quire.models.config import ModelConfig
 from quire.step import BoolArray, EvictionData, SchedulerOutput

@@ -3,7 +3,8 @@
 All layers share a block table. After an eviction, it loses the entries right behind the start area, as many
 as were evicted. A layer that keeps one of these blocks moves its part of it to the place of a block that it
 has evicted. So tables stay equal and only orders differ, which attention over all keys does not depend on.
-L layers.
+Blocks keep their order in the sequence, and those behind the evicted ones move back, so that positions stay
+contiguous. L layers.
 """
 
 from __future__ import annotations
@@ -66,3 +67,17 @@ class BlockPlaces:
         self._places = kept
         self.are_in_order = bool((kept == np.arange(kept.shape[1])).all())
         return Moves(layers, sources, targets)
+
+
+def positions_to_move_back(evicted: Int64Array, num_blocks: int, block_size: int) -> Int64Array:
+    """Return by how many positions each block that stays moves back, [L, num_blocks - count].
+
+    Args:
+        evicted: numbers of each layer's blocks, ascending, [L, count].
+        num_blocks: blocks in the cache, the evicted ones included, and the last, partly filled one.
+        block_size: tokens per block.
+    """
+    is_evicted = np.zeros((len(evicted), num_blocks), dtype=np.bool_)
+    np.put_along_axis(is_evicted, evicted, values=True, axis=1)
+    num_before = np.cumsum(is_evicted, axis=1)
+    return num_before[~is_evicted].reshape(len(evicted), -1) * block_size

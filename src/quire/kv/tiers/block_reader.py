@@ -9,10 +9,9 @@ from collections.abc import Callable
 from quire.kv.connectors.host_blocks import ByteArray
 from quire.kv.connectors.step_times import StepMark
 from quire.kv.tiers.block_copier import BlockCopier
-from quire.kv.tiers.counters import Counters
 from quire.kv.tiers.loads import BlockLoad, LoadInProgress
 from quire.kv.tiers.tier import BlockTier
-from quire.kv.tiers.worker_threads import WorkerThreads
+from quire.kv.tiers.worker_threads import Counters, WorkerThreads
 
 PREFETCH_BYTES = 8 << 20
 """Bytes that the disk fetches ahead of what is read."""

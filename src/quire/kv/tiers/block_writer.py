@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from quire.kv.blocks.block_hash import BlockKey
 from quire.kv.tiers.block_copier import BlockCopier, OutgoingBlock
-from quire.kv.tiers.counters import Counters
 from quire.kv.tiers.tier import BlockTier
-from quire.kv.tiers.worker_threads import WorkerThreads
+from quire.kv.tiers.worker_threads import Counters, WorkerThreads
 
 logger = logging.getLogger(__name__)
 

@@ -28,11 +28,10 @@ from quire.kv.connectors.step_times import StepTimes
 from quire.kv.tiers.block_copier import BlockCopier, host_copier
 from quire.kv.tiers.block_reader import BlockReader
 from quire.kv.tiers.block_writer import BlockWriter, FilledBlock
-from quire.kv.tiers.counters import Counters
 from quire.kv.tiers.file_copy import Identity, restore_prompt, save_prompt
 from quire.kv.tiers.loads import BlockLoad, LoadInProgress
 from quire.kv.tiers.tier import BlockTier
-from quire.kv.tiers.worker_threads import WorkerThreads
+from quire.kv.tiers.worker_threads import Counters, WorkerThreads
 from quire.request import Request
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Threads that do what may block, so that the engine's step does not."""
+"""Threads that do what may block, so that the engine's step does not, and what they count."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
+
+from quire.kv.connectors.stats import KVConnectorStats
 
 logger = logging.getLogger(__name__)
 
@@ -89,3 +91,17 @@ class WorkerThreads:
                 logger.exception("a task of %s failed", self._name)
             finally:
                 del self._began[number]
+
+
+class Counters:
+    """Counts in the fields of a `KVConnectorStats`; several threads may add to it."""
+
+    def __init__(self) -> None:
+        self.stats = KVConnectorStats()
+        self._lock = threading.Lock()
+
+    def add(self, **numbers: int) -> None:
+        """Add numbers to the fields of these names."""
+        with self._lock:
+            for name, number in numbers.items():
+                setattr(self.stats, name, getattr(self.stats, name) + number)
