@@ -124,11 +124,11 @@ class _Rules(NamedTuple):
     stop_criteria: str
 
     def score(self, ranking: float, num_tokens: int) -> float:
-        """Return the score of a hypothesis of so many tokens."""
+        """Return the score of a hypothesis of `num_tokens` tokens."""
         return ranking / math.pow(num_tokens, self.length_penalty)
 
     def best_possible(self, ranking: float, num_tokens: int) -> float:
-        """Return the best score that a beam of so many tokens is taken to be able to reach."""
+        """Return the best score that a beam of `num_tokens` tokens is taken to be able to reach."""
         to_the_end = self.stop_criteria == "never" and self.length_penalty > 0
         return self.score(ranking, self.max_tokens if to_the_end else num_tokens)
 

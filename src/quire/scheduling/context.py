@@ -26,9 +26,9 @@ class SchedulerContext:
         grammars: compiles structured-output grammars; without it, requests that have one are refused.
         executor: compiles the grammars; None: threads of the scheduler's own.
         connector: finds and stores KV elsewhere.
-        kv_events: is told which blocks become findable and which stop being so.
+        kv_events: gets the blocks that become findable and those that stop being so.
         draft_length: tokens to propose per request, given the number of running requests.
-        commit_blocks: asked for so many more blocks of reserved memory, returns how many may be used now;
+        commit_blocks: given a number of further blocks of reserved memory, returns how many may be used now;
             None: the whole cache may be used from the start.
     """
 

@@ -36,8 +36,8 @@ class BlockPool:
         num_blocks: maximum number of blocks.
         block_size: tokens per block.
         retention: name of the retention policy, or the policy.
-        commit: asked for so many more blocks, returns how many may be used; None: all may be at once.
-        events: is told what can be found and what no longer can.
+        commit: given a number of further blocks, returns how many may be used; None: all may be at once.
+        events: gets what can be found and what no longer can.
         on_replaced_retention: called when the retention policy has failed and is replaced by the default.
     """
 

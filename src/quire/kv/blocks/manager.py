@@ -223,7 +223,7 @@ class KVCacheManager:
         Args:
             slot: whose table.
             held: blocks that it begins with; their references become the table's.
-            fresh: newly allocated blocks, which follow; likewise.
+            fresh: newly allocated blocks, which follow; the same holds for their references.
             num_cached: how many of `held`, from the start, can be found already.
         """
         num_blocks = len(held) + len(fresh)

@@ -1,6 +1,6 @@
 """Which cached block is rewritten first when blank ones run out: one method to write, `RetentionPolicy.rank`.
 
-Only *idle* blocks are in question: cached, and held by nobody.
+Only *idle* blocks are in question: cached, and with no reference.
 """
 
 from __future__ import annotations

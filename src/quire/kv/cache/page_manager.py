@@ -40,7 +40,7 @@ class PagedAttentionCacheManager:
         return self._dummy_page
 
     def alloc_prefill_hbm_pages(self, prompt_len: int) -> list[int]:
-        """Return pages for a prompt of so many tokens; none if it has no token or too few pages are free."""
+        """Return pages for a prompt of `prompt_len` tokens; none if it is empty or too few pages are free."""
         return self.alloc_hbm_pages(-(-prompt_len // self._page_size))
 
     def alloc_hbm_pages(self, n: int) -> list[int]:

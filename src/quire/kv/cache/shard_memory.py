@@ -31,7 +31,7 @@ class ShardMemory:
         self._shape = metadata.num_pages_per_layer, metadata.bytes_per_block
         self.stride = -(-self._shape[0] * self._shape[1] // PAGE) * PAGE  # ranks share no large page
         size = self.num_shards * self.stride
-        os.ftruncate(file, size)  # each rank knows the size, and whoever comes first sets it
+        os.ftruncate(file, size)  # each rank knows the size, and the first one sets it
         self.tensor = map_file(file, size).view(self.num_shards, self.stride)
 
     def of_rank(self, rank: int) -> torch.Tensor:

@@ -39,7 +39,7 @@ class KVConnector(ABC):
     them up when they time out.
 
     On a GPU, where the cache is then, too, steps are asked for before they are computed. What a step's calls
-    ask of torch's current stream comes in order with the steps, and nobody has to wait for it. A copy in
+    ask of torch's current stream comes in order with the steps, and no thread has to wait for it. A copy in
     another thread or stream has to begin behind the steps so far; what is to read the cache after it, or to
     overwrite it, has to come behind its end. With `saves_before_tokens`, the calls of a step may end, and
     those of the next begin, before it is known whose KV is invalid; `begin_save` is called in place of

@@ -12,7 +12,7 @@ class KVConnectorStats(msgspec.Struct, array_like=True, tag="store", gc=False):
     num_stored_blocks: int = 0
     stored_bytes: int = 0
     num_loaded_blocks: int = 0
-    num_memory_hits: int = 0  # blocks read from the memory in front of the disk, also if nobody needed them
+    num_memory_hits: int = 0  # blocks read from the memory in front of the disk, whether needed or not
     num_failed_reads: int = 0  # blocks that were found, but damaged, overwritten or unreadable
     num_written_blocks: int = 0
     num_failed_writes: int = 0

@@ -23,7 +23,7 @@ CHECKED_BLOCKS = 64
 class CachedTier(BlockTier):
     """Writes blocks to both, and has no block that the tier does not have, as far as that is known.
 
-    What is on a disk is not read as long as it is in memory, so nobody would notice if it were damaged: some
+    What is on a disk is not read as long as it is in memory, so damage would go unnoticed: some
     blocks at a time are checked (`BlockTier.check`).
 
     Args:
@@ -32,7 +32,7 @@ class CachedTier(BlockTier):
             tier has are taken.
 
     Raises:
-        OSError: there is not that much memory.
+        OSError: there is not enough memory.
     """
 
     def __init__(self, tier: BlockTier, capacity_bytes: int) -> None:
@@ -156,7 +156,8 @@ class CachedTier(BlockTier):
 class BlockMemory:
     """Host memory for blocks of one size: numbered places in one mapping.
 
-    The mapping takes memory as places are used for the first time. An allocator would keep what threads free for these threads, and take memory for others beside it.
+    The mapping takes memory as places are used for the first time. An allocator would keep what threads free
+    for these threads, and take memory for others beside it.
 
     A place is held by the thread that takes it and by each thread that reads it; it is free when all have
     released it. Only reading and writing `blocks` is thread-safe.
@@ -166,7 +167,7 @@ class BlockMemory:
         bytes_per_block: of each.
 
     Raises:
-        OSError: there is not that much memory.
+        OSError: there is not enough memory.
     """
 
     def __init__(self, num_places: int, bytes_per_block: int) -> None:

@@ -89,7 +89,7 @@ class TierConnector(KVConnector):
 
     Args:
         block_size: tokens per block.
-        open_tier: returns the tier for blocks of so many bytes; called once the cache exists.
+        open_tier: returns the tier for blocks of a given number of bytes; called once the cache exists.
         readers: threads that read; None: `NUM_READERS` of its own.
         writer: the thread that writes; None: its own.
         clock: returns seconds.

@@ -147,7 +147,7 @@ class ResidentBlocks:
         """Note that a block is in a place from now on."""
         with self._lock:
             if generation != self.generation:
-                return  # all places have been counted anew
+                return  # all places have been counted again
             if key.digest in self._residents:
                 self._free.append(place)
             else:

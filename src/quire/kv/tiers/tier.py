@@ -37,7 +37,7 @@ class BlockTier(ABC):
 
     @property
     def num_memory_hits(self) -> int:
-        """Blocks that were read from the memory in front of a slower tier, also if nobody needed them."""
+        """Blocks that were read from the memory in front of a slower tier, whether needed or not."""
         return 0
 
     def count_in_memory(self, keys: Iterable[BlockKey]) -> int:

@@ -27,7 +27,7 @@ class KVHoldings:
         kv: has the blocks.
         loads: loads whose request does not run yet.
         fences: hold the blocks of a cancelled load back.
-        connector: is told which loads are cancelled, and which transfers have ended.
+        connector: gets cancelled loads, and transfers that have ended.
         clock: of deadlines.
     """
 
@@ -107,7 +107,7 @@ class KVHoldings:
             self.end_lease(lease_id)
 
     def next_lease_end(self) -> float | None:
-        """Return when the next lease ends that nobody renews (seconds); None: there is none."""
+        """Return when the next lease ends unless it is renewed (seconds); None: there is none."""
         return self._leases.next_deadline()
 
     def end_all_leases(self) -> None:

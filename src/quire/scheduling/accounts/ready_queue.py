@@ -17,7 +17,7 @@ def _line_of(request: Request) -> tuple[Hashable, ...]:
 
 
 def _came_first(request: Request) -> None:
-    """Date the place of a request that was behind nobody of its flow."""
+    """Date the place of a request that was first of its flow."""
     request.queued_time, request.has_had_place = request.arrival_time, True
 
 
@@ -62,9 +62,9 @@ class ReadyQueue:
 
     Of the requests of one flow that have not had a place yet, only one takes a place in a lane: the others
     line up behind it. When it leaves the queue, the next one takes a place as if it came only then. So a flow
-    gives way to whoever has come meanwhile, and each of its requests waits for finitely many others: a round
-    robin over the flows (Nagle 1987, "On Packet Switches with Infinite Storage"). Flows of one request each
-    are served as they come.
+    gives way to requests that have come meanwhile, and each of its requests waits for finitely many others: a
+    round robin over the flows (Nagle 1987, "On Packet Switches with Infinite Storage"). Flows of one request
+    each are served as they come.
 
     Pushing and removing cost O(log n). A place that was left stays in its heap until it comes to the head of
     its lane, or until more than half of the heap is such places. The first requests of the lanes stand in
@@ -73,7 +73,7 @@ class ReadyQueue:
 
     Args:
         order: of the queue.
-        take_place: dates a request that takes its place behind others of its flow, and numbers it anew.
+        take_place: dates a request that takes its place behind others of its flow, and renumbers it.
     """
 
     def __init__(self, order: QueueOrder, take_place: Callable[[Request], None] = _came_first) -> None:

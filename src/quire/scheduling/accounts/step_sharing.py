@@ -45,7 +45,7 @@ class StepSharing:
         self._leaners: dict[int, list[tuple[int, int]]] = {}  # by step: (slot, slot that it leans on)
 
     def begin(self, slots: IntArray, num_tokens: IntArray) -> None:
-        """Begin a step in which running requests get so many tokens: [R] each.
+        """Begin a step in which running requests get `num_tokens` tokens: [R] each.
 
         While a step is in flight, none of them is leaned on: what it began to fill there may yet be void.
         """

@@ -213,7 +213,7 @@ class DrainRate:
         self._busy_since = None
 
     def retry_after(self, excess_requests: int, excess_tokens: int) -> float:
-        """Return the seconds until so many requests and tokens will have left the queue.
+        """Return the seconds until the given numbers of requests and tokens will have left the queue.
 
         From `SHORTEST_WAIT` to `LONGEST_WAIT`. As long as nothing has left yet, it is the time for which
         something has waited.

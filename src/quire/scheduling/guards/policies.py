@@ -191,7 +191,7 @@ def build_victim(config: SchedulerConfig, on_replaced: Callable[[], None]) -> Vi
 
 
 def _nothing(answer: object) -> None:
-    """Take any answer: nobody waits for one."""
+    """Take any answer: none is used."""
 
 
 def _bool(answer: object) -> bool:

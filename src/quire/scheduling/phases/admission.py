@@ -58,7 +58,7 @@ class AdmissionPhase:
     _half_found: tuple[int, int] = dataclasses.field(default=(-1, 0), init=False)
 
     def plan(self, plan: Plan) -> None:
-        """Admit what fits into the rest of the budget, unless the plan admits nobody."""
+        """Admit what fits into the rest of the budget, unless the plan admits no request."""
         accounts = self.accounts
         if plan.throttles_prefills or plan.admission_closed or not len(accounts.waiting.queue):
             return
@@ -170,7 +170,7 @@ class AdmissionPhase:
 
         It is not while the other one, having been preempted, computes its prompt again, nor until the step
         that ends it has been applied: what that loads or computes may fail. The prompts are compared: an id
-        may be in use anew by a request that has nothing to do with this one.
+        may have been reused by a request that has nothing to do with this one.
         """
         accounts = self.accounts
         running = accounts.running

@@ -1,4 +1,4 @@
-"""Carrying out what beam searches decide: shared blocks, copied blocks, and the tokens the runner is told.
+"""Carrying out what beam searches decide: shared blocks, copied blocks, and the tokens sent to the runner.
 
 The search itself, which beams continue with which tokens, is in `beam_search`.
 """
@@ -94,7 +94,7 @@ class BeamPhase:
                 group.candidates = {}
 
     def fail(self, computed: ModelRunnerOutput) -> None:
-        """End the searches of which a beam could not be computed."""
+        """End the searches that have a beam which could not be computed."""
         for request_id, error in computed.errors.items():
             slot = self.accounts.running.slot_of(request_id)
             group = None if slot is None else self.accounts.beams.at(slot)

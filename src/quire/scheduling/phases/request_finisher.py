@@ -46,7 +46,7 @@ class RequestFinisher:
         self.accounts.outbox.add_error(request, error, error_type, error_param)
 
     def fail_for_lack_of_memory(self, request: Request) -> None:
-        """End a request that does not fit into memory, although nobody else has any that will come back."""
+        """End a request that does not fit into memory, although no other request will give any back."""
         pool = self.accounts.kv.pool
         self.fail(
             request,

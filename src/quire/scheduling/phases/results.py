@@ -174,7 +174,7 @@ class ResultsPhase:
             return
         running = self.accounts.running
         for new in scheduler_output.scheduled_new_reqs:
-            # By slot, because its id may be another request's by now. One that was preempted is sent anew.
+            # By slot, because its id may be another request's by now. One that was preempted is sent again.
             if running.occupied[new.slot]:
                 running.request_at(new.slot).is_known_to_runner = True
 

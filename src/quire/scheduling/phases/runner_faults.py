@@ -72,7 +72,7 @@ def _are_counts(found: object, shape: tuple[int, ...]) -> bool:
 def without_past_errors(
     planned: SchedulerOutput, computed: ModelRunnerOutput, running: RunningSlots
 ) -> ModelRunnerOutput:
-    """Drop the errors of requests that have left their slot: their ids may be in use anew."""
+    """Drop the errors of requests that have left their slot: their ids may have been reused."""
     if not computed.errors:
         return computed
     is_there = running.occupied[planned.slots].tolist()

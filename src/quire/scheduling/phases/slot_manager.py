@@ -61,7 +61,7 @@ class SlotManager:
             for other in group.slots[1:]:
                 accounts.outbox.add_finished(self._vacate(other).request_id)
             if request.status is RequestStatus.PREEMPTED:
-                request.output_token_ids = []  # of whichever beam was in this slot: the search begins anew
+                request.output_token_ids = []  # of whichever beam was in this slot: the search starts over
         accounts.order.left(request)
         self.admission_policy.left(request)
         accounts.waiting.release_followers(request.request_id)

@@ -36,7 +36,7 @@ class TransferPhase:
             accounts.holdings.end_lease(request_id)
 
     def expire(self) -> None:
-        """Give up the loads that have timed out, and end the leases that nobody renewed."""
+        """Give up the loads that have timed out, and end the leases that were not renewed."""
         accounts = self.accounts
         for load in accounts.loads.due(accounts.clock.now):
             self.give_up(load, "did not arrive within kv_transfer_timeout")

@@ -197,7 +197,7 @@ class PastFuture(AdmissionPolicy):
 def peak_blocks(
     running: RunningMemory, num_remaining: IntArray, *, block_size: int, num_shared: int
 ) -> float:
-    """Return the most blocks that will be in use at once, if each request gets so many more tokens.
+    """Return the most blocks that will be in use at once, if each request gets its remaining tokens.
 
     Args:
         running: R requests.

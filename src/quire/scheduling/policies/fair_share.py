@@ -51,7 +51,7 @@ class _ByCounter:
         self._heap: list[tuple[float, str]] = []
 
     def file(self, tenant: str) -> None:
-        """Enter a tenant anew, after anything about its account has changed."""
+        """Enter a tenant again, after anything about its account has changed."""
         account = self._accounts[tenant]
         if self._belongs(account):
             heapq.heappush(self._heap, (account.counter, tenant))

@@ -22,7 +22,7 @@ class QueueOrder(ABC):
 
     Requests wait in *lanes*. In a lane they stand by `lane_key`, computed once, when they are queued. Of the
     requests at the heads of the lanes, the one with the lowest `key` is served next; these keys are computed
-    anew each time. An order whose keys never change needs one lane and only `key`. One whose keys change
+    again each time. An order whose keys never change needs one lane and only `key`. One whose keys change
     with what has been served puts requests whose keys change together into one lane.
 
     Args:
@@ -167,7 +167,7 @@ class LongestPrefix(QueueOrder):
 
     That computes least and keeps a prefix in the cache while it is in use (RadixAttention's order, Zheng et
     al. 2024, "SGLang: Efficient Execution of Structured Language Model Programs"). By itself it could let a
-    request with nothing cached wait for ever, so arrivals are cut into windows of `WINDOW`, and nobody is
+    request with nothing cached wait for ever, so arrivals are cut into windows of `WINDOW`, and no request is
     overtaken by a request of a later window.
 
     Requests with the same first block share a lane. Within it, what was cached when they were queued counts;

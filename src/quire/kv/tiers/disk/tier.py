@@ -118,7 +118,7 @@ class DiskTier(BlockTier):
 
     @override
     def refresh(self) -> None:
-        """See what became of the file and of its writer; a file that has vanished is made anew."""
+        """See what became of the file and of its writer; a file that has vanished is created again."""
         file = self._file
         self._is_disk_full = False
         if file is None or not file.is_in_place():
