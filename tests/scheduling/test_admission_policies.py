@@ -12,7 +12,7 @@ from test_policies import example
 from quire.config import SchedulerConfig
 from quire.scheduling.policies import ADMISSIONS
 from quire.scheduling.policies.admission import (
-    WINDOW,
+    PAST_OUTPUTS,
     Candidate,
     MemoryView,
     OutputLengths,
@@ -135,7 +135,7 @@ def test_past_future_reserves_the_limit_until_it_has_seen_outputs():
     assert not policy.admits(candidate, memory)
     learn(policy, [10] * 100)
     assert policy.admits(candidate, memory)
-    learn(policy, [190] * WINDOW)
+    learn(policy, [190] * PAST_OUTPUTS)
     assert not policy.admits(candidate, memory)
 
 
@@ -177,7 +177,7 @@ def test_a_predicted_length_is_a_past_one_that_is_longer_or_the_limit(past, requ
 
 def test_predictions_are_spread_like_the_past():
     rng = np.random.default_rng(5)
-    past = rng.geometric(0.02, WINDOW)
+    past = rng.geometric(0.02, PAST_OUTPUTS)
     lengths = OutputLengths()
     for length in [3] * 500 + past.tolist():  # what is older than the window is forgotten
         lengths.learn(run_to(Arrivals().request(1), length, STOPPED))

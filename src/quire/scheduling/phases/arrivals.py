@@ -22,10 +22,7 @@ from quire.scheduling.phases.timeouts import TimeoutPhase
 
 @dataclasses.dataclass(eq=False)
 class Arrivals:
-    """Lets requests in.
-
-    `reads_priority` says whether any of the policies reads priorities.
-    """
+    """Lets requests in."""
 
     accounts: Accounts
     timeouts: TimeoutPhase
@@ -55,8 +52,7 @@ class Arrivals:
 
     def _refuse(self, request: Request) -> None:
         """Raise the error about a request that cannot be served, or not now."""
-        accounts, config = self.accounts, self.accounts.config
-        request_id = request.request_id
+        accounts, request_id = self.accounts, request.request_id
         if accounts.find(request_id) is not None or accounts.holdings.has_lease(request_id):
             raise DuplicateRequestError(
                 f"request id {request_id!r} is in use by a request that has not ended, or whose KV is still "
@@ -67,20 +63,11 @@ class Arrivals:
         require_text(request.tenant, "tenant")
         refuse_ids_out_of_range(request)
         accounts.grammars.refuse_without_backend(request)
-        if not accounts.reads_priority:
-            refuse_unread_priority(request, config)
-        bounds = {"num_blocks": accounts.kv.pool.num_blocks, "max_model_len": accounts.max_model_len}
-        lengths = None if accounts.eviction is None else accounts.eviction.lengths
-        refuse_if_never_fits(request, config, eviction=lengths, **bounds)
+        refuse_unread_priority(request, accounts)
+        refuse_if_never_fits(request, accounts)
         if request.sampling_params.beam_width:
-            refuse_beams_beside_eviction(request, config)
-            refuse_if_beams_never_fit(request, config, **bounds)
+            refuse_beams_beside_eviction(request, accounts)
+            refuse_if_beams_never_fit(request, accounts)
         if not request.is_resumed:
-            refuse_if_queue_is_full(
-                request,
-                config,
-                num_waiting=len(accounts.waiting),
-                num_waiting_tokens=accounts.waiting.num_tokens,
-                retry_after=accounts.waiting.drain_rate.retry_after,
-            )
+            refuse_if_queue_is_full(request, accounts)
         accounts.connector.arrive(request)

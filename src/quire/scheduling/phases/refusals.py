@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from quire.config import SchedulerConfig
 from quire.errors import InvalidRequestError, QueueFullError
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.request import Request
+from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.accounts.running_slots import token_limit
 
 
-def refuse_unread_priority(request: Request, config: SchedulerConfig) -> None:
-    """Raise `InvalidRequestError` for a priority; to be called if none of the policies reads priorities."""
-    if request.priority:
+def refuse_unread_priority(request: Request, accounts: Accounts) -> None:
+    """Raise `InvalidRequestError` for a priority if none of the policies reads priorities."""
+    if request.priority and not accounts.reads_priority:
         raise InvalidRequestError(
-            f"priority is {request.priority}, but the scheduler's policy is {config.policy!r}, which has no "
-            "priorities; leave it out, or start the engine with policy or prefix_retention 'priority'",
+            f"priority is {request.priority}, but the scheduler's policy is {accounts.config.policy!r}, "
+            "which has no priorities; leave it out, or start the engine with policy or prefix_retention "
+            "'priority'",
             param="priority",
         )
 
@@ -39,9 +38,9 @@ def refuse_ids_out_of_range(request: Request) -> None:
             )
 
 
-def refuse_beams_beside_eviction(request: Request, config: SchedulerConfig) -> None:
+def refuse_beams_beside_eviction(request: Request, accounts: Accounts) -> None:
     """Raise `InvalidRequestError` for a beam search if sequences evict KV."""
-    if config.use_cache_eviction:
+    if accounts.config.use_cache_eviction:
         raise InvalidRequestError(
             f"beam_width is {request.sampling_params.beam_width}, but use_cache_eviction is on: beams share "
             "KV blocks, of which each would evict others; leave beam_width out, or start the engine without "
@@ -50,15 +49,9 @@ def refuse_beams_beside_eviction(request: Request, config: SchedulerConfig) -> N
         )
 
 
-def refuse_if_never_fits(
-    request: Request,
-    config: SchedulerConfig,
-    *,
-    num_blocks: int,
-    max_model_len: int,
-    eviction: EvictionLengths | None,
-) -> None:
+def refuse_if_never_fits(request: Request, accounts: Accounts) -> None:
     """Raise `InvalidRequestError` for a request that even an idle engine could not serve to its end."""
+    config, max_model_len = accounts.config, accounts.max_model_len
     num_prompt = request.num_prompt_tokens
     if not num_prompt:
         raise InvalidRequestError("the prompt is empty; it must have at least 1 token", param="prompt")
@@ -75,10 +68,10 @@ def refuse_if_never_fits(
             "dynamic_split_fuse on",
             param="prompt",
         )
-    capacity = num_blocks * config.block_size
+    capacity = accounts.kv.pool.num_blocks * config.block_size
     most_tokens = _most_kv_tokens(request, max_model_len)
-    if eviction is not None:
-        _refuse_if_never_held(num_prompt, most_tokens, capacity, eviction)
+    if accounts.eviction is not None:
+        _refuse_if_never_held(num_prompt, most_tokens, capacity, accounts.eviction.lengths)
         return
     if most_tokens > capacity:
         raise InvalidRequestError(
@@ -108,10 +101,9 @@ def _refuse_if_never_held(
         )
 
 
-def refuse_if_beams_never_fit(
-    request: Request, config: SchedulerConfig, *, num_blocks: int, max_model_len: int
-) -> None:
+def refuse_if_beams_never_fit(request: Request, accounts: Accounts) -> None:
     """Raise `InvalidRequestError` for a beam search whose beams could not all run at once."""
+    config, num_blocks = accounts.config, accounts.kv.pool.num_blocks
     width = request.sampling_params.beam_width
     if width > config.max_num_seqs:
         raise InvalidRequestError(
@@ -121,7 +113,7 @@ def refuse_if_beams_never_fit(
         )
     block_size = config.block_size
     num_shared = request.num_prompt_tokens // block_size
-    num_own = -(-_most_kv_tokens(request, max_model_len) // block_size) - num_shared
+    num_own = -(-_most_kv_tokens(request, accounts.max_model_len) // block_size) - num_shared
     if num_shared + width * num_own > num_blocks:
         raise InvalidRequestError(
             f"{width} beams could need {num_shared + width * num_own} KV blocks, {num_shared} for the prompt "
@@ -131,27 +123,15 @@ def refuse_if_beams_never_fit(
         )
 
 
-def refuse_if_queue_is_full(
-    request: Request,
-    config: SchedulerConfig,
-    *,
-    num_waiting: int,
-    num_waiting_tokens: int,
-    retry_after: Callable[[int, int], float],
-) -> None:
+def refuse_if_queue_is_full(request: Request, accounts: Accounts) -> None:
     """Raise `QueueFullError` if the queue's bounds leave no room for `request`.
 
     An empty queue takes any request, so that a prompt longer than max_num_queued_tokens can be served.
-
-    Args:
-        request: the newcomer.
-        config: has the bounds.
-        num_waiting: requests that wait.
-        num_waiting_tokens: their tokens.
-        retry_after: seconds until (requests, tokens) will have left the queue.
     """
+    config, waiting = accounts.config, accounts.waiting
+    num_waiting, retry_after = len(waiting), waiting.drain_rate.retry_after
     excess_requests = num_waiting + 1 - config.max_num_queued_reqs
-    excess_tokens = num_waiting_tokens + request.num_tokens - config.max_num_queued_tokens
+    excess_tokens = waiting.num_tokens + request.num_tokens - config.max_num_queued_tokens
     if excess_requests > 0:
         raise QueueFullError(
             f"{num_waiting} requests wait, the bound is max_num_queued_reqs {config.max_num_queued_reqs}",
@@ -159,7 +139,7 @@ def refuse_if_queue_is_full(
         )
     if num_waiting and excess_tokens > 0:
         raise QueueFullError(
-            f"{num_waiting_tokens} tokens wait and the request has {request.num_tokens}; the bound is "
+            f"{waiting.num_tokens} tokens wait and the request has {request.num_tokens}; the bound is "
             f"max_num_queued_tokens {config.max_num_queued_tokens}",
             retry_after=retry_after(0, excess_tokens),
         )

@@ -16,7 +16,7 @@ from quire.request import Request
 from quire.status import RequestStatus
 from quire.step import IntArray
 
-WINDOW = 1000  # past outputs that count
+PAST_OUTPUTS = 1000  # whose lengths count
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
@@ -218,10 +218,10 @@ def peak_blocks(
 
 
 class OutputLengths:
-    """The last `WINDOW` output lengths of requests that came to their own end, in tokens."""
+    """The last `PAST_OUTPUTS` output lengths of requests that came to their own end, in tokens."""
 
     def __init__(self) -> None:
-        self._past: deque[int] = deque(maxlen=WINDOW)
+        self._past: deque[int] = deque(maxlen=PAST_OUTPUTS)
         self._sorted: IntArray | None = np.empty(0, dtype=np.int32)
 
     def learn(self, request: Request) -> None:
