@@ -46,7 +46,11 @@ from quire.step import DraftTokenIds, GrammarOutput, IntArray, ModelRunnerOutput
 
 
 class Scheduler(SchedulerInterface):
-    """See the module. Time per step is a few numpy operations over the running requests."""
+    """See the module. Time per step is a few numpy operations over the running requests.
+
+    Attributes:
+        accounts: where requests, blocks and steps are; the phases change it, others only read it.
+    """
 
     def __init__(
         self,
