@@ -276,8 +276,8 @@ class AdmissionPhase:
         An idle engine starts the request whatever the policy says, because otherwise it would wait for ever.
         It is not idle while loads are on their way: they arrive, or time out.
         """
-        # Loaded tokens take no budget, so they may need more blocks than were committed ahead of the step.
         accounts = self.accounts
+        # Loaded tokens take no budget, so they may need more blocks than were committed ahead of the step.
         needed = candidate.num_chunk_blocks - candidate.num_cached_blocks
         accounts.kv.pool.commit_ahead(self._num_promised + needed)
         memory.num_free = self._num_free_for(prefix)
