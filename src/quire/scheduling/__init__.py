@@ -3,13 +3,11 @@
 The public names are imported when first used, so that the front, which needs what messages are made of, does
 not import the scheduler.
 
-`SchedulerState` says where every request is: in a slot, or waiting. Running requests live in *slots*, rows of
-numpy arrays (`scheduling/accounts/running_slots.py`); the runner keeps its own rows under the same numbers,
-so a decode step passes arrays and no dictionaries. Everything else has an account of its own: `KVHoldings`
-(blocks of leases and loads), `Fences` (what a step in flight still names), `Outbox` (what the runner and
-clients must be told), deadlines, steps in flight. `SlotManager` moves requests into slots and out of them,
+`Accounts` (`accounts/accounts.py`) says where every request, block and step is. Running requests live in
+*slots*, rows of numpy arrays (`accounts/running_slots.py`); the runner keeps its own rows under the same
+numbers, so a decode step passes arrays and no dictionaries. `SlotManager` moves requests into slots and out of them,
 `RequestFinisher` ends them, and each of their methods keeps all accounts. The phases of a step are one module
-each, and each phase is given exactly what it touches (`scheduling/wiring.py` puts them together).
+each: a phase is given the accounts and the phases and policies that it calls.
 
 `Scheduler.schedule()` does, in this order:
 

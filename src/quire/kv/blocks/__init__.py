@@ -33,7 +33,7 @@ the system provide the memory of the blank blocks that the next step may use
 **Leases.** Blocks that no running request holds may be held by a lease, until a deadline
 (`kv/blocks/leases.py`). A *pin* keeps the full blocks of a prompt for `pin_prefix` seconds. It is
 best-effort: all pins are broken when a request cannot continue without their blocks, and none is made for
-more time or blocks than pins may have (`scheduling/accounts/pinned_blocks.py`). A *transfer* keeps the blocks
+more time or blocks than pins may have (`scheduling/accounts/kv_holdings.py`). A *transfer* keeps the blocks
 of a finished request for a peer that reads them. It is guaranteed, and ends when the peer is done or sends no
 heartbeat for `kv_transfer_timeout` seconds. Leases end in `schedule()`, for which an idle engine wakes when
 the next is due (`next_due`).
