@@ -1,17 +1,13 @@
 """A call of many prompts leaves the event loop its turns."""
 
 import asyncio
-import contextlib
 from collections import Counter
 
 import pytest
 
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.calls.outputs import PREPARED_AT_ONCE, generate
-from quire.server.live_calls import LiveCalls
-from quire.server.metrics.registry import Metrics
-from quire.server.tenancy.metrics import TenantFigures
+from quire.server.calls.outputs import PREPARED_AT_ONCE, CallOutputs
 from quire.status import FinishReason
 
 
@@ -21,18 +17,14 @@ def finished_output(index):
 
 
 def outputs_of(streams, preparing, places=None):
-    return contextlib.aclosing(
-        generate(
-            streams,
-            preparing=preparing,
-            places=places or asyncio.Semaphore(),
-            call_id="call",
-            request_ids=[f"request-{index}" for index in range(len(streams))],
-            num_sequences=1,
-            calls=LiveCalls(),
-            metrics=Metrics("fake"),
-            tenant=TenantFigures(),
-        )
+    return CallOutputs(
+        streams,
+        fields=[{}] * len(streams),
+        observers=(),
+        hooks=(),
+        preparing=preparing,
+        places=places or asyncio.Semaphore(),
+        was_aborted=lambda: False,
     )
 
 

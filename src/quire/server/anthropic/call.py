@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -44,7 +44,7 @@ from quire.server.anthropic.answers import (
 from quire.server.anthropic.body import CountTokensRequest, MessagesRequest
 from quire.server.calls.call import GenerationCall
 from quire.server.calls.conversation import AnswerReader, Conversation
-from quire.server.calls.outputs import OutputStream, SequenceProgress, is_cut_off, naming_fields, reading
+from quire.server.calls.outputs import OutputHook, OutputStream, SequenceProgress, is_cut_off
 from quire.server.calls.tool_answers import object_of
 from quire.server.context import context_of, leniency_of
 from quire.server.wire.answers import json_response
@@ -85,17 +85,17 @@ class _MessagesCall(GenerationCall[MessagesRequest]):
         if body.thinking is not None:
             thinking.note_switch_without_effect(template, leniency, can_think=can_think, param="thinking")
 
-    @property
-    def _request_ids(self) -> Sequence[str]:
-        return [self._engine_id]
-
     def _streams(self) -> Sequence[OutputStream]:
+        return [self._conversation.outputs(self._engine_id, self._request_options())]
+
+    def _fields(self) -> Sequence[Mapping[str, str]]:
         is_by_tools = self._conversation.is_structured_by_tools
-        fields = {
-            **_FIELD_NAMES,
-            "structured_outputs": "tools" if is_by_tools else self._body.structure_field,
-        }
-        return [naming_fields(fields, self._conversation.outputs(self._engine_id, self._request_options()))]
+        structure = "tools" if is_by_tools else self._body.structure_field
+        return [{**_FIELD_NAMES, "structured_outputs": structure}]
+
+    @override
+    def _hooks(self) -> list[OutputHook]:
+        return [self._conversation.observe]
 
     @override
     async def whole_answer(self) -> MessageAnswer:
@@ -110,7 +110,7 @@ class _MessagesCall(GenerationCall[MessagesRequest]):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         progress = SequenceProgress()
         blocks: _StreamedBlocks | None = None
-        async with reading(self._outputs()) as outputs:
+        async with self._outputs() as outputs:
             async for _, output in outputs:
                 [completion] = output.outputs
                 events: list[StreamEvent] = []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
@@ -17,9 +19,10 @@ from quire.errors import InvalidRequestError
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.calls.logprob_limit import LogprobLimit
-from quire.server.calls.outputs import PREPARED_AT_ONCE, CallOutputs, OutputStream, generate, reading
+from quire.server.calls.outputs import PREPARED_AT_ONCE, CallOutputs, OutputHook, OutputStream
 from quire.server.calls.request_start import REQUEST_START, arrival_time_of
 from quire.server.context import context_of, leniency_of, request_id_of, tenant_of
+from quire.server.metrics.request_timer import RequestTimer
 from quire.server.sampling_defaults import QUIRES_OWN, SamplingDefaults
 from quire.server.wire.access_log import access_record_of
 from quire.server.wire.answers import json_response
@@ -28,7 +31,6 @@ from quire.server.wire.streaming import SERVER_SENT_EVENTS, event_stream, unless
 
 if TYPE_CHECKING:
     from quire.front.text.input_processor import ProcessedRequest
-    from quire.server.metrics.tracing import Tracing
 
 
 class GenerationBody(Protocol):
@@ -84,6 +86,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
         self._admit: Callable[[ProcessedRequest], Awaitable[None]] | None = None
         self._logprob_limit = LogprobLimit(self._context.config.max_logprobs_per_request)
+        self._info = self._context.llm.info
         self._options = body.request_options()
         if "kv_transfer_params" in self._options:
             self._tenant.require_kv_transfer("kv_transfer_params", "kv_transfer_params")
@@ -102,7 +105,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         Raises:
             InvalidRequestError: the server is strict; a priority the engine itself refuses then.
         """
-        info, leniency = self._context.llm.info, leniency_of(self._request)
+        info, leniency = self._info, leniency_of(self._request)
         if self._options.get("priority") and not info.reads_priority and not leniency.is_strict:
             del self._options["priority"]
             leniency.ignore("priority")
@@ -118,12 +121,12 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
     def _within_model(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with no more output tokens than the model has room for, unless it shortens none."""
-        longest = self._context.llm.info.max_model_len
+        longest = self._info.max_model_len
         if not self._shortens or (params.max_tokens or 0) <= longest:
             return params
         return dataclasses.replace(params, max_tokens=longest)
 
-    @property
+    @functools.cached_property
     def _engine_id(self) -> str:
         """The call's id, as no other tenant's call has it."""
         return self._tenant.engine_id(self._id)
@@ -152,14 +155,22 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         await self._places.acquire()
         return self._begun_at if is_later else None
 
-    @property
-    @abc.abstractmethod
+    @functools.cached_property
     def _request_ids(self) -> Sequence[str]:
         """The engine's ids, one for each prompt."""
+        return [self._engine_id]
 
     @abc.abstractmethod
     def _streams(self) -> Sequence[OutputStream]:
         """Return the engine's outputs, one stream for each prompt."""
+
+    @abc.abstractmethod
+    def _fields(self) -> Sequence[Mapping[str, str]]:
+        """Return, for each prompt, the body's names of parameters that the engine calls otherwise."""
+
+    def _hooks(self) -> list[OutputHook]:
+        """Return what is called with each output before the answer is made of it."""
+        return []
 
     async def response(self) -> Response:
         """Answer the call, whole or as a stream.
@@ -184,24 +195,59 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         """Return the last event of a stream that fails."""
         return b"data: " + error.body() + b"\n\n"
 
-    def _outputs(self) -> CallOutputs:
-        outputs = self._limited_outputs() if self._tenant.usage.has_limits else self._generate()
-        return outputs if self._context.tracing is None else self._traced(self._context.tracing, outputs)
+    @contextlib.asynccontextmanager
+    async def _outputs(self) -> AsyncIterator[CallOutputs]:
+        """Serve the call for the duration of the context, which has its outputs.
 
-    async def _traced(self, tracing: Tracing, outputs: CallOutputs) -> CallOutputs:
-        """Pass on `outputs`, and make a span of them."""
-        span = tracing.begin(self.operation, self._request.headers, self._span_attributes())
-        error: BaseException | None = None
-        try:
-            async with reading(outputs):
-                async for prompt_index, output in outputs:
-                    span.observe(prompt_index, output)
-                    yield prompt_index, output
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            span.end(error)
+        Raises:
+            ApiError: 503 while draining; 429, a limit of the tenant is reached.
+            InvalidRequestError: a limit of the tenant would never let the call in.
+        """
+        context, hooks = self._context, self._hooks()
+        with contextlib.ExitStack() as stack:
+            if (tracing := context.tracing) is not None:
+                span = tracing.begin(self.operation, self._request.headers, self._span_attributes())
+                stack.push(lambda _, error, __: span.end(error))
+                hooks.append(span.observe)
+            if self._tenant.usage.has_limits:
+                hooks.append(self._limit(stack))
+            stack.enter_context(context.calls.serving(self._engine_id, self._request_ids))
+            outputs = CallOutputs(
+                self._streams(),
+                fields=self._fields(),
+                observers=self._observers(stack),
+                hooks=hooks,
+                preparing=self._preparing,
+                places=self._places,
+                was_aborted=functools.partial(context.calls.was_aborted, self._engine_id),
+            )
+            async with outputs:
+                yield outputs
+
+    def _observers(self, stack: contextlib.ExitStack) -> list[OutputHook]:
+        """Return what measures each output of the engine, until `stack` ends."""
+        metrics, tenant, num_sequences = self._context.metrics, self._tenant.figures, self._params.n
+        timers = [
+            stack.enter_context(RequestTimer(metrics, tenant, num_sequences)) for _ in self._request_ids
+        ]
+        record = access_record_of(self._request.scope)
+        measured: list[OutputHook] = [lambda index, output: timers[index].observe(output)]
+        return measured if record is None else [*measured, record.observe]
+
+    def _limit(self, stack: contextlib.ExitStack) -> OutputHook:
+        """Hold the call to the limits of its tenant until `stack` ends; return what counts its tokens."""
+        params, request_ids = self._params, self._request_ids
+        num_sequences = max(params.num_sequences, params.beam_width)
+        call = stack.enter_context(
+            self._tenant.usage.call(
+                len(request_ids),
+                num_sequences,
+                len(request_ids) * self._least_tokens(num_sequences),
+                has_grammar=params.structured_outputs is not None,
+            )
+        )
+        self._admit = call.admit
+        return lambda index, output: call.note(request_ids[index], output)
 
     def _span_attributes(self) -> dict[str, Any]:
         """Return what the call asks for, without any of the client's text; None: it does not say."""
@@ -220,43 +266,13 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             "quire.tenant": self._tenant.name or None,
         }
 
-    async def _limited_outputs(self) -> CallOutputs:
-        """Like `_generate`, within the limits of the tenant."""
-        params, request_ids = self._params, self._request_ids
-        num_sequences = max(params.num_sequences, params.beam_width)
-        with self._tenant.usage.call(
-            len(request_ids),
-            num_sequences,
-            len(request_ids) * self._least_tokens(num_sequences),
-            has_grammar=params.structured_outputs is not None,
-        ) as call:
-            self._admit = call.admit
-            async with reading(self._generate()) as outputs:
-                async for prompt_index, output in outputs:
-                    call.note(request_ids[prompt_index], output)
-                    yield prompt_index, output
-
     def _least_tokens(self, num_sequences: int) -> int:
         """Return how many tokens a prompt and all that may follow it have at least."""
         of_short_prompt = 1 + num_sequences * (self._params.max_tokens or 1)
         if self._context.config.strict:
             return of_short_prompt
         # The longest prompt leaves room for one token, and `max_tokens` is shortened to the room.
-        return min(of_short_prompt, self._context.llm.info.max_model_len - 1 + num_sequences)
-
-    def _generate(self) -> CallOutputs:
-        return generate(
-            self._streams(),
-            preparing=self._preparing,
-            places=self._places,
-            call_id=self._engine_id,
-            request_ids=self._request_ids,
-            num_sequences=self._params.n,
-            calls=self._context.calls,
-            metrics=self._context.metrics,
-            tenant=self._tenant.figures,
-            access_record=access_record_of(self._request.scope),
-        )
+        return min(of_short_prompt, self._info.max_model_len - 1 + num_sequences)
 
     @property
     def _most_live(self) -> int:
@@ -270,7 +286,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     async def _final_outputs(self) -> list[RequestOutput]:
         """Return the last output of each prompt."""
         final: dict[int, RequestOutput] = {}
-        async with reading(self._outputs()) as outputs:
+        async with self._outputs() as outputs:
             async for prompt_index, output in outputs:
                 final[prompt_index] = output
         return [final[index] for index in sorted(final)]

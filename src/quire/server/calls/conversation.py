@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import secrets
@@ -17,11 +16,11 @@ from quire.dialogue.calls.tools import ToolUse
 from quire.dialogue.earlier_turns import text_of
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import has_place_for_tools
-from quire.dialogue.reasoning.formats import ExpectedThought, ThoughtFormat, expected_thought
+from quire.dialogue.reasoning.formats import ExpectedThought, expected_thought
 from quire.dialogue.reasoning.tokens import ThoughtTokens
 from quire.errors import InvalidRequestError
 from quire.front.text.reasoning import ThoughtControl
-from quire.request_output import CompletionOutput
+from quire.request_output import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.schemas.json_schemas import enforceable_schema
 from quire.server.calls.outputs import OutputStream
@@ -106,7 +105,7 @@ class Conversation:
             request_id: of the engine's request.
             options: of the engine's request.
         """
-        stream = self._context.llm.chat(
+        return self._context.llm.chat(
             self._messages,
             self.params,
             request_id=request_id,
@@ -115,8 +114,6 @@ class Conversation:
             **self._template_options(),
             **options,
         )
-        thought_format = self._context.thought_format
-        return stream if thought_format is None else self._noting_thought(thought_format, stream)
 
     async def prompt_tokens(self) -> list[int]:
         """Return the tokens of the prompt."""
@@ -164,13 +161,11 @@ class Conversation:
             options["chat_template_kwargs"] = variables
         return options
 
-    async def _noting_thought(self, thought_format: ThoughtFormat, stream: OutputStream) -> OutputStream:
-        """Pass on `stream`, having noted what its prompt says of a thought."""
-        async with contextlib.aclosing(stream) as outputs:
-            async for output in outputs:
-                if self._thought is None:
-                    self._thought = expected_thought(thought_format, output.prompt or "", self._continued)
-                yield output
+    def observe(self, prompt_index: int, output: RequestOutput) -> None:
+        """Note, before an output is read, what its prompt says of reasoning."""
+        thought_format = self._context.thought_format
+        if thought_format is not None and self._thought is None:
+            self._thought = expected_thought(thought_format, output.prompt or "", self._continued)
 
     def reader(self, completion: CompletionOutput) -> AnswerReader:
         """Return what reads the text of one completion."""

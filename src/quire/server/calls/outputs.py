@@ -1,20 +1,17 @@
-"""The engine's side of one HTTP call: its requests, their outputs merged, and what counts as an answer."""
+"""The engine's side of one HTTP call: its outputs as one stream, and what counts as an answer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from typing import Self
 
 from quire.engine.messages import ErrorInfo
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.live_calls import LiveCalls
-from quire.server.metrics.registry import Metrics
-from quire.server.metrics.request_timer import RequestTimer
-from quire.server.tenancy.metrics import TenantFigures
-from quire.server.wire.access_log import CLIENT_LEFT, AccessRecord
+from quire.server.wire.access_log import CLIENT_LEFT
 from quire.server.wire.answers import EndReason, PromptTokensDetails, TokenUsage
 from quire.server.wire.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 from quire.status import FinishReason
@@ -23,78 +20,171 @@ PREPARED_AT_ONCE = 4
 """Prompts of a call that are prepared at once, and so at most in one turn of the event loop: a call of many
 prompts leaves others their turns, and their places among the texts that wait to be tokenized."""
 
+_FAILURES = (FinishReason.ERROR, FinishReason.ABORT)
+
 OutputStream = AsyncGenerator[RequestOutput, None]
-CallOutputs = AsyncGenerator[tuple[int, RequestOutput], None]
-"""Outputs of a call, each with the index of its prompt."""
+OutputHook = Callable[[int, RequestOutput], None]
+"""Called with an output and the index of its prompt."""
 
 
-async def generate(
-    streams: Sequence[OutputStream],
-    *,
-    preparing: asyncio.Semaphore,
-    places: asyncio.Semaphore,
-    call_id: str,
-    request_ids: Sequence[str],
-    num_sequences: int,
-    calls: LiveCalls,
-    metrics: Metrics,
-    tenant: TenantFigures,
-    access_record: AccessRecord | None = None,
-) -> CallOutputs:
-    """Yield `(prompt index, cumulative output)` until every prompt's request has finished.
+class CallOutputs:
+    """The outputs of a call: `(prompt index, cumulative output)` until every prompt's request has finished.
 
-    Closing the generator closes every stream, which aborts what still runs in the engine. What a request that
-    fails has generated is yielded before the failure is raised, however late the reader is.
+    Use as an asynchronous context manager around the iteration: at its end, every stream is closed, which
+    aborts what still runs in the engine. What a request that fails has generated is yielded before the
+    failure is raised, however late the reader is.
+
+    Iteration raises:
+        ApiError: 503 when the engine aborted a request; 499 when a client did; 500 when a request failed.
+        QuireError: what the engine refused the request with, or ended it with.
 
     Args:
         streams: one for each prompt.
-        preparing: of which a stream takes a place to start, given back by whoever sees that it is prepared.
-        places: of which a prepared stream takes one before it goes to the engine, given back here at its end.
-        call_id: as no other tenant's call has it (`Tenant.engine_id`).
-        request_ids: the engine's, one for each prompt.
-        num_sequences: completions of each prompt.
-        calls, metrics: of the server.
-        tenant: figures of the one whose call it is.
-        access_record: takes note of each output; None: none is kept.
-
-    Raises:
-        ApiError: 503 while draining or when the engine aborted a request; 499 when a client did; 500 when a
-            request failed.
-        QuireError: what the engine refused the request with, or ended it with.
+        fields: for each prompt, the body's name of each parameter that is called otherwise there: errors of
+            the engine name these.
+        observers: called with each output of the engine.
+        hooks: called, after that, with each output that is yielded.
+        preparing: taken for each of several streams before it starts; who has prepared it gives it back.
+        places: given back when one of several streams ends; it takes one before it goes to the engine.
+        was_aborted: whether a client has aborted the call over /v1/requests.
     """
-    unfinished = set(range(len(streams)))
-    with calls.serving(call_id, request_ids), contextlib.ExitStack() as stack:
-        timers = [stack.enter_context(RequestTimer(metrics, tenant, num_sequences)) for _ in streams]
-        async with contextlib.aclosing(_merged(streams, preparing, places)) as outputs:
-            async for index, output in outputs:
-                timers[index].observe(output)
-                if access_record is not None:
-                    access_record.observe(index, output)
-                failures = [error for one in output.outputs if (error := _failure_of(one)) is not None]
-                if failures:
-                    if any(completion.token_ids for completion in output.outputs):
-                        yield index, _without_failures(output)  # they may have come together with the failure
-                    raise _aborted_by_client() if calls.was_aborted(call_id) else failures[0]
-                if output.finished:
-                    unfinished.discard(index)
-                yield index, output
-        if unfinished:
-            raise ApiError(500, "the engine ended the request without an answer", kind=SERVER_ERROR)
 
+    def __init__(
+        self,
+        streams: Sequence[OutputStream],
+        *,
+        fields: Sequence[Mapping[str, str]],
+        observers: Sequence[OutputHook],
+        hooks: Sequence[OutputHook],
+        preparing: asyncio.Semaphore,
+        places: asyncio.Semaphore,
+        was_aborted: Callable[[], bool],
+    ) -> None:
+        self._fields = fields
+        self._observers = observers
+        self._hooks = hooks
+        self._was_aborted = was_aborted
+        self._unfinished = set(range(len(streams)))
+        self._failure: Exception | None = None
+        self._single = streams[0] if len(streams) == 1 else None
+        self._several = None if self._single else self._merged(streams, preparing, places)
 
-@contextlib.asynccontextmanager
-async def reading(outputs: CallOutputs) -> AsyncIterator[CallOutputs]:
-    """Close `outputs` when the block ends, having raised there what it ends with, if that is an exception.
+    async def __aenter__(self) -> Self:
+        return self
 
-    So requests whose outputs cannot be passed on count as failed, and not as given up by the client.
-    """
-    async with contextlib.aclosing(outputs):
+    async def __aexit__(self, *error: object) -> None:
+        source = self._single or self._several
+        assert source is not None
+        await source.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, RequestOutput]:
+        """Return the next output and the index of its prompt."""
+        if self._failure is not None:
+            raise self._failure
         try:
-            yield outputs
-        except Exception as error:
-            with contextlib.suppress(StopAsyncIteration):  # it may have ended with this error itself
-                await outputs.athrow(error)
+            if self._several is not None:
+                index, output = await anext(self._several)
+            else:
+                assert self._single is not None
+                index, output = 0, await anext(self._single)
+        except StopAsyncIteration:
+            if self._unfinished:
+                message = "the engine ended the request without an answer"
+                raise ApiError(500, message, kind=SERVER_ERROR) from None
             raise
+        except InvalidRequestError as error:
+            if self._several is not None:
+                raise
+            raise self._in_words_of_body(0, error) from None
+        for observer in self._observers:
+            observer(index, output)
+        if any(one.finish_reason in _FAILURES for one in output.outputs):
+            output = self._note_failure(index, output)
+        elif output.finished:
+            self._unfinished.discard(index)
+        for hook in self._hooks:
+            hook(index, output)
+        return index, output
+
+    def _note_failure(self, prompt_index: int, output: RequestOutput) -> RequestOutput:
+        """Keep a failure for the next iteration; return the output without it.
+
+        Raises:
+            ApiError, QuireError: the failure, if the output has no tokens, which may come with a failure.
+        """
+        failed = next(one for one in output.outputs if one.finish_reason in _FAILURES)
+        self._failure = self._failure_of(prompt_index, failed)
+        if not any(one.token_ids for one in output.outputs):
+            raise self._failure
+        running = [
+            dataclasses.replace(one, finish_reason=None) if one.finish_reason in _FAILURES else one
+            for one in output.outputs
+        ]
+        return dataclasses.replace(output, outputs=running, finished=False)
+
+    def _failure_of(self, prompt_index: int, completion: CompletionOutput) -> Exception:
+        """Return what a completion that failed means for its call."""
+        if self._was_aborted():
+            return ApiError(CLIENT_LEFT, "the request was aborted over /v1/requests", code="aborted")
+        if completion.finish_reason is FinishReason.ABORT:
+            message = "the request was aborted before its answer was complete"
+            return ApiError(503, message, kind=UNAVAILABLE, code="aborted")
+        message = completion.error or "the request failed in the engine"
+        if completion.error_type is None:
+            return ApiError(500, message, kind=SERVER_ERROR, code="generation_failed")
+        error = ErrorInfo(completion.error_type, message, completion.error_param).to_exception()
+        return self._in_words_of_body(prompt_index, error)
+
+    def _in_words_of_body(self, prompt_index: int, error: Exception) -> Exception:
+        """Return an error that names the body's field at fault."""
+        if not isinstance(error, InvalidRequestError):
+            return error
+        field = self._fields[prompt_index].get(error.param or "")
+        return error if field is None else type(error)(f"{field}: {error}", param=field)
+
+    async def _merged(
+        self, streams: Sequence[OutputStream], preparing: asyncio.Semaphore, places: asyncio.Semaphore
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield the outputs of all streams as they come; a slow reader sees only the latest of each."""
+        latest: dict[int, RequestOutput] = {}
+        changed = asyncio.Event()
+
+        async def pump(index: int, stream: OutputStream) -> None:
+            async with contextlib.aclosing(stream) as outputs:
+                try:
+                    async for output in outputs:
+                        latest[index] = output
+                        changed.set()
+                except InvalidRequestError as error:
+                    raise self._in_words_of_body(index, error) from None
+
+        tasks: list[asyncio.Task[None]] = []
+        ended: list[asyncio.Task[None]] = []
+
+        def note_end(task: asyncio.Task[None]) -> None:
+            ended.append(task)
+            places.release()
+            changed.set()
+
+        async def start() -> None:
+            for index, stream in enumerate(streams):
+                await preparing.acquire()
+                task = asyncio.create_task(pump(index, stream))
+                task.add_done_callback(note_end)
+                tasks.append(task)
+
+        starting = asyncio.create_task(start())
+        try:
+            async for item in _drained(ended, len(streams), latest, changed):
+                yield item
+        finally:
+            starting.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(starting, *tasks, return_exceptions=True)
 
 
 async def without_output(stream: OutputStream) -> OutputStream:
@@ -114,106 +204,6 @@ def _emptied(completion: CompletionOutput) -> CompletionOutput:
         finish_reason=FinishReason.LENGTH if is_stop else completion.finish_reason,
         stop_reason=None,
     )
-
-
-async def naming_fields(fields: Mapping[str, str], stream: OutputStream) -> OutputStream:
-    """Pass on `stream`; where the engine finds fault with a parameter, name the request's field for it.
-
-    Args:
-        fields: the body's name of each parameter that is called otherwise there.
-        stream: of one prompt.
-    """
-    async with contextlib.aclosing(stream) as outputs:
-        try:
-            async for output in outputs:
-                names_param = any(one.error_param is not None for one in output.outputs)
-                yield _naming_fields(fields, output) if names_param else output
-        except InvalidRequestError as error:
-            field = fields.get(error.param or "")
-            if field is None:
-                raise
-            raise type(error)(f"{field}: {error}", param=field) from None
-
-
-def _naming_fields(fields: Mapping[str, str], output: RequestOutput) -> RequestOutput:
-    """Return `output` with the errors of its completions in the request's words."""
-    completions = [
-        dataclasses.replace(one, error=f"{field}: {one.error}", error_param=field)
-        if (field := fields.get(one.error_param or "")) is not None
-        else one
-        for one in output.outputs
-    ]
-    return dataclasses.replace(output, outputs=completions)
-
-
-def _failure_of(completion: CompletionOutput) -> Exception | None:
-    """Return what a completion that ended without being complete means for its call; None if it did not."""
-    if completion.finish_reason is FinishReason.ERROR:
-        message = completion.error or "the request failed in the engine"
-        if completion.error_type is not None:
-            return ErrorInfo(completion.error_type, message, completion.error_param).to_exception()
-        return ApiError(500, message, kind=SERVER_ERROR, code="generation_failed")
-    if completion.finish_reason is FinishReason.ABORT:
-        message = "the request was aborted before its answer was complete"
-        return ApiError(503, message, kind=UNAVAILABLE, code="aborted")
-    return None
-
-
-def _aborted_by_client() -> ApiError:
-    return ApiError(CLIENT_LEFT, "the request was aborted over /v1/requests", code="aborted")
-
-
-def _without_failures(output: RequestOutput) -> RequestOutput:
-    """Return `output` as if the completions that failed were still running."""
-    completions = [
-        completion if _failure_of(completion) is None else dataclasses.replace(completion, finish_reason=None)
-        for completion in output.outputs
-    ]
-    return dataclasses.replace(output, outputs=completions, finished=False)
-
-
-async def _merged(
-    streams: Sequence[OutputStream], preparing: asyncio.Semaphore, places: asyncio.Semaphore
-) -> CallOutputs:
-    """Yield the outputs of all streams as they come; a slow reader sees only the latest of each."""
-    if len(streams) == 1:
-        async with contextlib.aclosing(streams[0]) as only:
-            async for output in only:
-                yield 0, output
-        return
-    latest: dict[int, RequestOutput] = {}
-    changed = asyncio.Event()
-
-    async def pump(index: int, stream: OutputStream) -> None:
-        async with contextlib.aclosing(stream) as outputs:
-            async for output in outputs:
-                latest[index] = output
-                changed.set()
-
-    tasks: list[asyncio.Task[None]] = []
-    ended: list[asyncio.Task[None]] = []
-
-    def note_end(task: asyncio.Task[None]) -> None:
-        ended.append(task)
-        places.release()
-        changed.set()
-
-    async def start() -> None:
-        for index, stream in enumerate(streams):
-            await preparing.acquire()
-            task = asyncio.create_task(pump(index, stream))
-            task.add_done_callback(note_end)
-            tasks.append(task)
-
-    starting = asyncio.create_task(start())
-    try:
-        async for item in _drained(ended, len(streams), latest, changed):
-            yield item
-    finally:
-        starting.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(starting, *tasks, return_exceptions=True)
 
 
 async def _drained(

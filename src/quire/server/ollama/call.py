@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec import UNSET
@@ -17,14 +17,7 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.call import GenerationCall
 from quire.server.calls.conversation import AnswerReader, Conversation
 from quire.server.calls.logprobs import chat_logprobs
-from quire.server.calls.outputs import (
-    CallOutputs,
-    OutputStream,
-    SequenceProgress,
-    end_reason,
-    naming_fields,
-    reading,
-)
+from quire.server.calls.outputs import OutputHook, OutputStream, SequenceProgress, end_reason
 from quire.server.context import leniency_of
 from quire.server.ollama.answers import (
     OllamaAnswerMessage,
@@ -100,21 +93,18 @@ class _OllamaCall(GenerationCall[BodyT]):
         self._context.llm.check_health()
         return json_response(self._answer(OllamaAnswerMessage(), done=True, done_reason="load"))
 
-    @property
-    def _request_ids(self) -> Sequence[str]:
-        return [self._engine_id]
-
     def _streams(self) -> Sequence[OutputStream]:
         options = self._request_options()
+        if self._conversation is not None:
+            return [self._conversation.outputs(self._engine_id, options)]
+        prompt = self._raw_prompt or ""
+        return [self._context.llm.generate(prompt, self._params, request_id=self._engine_id, **options)]
+
+    def _fields(self) -> Sequence[Mapping[str, str]]:
         fields = {**_FIELD_NAMES, "prompt": self._prompt_field}
-        if self._conversation is None:
-            prompt = self._raw_prompt or ""
-            stream = self._context.llm.generate(prompt, self._params, request_id=self._engine_id, **options)
-        else:
-            stream = self._conversation.outputs(self._engine_id, options)
-            if self._conversation.is_structured_by_tools:
-                fields["structured_outputs"] = "tools"
-        return [naming_fields(fields, stream)]
+        if self._conversation is not None and self._conversation.is_structured_by_tools:
+            fields["structured_outputs"] = "tools"
+        return [fields]
 
     @property
     @abc.abstractmethod
@@ -122,11 +112,9 @@ class _OllamaCall(GenerationCall[BodyT]):
         """The field that the prompt comes from."""
 
     @override
-    async def _outputs(self) -> CallOutputs:
-        async with reading(super()._outputs()) as outputs:
-            async for prompt_index, output in outputs:
-                self._durations.observe(output)
-                yield prompt_index, output
+    def _hooks(self) -> list[OutputHook]:
+        conversation = [] if self._conversation is None else [self._conversation.observe]
+        return [*conversation, lambda _, output: self._durations.observe(output)]
 
     @override
     async def whole_answer(self) -> OllamaChat | OllamaGeneration:
@@ -139,7 +127,7 @@ class _OllamaCall(GenerationCall[BodyT]):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         progress = SequenceProgress()
         reader: MessageReader | None = None
-        async with reading(self._outputs()) as outputs:
+        async with self._outputs() as outputs:
             async for _, output in outputs:
                 [completion] = output.outputs
                 reader = reader or MessageReader(self._reader(completion))

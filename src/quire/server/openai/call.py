@@ -15,7 +15,7 @@ from typing_extensions import override
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.call import GenerationCall
 from quire.server.calls.logprobs import prompt_logprobs
-from quire.server.calls.outputs import SequenceProgress, reading, usage_of
+from quire.server.calls.outputs import SequenceProgress, usage_of
 from quire.server.openai.bodies import GenerationRequest
 from quire.server.wire.answers import (
     SSE_DONE,
@@ -127,7 +127,7 @@ class CompletionsCall(GenerationCall[RequestT]):
         latest: dict[int, RequestOutput] = {}
         so_far = self._body.includes_usage_so_far
         no_usage = None if self._include_usage else UNSET
-        async with reading(self._outputs()) as outputs:
+        async with self._outputs() as outputs:
             async for prompt_index, output in outputs:
                 latest[prompt_index] = output
                 usage = self._usage([output]) if so_far else no_usage

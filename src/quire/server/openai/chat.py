@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec.structs
@@ -15,7 +15,7 @@ from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.conversation import Conversation
 from quire.server.calls.logprobs import chat_logprobs
-from quire.server.calls.outputs import OutputStream, end_reason, naming_fields
+from quire.server.calls.outputs import OutputHook, OutputStream, end_reason
 from quire.server.calls.tool_answers import deltas_of, message_of
 from quire.server.context import leniency_of
 from quire.server.openai.bodies import ChatCompletionRequest
@@ -61,18 +61,21 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
         template, leniency = self._context.chat_template, leniency_of(request)
         body.thinking_options().note_effort_without_effect(template, leniency, can_think=can_think)
 
-    @property
-    def _request_ids(self) -> Sequence[str]:
-        return [self._engine_id]
-
     def _streams(self) -> Sequence[OutputStream]:
+        return [self._conversation.outputs(self._engine_id, self._request_options())]
+
+    def _fields(self) -> Sequence[Mapping[str, str]]:
         body = self._body
         fields = {"prompt": "messages"}
         if self._conversation.is_structured_by_tools:
             fields["structured_outputs"] = "tools"
         elif body.response_format is not None and body.structured_outputs is None:
             fields["structured_outputs"] = "response_format"
-        return [naming_fields(fields, self._conversation.outputs(self._engine_id, self._request_options()))]
+        return [fields]
+
+    @override
+    def _hooks(self) -> list[OutputHook]:
+        return [self._conversation.observe]
 
     @override
     def _usage(self, outputs: Sequence[RequestOutput]) -> TokenUsage:

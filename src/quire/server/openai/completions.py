@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +13,7 @@ from quire.errors import InvalidRequestError
 from quire.front.text.detokenizer import DecoderFactory
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.logprobs import CompletionLogprobsWriter, joined
-from quire.server.calls.outputs import OutputStream, end_reason, naming_fields, without_output
+from quire.server.calls.outputs import OutputStream, end_reason, without_output
 from quire.server.openai.bodies import CompletionRequest
 from quire.server.openai.call import CompletionsCall
 from quire.server.wire.answers import Completion, CompletionChoice, CompletionLogprobs
@@ -41,7 +41,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         self._starts: dict[int, Sequence[int] | None] = {}  # by index of the prompt
         self._writers: dict[int, CompletionLogprobsWriter] = {}  # by index of the choice
 
-    @property
+    @functools.cached_property
     def _request_ids(self) -> Sequence[str]:
         return [f"{self._engine_id}/{index}" for index in range(len(self._body.prompts))]
 
@@ -55,9 +55,11 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         ]
         if body.only_scores_prompt:
             streams = [without_output(stream) for stream in streams]
-        if len(streams) == 1:
-            return streams
-        return [naming_fields({"prompt": f"prompt[{index}]"}, one) for index, one in enumerate(streams)]
+        return streams
+
+    def _fields(self) -> Sequence[Mapping[str, str]]:
+        num_prompts = len(self._body.prompts)
+        return [{"prompt": f"prompt[{index}]"} if num_prompts > 1 else {} for index in range(num_prompts)]
 
     async def _choice(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput

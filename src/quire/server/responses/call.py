@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,7 +18,7 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.call import GenerationCall
 from quire.server.calls.conversation import Conversation
 from quire.server.calls.logprobs import chat_logprobs
-from quire.server.calls.outputs import OutputStream, SequenceProgress, naming_fields, reading
+from quire.server.calls.outputs import OutputHook, OutputStream, SequenceProgress
 from quire.server.calls.prompt_options import PromptOptions
 from quire.server.calls.reasoning import Thinking
 from quire.server.context import leniency_of
@@ -114,15 +114,16 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
         """The response's id."""
         return self._id
 
-    @property
-    def _request_ids(self) -> Sequence[str]:
-        return [self._engine_id]
-
     def _streams(self) -> Sequence[OutputStream]:
-        fields = _FIELD_NAMES
-        if self._conversation.is_structured_by_tools:
-            fields = {**fields, "structured_outputs": "tools"}
-        return [naming_fields(fields, self._conversation.outputs(self._engine_id, self._request_options()))]
+        return [self._conversation.outputs(self._engine_id, self._request_options())]
+
+    def _fields(self) -> Sequence[Mapping[str, str]]:
+        is_by_tools = self._conversation.is_structured_by_tools
+        return [{**_FIELD_NAMES, "structured_outputs": "tools"} if is_by_tools else _FIELD_NAMES]
+
+    @override
+    def _hooks(self) -> list[OutputHook]:
+        return [self._conversation.observe]
 
     @override
     async def whole_answer(self) -> ResponseAnswer:
@@ -155,7 +156,7 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
         """Yield the events of the response as it is generated."""
         progress = SequenceProgress()
         items: ResponseOutput | None = None
-        async with reading(self._outputs()) as outputs:
+        async with self._outputs() as outputs:
             async for _, output in outputs:
                 [completion] = output.outputs
                 events: list[ResponseEvent] = []
