@@ -11,7 +11,7 @@ from quire.config import ServerConfig
 from quire.dialogue.messages import template_messages
 from quire.request_output import RequestOutput
 from quire.server.app import create_app
-from quire.server.ollama.durations import Durations
+from quire.server.ollama.call import Durations
 from quire.server.ollama.messages import OllamaMessage, openai_messages
 
 USER = {"role": "user", "content": "Hi"}

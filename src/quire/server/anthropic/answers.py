@@ -96,7 +96,7 @@ class InputJsonDelta(Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
+class ContentBlockDelta(Struct, tag_field="type", tag="content_block_delta"):
     """More of a block."""
 
     index: int
@@ -127,7 +127,9 @@ class MessageStop(Struct, tag_field="type", tag="message_stop"):
     """The stream has ended."""
 
 
-StreamEvent: TypeAlias = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+StreamEvent: TypeAlias = (
+    MessageStart | BlockStart | ContentBlockDelta | BlockStop | MessageDelta | MessageStop
+)
 
 
 class ErrorContent(Struct, kw_only=True):

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.server.calls.conversation import Conversation, ConversationBody
 from quire.server.calls.logprob_limit import LogprobLimit
 from quire.server.calls.outputs import PREPARED_AT_ONCE, CallOutputs, OutputHook, OutputStream
 from quire.server.calls.request_start import REQUEST_START, arrival_time_of
@@ -298,3 +300,39 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     @abc.abstractmethod
     def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of the answer."""
+
+
+class ConversationCall(GenerationCall[BodyT]):
+    """A call for the next message of a conversation."""
+
+    _conversation: Conversation
+    prompt_field: ClassVar[str] = "messages"
+    effort_field: ClassVar[str] = "reasoning_effort"
+    other_fields: ClassVar[Mapping[str, str]] = {}
+    """The body's names of further parameters that the engine calls otherwise."""
+
+    def _converse(self, body: ConversationBody, messages: list[dict[str, Any]]) -> None:
+        """Begin the conversation, which may demand more of the parameters.
+
+        Raises:
+            InvalidRequestError: the model cannot call tools, or not as it must.
+        """
+        self._conversation = Conversation(self._context, body, messages, self._params)
+        self._params = self._conversation.params
+
+    @property
+    def _structure_field(self) -> str | None:
+        """The field that says which structure the answer must have; None: it has the engine's name."""
+        return None
+
+    def _streams(self) -> Sequence[OutputStream]:
+        return [self._conversation.outputs(self._engine_id, self._request_options())]
+
+    def _fields(self) -> Sequence[Mapping[str, str]]:
+        fields = {"prompt": self.prompt_field, **self.other_fields}
+        structure = "tools" if self._conversation.is_structured_by_tools else self._structure_field
+        return [fields if structure is None else {**fields, "structured_outputs": structure}]
+
+    @override
+    def _hooks(self) -> list[OutputHook]:
+        return [self._conversation.observe]

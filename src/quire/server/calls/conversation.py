@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import secrets
-import string
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.calls.grammar import structure_of_answer
 from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.calls.tools import ToolUse
 from quire.dialogue.earlier_turns import text_of
-from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import has_place_for_tools
 from quire.dialogue.reasoning.formats import ExpectedThought, expected_thought
 from quire.dialogue.reasoning.tokens import ThoughtTokens
@@ -23,14 +19,13 @@ from quire.front.text.reasoning import ThoughtControl
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.schemas.json_schemas import enforceable_schema
+from quire.server.calls.blocks import AnswerReader
 from quire.server.calls.outputs import OutputStream
 from quire.server.calls.prompt_options import PromptOptions
 from quire.server.calls.reasoning import Thinking
 from quire.server.context import ServerContext
+from quire.server.wire.leniency import Leniency
 from quire.structured_outputs import StructuredOutputsParams
-
-_SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
-_SHORT_ID_LENGTH = 9
 
 
 class ConversationBody(Protocol):
@@ -42,9 +37,6 @@ class ConversationBody(Protocol):
         Raises:
             InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
         """
-
-    def given_messages(self) -> list[dict[str, Any]]:
-        """Return the messages in OpenAI's form."""
 
     def thinking_options(self) -> Thinking:
         """Return how the model is to think."""
@@ -58,7 +50,8 @@ class Conversation:
 
     Args:
         context: of the server.
-        body: with the messages and tools.
+        body: with the tools.
+        messages: in OpenAI's form.
         params: of the answer, without what tools demand of it; None: there is to be none.
 
     Raises:
@@ -66,11 +59,17 @@ class Conversation:
     """
 
     def __init__(
-        self, context: ServerContext, body: ConversationBody, params: SamplingParams | None = None
+        self,
+        context: ServerContext,
+        body: ConversationBody,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
     ) -> None:
         self._context = context
+        self._template = context.chat_template
+        self._thought_format = context.thought_format
         call_format = context.tool_call_format
-        self._messages = body.given_messages()
+        self._messages = messages
         self._tool_use = body.tool_use()
         self._call_format: ToolCallFormat | None = None
         self._thinking = body.thinking_options()
@@ -98,6 +97,27 @@ class Conversation:
         """Whether the answer has a grammar because of the tools."""
         return self._tool_use is not None and self._tool_use.needs_grammar
 
+    def note_without_effect(
+        self, leniency: Leniency, effort_field: str, switch_field: str | None = None
+    ) -> None:
+        """Note documents, an effort and a switch that the chat template has no place for.
+
+        Args:
+            leniency: with which the body is read.
+            effort_field: path of the field with the effort.
+            switch_field: of the one that turns reasoning on; None: there is none.
+
+        Raises:
+            InvalidRequestError: the server is strict.
+        """
+        template, can_think = self._template, self._thought_format is not None
+        self._prompt_options.note_documents_without_effect(template, leniency)
+        self._thinking.note_effort_without_effect(template, leniency, can_think=can_think, param=effort_field)
+        if switch_field is not None:
+            self._thinking.note_switch_without_effect(
+                template, leniency, can_think=can_think, param=switch_field
+            )
+
     def outputs(self, request_id: str, options: dict[str, Any]) -> OutputStream:
         """Return the engine's outputs.
 
@@ -120,7 +140,7 @@ class Conversation:
         return await self._context.llm.tokenize_chat(self._messages, **self._template_options())
 
     def _thought_options(self) -> dict[str, Any]:
-        thought_format = self._context.thought_format
+        thought_format = self._thought_format
         budget = self._thinking.budget
         if thought_format is None or (
             budget is None and self.params.structured_outputs is None and not self.params.stop
@@ -146,7 +166,7 @@ class Conversation:
         """Yield the texts that are read in answers, also where they are special tokens."""
         if self._call_format is not None:
             yield from self._call_format.marks
-        if (thought_format := self._context.thought_format) is not None:
+        if (thought_format := self._thought_format) is not None:
             yield from thought_format.marks
 
     def _template_options(self) -> dict[str, Any]:
@@ -154,7 +174,7 @@ class Conversation:
         options = {"call_format": self._context.tool_call_format, **self._prompt_options.given()}
         if self._tool_use is not None:
             options["tools"] = [tool.for_template() for tool in self._tool_use.tools]
-        variables = self._thinking.variables(self._context.chat_template, self._context.thought_format)
+        variables = self._thinking.variables(self._template, self._thought_format)
         if self._prompt_options.documents is not None:
             variables = {"documents": self._prompt_options.documents, **variables}
         if variables:
@@ -163,7 +183,7 @@ class Conversation:
 
     def observe(self, prompt_index: int, output: RequestOutput) -> None:
         """Note, before an output is read, what its prompt says of reasoning."""
-        thought_format = self._context.thought_format
+        thought_format = self._thought_format
         if thought_format is not None and self._thought is None:
             self._thought = expected_thought(thought_format, output.prompt or "", self._continued)
 
@@ -179,7 +199,7 @@ class Conversation:
 
     def num_thought_tokens(self, completion: CompletionOutput) -> int | None:
         """Return how many tokens of a completion so far are thought; None: of this model, that is unknown."""
-        if self._context.thought_format is None:
+        if self._thought_format is None:
             return None
         if self._thought is None:
             return 0
@@ -189,64 +209,6 @@ class Conversation:
             counter = ThoughtTokens(self._thought, tokenizer.token_text, tokenizer.added_token_id)
             self._thought_tokens[completion.index] = counter
         return counter.update(completion.token_ids)
-
-
-class AnswerReader:
-    """Reads one answer as it comes.
-
-    Args:
-        call_format: in which the model calls tools; None: it calls none.
-        use: of tools by the answer.
-        thought: with which the answer may begin; None: with none.
-        shows_thought: whether its events are returned.
-    """
-
-    def __init__(
-        self,
-        call_format: ToolCallFormat | None,
-        use: ToolUse | None,
-        thought: ExpectedThought | None,
-        *,
-        shows_thought: bool,
-    ) -> None:
-        self._parser: AnswerParser | None = None
-        self._must_call = use is not None and use.must_call
-        if call_format is not None or thought is not None:
-            self._parser = AnswerParser(call_format, {} if use is None else use.schemas, thought)
-        self._shows_thought = shows_thought
-        self._short_ids = call_format is not None and call_format.short_ids
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the answer has called tools so far, and all calls are complete."""
-        return self._parser is not None and self._parser.has_calls
-
-    def events(self, new_text: str, *, is_last: bool, is_cut_off: bool = False) -> list[AnswerEvent]:
-        """Return what is new with a piece of the text.
-
-        Args:
-            new_text: the piece.
-            is_last: whether nothing follows.
-            is_cut_off: whether something else than the model has ended the answer.
-        """
-        if self._parser is None:
-            return [ContentDelta(new_text)] if new_text else []
-        events = self._parser.feed(new_text)
-        if is_last:
-            events += self._parser.finish(is_cut_off=is_cut_off)
-        return [event for event in events if self._is_shown(event)]
-
-    def _is_shown(self, event: AnswerEvent) -> bool:
-        """Whether an event is told; what is no call where there must be one is the beginning of one."""
-        if isinstance(event, ReasoningDelta):
-            return self._shows_thought
-        return not (self._must_call and isinstance(event, ContentDelta))
-
-    def new_call_id(self, prefix: str = "call_") -> str:
-        """Return an id for a call: with the prefix, unless the template wants short ones."""
-        if self._short_ids:
-            return "".join(secrets.choice(_SHORT_ID_CHARACTERS) for _ in range(_SHORT_ID_LENGTH))
-        return prefix + secrets.token_hex(12)
 
 
 def _required_format(context: ServerContext) -> ToolCallFormat:

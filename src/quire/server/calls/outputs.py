@@ -229,15 +229,17 @@ async def _drained(
 class SequenceProgress:
     """How much of one sequence's cumulative text and tokens the client has been sent."""
 
-    __slots__ = ("ended", "num_chars", "num_tokens")
+    __slots__ = ("begun", "ended", "num_chars", "num_tokens")
 
     def __init__(self) -> None:
+        self.begun = False
         self.num_chars = 0
         self.num_tokens = 0
         self.ended = False
 
     def advance(self, completion: CompletionOutput) -> tuple[str, int]:
         """Return the new text and where the new tokens start; then count both as sent."""
+        self.begun = True
         text = completion.text[self.num_chars :]
         start = self.num_tokens
         self.num_chars = len(completion.text)

@@ -75,7 +75,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Return the tokens of a text, or of the prompt that the chat template makes of a conversation."""
     context = _context_of_model(request, body.model)
     if body.prompt is None:
-        tokens = await Conversation(context, body).prompt_tokens()
+        tokens = await Conversation(context, body, body.given_messages()).prompt_tokens()
     else:
         adds = body.add_special_tokens is not False
         tokens = await context.llm.tokenize(body.prompt, add_special_tokens=adds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -14,31 +14,25 @@ from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.calls.call import GenerationCall
-from quire.server.calls.conversation import AnswerReader, Conversation
+from quire.server.calls.blocks import AnswerReader, Block, BlockDelta, BlockEnd, BlockKind
+from quire.server.calls.call import ConversationCall
 from quire.server.calls.logprobs import chat_logprobs
 from quire.server.calls.outputs import OutputHook, OutputStream, SequenceProgress, end_reason
 from quire.server.context import leniency_of
 from quire.server.ollama.answers import (
+    CalledTool,
     OllamaAnswerMessage,
     OllamaChat,
     OllamaGeneration,
+    OllamaToolCall,
     error_text,
     json_line,
     timestamp,
 )
 from quire.server.ollama.body import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
-from quire.server.ollama.durations import Durations
-from quire.server.ollama.message_reader import MessageReader
 from quire.server.wire.answers import json_response
 from quire.server.wire.errors import ApiError
 from quire.server.wire.streaming import JSON_LINES
-
-_FIELD_NAMES = {
-    "max_tokens": "options.num_predict",
-    "structured_outputs": "format",
-    "stop": "options.stop",
-}
 
 BodyT = TypeVar("BodyT", bound=OllamaRequest)
 
@@ -53,25 +47,27 @@ async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
     return await _GenerateCall(request, body).response()
 
 
-class _OllamaCall(GenerationCall[BodyT]):
+class _OllamaCall(ConversationCall[BodyT]):
     id_prefix = "ollama"
+    other_fields: ClassVar[Mapping[str, str]] = {"max_tokens": "options.num_predict", "stop": "options.stop"}
+    _structure_field = "format"
     stream_type = JSON_LINES
 
     def __init__(self, request: Request, body: BodyT) -> None:
         super().__init__(request, body)
         self._durations = Durations()
+        self._num_calls = 0  # of tools, complete
+        self._raw_reader = AnswerReader()  # of an answer to a raw prompt
         self._raw_prompt = body.raw_prompt(self._context.chat_template)
-        self._conversation: Conversation | None = None
         if self._raw_prompt is None:
-            self._conversation = Conversation(self._context, body, self._params)
-            self._params = self._conversation.params
+            self._converse(body, body.given_messages())
         self._note_thinking_without_effect()
 
     def _note_thinking_without_effect(self) -> None:
         """Note that the model is to think, which it cannot, unless the server is strict."""
         thinking, leniency = self._body.thinking_options(), leniency_of(self._request)
-        template = "" if self._conversation is None else self._context.chat_template
-        can_think = self._conversation is not None and self._context.thought_format is not None
+        template = self._context.chat_template if self._raw_prompt is None else ""
+        can_think = self._raw_prompt is None and self._context.thought_format is not None
         thinking.note_effort_without_effect(template, leniency, can_think=can_think, param="think")
         if self._body.think is not True or can_think or thinking.variables(template):
             return
@@ -93,46 +89,41 @@ class _OllamaCall(GenerationCall[BodyT]):
         self._context.llm.check_health()
         return json_response(self._answer(OllamaAnswerMessage(), done=True, done_reason="load"))
 
+    @override
     def _streams(self) -> Sequence[OutputStream]:
+        if self._raw_prompt is None:
+            return super()._streams()
         options = self._request_options()
-        if self._conversation is not None:
-            return [self._conversation.outputs(self._engine_id, options)]
-        prompt = self._raw_prompt or ""
-        return [self._context.llm.generate(prompt, self._params, request_id=self._engine_id, **options)]
+        return [
+            self._context.llm.generate(self._raw_prompt, self._params, request_id=self._engine_id, **options)
+        ]
 
+    @override
     def _fields(self) -> Sequence[Mapping[str, str]]:
-        fields = {**_FIELD_NAMES, "prompt": self._prompt_field}
-        if self._conversation is not None and self._conversation.is_structured_by_tools:
-            fields["structured_outputs"] = "tools"
-        return [fields]
-
-    @property
-    @abc.abstractmethod
-    def _prompt_field(self) -> str:
-        """The field that the prompt comes from."""
+        if self._raw_prompt is None:
+            return super()._fields()
+        return [{"prompt": self.prompt_field, "structured_outputs": "format", **self.other_fields}]
 
     @override
     def _hooks(self) -> list[OutputHook]:
-        conversation = [] if self._conversation is None else [self._conversation.observe]
+        conversation = super()._hooks() if self._raw_prompt is None else []
         return [*conversation, lambda _, output: self._durations.observe(output)]
 
     @override
     async def whole_answer(self) -> OllamaChat | OllamaGeneration:
         [output] = await self._final_outputs()
         [completion] = output.outputs
-        message = MessageReader(self._reader(completion)).whole(completion)
+        message = _joined(self._messages(completion.text, completion))
         return await self._last_answer(message, output, completion, 0)
 
     @override
     async def _events(self) -> AsyncGenerator[bytes, None]:
         progress = SequenceProgress()
-        reader: MessageReader | None = None
         async with self._outputs() as outputs:
             async for _, output in outputs:
                 [completion] = output.outputs
-                reader = reader or MessageReader(self._reader(completion))
                 new_text, first_new_token = progress.advance(completion)
-                messages = reader.pieces(new_text, completion)
+                messages = self._messages(new_text, completion)
                 lines = [self._answer(message, done=False) for message in messages]
                 if completion.finished:
                     last = await self._last_answer(OllamaAnswerMessage(), output, completion, first_new_token)
@@ -147,10 +138,23 @@ class _OllamaCall(GenerationCall[BodyT]):
     def _error_event(self, error: ApiError) -> bytes:
         return json_line(error_text(error))
 
-    def _reader(self, completion: CompletionOutput) -> AnswerReader:
-        if self._conversation is None:
-            return AnswerReader(None, None, None, shows_thought=True)
-        return self._conversation.reader(completion)
+    def _messages(self, new_text: str, completion: CompletionOutput) -> list[OllamaAnswerMessage]:
+        """Return what is new with a piece of the text; a call is there once it is complete."""
+        raw = self._raw_prompt is not None
+        reader = self._raw_reader if raw else self._conversation.reader(completion)
+        messages: list[OllamaAnswerMessage] = []
+        for event in reader.events(new_text, completion):
+            match event:
+                case BlockDelta(Block(kind=BlockKind.TEXT), text):
+                    messages.append(OllamaAnswerMessage(content=text))
+                case BlockDelta(Block(kind=BlockKind.REASONING), text):
+                    messages.append(OllamaAnswerMessage(thinking=text))
+                case BlockEnd(Block(kind=BlockKind.CALL, is_complete=True) as block):
+                    tool = CalledTool(index=self._num_calls, name=block.name, arguments=block.arguments)
+                    call = OllamaToolCall(id=reader.new_call_id(), function=tool)
+                    messages.append(OllamaAnswerMessage(tool_calls=[call]))
+                    self._num_calls += 1
+        return messages
 
     async def _logprobs(self, completion: CompletionOutput, first_token: int) -> Any:
         tokenizer = self._context.llm.tokenizer
@@ -179,8 +183,6 @@ class _OllamaCall(GenerationCall[BodyT]):
 
 
 class _ChatCall(_OllamaCall[OllamaChatRequest]):
-    _prompt_field = "messages"
-
     @override
     def _shaped(self, message: OllamaAnswerMessage, **fields: Any) -> OllamaChat:
         return OllamaChat(message=message, **fields)
@@ -188,8 +190,52 @@ class _ChatCall(_OllamaCall[OllamaChatRequest]):
 
 class _GenerateCall(_OllamaCall[OllamaGenerateRequest]):
     operation = "text_completion"
-    _prompt_field = "prompt"
+    prompt_field = "prompt"
 
     @override
     def _shaped(self, message: OllamaAnswerMessage, **fields: Any) -> OllamaGeneration:
         return OllamaGeneration(response=message.content, thinking=message.thinking, **fields)
+
+
+def _joined(pieces: Sequence[OllamaAnswerMessage]) -> OllamaAnswerMessage:
+    thinking = [piece.thinking for piece in pieces if piece.thinking is not UNSET]
+    calls = [call for piece in pieces if piece.tool_calls is not UNSET for call in piece.tool_calls]
+    return OllamaAnswerMessage(
+        content="".join(piece.content for piece in pieces),
+        thinking="".join(thinking) if thinking else UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+class Durations:
+    """The times of one request, which arrives now."""
+
+    def __init__(self) -> None:
+        self._arrival = time.monotonic()
+        self._start: float | None = None  # of its first step
+        self._first_token: float | None = None
+
+    def observe(self, output: RequestOutput) -> None:
+        """Note when it is that the request has begun, and when it has a token."""
+        if self._first_token is None and any(completion.token_ids for completion in output.outputs):
+            self._start = output.first_scheduled_time
+            self._first_token = time.monotonic()
+
+    def fields(self) -> dict[str, int]:
+        """Return the durations up to now in nanoseconds, by Ollama's names.
+
+        Until its first step, a request is tokenized and waits. Those that clients divide by are not 0.
+        """
+        end = time.monotonic()
+        first_token = end if self._first_token is None else self._first_token
+        start = self._arrival if self._start is None else self._start
+        return {
+            "total_duration": _nanoseconds(end - self._arrival),
+            "load_duration": _nanoseconds(start - self._arrival),
+            "prompt_eval_duration": max(1, _nanoseconds(first_token - start)),
+            "eval_duration": max(1, _nanoseconds(end - first_token)),
+        }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))

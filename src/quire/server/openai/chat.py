@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec.structs
@@ -13,14 +13,16 @@ from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.calls.conversation import Conversation
+from quire.server.calls.blocks import AnswerReader, Block, BlockBegin, BlockDelta, BlockEvent, BlockKind
+from quire.server.calls.call import ConversationCall
 from quire.server.calls.logprobs import chat_logprobs
-from quire.server.calls.outputs import OutputHook, OutputStream, end_reason
-from quire.server.calls.tool_answers import deltas_of, message_of
+from quire.server.calls.outputs import end_reason
 from quire.server.context import leniency_of
 from quire.server.openai.bodies import ChatCompletionRequest
 from quire.server.openai.call import CompletionsCall
 from quire.server.wire.answers import (
+    AssistantMessage,
+    CalledFunctionDelta,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -30,7 +32,10 @@ from quire.server.wire.answers import (
     ChatLogprobs,
     Completion,
     CompletionTokensDetails,
+    FunctionCall,
     TokenUsage,
+    ToolCall,
+    ToolCallDelta,
 )
 
 
@@ -39,7 +44,7 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     return await _ChatCall(request, body).response()
 
 
-class _ChatCall(CompletionsCall[ChatCompletionRequest]):
+class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCompletionRequest]):
     id_prefix = "chatcmpl"
     answer_type = ChatCompletion
     event_type = ChatCompletionChunk
@@ -47,35 +52,21 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
     def __init__(self, request: Request, body: ChatCompletionRequest) -> None:
         super().__init__(request, body)
         self._opening_fields: dict[str, Any] = {}  # of the event that a streamed choice begins with
-        self._conversation = Conversation(self._context, body, self._params)
-        self._params = self._conversation.params
+        self._converse(body, body.given_messages())
         if body.thinking_token_budget is not None and self._context.thought_format is None:
             raise InvalidRequestError(
                 f"thinking_token_budget is {body.thinking_token_budget}, but the model's chat template does "
                 "not tell how it thinks; leave it out, or start the server with --reasoning-format",
                 param="thinking_token_budget",
             )
-        options = body.prompt_options()
-        options.note_documents_without_effect(self._context.chat_template, leniency_of(request))
-        can_think = self._context.thought_format is not None
-        template, leniency = self._context.chat_template, leniency_of(request)
-        body.thinking_options().note_effort_without_effect(template, leniency, can_think=can_think)
+        self._conversation.note_without_effect(leniency_of(request), self.effort_field)
 
-    def _streams(self) -> Sequence[OutputStream]:
-        return [self._conversation.outputs(self._engine_id, self._request_options())]
-
-    def _fields(self) -> Sequence[Mapping[str, str]]:
-        body = self._body
-        fields = {"prompt": "messages"}
-        if self._conversation.is_structured_by_tools:
-            fields["structured_outputs"] = "tools"
-        elif body.response_format is not None and body.structured_outputs is None:
-            fields["structured_outputs"] = "response_format"
-        return [fields]
-
+    @property
     @override
-    def _hooks(self) -> list[OutputHook]:
-        return [self._conversation.observe]
+    def _structure_field(self) -> str | None:
+        body = self._body
+        is_by_format = body.response_format is not None and body.structured_outputs is None
+        return "response_format" if is_by_format else None
 
     @override
     def _usage(self, outputs: Sequence[RequestOutput]) -> TokenUsage:
@@ -101,7 +92,7 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
     ) -> ChatChoice:
         return ChatChoice(
             index=completion.index,
-            message=message_of(self._conversation.reader(completion), completion),
+            message=_message_of(self._conversation.reader(completion), completion),
             logprobs=await self._logprobs(completion, 0),
             finish_reason=self._end_reason(completion),
             token_ids=self._token_ids(completion, 0),
@@ -124,7 +115,7 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
         index = completion.index
         logprobs = await self._logprobs(completion, first_new_token)
         reader = self._conversation.reader(completion)
-        deltas = deltas_of(reader, new_text, completion)
+        deltas = _deltas_of(reader, new_text, completion)
         token_ids = self._token_ids(completion, first_new_token)
         if not deltas and (token_ids or (logprobs and logprobs.content)):
             deltas = [ChatDelta(content="")]
@@ -142,3 +133,44 @@ class _ChatCall(CompletionsCall[ChatCompletionRequest]):
         opens = bool(choices) and choices[0].delta.role is not UNSET
         fields = self._opening_fields if opens else {}
         return ChatCompletionChunk(choices=choices, usage=usage, **fields, **self._head)
+
+
+def _message_of(reader: AnswerReader, completion: CompletionOutput) -> AssistantMessage:
+    """Return a whole answer as a message."""
+    blocks = reader.whole(completion)
+    content = [block.text for block in blocks if block.kind is BlockKind.TEXT]
+    reasoning = [block.text for block in blocks if block.kind is BlockKind.REASONING]
+    calls = [
+        ToolCall(id=reader.new_call_id(), function=FunctionCall(name=block.name, arguments=block.text))
+        for block in blocks
+        if block.kind is BlockKind.CALL
+    ]
+    shown = "".join(reasoning) if reasoning else UNSET
+    return AssistantMessage(
+        content="".join(content) if content or not (reasoning or calls) else None,
+        reasoning_content=shown,
+        reasoning=shown,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _deltas_of(reader: AnswerReader, text: str, completion: CompletionOutput) -> list[ChatDelta]:
+    """Return what is new in an answer with a piece of its text."""
+    events = reader.events(text, completion)
+    return [delta for event in events if (delta := _delta_of(reader, event)) is not None]
+
+
+def _delta_of(reader: AnswerReader, event: BlockEvent) -> ChatDelta | None:
+    match event:
+        case BlockDelta(Block(kind=BlockKind.TEXT), text):
+            return ChatDelta(content=text)
+        case BlockDelta(Block(kind=BlockKind.REASONING), text):
+            return ChatDelta(reasoning_content=text, reasoning=text)
+        case BlockDelta(Block(call_index=index), text):
+            function = CalledFunctionDelta(arguments=text)
+            return ChatDelta(tool_calls=[ToolCallDelta(index=index, function=function)])
+        case BlockBegin(Block(kind=BlockKind.CALL, call_index=index, name=name)):
+            function = CalledFunctionDelta(name=name, arguments="")
+            call = ToolCallDelta(index=index, id=reader.new_call_id(), type="function", function=function)
+            return ChatDelta(tool_calls=[call])
+    return None

@@ -11,6 +11,7 @@ from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt
 from quire.request_options import RequestOptions, ShortText
 from quire.sampling_params import NumLogprobs, SamplingParams
+from quire.server.calls.prompt_options import PromptOptions
 from quire.server.calls.reasoning import ReasoningEffort, Thinking
 from quire.server.calls.response_format import ANY_OBJECT, SchemaName, structure_of_schema
 from quire.server.calls.tool_fields import (
@@ -259,6 +260,10 @@ class ResponsesRequest(StrictModel):
             choice if choice is None or isinstance(choice, str) else choice.as_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
         )
+
+    def prompt_options(self) -> PromptOptions:
+        """Return how the conversation becomes a prompt."""
+        return PromptOptions()
 
     def thinking_options(self) -> Thinking:
         """Return how the model is to think."""

@@ -7,20 +7,16 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from typing_extensions import override
 
-from quire.dialogue.calls.tools import ToolUse
 from quire.request_output import CompletionOutput, RequestOutput
-from quire.server.calls.call import GenerationCall
-from quire.server.calls.conversation import Conversation
+from quire.server.calls.call import ConversationCall
 from quire.server.calls.logprobs import chat_logprobs
-from quire.server.calls.outputs import OutputHook, OutputStream, SequenceProgress
-from quire.server.calls.prompt_options import PromptOptions
-from quire.server.calls.reasoning import Thinking
+from quire.server.calls.outputs import SequenceProgress
 from quire.server.context import leniency_of
 from quire.server.responses.answers import (
     Completed,
@@ -49,39 +45,8 @@ from quire.server.wire.answers import TokenLogprob
 from quire.server.wire.errors import ApiError
 from quire.status import FinishReason
 
-_FIELD_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens", "structured_outputs": "text.format"}
 
-
-class _Input:
-    """What the model is to answer.
-
-    Args:
-        body: of the request.
-        items: of the whole conversation.
-    """
-
-    def __init__(self, body: ResponsesRequest, items: Sequence[Item]) -> None:
-        self._body = body
-        self._items = items
-
-    def tool_use(self) -> ToolUse | None:
-        """Return which tools the answer may or must call; None: none."""
-        return self._body.tool_use()
-
-    def given_messages(self) -> list[dict[str, Any]]:
-        """Return the conversation in OpenAI's form of messages."""
-        return messages_of(self._body.instructions, self._items)
-
-    def thinking_options(self) -> Thinking:
-        """Return how the model is to think."""
-        return self._body.thinking_options()
-
-    def prompt_options(self) -> PromptOptions:
-        """Return how the conversation becomes a prompt."""
-        return PromptOptions()
-
-
-class ResponsesCall(GenerationCall[ResponsesRequest]):
+class ResponsesCall(ConversationCall[ResponsesRequest]):
     """The generation of one response.
 
     Args:
@@ -92,6 +57,10 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
     """
 
     id_prefix = "resp"
+    prompt_field = "input"
+    effort_field = "reasoning.effort"
+    other_fields: ClassVar[Mapping[str, str]] = {"max_tokens": "max_output_tokens"}
+    _structure_field = "text.format"
 
     def __init__(
         self, request: Request, body: ResponsesRequest, items: Sequence[Item], keeping: Keeping | None
@@ -101,41 +70,20 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
         self._keeping = keeping
         self._created_at = int(time.time())
         self._numbers = itertools.count()
-        self._conversation = Conversation(self._context, _Input(body, items), self._params)
-        self._params = self._conversation.params
-        can_think = self._context.thought_format is not None
-        template, leniency = self._context.chat_template, leniency_of(request)
-        body.thinking_options().note_effort_without_effect(
-            template, leniency, can_think=can_think, param="reasoning.effort"
-        )
+        self._converse(body, messages_of(body.instructions, items))
+        self._conversation.note_without_effect(leniency_of(request), self.effort_field)
 
     @property
     def id(self) -> str:
         """The response's id."""
         return self._id
 
-    def _streams(self) -> Sequence[OutputStream]:
-        return [self._conversation.outputs(self._engine_id, self._request_options())]
-
-    def _fields(self) -> Sequence[Mapping[str, str]]:
-        is_by_tools = self._conversation.is_structured_by_tools
-        return [{**_FIELD_NAMES, "structured_outputs": "tools"} if is_by_tools else _FIELD_NAMES]
-
-    @override
-    def _hooks(self) -> list[OutputHook]:
-        return [self._conversation.observe]
-
     @override
     async def whole_answer(self) -> ResponseAnswer:
         [output] = await self._final_outputs()
         [completion] = output.outputs
         items = ResponseOutput(self._conversation.reader(completion), self._numbers)
-        items.feed(
-            completion.text,
-            await self._logprobs(completion, 0),
-            is_last=True,
-            is_complete=not _is_cut_off(completion),
-        )
+        items.feed(completion.text, completion, await self._logprobs(completion, 0))
         return await self._ended(output, completion, items.items)
 
     @override
@@ -167,12 +115,7 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
                         events.append(Created(sequence_number=next(self._numbers), response=begun))
                     events.append(InProgress(sequence_number=next(self._numbers), response=begun))
                 new_text, first_new_token = progress.advance(completion)
-                events += items.feed(
-                    new_text,
-                    await self._logprobs(completion, first_new_token),
-                    is_last=completion.finished,
-                    is_complete=not _is_cut_off(completion),
-                )
+                events += items.feed(new_text, completion, await self._logprobs(completion, first_new_token))
                 if completion.finished:
                     ended = await self._ended(output, completion, items.items)
                     last = Completed if ended.status == "completed" else Incomplete
@@ -204,7 +147,7 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
         self, output: RequestOutput, completion: CompletionOutput, items: list[OutputItem]
     ) -> ResponseAnswer:
         answer = self.answer("completed", items)
-        if _is_cut_off(completion):
+        if completion.finish_reason is FinishReason.LENGTH:
             answer.status = "incomplete"
             answer.incomplete_details = IncompleteDetails("max_output_tokens")
         num_input, num_output = len(output.prompt_token_ids), len(completion.token_ids)
@@ -252,10 +195,6 @@ class ResponsesCall(GenerationCall[ResponsesRequest]):
             truncation=body.truncation or "disabled",
             user=body.user,
         )
-
-
-def _is_cut_off(completion: CompletionOutput) -> bool:
-    return completion.finish_reason is FinishReason.LENGTH
 
 
 def _dumped(value: Any) -> Any:

@@ -1,0 +1,197 @@
+"""An answer as it comes: blocks of text, of reasoning and calls of tools, of which one at a time is open."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import secrets
+import string
+from typing import TypeAlias
+
+from msgspec import Raw
+
+from quire.dialogue.answer_parser import AnswerParser
+from quire.dialogue.calls.tool_call_format import ToolCallFormat
+from quire.dialogue.calls.tools import ToolUse
+from quire.dialogue.events import (
+    AnswerEvent,
+    ArgumentsDelta,
+    CallBegin,
+    CallEnd,
+    ContentDelta,
+    ReasoningDelta,
+)
+from quire.dialogue.reasoning.formats import ExpectedThought
+from quire.request_output import CompletionOutput
+from quire.server.calls.outputs import is_cut_off
+from quire.status import FinishReason
+
+_SHORT_ID_CHARACTERS = string.ascii_letters + string.digits
+_SHORT_ID_LENGTH = 9
+_LINE_BREAKS = re.compile(r"[\r\n]+")
+
+
+class BlockKind(enum.Enum):
+    """What a block is."""
+
+    TEXT = enum.auto()
+    REASONING = enum.auto()
+    CALL = enum.auto()
+
+
+@dataclasses.dataclass(slots=True)
+class Block:
+    """A part of an answer.
+
+    Attributes:
+        kind: of the block.
+        index: among the blocks of the answer.
+        name: of the tool that is called.
+        call_index: of a call, among the calls of the answer.
+        is_complete: whether it has ended as the model wanted; a call that has not is no call.
+        pieces: of its text so far; of a call, of its arguments, JSON once it is complete.
+    """
+
+    kind: BlockKind
+    index: int
+    name: str = ""
+    call_index: int = 0
+    is_complete: bool = True
+    pieces: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> Raw:
+        """A complete call's arguments for APIs that have them as an object: JSON without line breaks."""
+        return Raw(_LINE_BREAKS.sub(" ", self.text))  # in JSON, line breaks are only between values
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockBegin:
+    """A block begins."""
+
+    block: Block
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockDelta:
+    """More of a block."""
+
+    block: Block
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockEnd:
+    """A block has ended."""
+
+    block: Block
+
+
+BlockEvent: TypeAlias = BlockBegin | BlockDelta | BlockEnd
+
+
+class AnswerReader:
+    """Reads one answer as it comes.
+
+    Args:
+        call_format: in which the model calls tools; None: it calls none.
+        use: of tools by the answer.
+        thought: with which the answer may begin; None: with none.
+        shows_thought: whether the client sees it.
+    """
+
+    def __init__(
+        self,
+        call_format: ToolCallFormat | None = None,
+        use: ToolUse | None = None,
+        thought: ExpectedThought | None = None,
+        *,
+        shows_thought: bool = True,
+    ) -> None:
+        self._parser: AnswerParser | None = None
+        self._must_call = use is not None and use.must_call
+        if call_format is not None or thought is not None:
+            self._parser = AnswerParser(call_format, {} if use is None else use.schemas, thought)
+        self._shows_thought = shows_thought
+        self._short_ids = call_format is not None and call_format.short_ids
+        self._blocks: list[Block] = []
+        self._is_open = False  # the last block
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the answer has called tools so far, and all calls are complete."""
+        return self._parser is not None and self._parser.has_calls
+
+    def events(self, new_text: str, completion: CompletionOutput) -> list[BlockEvent]:
+        """Return what is new with a piece of the text of a completion, as it is now."""
+        events: list[BlockEvent] = []
+        for event in self._parsed(new_text, completion):
+            match event:
+                case ContentDelta(text=text) if not self._must_call:  # else it is the beginning of a call
+                    events += self._more(BlockKind.TEXT, text)
+                case ReasoningDelta(text=text) if self._shows_thought:
+                    events += self._more(BlockKind.REASONING, text)
+                case CallBegin(index=index, name=name):
+                    events += self._begin(BlockKind.CALL, name, index)
+                case ArgumentsDelta(text=text):
+                    events.append(self._add(text))
+                case CallEnd(is_complete=is_complete):
+                    events += self._end(is_complete=is_complete)
+        if completion.finished:
+            events += self._end(is_complete=completion.finish_reason is not FinishReason.LENGTH)
+        return events
+
+    def whole(self, completion: CompletionOutput) -> list[Block]:
+        """Return the blocks of a whole answer: a call that a stop string has cut off is none of them."""
+        self.events(completion.text, completion)
+        blocks: list[Block] = []
+        for block in self._blocks:
+            is_call = block.kind is BlockKind.CALL
+            if is_call and not block.is_complete and completion.finish_reason is not FinishReason.LENGTH:
+                continue
+            if blocks and blocks[-1].kind is block.kind and not is_call:
+                blocks[-1].pieces += block.pieces
+            else:
+                blocks.append(block)
+        return blocks
+
+    def new_call_id(self, prefix: str = "call_") -> str:
+        """Return an id for a call: with the prefix, unless the template wants short ones."""
+        if self._short_ids:
+            return "".join(secrets.choice(_SHORT_ID_CHARACTERS) for _ in range(_SHORT_ID_LENGTH))
+        return prefix + secrets.token_hex(12)
+
+    def _parsed(self, new_text: str, completion: CompletionOutput) -> list[AnswerEvent]:
+        if self._parser is None:
+            return [ContentDelta(new_text)] if new_text else []
+        events = self._parser.feed(new_text)
+        if completion.finished:
+            events += self._parser.finish(is_cut_off=is_cut_off(completion))
+        return events
+
+    def _more(self, kind: BlockKind, text: str) -> list[BlockEvent]:
+        begun = [] if self._is_open and self._blocks[-1].kind is kind else self._begin(kind)
+        return [*begun, self._add(text)]
+
+    def _begin(self, kind: BlockKind, name: str = "", call_index: int = 0) -> list[BlockEvent]:
+        ended = self._end()
+        self._blocks.append(Block(kind, len(self._blocks), name, call_index))
+        self._is_open = True
+        return [*ended, BlockBegin(self._blocks[-1])]
+
+    def _add(self, text: str) -> BlockDelta:
+        self._blocks[-1].pieces.append(text)
+        return BlockDelta(self._blocks[-1], text)
+
+    def _end(self, *, is_complete: bool = True) -> list[BlockEvent]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        self._blocks[-1].is_complete = is_complete
+        return [BlockEnd(self._blocks[-1])]
