@@ -11,9 +11,8 @@ from live_server import MAX_BODY_BYTES
 
 from quire.config import ServerConfig
 from quire.server.app import create_app
-from quire.server.openai.bodies import MAX_OBJECTS, MAX_VALUES
 from quire.server.wire import validation
-from quire.server.wire.validation import count_outside_strings
+from quire.server.wire.validation import MAX_OBJECTS, MAX_VALUES, count_outside_strings
 
 USER = {"role": "user", "content": "Hi"}
 

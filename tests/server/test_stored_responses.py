@@ -13,7 +13,7 @@ from scripted_llm import CALLS, ScriptedLLM
 from quire.config import ServerConfig
 from quire.server.app import create_app
 from quire.server.responses import handlers
-from quire.server.responses.answers import TextDelta
+from quire.server.responses.answers import TextDelta, named_event
 from quire.server.storage import background, database, event_logs
 from quire.server.storage import response_store as store
 from quire.server.storage.response_store import ResponseStore, StoredResponse
@@ -273,7 +273,8 @@ async def test_a_reader_that_is_too_slow_is_told_so(monkeypatch):
     stored_answer = {"output_index": 0, "item_id": "msg_1", "delta": "x" * 100, "logprobs": []}
 
     def more(first, last):
-        logs.append(log, [TextDelta(sequence_number=one, **stored_answer) for one in range(first, last)])
+        deltas = [TextDelta(sequence_number=one, **stored_answer) for one in range(first, last)]
+        logs.append(log, map(named_event, deltas))
 
     more(0, 4)
     reader = log.after(-1)

@@ -21,8 +21,10 @@ from quire.cluster.engines_endpoint import change_engine, list_engines, remove_e
 from quire.cluster.relay import STOPPING
 from quire.cluster.router import Router
 from quire.config import EdgeConfig, RouterConfig
+from quire.server.anthropic.answers import ANTHROPIC_ERRORS
 from quire.server.edge.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.edge.middleware import KeyCheck, RequestEnvelope
+from quire.server.ollama.answers import OLLAMA_ERRORS
 from quire.server.tenancy.tenants import Tenants
 from quire.server.wire.access_log import CLIENT_LEFT, AccessLog, AccessLogging, note_error
 from quire.server.wire.answers import Health, json_response
@@ -72,7 +74,9 @@ def create_app(router: Router, log: AccessLog | None = None) -> ASGIApp:
         await (management if scope["path"].startswith(ENGINES_PATH) else public)(scope, receive, send)
 
     # Engines know the other spellings of a path, too: what is done for one must be done for all.
-    app: ASGIApp = CanonicalPath(RequestEnvelope(_Counted(by_purpose, router.metrics)))
+    app: ASGIApp = CanonicalPath(
+        RequestEnvelope(_Counted(by_purpose, router.metrics), shapes=(ANTHROPIC_ERRORS, OLLAMA_ERRORS))
+    )
     return app if log is None else AccessLogging(app, log=log)
 
 

@@ -18,8 +18,8 @@ from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, thought_format_of_
 from quire.errors import InvalidRequestError
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.models.text.tokenizer import Tokenizer
-from quire.server.openai.bodies import MAX_OBJECTS, MAX_VALUES, ChatCompletionRequest, CompletionRequest
-from quire.server.wire.validation import count_outside_strings
+from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
+from quire.server.wire.validation import MAX_OBJECTS, MAX_VALUES, count_outside_strings
 from quire.step import IntArray
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from msgspec import Raw, Struct
 
 from quire.server.wire.answers import encode
-from quire.server.wire.errors import ApiError
+from quire.server.wire.errors import ApiError, ErrorShape
 
 NO_INPUT = Raw(b"{}")
 
@@ -161,6 +161,11 @@ def error_answer(error: ApiError) -> ErrorAnswer:
     """Return an error as Anthropic's clients expect it."""
     kind = _ERROR_TYPES.get(error.status) or ("api_error" if error.status >= 500 else "invalid_request_error")
     return ErrorAnswer(error=ErrorContent(type=kind, message=error.message))
+
+
+ANTHROPIC_ERRORS = ErrorShape(
+    ErrorAnswer, error_answer, "/v1/messages", id_headers=("X-Request-Id", "Request-Id")
+)
 
 
 def named_event(payload: StreamEvent | ErrorAnswer) -> bytes:

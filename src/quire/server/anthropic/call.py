@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.anthropic.answers import (
+    ANTHROPIC_ERRORS,
     NO_INPUT,
     BlockStart,
     BlockStop,
@@ -50,6 +51,7 @@ from quire.server.calls.outputs import SequenceProgress
 from quire.server.context import context_of, leniency_of
 from quire.server.wire.answers import json_response
 from quire.server.wire.errors import ApiError
+from quire.server.wire.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint
 from quire.status import FinishReason
 
 CALL_ID_PREFIX = "toolu_"
@@ -180,3 +182,26 @@ def _usage_of(output: RequestOutput) -> Usage:
         output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
         cache_read_input_tokens=cached,
     )
+
+
+MESSAGE_ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/messages",
+        handler=create_message,
+        body=MessagesRequest,
+        answer=MessageAnswer,
+        event=MessageAnswer,
+        errors=GENERATION_ERRORS,
+        error_shape=ANTHROPIC_ERRORS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=count_message_tokens,
+        body=CountTokensRequest,
+        answer=TokenCount,
+        errors=PROMPT_ERRORS,
+        error_shape=ANTHROPIC_ERRORS,
+    ),
+)

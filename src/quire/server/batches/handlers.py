@@ -20,13 +20,14 @@ from quire.server.batches.answers import (
     FileObject,
     RequestCounts,
 )
-from quire.server.batches.body import BatchQuery, BatchRequest, FileQuery
+from quire.server.batches.body import BatchQuery, BatchRequest, FileQuery, FileUpload
 from quire.server.batches.directory import disk_failure
 from quire.server.batches.service import Batches
 from quire.server.context import context_of, leniency_of, tenant_of
 from quire.server.wire.answers import json_response
 from quire.server.wire.errors import ApiError
 from quire.server.wire.leniency import Leniency
+from quire.server.wire.openapi import Endpoint
 from quire.server.wire.validation import read_query
 
 if TYPE_CHECKING:
@@ -268,3 +269,68 @@ def _batches_of(request: Request) -> Batches:
 
 def _no_file(file_id: str, param: str | None = None) -> ApiError:
     return ApiError(404, f"there is no file {file_id!r:.200}", param=param, code="file_not_found")
+
+
+_ERRORS = {
+    400: "The request is invalid; `param` is the field at fault.",
+    404: "It is not there, or the server has no batch_dir.",
+    503: "The disk or the database is not available.",
+}
+_UPLOAD_ERRORS = {
+    **_ERRORS,
+    409: "There are too many files.",
+    413: "The file is too large, or the tenant's files are.",
+    415: "The body is not multipart/form-data.",
+    429: "Too many files are being received.",
+    507: "The disk is full.",
+}
+
+BATCH_ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/files",
+        handler=create_file,
+        form=FileUpload,
+        answer=FileObject,
+        errors=_UPLOAD_ERRORS,
+    ),
+    Endpoint(method="GET", path="/v1/files", handler=list_files, answer=FileList, errors=_ERRORS),
+    Endpoint(
+        method="GET",
+        path="/v1/files/{file_id}/content",
+        handler=get_file_content,
+        answer=None,
+        media_type="application/octet-stream",
+        errors=_ERRORS,
+    ),
+    Endpoint(method="GET", path="/v1/files/{file_id}", handler=get_file, answer=FileObject, errors=_ERRORS),
+    Endpoint(
+        method="DELETE",
+        path="/v1/files/{file_id}",
+        handler=delete_file,
+        answer=DeletedFile,
+        errors={**_ERRORS, 409: "A batch that has not ended reads the file."},
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/batches",
+        handler=create_batch,
+        body=BatchRequest,
+        answer=Batch,
+        errors={
+            **_ERRORS,
+            413: "The body is too large.",
+            415: "The body is not JSON.",
+            429: "Too many batches have not ended.",
+        },
+    ),
+    Endpoint(method="GET", path="/v1/batches", handler=list_batches, answer=BatchList, errors=_ERRORS),
+    Endpoint(
+        method="POST",
+        path="/v1/batches/{batch_id}/cancel",
+        handler=cancel_batch,
+        answer=Batch,
+        errors={**_ERRORS, 409: "The batch has ended."},
+    ),
+    Endpoint(method="GET", path="/v1/batches/{batch_id}", handler=get_batch, answer=Batch, errors=_ERRORS),
+)

@@ -13,6 +13,7 @@ from quire.errors import EngineDeadError
 from quire.server.context import ServerContext, context_of, tenant_of
 from quire.server.wire.answers import PauseStatus, ResetPrefixCache, SleepStatus, json_response
 from quire.server.wire.errors import ApiError
+from quire.server.wire.openapi import Endpoint
 from quire.server.wire.validation import read_query
 
 RESET_TIMEOUT = 60.0
@@ -118,3 +119,31 @@ def _context_of_admin(request: Request, what: str) -> ServerContext:
             code="not_permitted",
         )
     return context_of(request)
+
+
+_FOR_ADMINS = {
+    400: "The query is invalid.",
+    403: "The tenant may not.",
+    503: "The engine is not available.",
+}
+
+ADMINISTRATION_ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/reset_prefix_cache",
+        handler=reset_prefix_cache,
+        answer=ResetPrefixCache,
+        errors={409: "KV blocks are in use.", **_FOR_ADMINS},
+    ),
+    *(
+        Endpoint(method="POST", path=path, handler=handler, answer=answer, errors=_FOR_ADMINS)
+        for path, handler, answer in (
+            ("/pause", pause, PauseStatus),
+            ("/resume", resume, PauseStatus),
+            ("/sleep", sleep, SleepStatus),
+            ("/wake_up", wake_up, SleepStatus),
+        )
+    ),
+    Endpoint(method="GET", path="/is_paused", handler=is_paused, answer=PauseStatus),
+    Endpoint(method="GET", path="/is_sleeping", handler=is_sleeping, answer=SleepStatus),
+)

@@ -1,4 +1,4 @@
-"""/v1/requests: what the requests that are being served do or wait for, and their end before time."""
+"""/v1/requests: what calls do or wait for, and their end before time; and KV that is held for peers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.errors import InvalidRequestError
+from quire.kv.peers.transfer_params import TransferId
 from quire.server.context import ENGINE_TIMEOUT, ServerContext, context_of, tenant_of
 from quire.server.tenancy.tenants import Tenant
-from quire.server.wire.answers import AbortedCall, ServedCall, ServedCallList, json_response
+from quire.server.wire.answers import AbortedCall, ReleasedKV, ServedCall, ServedCallList, json_response
 from quire.server.wire.errors import TIMEOUT, ApiError
+from quire.server.wire.openapi import Endpoint
 
 MAX_LISTED = 100
 
@@ -86,3 +90,59 @@ async def _explained(context: ServerContext, tenant: Tenant, engine_ids: Sequenc
         ServedCall(id=tenant.call_id(engine_id), state=state)
         for engine_id, state in zip(engine_ids, states, strict=True)
     ]
+
+
+async def release_kv(request: Request) -> Response:
+    """Free what is held under a transfer id, now or when it comes; nothing happens if that is over."""
+    context = context_of(request)
+    tenant_of(request).require_kv_transfer("/v1/kv_transfers")
+    try:
+        transfer_id: str = msgspec.convert(request.path_params["transfer_id"], TransferId)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"the transfer_id is invalid: {error}") from error
+    if context.llm.info.kv_transfer_address is None:
+        raise ApiError(
+            404, "this engine lends no KV; --role prefill has it do so", code="kv_transfer_not_found"
+        )
+    context.llm.release_kv(transfer_id)
+    return json_response(ReleasedKV(id=transfer_id))
+
+
+_NO_ENGINE = {503: "The engine is not available."}
+_NO_EXPLANATION = {**_NO_ENGINE, 504: "The engine has not answered in time."}
+
+REQUEST_ENDPOINTS = (
+    Endpoint(
+        method="GET",
+        path="/v1/requests",
+        handler=list_requests,
+        answer=ServedCallList,
+        errors=_NO_EXPLANATION,
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/requests/{request_id}",
+        handler=get_request,
+        answer=ServedCall,
+        errors={404: "No such request is being served.", **_NO_EXPLANATION},
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/requests/{request_id}",
+        handler=abort_request,
+        answer=AbortedCall,
+        errors={404: "No such request is being served.", **_NO_ENGINE},
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/kv_transfers/{transfer_id}",
+        handler=release_kv,
+        answer=ReleasedKV,
+        errors={
+            400: "The id is invalid.",
+            403: "The tenant may not.",
+            404: "The engine lends no KV.",
+            **_NO_ENGINE,
+        },
+    ),
+)

@@ -19,6 +19,7 @@ from quire.server.calls.tool_fields import Tools, tool_use_of
 from quire.server.context import ServerContext, context_of
 from quire.server.openai.chat_messages import ChatMessage
 from quire.server.wire.answers import AddedToken, DetokenizedText, TokenizerInfo, Tokens, json_response
+from quire.server.wire.openapi import TOKENIZATION_ERRORS, Endpoint
 from quire.server.wire.strict_model import JsonObject, StrictModel
 
 NAMES_PER_TURN = 2_000
@@ -130,3 +131,24 @@ async def _names_of(context: ServerContext, tokens: list[int]) -> list[str]:
         names += map(context.llm.tokenizer.token_name, tokens[start : start + NAMES_PER_TURN])
         await asyncio.sleep(0)
     return names
+
+
+TOKENIZATION_ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/tokenize",
+        handler=tokenize,
+        body=TokenizeRequest,
+        answer=Tokens,
+        errors=TOKENIZATION_ERRORS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/detokenize",
+        handler=detokenize,
+        body=DetokenizeRequest,
+        answer=DetokenizedText,
+        errors=TOKENIZATION_ERRORS,
+    ),
+    Endpoint(method="GET", path="/tokenizer_info", handler=tokenizer_info, answer=TokenizerInfo),
+)

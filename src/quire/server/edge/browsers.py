@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import EdgeConfig, host_name
 from quire.server.http.listening import is_loopback
-from quire.server.wire.error_shapes import error_shape_of
-from quire.server.wire.errors import ApiError
+from quire.server.wire.errors import ApiError, error_shape_of
 
 _CORS_MAX_AGE = 600  # seconds
 _MAX_SPELLINGS = 64
@@ -116,7 +115,7 @@ class CallerCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         refusal = None if scope["type"] != "http" else self._refusal(scope)
-        answer = refusal.response(error_shape_of(scope["path"])) if refusal else self._app
+        answer = refusal.response(error_shape_of(scope)) if refusal else self._app
         await answer(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,8 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.tenancy.api_keys import key_refusal
 from quire.server.tenancy.tenants import Tenant, Tenants
 from quire.server.wire.access_log import access_record_of
-from quire.server.wire.error_shapes import error_shape_of, request_id_headers_of
-from quire.server.wire.errors import ApiError
+from quire.server.wire.errors import OPENAI_ERRORS, ApiError, ErrorShape, error_shape_of
 from quire.server.wire.paths import MONITORING_PATHS
 
 MAX_REQUEST_ID_LENGTH = 128  # characters
@@ -21,14 +21,16 @@ _REQUEST_ID = re.compile(r"[!-~]+")  # visible ASCII
 
 
 class RequestEnvelope:
-    """ASGI middleware: gives each request an id and echoes it.
+    """ASGI middleware: gives each request an id and echoes it, and says what its errors look like.
 
     Args:
         app: the application inside.
+        shapes: of errors, of APIs other than OpenAI's.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, shapes: Sequence[ErrorShape] = ()) -> None:
         self._app = app
+        self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -39,9 +41,10 @@ class RequestEnvelope:
         request_id = headers.get("x-request-id", uuid.uuid4().hex)
         refusal = _request_id_refusal(request_id)
         echoed = uuid.uuid4().hex if refusal else request_id
-        scope.setdefault("state", {})["request_id"] = echoed
-
-        ids = dict.fromkeys(request_id_headers_of(scope["path"]), echoed)
+        path = scope["path"]
+        shape = next((one for one in self._shapes if path.startswith(one.prefix)), OPENAI_ERRORS)
+        scope.setdefault("state", {}).update(request_id=echoed, error_shape=shape)
+        ids = dict.fromkeys(shape.id_headers, echoed)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -49,7 +52,7 @@ class RequestEnvelope:
             await send(message)
 
         if refusal:
-            await refusal.response(error_shape_of(scope["path"]))(scope, receive, send_with_id)
+            await refusal.response(shape)(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)
 
@@ -82,7 +85,7 @@ class KeyCheck:
         if tenant is None:
             given = [headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key")]
             refusal = key_refusal(*given)
-            await refusal.response(error_shape_of(scope["path"]))(scope, receive, send)
+            await refusal.response(error_shape_of(scope))(scope, receive, send)
         else:
             scope.setdefault("state", {})["tenant"] = tenant
             if (record := access_record_of(scope)) is not None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from quire.server.wire.answers import TokenLogprob, encode
-from quire.server.wire.errors import ApiError
+from quire.server.wire.errors import ApiError, ErrorShape
 
 DoneReason = Literal["stop", "length", "load"]
 
@@ -137,6 +137,9 @@ class ErrorText(Struct):
 def error_text(error: ApiError) -> ErrorText:
     """Return an error as Ollama's clients expect it."""
     return ErrorText(error.message)
+
+
+OLLAMA_ERRORS = ErrorShape(ErrorText, error_text, "/api/")
 
 
 def json_line(answer: Struct) -> bytes:

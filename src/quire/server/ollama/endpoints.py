@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.server.ollama.answers import (
-    ErrorText,
+    OLLAMA_ERRORS,
     LocalModelList,
     OllamaChat,
     OllamaGeneration,
@@ -34,7 +34,7 @@ OLLAMA_ENDPOINTS = (
         event=OllamaChat,
         stream_type=JSON_LINES,
         errors=GENERATION_ERRORS,
-        error_answer=ErrorText,
+        error_shape=OLLAMA_ERRORS,
     ),
     Endpoint(
         method="POST",
@@ -46,7 +46,7 @@ OLLAMA_ENDPOINTS = (
         event=OllamaGeneration,
         stream_type=JSON_LINES,
         errors=GENERATION_ERRORS,
-        error_answer=ErrorText,
+        error_shape=OLLAMA_ERRORS,
     ),
     Endpoint(
         method="POST",
@@ -56,10 +56,10 @@ OLLAMA_ENDPOINTS = (
         takes_any_type=True,
         answer=ShownModel,
         errors=PROMPT_ERRORS,
-        error_answer=ErrorText,
+        error_shape=OLLAMA_ERRORS,
     ),
     *(
-        Endpoint(method="GET", path=path, handler=handler, answer=answer, error_answer=ErrorText)
+        Endpoint(method="GET", path=path, handler=handler, answer=answer, error_shape=OLLAMA_ERRORS)
         for path, handler, answer in (
             ("/api/tags", list_local_models, LocalModelList),
             ("/api/ps", list_running_models, RunningModelList),

@@ -57,8 +57,6 @@ from quire.server.wire.strict_model import (
 )
 
 MAX_PROMPTS = 1024
-MAX_OBJECTS = 4_096  # in a body; each takes microseconds to check
-MAX_VALUES = 65_536  # in a body, besides the token ids of a prompt
 MAX_LOGIT_BIASES = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 _OTHERWISE_IN_BODIES = (  # in another form, or of only one of the bodies

@@ -20,6 +20,7 @@ from quire.server.responses.answers import (
     InputItemList,
     ResponseAnswer,
     ResponseError,
+    named_event,
 )
 from quire.server.responses.body import ResponsesRequest
 from quire.server.responses.call import ResponsesCall
@@ -30,6 +31,7 @@ from quire.server.storage.response_store import ResponseStore, StoredResponse, n
 from quire.server.wire.answers import encode, json_response
 from quire.server.wire.errors import ApiError, as_api_error
 from quire.server.wire.leniency import Leniency
+from quire.server.wire.openapi import GENERATION_ERRORS, Endpoint
 from quire.server.wire.streaming import event_stream
 
 MAX_LISTED = 100
@@ -77,7 +79,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
         context.background.start(tenant, call.id, _generate(call, keeping, request_id_of(request)))
         return json_response(queued)
     log = context.event_logs.begin(tenant, call.id)
-    context.event_logs.append(log, call.queued_events())
+    context.event_logs.append(log, map(named_event, call.queued_events()))
     work = _generate_events(call, keeping, log, context.event_logs, request_id_of(request))
     context.background.start(tenant, call.id, work)
     return await _stream(request, log, -1)
@@ -157,13 +159,13 @@ async def _generate_events(
     try:
         async with contextlib.aclosing(call.events()) as pieces:
             async for events in pieces:
-                logs.append(log, events)
+                logs.append(log, map(named_event, events))
     except asyncio.CancelledError:
         await keeping.keep(call.answer("cancelled", []))
     except Exception as error:
         answer = as_api_error(error, request_id=request_id)
         await keeping.keep(call.failed(answer))
-        logs.append(log, call.failure_events(answer))
+        logs.append(log, map(named_event, call.failure_events(answer)))
     finally:
         logs.end(keeping.tenant, call.id)
 
@@ -262,3 +264,54 @@ def _with_ids(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return items as they are listed."""
     dumped = [item.model_dump(by_alias=True, exclude_none=True) for item in items]
     return [{"id": f"item_{secrets.token_hex(16)}", **item} for item in dumped]
+
+
+_NO_RESPONSE = {
+    404: "The response is not stored.",
+    503: "The store of responses is not available.",
+}
+
+RESPONSE_ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/responses",
+        handler=create_response,
+        body=ResponsesRequest,
+        answer=ResponseAnswer,
+        event=ResponseAnswer,
+        errors=GENERATION_ERRORS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses/{response_id}/cancel",
+        handler=cancel_response,
+        answer=ResponseAnswer,
+        errors={400: "The response is not generated in the background.", **_NO_RESPONSE},
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/responses/{response_id}/input_items",
+        handler=list_input_items,
+        answer=InputItemList,
+        errors={400: "The limit is invalid.", **_NO_RESPONSE},
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/responses/{response_id}",
+        handler=get_response,
+        answer=ResponseAnswer,
+        event=ResponseAnswer,
+        errors={
+            400: "starting_after is invalid.",
+            409: "The response's events are not kept.",
+            **_NO_RESPONSE,
+        },
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/responses/{response_id}",
+        handler=delete_response,
+        answer=DeletedResponse,
+        errors=_NO_RESPONSE,
+    ),
+)

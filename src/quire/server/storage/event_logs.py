@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable
 
-from quire.server.responses.answers import ResponseEvent, named_event
 from quire.server.wire.errors import ApiError
 
 MAX_BYTES = 67_108_864
@@ -90,12 +89,11 @@ class EventLogs:
         key = tenant, response_id
         return self._live.get(key) or self._ended.get(key)
 
-    def append(self, log: EventLog, events: Sequence[ResponseEvent]) -> None:
+    def append(self, log: EventLog, events: Iterable[bytes]) -> None:
         """Add events to a log; others may be dropped for them."""
         for event in events:
-            encoded = named_event(event)
-            self._num_bytes += len(encoded)
-            log.append(encoded)
+            self._num_bytes += len(event)
+            log.append(event)
         while self._num_bytes > MAX_BYTES:
             self._drop_some()
 

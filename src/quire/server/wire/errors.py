@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -28,9 +29,6 @@ from quire.server.wire.raw_response import closing_response
 
 log = logging.getLogger(__name__)
 
-ErrorShape: TypeAlias = "Callable[[ApiError], msgspec.Struct]"
-"""Returns an error as clients of one API expect it."""
-
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 UNAVAILABLE = "service_unavailable_error"
@@ -43,10 +41,35 @@ _REQUEST_CODES = {
 }
 
 
-def openai_error(error: ApiError) -> ErrorResponse:
-    """Return an error as OpenAI's clients expect it: `{"error": {...}}`."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """What errors look like to the clients of one API.
+
+    Args:
+        answer: type of the body.
+        of: returns an error as a body.
+        prefix: beginning of the API's paths.
+        id_headers: in which clients look for the request's id.
+    """
+
+    answer: type[msgspec.Struct]
+    of: Callable[[ApiError], msgspec.Struct]
+    prefix: str = "/"
+    id_headers: tuple[str, ...] = ("X-Request-Id",)
+
+
+def _openai_error(error: ApiError) -> ErrorResponse:
     detail = ErrorDetail(message=error.message, type=error.kind, param=error.param, code=error.code)
     return ErrorResponse(error=detail)
+
+
+OPENAI_ERRORS = ErrorShape(ErrorResponse, _openai_error)
+
+
+def error_shape_of(scope: Mapping[str, Any]) -> ErrorShape:
+    """Return the shape of the errors of an ASGI request, as `RequestEnvelope` has found it."""
+    shape: ErrorShape = scope["state"].get("error_shape", OPENAI_ERRORS)
+    return shape
 
 
 class ApiError(Exception):
@@ -79,11 +102,11 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self, shape: ErrorShape = openai_error) -> bytes:
+    def body(self, shape: ErrorShape = OPENAI_ERRORS) -> bytes:
         """Return the JSON body, in the shape of an API."""
-        return encode(shape(self))
+        return encode(shape.of(self))
 
-    def response(self, shape: ErrorShape = openai_error) -> Response:
+    def response(self, shape: ErrorShape = OPENAI_ERRORS) -> Response:
         """Return the whole HTTP response."""
         return _ErrorAnswer(self, shape)
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from quire.server.wire import answers as responses
+from quire.server.wire.errors import OPENAI_ERRORS, ErrorShape
 from quire.server.wire.paths import MONITORING_PATHS
 from quire.server.wire.streaming import SERVER_SENT_EVENTS
 
@@ -58,7 +58,13 @@ class Endpoint:
     event: type[msgspec.Struct] | None = None
     stream_type: str = SERVER_SENT_EVENTS  # media type of a stream of events
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
-    error_answer: type[msgspec.Struct] = responses.ErrorResponse
+    error_shape: ErrorShape = OPENAI_ERRORS
+    failure: type[msgspec.Struct] | None = None  # body of an answer with one of `errors`, if no error is
+
+    @property
+    def error_answer(self) -> type[msgspec.Struct]:
+        """Body of an answer that is not a success."""
+        return self.failure or self.error_shape.answer
 
     @property
     def summary(self) -> str:

@@ -13,7 +13,6 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from quire.errors import InvalidRequestError, nearest_name
-from quire.server.openai import bodies as protocol
 from quire.server.wire import other_names, strict_model
 from quire.server.wire.bodies import bounded_body
 from quire.server.wire.decompression import ENCODINGS, Decompressor
@@ -27,6 +26,12 @@ _SUBJECT = re.compile(r"^\w+(?= should)")  # pydantic begins with "Input should"
 _PARAMETER = re.compile(r"""(?:^|;)\s*([^\s=;"]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;]*)""")
 _NO_BACKSLASH = re.compile(rb"[^\\]")
 _MAX_SHOWN = 80  # characters of a value or a name
+
+MAX_OBJECTS = 4_096
+"""In a body; each takes microseconds to check."""
+
+MAX_VALUES = 65_536
+"""In a body, besides the token ids of a prompt."""
 
 COUNTED_PER_TURN = 262_144
 """Bytes of a body that are looked at in one turn of the event loop: it takes less than a millisecond."""
@@ -47,7 +52,7 @@ async def read_body(
         request: whose body it is.
         model: what the body must be.
         max_body_bytes: limit of its size.
-        max_prompt_tokens: it may have as many values besides `protocol.MAX_VALUES`.
+        max_prompt_tokens: it may have as many values besides `MAX_VALUES`.
         leniency: what is accepted without having an effect; it is noted there.
         takes_any_type: whether the body is JSON whatever its Content-Type says.
 
@@ -59,7 +64,7 @@ async def read_body(
     if not takes_any_type:
         _require_json(request)
     body = await bounded_body(request, max_body_bytes, _decompressor(request, max_body_bytes))
-    await _require_few_values(body, protocol.MAX_VALUES + max_prompt_tokens)
+    await _require_few_values(body, MAX_VALUES + max_prompt_tokens)
     if await _names_no_number(body):
         _require_json_numbers(body)
     try:
@@ -117,7 +122,7 @@ def _decompressor(request: Request, limit: int) -> Decompressor | None:
 
 async def _require_few_values(body: bytes, max_values: int) -> None:
     """Refuse a body that would take long to parse, however few its bytes are."""
-    limits = {b"{": (protocol.MAX_OBJECTS, "objects, such as messages"), b",": (max_values, "values")}
+    limits = {b"{": (MAX_OBJECTS, "objects, such as messages"), b",": (max_values, "values")}
     counts = dict.fromkeys(limits, 0)
     for start in range(0, len(body), COUNTED_PER_TURN):
         if start:

@@ -1,0 +1,88 @@
+"""The endpoints that machines watch a server by."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.context import ServerContext, context_of
+from quire.server.monitoring.engine_probes import current_stats, health_of
+from quire.server.monitoring.stats import Stats, get_stats
+from quire.server.wire.answers import (
+    EngineDescription,
+    Health,
+    KVEventSource,
+    KVTransferAddress,
+    Version,
+    json_response,
+)
+from quire.server.wire.openapi import Endpoint
+from quire.server.wire.paths import READINESS_PATHS
+
+
+async def health(request: Request) -> Response:
+    """Tell whether requests can be served: 200, or 503 with the reason."""
+    health = health_of(context_of(request))
+    return json_response(health, 200 if health.status == "ok" else 503)
+
+
+async def live(request: Request) -> Response:
+    """Tell that the server is alive, whatever the engine does."""
+    return json_response(Health(status="ok"))
+
+
+async def metrics(request: Request) -> Response:
+    """Return the metrics in the Prometheus text format, and to an admin those of each tenant."""
+    context = context_of(request)
+    sender = context.tenants.of_headers(request.headers)
+    stats, engine_up = await current_stats(context)
+    context.metrics.engine.update(stats, context.llm.recovery_stats, engine_up=engine_up)
+    exposition = context.metrics.exposition(of_tenants=sender is not None and sender.sees_all)
+    return Response(exposition, media_type=CONTENT_TYPE_LATEST)
+
+
+async def engine(request: Request) -> Response:
+    """Describe the engine, as a router needs to know it."""
+    context = context_of(request)
+    info = context.llm.info
+    address, ports = info.kv_transfer_address, info.kv_events_ports
+    return json_response(
+        EngineDescription(
+            role=info.role,
+            model=context.model_name,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            kv_transfer=None if address is None else KVTransferAddress(host=address[0], port=address[1]),
+            kv_events=None if ports is None else _kv_event_source(context, *ports),
+        )
+    )
+
+
+def _kv_event_source(context: ServerContext, port: int, replay_port: int) -> KVEventSource:
+    return KVEventSource(port=port, replay_port=replay_port, tokenizer=context.llm.tokenizer.fingerprint)
+
+
+async def version(request: Request) -> Response:
+    """Return Quire's version."""
+    return json_response(Version(version=context_of(request).version))
+
+
+MONITORING_ENDPOINTS = (
+    *(
+        Endpoint(
+            method="GET",
+            path=path,
+            handler=health,
+            answer=Health,
+            errors={503: "The engine is not available, or the server is shutting down."},
+            failure=Health,
+        )
+        for path in READINESS_PATHS
+    ),
+    Endpoint(method="GET", path="/live", handler=live, answer=Health),
+    Endpoint(method="GET", path="/metrics", handler=metrics, answer=None),
+    Endpoint(method="GET", path="/stats", handler=get_stats, answer=Stats),
+    Endpoint(method="GET", path="/engine", handler=engine, answer=EngineDescription),
+    Endpoint(method="GET", path="/version", handler=version, answer=Version),
+)

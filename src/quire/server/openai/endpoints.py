@@ -1,0 +1,76 @@
+"""The endpoints of OpenAI's completions, chats and models."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.context import ServerContext, context_of
+from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
+from quire.server.openai.chat import create_chat_completion
+from quire.server.openai.completions import create_completion
+from quire.server.wire.answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ModelCard,
+    ModelList,
+    json_response,
+)
+from quire.server.wire.openapi import GENERATION_ERRORS, Endpoint
+
+
+def _model_card(context: ServerContext, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=context.started_at,
+        owned_by="quire",
+        max_model_len=context.llm.info.max_model_len,
+    )
+
+
+async def list_models(request: Request) -> Response:
+    """List the served model, once under each of its names."""
+    context = context_of(request)
+    return json_response(ModelList(data=[_model_card(context, name) for name in context.model_names]))
+
+
+async def get_model(request: Request) -> Response:
+    """Describe the served model."""
+    context = context_of(request)
+    name = request.path_params["model"]
+    context.require_model(name)
+    return json_response(_model_card(context, name))
+
+
+COMPLETION_ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/completions",
+        handler=create_completion,
+        body=CompletionRequest,
+        answer=Completion,
+        event=Completion,
+        errors=GENERATION_ERRORS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/chat/completions",
+        handler=create_chat_completion,
+        body=ChatCompletionRequest,
+        answer=ChatCompletion,
+        event=ChatCompletionChunk,
+        errors=GENERATION_ERRORS,
+    ),
+)
+
+MODEL_ENDPOINTS = (
+    Endpoint(method="GET", path="/v1/models", handler=list_models, answer=ModelList),
+    Endpoint(
+        method="GET",
+        path="/v1/models/{model}",
+        handler=get_model,
+        answer=ModelCard,
+        errors={404: "The model is not served here."},
+    ),
+)
