@@ -16,11 +16,9 @@ from starlette.responses import Response
 from connection_contract import SHORT, ConnectionContract, Served, answer_to_new
 from quire.config import ServerConfig
 from quire.server.app import create_app
-from quire.server.http import fair_reads as loop_turns
+from quire.server.http import connections, request_head
 from quire.server.http import protocol as http_protocol
-from quire.server.http import request_head
-from quire.server.http.connections import Connections, default_limit
-from quire.server.http.deadline import Deadline
+from quire.server.http.connections import Connections, Deadline, default_limit
 from quire.server.wire.errors import ApiError
 from quire.server.wire.streaming import event_stream
 from raw_http import COMPLETION, RawConnection, chunked, completion_head, request
@@ -209,7 +207,7 @@ def test_a_turn_parses_no_more_than_its_bytes(serving, llm, monkeypatch, size):
 
 
 def test_a_turn_of_the_event_loop_is_shared_by_few_connections(serving, monkeypatch):
-    num_connections = 3 * loop_turns.CALLS_PER_TURN
+    num_connections = 3 * connections.CALLS_PER_TURN
     loop_turn, turns_taken = 0, []
     has_begun, all_sent = threading.Event(), threading.Event()
     take_turn = http_protocol.HttpProtocol._take_turn
@@ -244,7 +242,7 @@ def test_a_turn_of_the_event_loop_is_shared_by_few_connections(serving, monkeypa
         connection.send(request("/other"))
     all_sent.set()
     assert all(connection.answer().status == 200 for connection in (first, *others))
-    assert max(Counter(turns_taken).values()) <= loop_turns.CALLS_PER_TURN
+    assert max(Counter(turns_taken).values()) <= connections.CALLS_PER_TURN
 
 
 class Clock:

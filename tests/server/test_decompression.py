@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from live_server import MAX_BODY_BYTES
 
 from quire.errors import InvalidRequestError
-from quire.server.wire.decompression import Decompressor
+from quire.server.wire.bodies import Decompressor
 
 BODY = json.dumps({"model": "fake", "prompt": "Hi"}).encode()
 

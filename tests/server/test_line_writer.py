@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from quire.server.wire import line_writer
-from quire.server.wire.line_writer import MAX_WAITING, LineWriter
+from quire.server.wire import access_log
+from quire.server.wire.access_log import MAX_WAITING, LineWriter
 
 LINE = b"x" * 99 + b"\n"
 
@@ -30,7 +30,7 @@ def test_what_nobody_reads_is_dropped_and_counted(pipe, monkeypatch):
         writer.write(LINE)  # would wait for ever if it waited for the reader
     num_dropped = writer.num_dropped
     assert 0 < num_dropped <= MAX_WAITING
-    monkeypatch.setattr(line_writer, "CLOSE_TIMEOUT", 0.01)
+    monkeypatch.setattr(access_log, "CLOSE_TIMEOUT", 0.01)
     writer.close()  # does not wait for ever either
     written = b""
     while written.count(LINE) + told(written) < 2 * MAX_WAITING or not written.endswith(b"\n"):
@@ -44,7 +44,7 @@ def told(written):
 
 
 def test_all_lines_are_written_before_it_is_closed(pipe, monkeypatch):
-    monkeypatch.setattr(line_writer, "CLOSE_TIMEOUT", 60)
+    monkeypatch.setattr(access_log, "CLOSE_TIMEOUT", 60)
     writer = LineWriter(pipe["sink"], dropped_line)
     for number in range(500):
         writer.write(b"%d\n" % number)
@@ -54,7 +54,7 @@ def test_all_lines_are_written_before_it_is_closed(pipe, monkeypatch):
 
 
 def test_a_pipe_that_its_reader_has_closed(pipe, monkeypatch):
-    monkeypatch.setattr(line_writer, "CLOSE_TIMEOUT", 60)
+    monkeypatch.setattr(access_log, "CLOSE_TIMEOUT", 60)
     os.close(pipe.pop("source"))
     writer = LineWriter(pipe["sink"], dropped_line)
     for _ in range(5):

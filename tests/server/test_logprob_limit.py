@@ -6,7 +6,7 @@ from quire.config import ServerConfig
 from quire.engine.messages import EngineInfo
 from quire.front.text.input_processor import InputProcessor
 from quire.server.app import create_app
-from quire.server.calls.logprob_limit import LogprobLimit
+from quire.server.calls.logprobs import LogprobLimit
 from tokenizers_for_tests import byte_level
 
 PROMPT = "abc"  # and a token before it

@@ -14,8 +14,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.metrics import request_timer
-from quire.server.metrics.bulk_histogram import BulkHistogram
-from quire.server.metrics.registry import Metrics
+from quire.server.metrics.registry import BulkHistogram, Metrics
 from quire.server.metrics.request_timer import RequestTimer
 from quire.server.tenancy.metrics import TenantFigures
 from quire.status import FinishReason

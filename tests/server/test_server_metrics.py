@@ -11,7 +11,7 @@ from quire.config import ServerConfig
 from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
 from quire.server.app import create_app
 from quire.server.calls.outputs import SequenceProgress
-from quire.server.metrics.vllm import NAMES
+from quire.server.metrics.registry import NAMES
 from quire.step import GraphStats
 
 MESSAGES = [{"role": "user", "content": "Hey"}]

@@ -17,8 +17,7 @@ from schemathesis.specs.openapi.checks import (
 
 from quire.config import BatchConfig, ServerConfig
 from quire.server.app import ENDPOINTS, create_app
-from quire.server.wire.docs_page import limits_in_words
-from quire.server.wire.openapi import openapi_document
+from quire.server.wire.openapi import limits_in_words, openapi_document
 from unmutated import UNMUTATED
 
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]

@@ -14,7 +14,7 @@ from quire.config import ServerConfig
 from quire.server.app import create_app
 from quire.server.responses import handlers
 from quire.server.responses.answers import TextDelta, named_event
-from quire.server.storage import background, database, event_logs
+from quire.server.storage import background, database
 from quire.server.storage import response_store as store
 from quire.server.storage.response_store import ResponseStore, StoredResponse
 
@@ -160,7 +160,7 @@ async def test_one_that_is_cancelled(client, llm):
 
 
 async def test_one_that_is_cancelled_at_once_is_stored_and_its_events_end():
-    responses, logs = background.BackgroundResponses(), event_logs.EventLogs()
+    responses, logs = background.BackgroundResponses(), background.EventLogs()
     log = logs.begin("tenant", "resp_1")
     kept = []
 
@@ -257,7 +257,7 @@ async def test_events_that_are_not_kept(client, llm, monkeypatch):
         events = await collected(await client.responses.create(**MODEL, input="Hi", **streams))
         ids.append(events[0].response.id)
     size = sum(len(event.to_json(indent=None)) for event in events)
-    monkeypatch.setattr(event_logs, "MAX_BYTES", size)
+    monkeypatch.setattr(background, "MAX_BYTES", size)
     await collected(await client.responses.create(**MODEL, input="Hi", store=True, **streams))
     for response_id in ids:
         with pytest.raises(openai.ConflictError):
@@ -268,7 +268,7 @@ async def test_events_that_are_not_kept(client, llm, monkeypatch):
 
 
 async def test_a_reader_that_is_too_slow_is_told_so(monkeypatch):
-    logs = event_logs.EventLogs()
+    logs = background.EventLogs()
     log = logs.begin("", "resp_1")
     stored_answer = {"output_index": 0, "item_id": "msg_1", "delta": "x" * 100, "logprobs": []}
 
@@ -279,7 +279,7 @@ async def test_a_reader_that_is_too_slow_is_told_so(monkeypatch):
     more(0, 4)
     reader = log.after(-1)
     assert b'"sequence_number":0' in await anext(reader)
-    monkeypatch.setattr(event_logs, "MAX_BYTES", 2 * log.num_bytes // 4)
+    monkeypatch.setattr(background, "MAX_BYTES", 2 * log.num_bytes // 4)
     more(4, 6)
     assert not log.has_after(2)
     assert log.has_after(3)

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 
-from quire.server.wire import line_writer
+from quire.server.wire import access_log
 from quire.server.wire.access_log import AccessLog
 
 
@@ -39,7 +39,7 @@ class LoggedLines:
 
 @contextlib.contextmanager
 def logged(monkeypatch, line_format="json"):
-    monkeypatch.setattr(line_writer, "CLOSE_TIMEOUT", 60)
+    monkeypatch.setattr(access_log, "CLOSE_TIMEOUT", 60)
     lines = LoggedLines(line_format)
     try:
         yield lines

@@ -28,20 +28,17 @@ from quire.server.control.page_files import page_files, page_routes
 from quire.server.control.tokenization import TOKENIZATION_ENDPOINTS
 from quire.server.dispatch import answer_of
 from quire.server.edge.browsers import CallerCheck, CallerRules, cors_options
-from quire.server.edge.middleware import KeyCheck, RequestEnvelope
-from quire.server.edge.root_path import RootPath
-from quire.server.metrics.http import HttpMetrics
+from quire.server.edge.middleware import HttpMetrics, KeyCheck, RequestEnvelope, RootPath
 from quire.server.monitoring.endpoints import MONITORING_ENDPOINTS
-from quire.server.ollama.endpoints import OLLAMA_ENDPOINTS
+from quire.server.ollama.call import OLLAMA_ENDPOINTS
 from quire.server.openai.endpoints import COMPLETION_ENDPOINTS, MODEL_ENDPOINTS
 from quire.server.responses.handlers import RESPONSE_ENDPOINTS
 from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.tenancy.tenants import Tenants
 from quire.server.wire.access_log import AccessLog, AccessLogging
 from quire.server.wire.answers import encode
-from quire.server.wire.docs_page import docs_page
 from quire.server.wire.errors import OPENAI_ERRORS, ApiError, as_api_error, error_shape_of
-from quire.server.wire.openapi import Endpoint, openapi_document
+from quire.server.wire.openapi import Endpoint, docs_page, openapi_document
 from quire.server.wire.paths import MONITORING_PATHS, CanonicalPath
 
 if TYPE_CHECKING:

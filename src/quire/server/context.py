@@ -18,9 +18,8 @@ from quire.errors import ConfigError, InvalidRequestError
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics.registry import Metrics
 from quire.server.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from quire.server.storage.background import BackgroundResponses
+from quire.server.storage.background import BackgroundResponses, EventLogs
 from quire.server.storage.database import IN_MEMORY
-from quire.server.storage.event_logs import EventLogs
 from quire.server.storage.response_store import ResponseStore
 from quire.server.tenancy.tenants import Tenant, Tenants
 from quire.server.wire.errors import ApiError

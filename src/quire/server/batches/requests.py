@@ -44,7 +44,7 @@ def _in_batch(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Awai
 
 
 def _endpoint(path: str, handler: Callable[..., Awaitable[Response]], body: type[BaseModel]) -> Endpoint:
-    return Endpoint(method="POST", path=path, handler=_in_batch(handler), body=body, answer=None)
+    return Endpoint("POST", path, _in_batch(handler), None, body=body)
 
 
 _ENDPOINTS = {

@@ -20,7 +20,7 @@ from quire.errors import InvalidRequestError
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.calls.conversation import Conversation, ConversationBody
-from quire.server.calls.logprob_limit import LogprobLimit
+from quire.server.calls.logprobs import LogprobLimit
 from quire.server.calls.outputs import PREPARED_AT_ONCE, CallOutputs, OutputHook, OutputStream
 from quire.server.calls.request_start import REQUEST_START, arrival_time_of
 from quire.server.context import context_of, leniency_of, request_id_of, tenant_of

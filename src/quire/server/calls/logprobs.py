@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.errors import InvalidRequestError
+from quire.front.text.input_processor import ProcessedRequest
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from quire.server.wire.answers import (
     ChatLogprobs,
@@ -19,6 +21,7 @@ from quire.server.wire.answers import (
 if TYPE_CHECKING:
     from quire.front.text.detokenizer import DecoderFactory, TokenDecoder
     from quire.models.text.tokenizer import Tokenizer
+
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express; OpenAI's value."""
@@ -217,3 +220,35 @@ def joined(parts: Sequence[CompletionLogprobs | None]) -> CompletionLogprobs | N
         whole.token_logprobs += part.token_logprobs
         whole.top_logprobs += part.top_logprobs
     return whole
+
+
+class LogprobLimit:
+    """Counts the log-probabilities that a call asks for, prompt by prompt.
+
+    Args:
+        limit: maximum number of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._num = 0
+
+    def admit(self, processed: ProcessedRequest) -> None:
+        """Count those of one more prompt; what ranking needs besides is not kept.
+
+        Raises:
+            InvalidRequestError: the call asks for too many.
+        """
+        request, params = processed.core_request, processed.params
+        if params.logprobs is not None:
+            num_tokens = len(request.sequences) * (params.max_tokens or 0)
+            self._num += num_tokens * (params.logprobs + 1)
+        if params.prompt_logprobs is not None:
+            self._num += len(request.prompt_token_ids) * (params.prompt_logprobs + 1)
+        if self._num > self._limit:
+            raise InvalidRequestError(
+                f"the request asks for {self._num} log-probabilities or more, and the limit is {self._limit} "
+                "(max_logprobs_per_request): completions times tokens times candidates for each; lower n, "
+                "max_tokens, logprobs or the number of prompts",
+                param="logprobs",
+            )

@@ -129,14 +129,14 @@ _FOR_ADMINS = {
 
 ADMINISTRATION_ENDPOINTS = (
     Endpoint(
-        method="POST",
-        path="/reset_prefix_cache",
-        handler=reset_prefix_cache,
-        answer=ResetPrefixCache,
+        "POST",
+        "/reset_prefix_cache",
+        reset_prefix_cache,
+        ResetPrefixCache,
         errors={409: "KV blocks are in use.", **_FOR_ADMINS},
     ),
     *(
-        Endpoint(method="POST", path=path, handler=handler, answer=answer, errors=_FOR_ADMINS)
+        Endpoint("POST", path, handler, answer, errors=_FOR_ADMINS)
         for path, handler, answer in (
             ("/pause", pause, PauseStatus),
             ("/resume", resume, PauseStatus),
@@ -144,6 +144,6 @@ ADMINISTRATION_ENDPOINTS = (
             ("/wake_up", wake_up, SleepStatus),
         )
     ),
-    Endpoint(method="GET", path="/is_paused", handler=is_paused, answer=PauseStatus),
-    Endpoint(method="GET", path="/is_sleeping", handler=is_sleeping, answer=SleepStatus),
+    Endpoint("GET", "/is_paused", is_paused, PauseStatus),
+    Endpoint("GET", "/is_sleeping", is_sleeping, SleepStatus),
 )

@@ -112,32 +112,26 @@ _NO_ENGINE = {503: "The engine is not available."}
 _NO_EXPLANATION = {**_NO_ENGINE, 504: "The engine has not answered in time."}
 
 REQUEST_ENDPOINTS = (
+    Endpoint("GET", "/v1/requests", list_requests, ServedCallList, errors=_NO_EXPLANATION),
     Endpoint(
-        method="GET",
-        path="/v1/requests",
-        handler=list_requests,
-        answer=ServedCallList,
-        errors=_NO_EXPLANATION,
-    ),
-    Endpoint(
-        method="GET",
-        path="/v1/requests/{request_id}",
-        handler=get_request,
-        answer=ServedCall,
+        "GET",
+        "/v1/requests/{request_id}",
+        get_request,
+        ServedCall,
         errors={404: "No such request is being served.", **_NO_EXPLANATION},
     ),
     Endpoint(
-        method="DELETE",
-        path="/v1/requests/{request_id}",
-        handler=abort_request,
-        answer=AbortedCall,
+        "DELETE",
+        "/v1/requests/{request_id}",
+        abort_request,
+        AbortedCall,
         errors={404: "No such request is being served.", **_NO_ENGINE},
     ),
     Endpoint(
-        method="DELETE",
-        path="/v1/kv_transfers/{transfer_id}",
-        handler=release_kv,
-        answer=ReleasedKV,
+        "DELETE",
+        "/v1/kv_transfers/{transfer_id}",
+        release_kv,
+        ReleasedKV,
         errors={
             400: "The id is invalid.",
             403: "The tenant may not.",

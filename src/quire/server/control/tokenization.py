@@ -134,21 +134,9 @@ async def _names_of(context: ServerContext, tokens: list[int]) -> list[str]:
 
 
 TOKENIZATION_ENDPOINTS = (
+    Endpoint("POST", "/tokenize", tokenize, Tokens, body=TokenizeRequest, errors=TOKENIZATION_ERRORS),
     Endpoint(
-        method="POST",
-        path="/tokenize",
-        handler=tokenize,
-        body=TokenizeRequest,
-        answer=Tokens,
-        errors=TOKENIZATION_ERRORS,
+        "POST", "/detokenize", detokenize, DetokenizedText, body=DetokenizeRequest, errors=TOKENIZATION_ERRORS
     ),
-    Endpoint(
-        method="POST",
-        path="/detokenize",
-        handler=detokenize,
-        body=DetokenizeRequest,
-        answer=DetokenizedText,
-        errors=TOKENIZATION_ERRORS,
-    ),
-    Endpoint(method="GET", path="/tokenizer_info", handler=tokenizer_info, answer=TokenizerInfo),
+    Endpoint("GET", "/tokenizer_info", tokenizer_info, TokenizerInfo),
 )

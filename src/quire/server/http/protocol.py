@@ -23,9 +23,7 @@ from uvicorn.server import ServerState
 
 from quire.config import ConnectionConfig
 from quire.server.http import request_head
-from quire.server.http.connections import Connection, Connections
-from quire.server.http.deadline import Deadline
-from quire.server.http.fair_reads import LoopTurns
+from quire.server.http.connections import Connection, Connections, Deadline, LoopTurns
 from quire.server.wire.access_log import AccessLog, AccessRecord, note_error, record_of
 from quire.server.wire.errors import TIMEOUT, ApiError
 

@@ -16,8 +16,7 @@ from uvicorn.server import ServerState
 
 from quire.config import ConnectionConfig
 from quire.server.http.acceptor import Acceptor
-from quire.server.http.connections import Connection, Connections, default_limit
-from quire.server.http.fair_reads import LoopTurns
+from quire.server.http.connections import Connection, Connections, LoopTurns, default_limit
 from quire.server.http.protocol import HttpProtocol
 from quire.server.http.stopping import cancelled_at_end
 from quire.server.wire.access_log import AccessLog

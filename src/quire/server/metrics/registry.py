@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from quire.server.metrics.bulk_histogram import BulkHistogram
 from quire.server.metrics.engine import EngineCollector
-from quire.server.metrics.vllm import VLLMMetrics
 from quire.server.tenancy.metrics import TenantCollector
 
 if TYPE_CHECKING:
     from quire.server.tenancy.tenants import Tenants
+
 
 _LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
@@ -115,3 +118,103 @@ class Metrics:
         """Return everything in the Prometheus text format; figures of single tenants only if so asked."""
         registries = [self.registry, self._vllm_registry, *([self._tenant_registry] if of_tenants else [])]
         return b"".join(map(generate_latest, registries))
+
+
+class BulkHistogram(Collector):
+    """A Prometheus histogram in which equal observations are counted at once, without a lock.
+
+    One of `prometheus_client` goes through all buckets and takes two locks for each observation. One thread
+    may observe, and any may collect.
+
+    Args:
+        name: of the metric.
+        meaning: its help text.
+        buckets: upper bounds, inclusive, in ascending order.
+        registry: that collects it.
+    """
+
+    def __init__(
+        self, name: str, meaning: str, *, buckets: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self._name = name
+        self._meaning = meaning
+        self._bounds = (*buckets, math.inf)
+        self._labels = [*(str(float(bound)) for bound in buckets), "+Inf"]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, count: int) -> None:
+        """Observe the same value `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric; called by the registry."""
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for label, count in zip(self._labels, list(self._counts), strict=True):
+            total += count
+            buckets.append((label, total))
+        yield HistogramMetricFamily(self._name, self._meaning, buckets=buckets, sum_value=self._sum)
+
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "quire_requests_running": ("vllm:num_requests_running",),
+    "quire_requests_waiting": ("vllm:num_requests_waiting",),
+    "quire_kv_cache_usage_ratio": ("vllm:kv_cache_usage_perc",),
+    "quire_prefix_cache_queried_tokens": ("vllm:prefix_cache_queries",),
+    "quire_prefix_cache_hit_tokens": ("vllm:prefix_cache_hits",),
+    "quire_preemptions": ("vllm:num_preemptions",),
+    "quire_draft_tokens": ("vllm:spec_decode_num_draft_tokens",),
+    "quire_accepted_draft_tokens": ("vllm:spec_decode_num_accepted_tokens",),
+    "quire_prompt_tokens": ("vllm:prompt_tokens",),
+    "quire_generation_tokens": ("vllm:generation_tokens",),
+    "quire_requests_finished": ("vllm:request_success",),
+    "quire_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
+    "quire_inter_token_latency_seconds": (
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",
+    ),
+    "quire_request_duration_seconds": ("vllm:e2e_request_latency_seconds",),
+    "quire_queue_time_seconds": ("vllm:request_queue_time_seconds",),
+    "quire_prefill_time_seconds": ("vllm:request_prefill_time_seconds",),
+    "quire_decode_time_seconds": ("vllm:request_decode_time_seconds",),
+    "quire_inference_time_seconds": ("vllm:request_inference_time_seconds",),
+    "quire_time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds",),
+    "quire_request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "quire_request_generation_tokens": ("vllm:request_generation_tokens",),
+}
+"""vLLM's name of each metric that means the same there, and the name that an older vLLM had for it."""
+
+_LABELS = {"reason": "finished_reason"}
+_NO_SUCCESS = frozenset({"refused"})  # reasons that vLLM does not count
+
+
+class VLLMMetrics(Collector):
+    """The metrics of another registry as vLLM would have them.
+
+    Args:
+        source: has the metrics under Quire's names.
+        model_name: label of all.
+    """
+
+    def __init__(self, source: CollectorRegistry, model_name: str) -> None:
+        self._source = source
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric; called by the registry."""
+        for metric in self._source.collect():
+            for name in NAMES.get(metric.name, ()):
+                yield self._renamed(metric, name)
+
+    def _renamed(self, metric: Metric, name: str) -> Metric:
+        renamed = Metric(name, metric.documentation, metric.type)
+        for sample in metric.samples:
+            if sample.labels.get("reason") in _NO_SUCCESS:
+                continue
+            own = {_LABELS.get(label, label): value for label, value in sample.labels.items()}
+            suffix = sample.name.removeprefix(metric.name)
+            renamed.add_sample(name + suffix, {**self._labels, **own}, sample.value)
+        return renamed

@@ -71,18 +71,18 @@ async def version(request: Request) -> Response:
 MONITORING_ENDPOINTS = (
     *(
         Endpoint(
-            method="GET",
-            path=path,
-            handler=health,
-            answer=Health,
+            "GET",
+            path,
+            health,
+            Health,
             errors={503: "The engine is not available, or the server is shutting down."},
             failure=Health,
         )
         for path in READINESS_PATHS
     ),
-    Endpoint(method="GET", path="/live", handler=live, answer=Health),
-    Endpoint(method="GET", path="/metrics", handler=metrics, answer=None),
-    Endpoint(method="GET", path="/stats", handler=get_stats, answer=Stats),
-    Endpoint(method="GET", path="/engine", handler=engine, answer=EngineDescription),
-    Endpoint(method="GET", path="/version", handler=version, answer=Version),
+    Endpoint("GET", "/live", live, Health),
+    Endpoint("GET", "/metrics", metrics, None),
+    Endpoint("GET", "/stats", get_stats, Stats),
+    Endpoint("GET", "/engine", engine, EngineDescription),
+    Endpoint("GET", "/version", version, Version),
 )

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate."""
+"""POST /api/chat and /api/generate, and the endpoints of Ollama's API."""
 
 from __future__ import annotations
 
@@ -20,18 +20,31 @@ from quire.server.calls.logprobs import chat_logprobs
 from quire.server.calls.outputs import OutputHook, OutputStream, SequenceProgress, end_reason
 from quire.server.context import leniency_of
 from quire.server.ollama.answers import (
+    OLLAMA_ERRORS,
     CalledTool,
+    LocalModelList,
     OllamaAnswerMessage,
     OllamaChat,
     OllamaGeneration,
     OllamaToolCall,
+    OllamaVersion,
+    RunningModelList,
+    ShownModel,
     error_text,
     json_line,
     timestamp,
 )
 from quire.server.ollama.body import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
+from quire.server.ollama.models import (
+    ShowRequest,
+    list_local_models,
+    list_running_models,
+    ollama_version,
+    show_model,
+)
 from quire.server.wire.answers import json_response
 from quire.server.wire.errors import ApiError
+from quire.server.wire.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint
 from quire.server.wire.streaming import JSON_LINES
 
 BodyT = TypeVar("BodyT", bound=OllamaRequest)
@@ -239,3 +252,49 @@ class Durations:
 
 def _nanoseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
+
+
+OLLAMA_ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/api/chat",
+        chat,
+        OllamaChat,
+        body=OllamaChatRequest,
+        takes_any_type=True,
+        event=OllamaChat,
+        stream_type=JSON_LINES,
+        errors=GENERATION_ERRORS,
+        error_shape=OLLAMA_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        "/api/generate",
+        generate,
+        OllamaGeneration,
+        body=OllamaGenerateRequest,
+        takes_any_type=True,
+        event=OllamaGeneration,
+        stream_type=JSON_LINES,
+        errors=GENERATION_ERRORS,
+        error_shape=OLLAMA_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        "/api/show",
+        show_model,
+        ShownModel,
+        body=ShowRequest,
+        takes_any_type=True,
+        errors=PROMPT_ERRORS,
+        error_shape=OLLAMA_ERRORS,
+    ),
+    *(
+        Endpoint("GET", path, handler, answer, error_shape=OLLAMA_ERRORS)
+        for path, handler, answer in (
+            ("/api/tags", list_local_models, LocalModelList),
+            ("/api/ps", list_running_models, RunningModelList),
+            ("/api/version", ollama_version, OllamaVersion),
+        )
+    ),
+)

@@ -45,32 +45,28 @@ async def get_model(request: Request) -> Response:
 
 COMPLETION_ENDPOINTS = (
     Endpoint(
-        method="POST",
-        path="/v1/completions",
-        handler=create_completion,
+        "POST",
+        "/v1/completions",
+        create_completion,
+        Completion,
         body=CompletionRequest,
-        answer=Completion,
         event=Completion,
         errors=GENERATION_ERRORS,
     ),
     Endpoint(
-        method="POST",
-        path="/v1/chat/completions",
-        handler=create_chat_completion,
+        "POST",
+        "/v1/chat/completions",
+        create_chat_completion,
+        ChatCompletion,
         body=ChatCompletionRequest,
-        answer=ChatCompletion,
         event=ChatCompletionChunk,
         errors=GENERATION_ERRORS,
     ),
 )
 
 MODEL_ENDPOINTS = (
-    Endpoint(method="GET", path="/v1/models", handler=list_models, answer=ModelList),
+    Endpoint("GET", "/v1/models", list_models, ModelList),
     Endpoint(
-        method="GET",
-        path="/v1/models/{model}",
-        handler=get_model,
-        answer=ModelCard,
-        errors={404: "The model is not served here."},
+        "GET", "/v1/models/{model}", get_model, ModelCard, errors={404: "The model is not served here."}
     ),
 )

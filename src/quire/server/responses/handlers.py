@@ -26,7 +26,7 @@ from quire.server.responses.body import ResponsesRequest
 from quire.server.responses.call import ResponsesCall
 from quire.server.responses.items import Item, ItemReference, Items
 from quire.server.responses.keeping import Keeping
-from quire.server.storage.event_logs import EventLog, EventLogs, events_gone
+from quire.server.storage.background import EventLog, EventLogs, events_gone
 from quire.server.storage.response_store import ResponseStore, StoredResponse, not_found
 from quire.server.wire.answers import encode, json_response
 from quire.server.wire.errors import ApiError, as_api_error
@@ -273,33 +273,33 @@ _NO_RESPONSE = {
 
 RESPONSE_ENDPOINTS = (
     Endpoint(
-        method="POST",
-        path="/v1/responses",
-        handler=create_response,
+        "POST",
+        "/v1/responses",
+        create_response,
+        ResponseAnswer,
         body=ResponsesRequest,
-        answer=ResponseAnswer,
         event=ResponseAnswer,
         errors=GENERATION_ERRORS,
     ),
     Endpoint(
-        method="POST",
-        path="/v1/responses/{response_id}/cancel",
-        handler=cancel_response,
-        answer=ResponseAnswer,
+        "POST",
+        "/v1/responses/{response_id}/cancel",
+        cancel_response,
+        ResponseAnswer,
         errors={400: "The response is not generated in the background.", **_NO_RESPONSE},
     ),
     Endpoint(
-        method="GET",
-        path="/v1/responses/{response_id}/input_items",
-        handler=list_input_items,
-        answer=InputItemList,
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        list_input_items,
+        InputItemList,
         errors={400: "The limit is invalid.", **_NO_RESPONSE},
     ),
     Endpoint(
-        method="GET",
-        path="/v1/responses/{response_id}",
-        handler=get_response,
-        answer=ResponseAnswer,
+        "GET",
+        "/v1/responses/{response_id}",
+        get_response,
+        ResponseAnswer,
         event=ResponseAnswer,
         errors={
             400: "starting_after is invalid.",
@@ -307,11 +307,5 @@ RESPONSE_ENDPOINTS = (
             **_NO_RESPONSE,
         },
     ),
-    Endpoint(
-        method="DELETE",
-        path="/v1/responses/{response_id}",
-        handler=delete_response,
-        answer=DeletedResponse,
-        errors=_NO_RESPONSE,
-    ),
+    Endpoint("DELETE", "/v1/responses/{response_id}", delete_response, DeletedResponse, errors=_NO_RESPONSE),
 )

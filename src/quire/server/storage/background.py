@@ -1,9 +1,9 @@
-"""Responses that are generated while nobody waits for them."""
+"""Responses generated in the background, and their events for clients that come back for the rest."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 
 from quire.server.wire.errors import ApiError
 
@@ -56,3 +56,121 @@ class BackgroundResponses:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT)
             for task in late:
                 task.cancel()
+
+
+MAX_BYTES = 67_108_864
+"""Of the events of all responses; the oldest are dropped, first those of responses that have ended."""
+
+_Key = tuple[str, str]  # tenant and id of a response
+
+
+class EventLog:
+    """The events of one response, by their sequence numbers."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._events: dict[int, bytes] = {}
+        self._first = 0
+        self._next = 0
+        self._has_ended = False
+        self._changed = asyncio.Event()
+
+    def append(self, event: bytes) -> None:
+        """Add the next event."""
+        self._events[self._next] = event
+        self._next += 1
+        self.num_bytes += len(event)
+        self._wake_readers()
+
+    def end(self) -> None:
+        """Let readers know that there is nothing more."""
+        self._has_ended = True
+        self._wake_readers()
+
+    def drop_first(self) -> int:
+        """Drop the oldest event; return how many bytes it had."""
+        num_bytes = len(self._events.pop(self._first))
+        self._first += 1
+        self.num_bytes -= num_bytes
+        return num_bytes
+
+    def has_after(self, number: int) -> bool:
+        """Return whether all events after one of a number are there, or are to come."""
+        return number + 1 >= self._first
+
+    async def after(self, number: int) -> AsyncGenerator[bytes, None]:
+        """Yield the events after one of a number, and then those that come, as they come.
+
+        Raises:
+            ApiError: 409, the reader is so slow that events have been dropped.
+        """
+        following = number + 1
+        while True:
+            while following < self._next:
+                if following < self._first:
+                    raise events_gone()
+                yield self._events[following]
+                following += 1
+            if self._has_ended:
+                if following == number + 1:
+                    yield b":\n\n"  # a comment: a stream has something to begin with
+                return
+            await self._changed.wait()
+
+    def _wake_readers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class EventLogs:
+    """The events of all responses that are streamed from the background."""
+
+    def __init__(self) -> None:
+        self._live: dict[_Key, EventLog] = {}
+        self._ended: dict[_Key, EventLog] = {}
+        self._num_bytes = 0
+
+    def begin(self, tenant: str, response_id: str) -> EventLog:
+        """Return the log of a new response."""
+        log = self._live[tenant, response_id] = EventLog()
+        return log
+
+    def get(self, tenant: str, response_id: str) -> EventLog | None:
+        """Return the log of a response; None: there is none, or not any more."""
+        key = tenant, response_id
+        return self._live.get(key) or self._ended.get(key)
+
+    def append(self, log: EventLog, events: Iterable[bytes]) -> None:
+        """Add events to a log; others may be dropped for them."""
+        for event in events:
+            self._num_bytes += len(event)
+            log.append(event)
+        while self._num_bytes > MAX_BYTES:
+            self._drop_some()
+
+    def end(self, tenant: str, response_id: str) -> None:
+        """Let readers of a response know that there is nothing more; its events stay as long as they can."""
+        log = self._live.pop((tenant, response_id))
+        log.end()
+        self._ended[tenant, response_id] = log
+
+    def remove(self, tenant: str, response_id: str) -> None:
+        """Forget the events of a response that has ended."""
+        log = self._ended.pop((tenant, response_id), None)
+        if log is not None:
+            self._num_bytes -= log.num_bytes
+
+    def _drop_some(self) -> None:
+        if self._ended:
+            self.remove(*next(iter(self._ended)))
+        else:
+            self._num_bytes -= next(log for log in self._live.values() if log.num_bytes).drop_first()
+
+
+def events_gone() -> ApiError:
+    """Return the answer to a request for events that are not kept."""
+    return ApiError(
+        409,
+        "the response's events are not kept, or not any more; ask for the response without stream",
+        code="events_not_kept",
+    )

@@ -14,8 +14,7 @@ from starlette.requests import Request
 
 from quire.errors import InvalidRequestError, nearest_name
 from quire.server.wire import other_names, strict_model
-from quire.server.wire.bodies import bounded_body
-from quire.server.wire.decompression import ENCODINGS, Decompressor
+from quire.server.wire.bodies import ENCODINGS, Decompressor, bounded_body
 from quire.server.wire.errors import ApiError
 from quire.server.wire.leniency import Leniency
 
