@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from quire.dialogue.calls.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt, limits_of
 from quire.sampling_params import SamplingParams, StopText
 from quire.server.anthropic.turns import Message, TextBlocks, ToolUseBlock, openai_messages
-from quire.server.calls.prompt_options import PromptOptions
+from quire.server.calls.bodies import ConversationBody, GenerationBody, PromptOptions
 from quire.server.calls.reasoning import Thinking
 from quire.server.calls.response_format import structure_of_schema
 from quire.server.calls.tool_fields import (
@@ -107,7 +108,7 @@ class ThinkingConfig(StrictModel):
     display: Ignored = None
 
 
-class CountTokensRequest(StrictModel):
+class CountTokensRequest(ConversationBody):
     """Body of POST /v1/messages/count_tokens."""
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
@@ -131,12 +132,8 @@ class CountTokensRequest(StrictModel):
     mcp_servers: Unsupported = None
     container: Unsupported = None
 
+    @override
     def tool_use(self) -> ToolUse | None:
-        """Return which tools the answer may or must call; None: none.
-
-        Raises:
-            InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
-        """
         choice = self.tool_choice
         return tool_use_of(
             None if self.tools is None else [tool.as_function() for tool in self.tools],
@@ -144,8 +141,8 @@ class CountTokensRequest(StrictModel):
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         )
 
+    @override
     def thinking_options(self) -> Thinking:
-        """Return how the model is to think."""
         effort = None if self.output_config is None else self.output_config.effort
         is_on = None if effort is None else True
         if self.thinking is not None:
@@ -153,8 +150,8 @@ class CountTokensRequest(StrictModel):
         budget = self.thinking.budget_tokens if is_on and self.thinking is not None else None
         return Thinking(is_on=is_on, effort=effort, is_shown=is_on is not False, budget=budget)
 
+    @override
     def prompt_options(self) -> PromptOptions:
-        """Return how the messages become a prompt: the answer continues a text of the assistant's."""
         last = self.messages[-1]
         blocks = last.content if isinstance(last.content, list) else ()
         calls_tools = any(isinstance(block, ToolUseBlock) for block in blocks)
@@ -169,7 +166,7 @@ class CountTokensRequest(StrictModel):
         return openai_messages(self.system, self.messages)
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, GenerationBody):
     """Body of POST /v1/messages."""
 
     max_tokens: PositiveInt = Field(description="Maximum number of output tokens.")
@@ -196,12 +193,8 @@ class MessagesRequest(CountTokensRequest):
         if isinstance(values.get("stop_sequences"), list):
             values["stop_sequences"] = [text for text in values["stop_sequences"] if text != ""]
 
+    @override
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the engine's parameters.
-
-        Raises:
-            InvalidRequestError: a value is out of range.
-        """
         given: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -211,10 +204,6 @@ class MessagesRequest(CountTokensRequest):
             "structured_outputs": self._structure(),
         }
         return defaults.params({name: value for name, value in given.items() if value is not None})
-
-    def request_options(self) -> dict[str, Any]:
-        """Return the fields of `RequestOptions` that were given: there are none."""
-        return {}
 
     @property
     def structure_field(self) -> str:

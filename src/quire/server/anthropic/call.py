@@ -48,7 +48,7 @@ from quire.server.calls.blocks import (
 from quire.server.calls.call import ConversationCall
 from quire.server.calls.conversation import Conversation
 from quire.server.calls.outputs import SequenceProgress
-from quire.server.context import context_of, leniency_of
+from quire.server.context import context_of
 from quire.server.wire.answers import json_response
 from quire.server.wire.errors import ApiError
 from quire.server.wire.openapi import GENERATION_ERRORS, PROMPT_ERRORS, Endpoint
@@ -79,7 +79,7 @@ class _MessagesCall(ConversationCall[MessagesRequest]):
         super().__init__(request, body)
         self._converse(body, body.given_messages())
         switch = None if body.thinking is None else "thinking"
-        self._conversation.note_without_effect(leniency_of(request), self.effort_field, switch)
+        self._conversation.note_without_effect(self._leniency, self.effort_field, switch)
 
     @property
     @override

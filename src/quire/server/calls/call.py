@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -19,13 +19,14 @@ from typing_extensions import override
 from quire.errors import InvalidRequestError
 from quire.request_output import RequestOutput
 from quire.sampling_params import SamplingParams
-from quire.server.calls.conversation import Conversation, ConversationBody
+from quire.server.calls.bodies import ConversationBody, GenerationBody
+from quire.server.calls.conversation import Conversation
 from quire.server.calls.logprobs import LogprobLimit
 from quire.server.calls.outputs import PREPARED_AT_ONCE, CallOutputs, OutputHook, OutputStream
 from quire.server.calls.request_start import REQUEST_START, arrival_time_of
 from quire.server.context import context_of, leniency_of, request_id_of, tenant_of
 from quire.server.metrics.request_timer import RequestTimer
-from quire.server.sampling_defaults import QUIRES_OWN, SamplingDefaults
+from quire.server.sampling_defaults import QUIRES_OWN
 from quire.server.wire.access_log import access_record_of
 from quire.server.wire.answers import json_response
 from quire.server.wire.errors import ApiError
@@ -33,28 +34,6 @@ from quire.server.wire.streaming import SERVER_SENT_EVENTS, event_stream, unless
 
 if TYPE_CHECKING:
     from quire.front.text.input_processor import ProcessedRequest
-
-
-class GenerationBody(Protocol):
-    """What a body that asks for generation has, whichever API it is of."""
-
-    @property
-    def model(self) -> str:
-        """The served model's name."""
-
-    @property
-    def stream(self) -> bool | None:
-        """Whether the answer is sent as it is generated."""
-
-    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the engine's parameters.
-
-        Raises:
-            InvalidRequestError: a value out of range, or two that contradict each other.
-        """
-
-    def request_options(self) -> dict[str, Any]:
-        """Return the fields of `RequestOptions` that were given."""
 
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -85,6 +64,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._begun_at = time.monotonic()
         self._id = f"{self.id_prefix}-{request_id_of(request)}"
         self._tenant = tenant_of(request)
+        self._leniency = leniency_of(request)
         self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
         self._admit: Callable[[ProcessedRequest], Awaitable[None]] | None = None
         self._logprob_limit = LogprobLimit(self._context.config.max_logprobs_per_request)
@@ -107,7 +87,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         Raises:
             InvalidRequestError: the server is strict; a priority the engine itself refuses then.
         """
-        info, leniency = self._info, leniency_of(self._request)
+        info, leniency = self._info, self._leniency
         if self._options.get("priority") and not info.reads_priority and not leniency.is_strict:
             del self._options["priority"]
             leniency.ignore("priority")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from quire.dialogue.calls.grammar import structure_of_answer
 from quire.dialogue.calls.tool_call_format import ToolCallFormat
@@ -20,29 +20,11 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.schemas.json_schemas import enforceable_schema
 from quire.server.calls.blocks import AnswerReader
+from quire.server.calls.bodies import ConversationBody
 from quire.server.calls.outputs import OutputStream
-from quire.server.calls.prompt_options import PromptOptions
-from quire.server.calls.reasoning import Thinking
 from quire.server.context import ServerContext
 from quire.server.wire.leniency import Leniency
 from quire.structured_outputs import StructuredOutputsParams
-
-
-class ConversationBody(Protocol):
-    """What a body that asks for the next message of a conversation has, whichever API it is of."""
-
-    def tool_use(self) -> ToolUse | None:
-        """Return which tools the answer may or must call; None: none.
-
-        Raises:
-            InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
-        """
-
-    def thinking_options(self) -> Thinking:
-        """Return how the model is to think."""
-
-    def prompt_options(self) -> PromptOptions:
-        """Return how the messages become a prompt."""
 
 
 class Conversation:

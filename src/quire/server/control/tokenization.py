@@ -9,11 +9,12 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import override
 
 from quire.dialogue.calls.tools import ToolUse
 from quire.sampling_params import TokenId
+from quire.server.calls.bodies import PromptFields
 from quire.server.calls.conversation import Conversation
-from quire.server.calls.prompt_options import PromptFields
 from quire.server.calls.reasoning import Thinking
 from quire.server.calls.tool_fields import Tools, tool_use_of
 from quire.server.context import ServerContext, context_of
@@ -48,20 +49,16 @@ class TokenizeRequest(PromptFields):
             raise PydanticCustomError("form", "it must have either a prompt or messages")
         return self
 
+    @override
     def tool_use(self) -> ToolUse | None:
-        """Return which tools the template gets to see; None: none.
-
-        Raises:
-            InvalidRequestError: a tool is unusable, or there twice.
-        """
         return tool_use_of(self.tools, None, parallel_tool_calls=None)
 
     def given_messages(self) -> list[dict[str, Any]]:
         """Return the messages in OpenAI's form."""
         return [message.as_given() for message in self.messages or ()]
 
+    @override
     def thinking_options(self) -> Thinking:
-        """Return how the model is to think."""
         return Thinking(template_kwargs=self.chat_template_kwargs or {})
 
 

@@ -7,18 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
+from typing_extensions import override
 
 from quire.dialogue.calls.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.sampling_params import NumLogprobs, SamplingParams
-from quire.server.calls.prompt_options import PromptOptions
+from quire.server.calls.bodies import ConversationBody, GenerationBody, PromptOptions
 from quire.server.calls.reasoning import Thinking
 from quire.server.calls.response_format import ANY_OBJECT, structure_of_schema
 from quire.server.calls.tool_fields import Tools, tool_use_of
 from quire.server.ollama.messages import NoImages, OllamaMessage, openai_messages
 from quire.server.ollama.options import OllamaOptions
 from quire.server.sampling_defaults import SamplingDefaults
-from quire.server.wire.strict_model import Ignored, StrictModel, Unsupported
+from quire.server.wire.strict_model import Ignored, Unsupported
 
 
 def _format_form(value: Any) -> str | None:
@@ -57,7 +58,7 @@ def _refuse_template(value: Any) -> None:
         )
 
 
-class OllamaRequest(StrictModel):
+class OllamaRequest(ConversationBody, GenerationBody):
     """What both bodies have."""
 
     model: str = Field(description="The served model's name; the tag latest may be left out or added.")
@@ -88,8 +89,8 @@ class OllamaRequest(StrictModel):
         """Return the prompt if it does not pass through the chat template; None if it does."""
         return None
 
+    @override
     def thinking_options(self) -> Thinking:
-        """Return how the model is to think."""
         if isinstance(self.think, str):
             return Thinking(is_on=True, effort=self.think)
         return Thinking(is_on=self.think, is_shown=self.think is not False)
@@ -98,24 +99,8 @@ class OllamaRequest(StrictModel):
     def given_messages(self) -> list[dict[str, Any]]:
         """Return the messages in OpenAI's form."""
 
-    @abc.abstractmethod
-    def prompt_options(self) -> PromptOptions:
-        """Return how the messages become a prompt."""
-
-    def tool_use(self) -> ToolUse | None:
-        """Return which tools the answer may or must call; None: none.
-
-        Raises:
-            InvalidRequestError: a tool is unusable, or there twice.
-        """
-        return None
-
+    @override
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the engine's parameters.
-
-        Raises:
-            InvalidRequestError: a value out of range, or two that contradict each other.
-        """
         fields = {} if self.options is None else self.options.sampling_fields()
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
@@ -125,10 +110,6 @@ class OllamaRequest(StrictModel):
             schema = ANY_OBJECT if self.format == "json" else self.format
             fields["structured_outputs"] = structure_of_schema(schema, "format")
         return defaults.params(fields)
-
-    def request_options(self) -> dict[str, Any]:
-        """Return the fields of `RequestOptions` that were given: there are none."""
-        return {}
 
 
 class OllamaChatRequest(OllamaRequest):
@@ -144,20 +125,16 @@ class OllamaChatRequest(OllamaRequest):
         """Whether there is nothing to answer."""
         return not self.messages
 
+    @override
     def tool_use(self) -> ToolUse | None:
-        """Return which tools the answer may or must call; None: none.
-
-        Raises:
-            InvalidRequestError: a tool is unusable, or there twice.
-        """
         return tool_use_of(self.tools, None, parallel_tool_calls=None)
 
     def given_messages(self) -> list[dict[str, Any]]:
         """Return the messages in OpenAI's form."""
         return openai_messages(self.messages or [])
 
+    @override
     def prompt_options(self) -> PromptOptions:
-        """Return how the messages become a prompt: the answer continues a text of the assistant's."""
         last = self.messages[-1] if self.messages else None
         continues = last is not None and last.role == "assistant" and not last.tool_calls
         return PromptOptions(continue_final_message=continues or None)
@@ -200,7 +177,3 @@ class OllamaGenerateRequest(OllamaRequest):
         """Return the messages in OpenAI's form."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.prompt or ""}]
-
-    def prompt_options(self) -> PromptOptions:
-        """Return how the messages become a prompt."""
-        return PromptOptions()

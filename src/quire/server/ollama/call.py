@@ -18,7 +18,6 @@ from quire.server.calls.blocks import AnswerReader, Block, BlockDelta, BlockEnd,
 from quire.server.calls.call import ConversationCall
 from quire.server.calls.logprobs import chat_logprobs
 from quire.server.calls.outputs import OutputHook, OutputStream, SequenceProgress, end_reason
-from quire.server.context import leniency_of
 from quire.server.ollama.answers import (
     OLLAMA_ERRORS,
     CalledTool,
@@ -78,7 +77,7 @@ class _OllamaCall(ConversationCall[BodyT]):
 
     def _note_thinking_without_effect(self) -> None:
         """Note that the model is to think, which it cannot, unless the server is strict."""
-        thinking, leniency = self._body.thinking_options(), leniency_of(self._request)
+        thinking, leniency = self._body.thinking_options(), self._leniency
         template = self._context.chat_template if self._raw_prompt is None else ""
         can_think = self._raw_prompt is None and self._context.thought_format is not None
         thinking.note_effort_without_effect(template, leniency, can_think=can_think, param="think")

@@ -7,7 +7,6 @@ with the type `Unsupported`, so that they are refused by name, or as `Ignored` i
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from typing import Annotated, Any, Literal
 
@@ -20,6 +19,7 @@ from pydantic import (
     create_model,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import override
 
 from quire.dialogue.calls.tools import ToolUse
 from quire.errors import InvalidRequestError
@@ -34,7 +34,7 @@ from quire.sampling_params import (
     StopText,
     TokenId,
 )
-from quire.server.calls.prompt_options import PromptFields
+from quire.server.calls.bodies import GenerationBody, PromptFields
 from quire.server.calls.reasoning import ReasoningEffort, Thinking
 from quire.server.calls.response_format import ResponseFormat, StructuredOutputs
 from quire.server.calls.tool_fields import (
@@ -136,7 +136,7 @@ class StreamOptions(StrictModel):
 
 SharedFields = create_model(
     "SharedFields",
-    __base__=StrictModel,
+    __base__=GenerationBody,
     **body_fields(SamplingParams, exclude=_OTHERWISE_IN_BODIES),
     **body_fields(RequestOptions, exclude=("tenant", "tenant_weight")),
 )
@@ -201,16 +201,8 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
         """Whether the prompt is to be echoed with nothing after it."""
         return False
 
-    @abc.abstractmethod
-    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the engine's parameters.
-
-        Raises:
-            InvalidRequestError: a value out of range, or two that contradict each other.
-        """
-
+    @override
     def request_options(self) -> dict[str, Any]:
-        """Return the fields of `RequestOptions` that were given."""
         given = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(RequestOptions)}
         given["tenant"] = self.user
         return {name: value for name, value in given.items() if value is not None}
@@ -302,12 +294,8 @@ class CompletionRequest(GenerationRequest):
         """Whether the prompt is to be echoed with nothing after it."""
         return bool(self.echo) and self.max_tokens == 0
 
+    @override
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the engine's parameters.
-
-        Raises:
-            InvalidRequestError: a value out of range, or two that contradict each other.
-        """
         fields = self.shared_sampling_fields()
         if self.best_of is not None:
             fields["best_of"] = self.best_of
@@ -384,20 +372,16 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
             if older is not None and older != values["max_completion_tokens"]:
                 leniency.ignore("max_tokens")
 
+    @override
     def tool_use(self) -> ToolUse | None:
-        """Return which tools the answer may or must call; None: none.
-
-        Raises:
-            InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
-        """
         return tool_use_of(self.tools, self.tool_choice, parallel_tool_calls=self.parallel_tool_calls)
 
     def given_messages(self) -> list[dict[str, Any]]:
         """Return the messages in OpenAI's form."""
         return [message.as_given() for message in self.messages]
 
+    @override
     def thinking_options(self) -> Thinking:
-        """Return how the model is to think."""
         return Thinking(
             is_on=None if self.reasoning_effort is None else self.reasoning_effort != "none",
             effort=self.reasoning_effort,
@@ -406,12 +390,8 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
             is_shown=self.include_reasoning is not False,
         )
 
+    @override
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the engine's parameters.
-
-        Raises:
-            InvalidRequestError: a value out of range, or two that contradict each other.
-        """
         fields = self.shared_sampling_fields()
         structure = None if self.response_format is None else self.response_format.params()
         if structure is not None:

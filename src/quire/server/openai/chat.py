@@ -17,7 +17,6 @@ from quire.server.calls.blocks import AnswerReader, Block, BlockBegin, BlockDelt
 from quire.server.calls.call import ConversationCall
 from quire.server.calls.logprobs import chat_logprobs
 from quire.server.calls.outputs import end_reason
-from quire.server.context import leniency_of
 from quire.server.openai.bodies import ChatCompletionRequest
 from quire.server.openai.call import CompletionsCall
 from quire.server.wire.answers import (
@@ -59,7 +58,7 @@ class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCom
                 "not tell how it thinks; leave it out, or start the server with --reasoning-format",
                 param="thinking_token_budget",
             )
-        self._conversation.note_without_effect(leniency_of(request), self.effort_field)
+        self._conversation.note_without_effect(self._leniency, self.effort_field)
 
     @property
     @override

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
+from typing_extensions import override
 
 from quire.dialogue.calls.tools import ToolUse
 from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt
 from quire.request_options import RequestOptions, ShortText
 from quire.sampling_params import NumLogprobs, SamplingParams
-from quire.server.calls.prompt_options import PromptOptions
+from quire.server.calls.bodies import ConversationBody, GenerationBody
 from quire.server.calls.reasoning import ReasoningEffort, Thinking
 from quire.server.calls.response_format import ANY_OBJECT, SchemaName, structure_of_schema
 from quire.server.calls.tool_fields import (
@@ -164,7 +165,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: Ignored = None
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(ConversationBody, GenerationBody):
     """Body of POST /v1/responses."""
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
@@ -248,12 +249,8 @@ class ResponsesRequest(StrictModel):
         """Whether log-probabilities come with the text."""
         return LOGPROBS in (self.include or ())
 
+    @override
     def tool_use(self) -> ToolUse | None:
-        """Return which tools the answer may or must call; None: none.
-
-        Raises:
-            InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
-        """
         choice = self.tool_choice
         return tool_use_of(
             None if self.tools is None else [tool.as_function() for tool in self.tools],
@@ -261,21 +258,13 @@ class ResponsesRequest(StrictModel):
             parallel_tool_calls=self.parallel_tool_calls,
         )
 
-    def prompt_options(self) -> PromptOptions:
-        """Return how the conversation becomes a prompt."""
-        return PromptOptions()
-
+    @override
     def thinking_options(self) -> Thinking:
-        """Return how the model is to think."""
         effort = None if self.reasoning is None else self.reasoning.effort
         return Thinking(is_on=None if effort is None else effort != "none", effort=effort)
 
+    @override
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the engine's parameters.
-
-        Raises:
-            InvalidRequestError: a value out of range, or two that contradict each other.
-        """
         if self.top_logprobs and not self.wants_logprobs:
             raise InvalidRequestError(f"top_logprobs needs {LOGPROBS} in include", param="top_logprobs")
         form = None if self.text is None else self.text.format
@@ -290,7 +279,7 @@ class ResponsesRequest(StrictModel):
         }
         return defaults.params({name: value for name, value in given.items() if value is not None})
 
+    @override
     def request_options(self) -> dict[str, Any]:
-        """Return the fields of `RequestOptions` that were given."""
         given = {"tenant": self.user, "cache_salt": self.cache_salt, "priority": self.priority}
         return {name: value for name, value in given.items() if value is not None}

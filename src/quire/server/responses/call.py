@@ -17,7 +17,6 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.call import ConversationCall
 from quire.server.calls.logprobs import chat_logprobs
 from quire.server.calls.outputs import SequenceProgress
-from quire.server.context import leniency_of
 from quire.server.responses.answers import (
     Completed,
     Created,
@@ -71,7 +70,7 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
         self._created_at = int(time.time())
         self._numbers = itertools.count()
         self._converse(body, messages_of(body.instructions, items))
-        self._conversation.note_without_effect(leniency_of(request), self.effort_field)
+        self._conversation.note_without_effect(self._leniency, self.effort_field)
 
     @property
     def id(self) -> str:

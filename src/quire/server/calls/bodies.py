@@ -1,14 +1,20 @@
-"""How bodies of conversations say what their prompt is to be, besides the messages."""
+"""What the bodies of calls have in common, whichever API they are of."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
+from typing_extensions import override
 
+from quire.dialogue.calls.tools import ToolUse
 from quire.dialogue.template_names import uses_name
 from quire.errors import InvalidRequestError
+from quire.sampling_params import SamplingParams
+from quire.server.calls.reasoning import Thinking
+from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.wire.leniency import Leniency
 from quire.server.wire.strict_model import JsonObject, StrictModel
 
@@ -46,7 +52,47 @@ class PromptOptions:
         leniency.ignore("documents")
 
 
-class PromptFields(StrictModel):
+class GenerationBody(StrictModel):
+    """A body that asks for generation; it has the fields `model` and `stream`."""
+
+    if TYPE_CHECKING:
+        model: str
+        stream: bool | None
+
+    @abc.abstractmethod
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the engine's parameters: those given, and defaults for others.
+
+        Raises:
+            InvalidRequestError: a value out of range, or two that contradict each other.
+        """
+
+    def request_options(self) -> dict[str, Any]:
+        """Return the fields of `RequestOptions` that were given."""
+        return {}
+
+
+class ConversationBody(StrictModel):
+    """A body that has the messages of a conversation."""
+
+    def tool_use(self) -> ToolUse | None:
+        """Return which tools the answer may or must call; None: none.
+
+        Raises:
+            InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
+        """
+        return None
+
+    def thinking_options(self) -> Thinking:
+        """Return how the model is to think."""
+        return Thinking()
+
+    def prompt_options(self) -> PromptOptions:
+        """Return how the messages become a prompt."""
+        return PromptOptions()
+
+
+class PromptFields(ConversationBody):
     """Fields of a body that say how its messages become a prompt."""
 
     add_generation_prompt: bool | None = Field(
@@ -66,8 +112,8 @@ class PromptFields(StrictModel):
         None, description=f"Documents for the chat template, such as title and text; at most {MAX_DOCUMENTS}."
     )
 
+    @override
     def prompt_options(self) -> PromptOptions:
-        """Return how the messages become a prompt."""
         return PromptOptions(
             self.add_generation_prompt,
             self.continue_final_message,
