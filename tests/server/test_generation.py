@@ -106,3 +106,53 @@ async def test_a_bad_prompt_is_refused_while_the_first_ones_are_computed():
     async with outputs_of([stream(index) for index in range(20)], preparing, places) as outputs:
         with pytest.raises(InvalidRequestError, match="too long"):
             await anext(outputs)
+
+
+async def test_what_a_failed_request_has_generated_comes_before_the_failure():
+    failed = CompletionOutput(
+        0,
+        "x",
+        [1],
+        None,
+        finish_reason=FinishReason.ERROR,
+        error="too deep",
+        error_type="InvalidRequestError",
+        error_param="structured_outputs",
+    )
+    observed, hooked = [], []
+
+    async def stream():
+        yield RequestOutput("request-0", "a", [1], [failed], finished=True)
+
+    outputs = CallOutputs(
+        [stream()],
+        fields=[{"structured_outputs": "response_format"}],
+        observers=[lambda index, output: observed.append(output.outputs[0].finish_reason)],
+        hooks=[lambda index, output: hooked.append(output.outputs[0].finish_reason)],
+        preparing=asyncio.Semaphore(),
+        places=asyncio.Semaphore(),
+        was_aborted=lambda: False,
+    )
+    async with outputs:
+        index, output = await anext(outputs)
+        assert (index, output.outputs[0].text, output.finished) == (0, "x", False)
+        with pytest.raises(InvalidRequestError, match="response_format: too deep") as raised:
+            await anext(outputs)
+    assert raised.value.param == "response_format"
+    assert (observed, hooked) == ([FinishReason.ERROR], [None])
+
+
+async def test_the_end_of_the_context_closes_a_stream_that_is_being_read():
+    closed = False
+
+    async def stream():
+        nonlocal closed
+        try:
+            yield RequestOutput("request-0", "a", [1], [CompletionOutput(0, "x", [1], None)], finished=False)
+            await asyncio.Event().wait()
+        finally:
+            closed = True
+
+    async with outputs_of([stream()], asyncio.Semaphore()) as outputs:
+        await anext(outputs)
+    assert closed

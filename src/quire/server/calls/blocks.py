@@ -176,8 +176,9 @@ class AnswerReader:
         return events
 
     def _more(self, kind: BlockKind, text: str) -> list[BlockEvent]:
-        begun = [] if self._is_open and self._blocks[-1].kind is kind else self._begin(kind)
-        return [*begun, self._add(text)]
+        if self._is_open and self._blocks[-1].kind is kind:
+            return [self._add(text)]
+        return [*self._begin(kind), self._add(text)]
 
     def _begin(self, kind: BlockKind, name: str = "", call_index: int = 0) -> list[BlockEvent]:
         ended = self._end()

@@ -17,18 +17,18 @@ from starlette.responses import Response
 from typing_extensions import override
 
 from quire.errors import InvalidRequestError
-from quire.request_output import RequestOutput
+from quire.request_output import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.calls.bodies import ConversationBody, GenerationBody
 from quire.server.calls.conversation import Conversation
-from quire.server.calls.logprobs import LogprobLimit
+from quire.server.calls.logprobs import LogprobLimit, chat_logprobs
 from quire.server.calls.outputs import PREPARED_AT_ONCE, CallOutputs, OutputHook, OutputStream
 from quire.server.calls.request_start import REQUEST_START, arrival_time_of
 from quire.server.context import context_of, leniency_of, request_id_of, tenant_of
 from quire.server.metrics.request_timer import RequestTimer
 from quire.server.sampling_defaults import QUIRES_OWN
 from quire.server.wire.access_log import access_record_of
-from quire.server.wire.answers import json_response
+from quire.server.wire.answers import ChatLogprobs, json_response
 from quire.server.wire.errors import ApiError
 from quire.server.wire.streaming import SERVER_SENT_EVENTS, event_stream, unless_disconnected
 
@@ -316,3 +316,10 @@ class ConversationCall(GenerationCall[BodyT]):
     @override
     def _hooks(self) -> list[OutputHook]:
         return [self._conversation.observe]
+
+    async def _chat_logprobs(self, completion: CompletionOutput, first_token: int) -> ChatLogprobs | None:
+        """Return the log-probabilities of a completion's tokens from one on; None: they are not wanted."""
+        if completion.logprobs is None:
+            return None
+        tokenizer, count = self._context.llm.tokenizer, self._params.logprobs or 0
+        return await chat_logprobs(tokenizer, completion, first_token, count)

@@ -16,7 +16,6 @@ from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.blocks import AnswerReader, Block, BlockDelta, BlockEnd, BlockKind
 from quire.server.calls.call import ConversationCall
-from quire.server.calls.logprobs import chat_logprobs
 from quire.server.calls.outputs import OutputHook, OutputStream, SequenceProgress, end_reason
 from quire.server.ollama.answers import (
     OLLAMA_ERRORS,
@@ -169,8 +168,7 @@ class _OllamaCall(ConversationCall[BodyT]):
         return messages
 
     async def _logprobs(self, completion: CompletionOutput, first_token: int) -> Any:
-        tokenizer = self._context.llm.tokenizer
-        written = await chat_logprobs(tokenizer, completion, first_token, self._body.top_logprobs or 0)
+        written = await self._chat_logprobs(completion, first_token)
         return UNSET if written is None else written.content
 
     def _answer(self, message: OllamaAnswerMessage, **fields: Any) -> OllamaChat | OllamaGeneration:

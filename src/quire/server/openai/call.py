@@ -122,7 +122,6 @@ class CompletionsCall(GenerationCall[RequestT]):
 
     @override
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events of the answer."""
         progress: dict[int, SequenceProgress] = {}
         latest: dict[int, RequestOutput] = {}
         so_far = self._body.includes_usage_so_far

@@ -15,7 +15,6 @@ from quire.errors import InvalidRequestError
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.blocks import AnswerReader, Block, BlockBegin, BlockDelta, BlockEvent, BlockKind
 from quire.server.calls.call import ConversationCall
-from quire.server.calls.logprobs import chat_logprobs
 from quire.server.calls.outputs import end_reason
 from quire.server.openai.bodies import ChatCompletionRequest
 from quire.server.openai.call import CompletionsCall
@@ -28,7 +27,6 @@ from quire.server.wire.answers import (
     ChatCompletionChunk,
     ChatDelta,
     ChatEndReason,
-    ChatLogprobs,
     Completion,
     CompletionTokensDetails,
     FunctionCall,
@@ -79,12 +77,9 @@ class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCom
 
     def _end_reason(self, completion: CompletionOutput) -> ChatEndReason | None:
         reason = end_reason(completion)
-        has_calls = self._conversation.reader(completion).has_calls
-        return "tool_calls" if reason == "stop" and has_calls else reason
-
-    async def _logprobs(self, completion: CompletionOutput, first_token: int) -> ChatLogprobs | None:
-        tokenizer = self._context.llm.tokenizer
-        return await chat_logprobs(tokenizer, completion, first_token, self._body.top_logprobs or 0)
+        if reason == "stop" and self._conversation.reader(completion).has_calls:
+            return "tool_calls"
+        return reason
 
     async def _choice(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
@@ -92,7 +87,7 @@ class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCom
         return ChatChoice(
             index=completion.index,
             message=_message_of(self._conversation.reader(completion), completion),
-            logprobs=await self._logprobs(completion, 0),
+            logprobs=await self._chat_logprobs(completion, 0),
             finish_reason=self._end_reason(completion),
             token_ids=self._token_ids(completion, 0),
         )
@@ -112,7 +107,7 @@ class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCom
         self, prompt_index: int, completion: CompletionOutput, new_text: str, first_new_token: int
     ) -> list[ChatChunkChoice]:
         index = completion.index
-        logprobs = await self._logprobs(completion, first_new_token)
+        logprobs = await self._chat_logprobs(completion, first_new_token)
         reader = self._conversation.reader(completion)
         deltas = _deltas_of(reader, new_text, completion)
         token_ids = self._token_ids(completion, first_new_token)

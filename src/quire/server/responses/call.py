@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.call import ConversationCall
-from quire.server.calls.logprobs import chat_logprobs
 from quire.server.calls.outputs import SequenceProgress
 from quire.server.responses.answers import (
     Completed,
@@ -138,8 +137,7 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
         return [told, last]
 
     async def _logprobs(self, completion: CompletionOutput, first_token: int) -> list[TokenLogprob]:
-        tokenizer = self._context.llm.tokenizer
-        written = await chat_logprobs(tokenizer, completion, first_token, self._body.top_logprobs or 0)
+        written = await self._chat_logprobs(completion, first_token)
         return [] if written is None else written.content
 
     async def _ended(

@@ -68,7 +68,7 @@ OPENAI_ERRORS = ErrorShape(ErrorResponse, _openai_error)
 
 def error_shape_of(scope: Mapping[str, Any]) -> ErrorShape:
     """Return the shape of the errors of an ASGI request, as `RequestEnvelope` has found it."""
-    shape: ErrorShape = scope["state"].get("error_shape", OPENAI_ERRORS)
+    shape: ErrorShape = scope.get("state", {}).get("error_shape", OPENAI_ERRORS)
     return shape
 
 

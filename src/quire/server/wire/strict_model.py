@@ -103,7 +103,9 @@ def _without_ignored_names(
     """Return what has an effect; the rest is noted, and refused if it looks like a typo."""
     names = _names_of(cls)
     kept: dict[str, Any] = {}
-    for name, value in with_own_names(values, cls.names_of_other_servers).items():
+    if others := cls.names_of_other_servers:
+        values = with_own_names(values, others)
+    for name, value in values.items():
         known = names.get(name)
         if known is None:
             hint = typo_hint(name, _names_meant(cls))
