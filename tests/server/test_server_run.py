@@ -29,7 +29,7 @@ PROGRAM = """
 import json
 import sys
 from quire.config import EdgeConfig, EngineConfig, SchedulerConfig, ServerConfig, SupervisionConfig
-from quire.server import stopping
+from quire.server.http import stopping
 from quire.server.serve import serve
 
 stopping.STOP_GRACE = stopping.IMMEDIATE_GRACE = 60.0  # on a busy machine, an end that is right may be slow

@@ -83,7 +83,7 @@ def test_a_signal_ends_a_server_whose_event_loop_is_blocked():
 
 LOOP = """
 import asyncio, sys, time
-from quire.server import stopping
+from quire.server.http import stopping
 
 stopping.STOP_GRACE = stopping.IMMEDIATE_GRACE = float(sys.argv[2])
 
