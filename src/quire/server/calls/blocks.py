@@ -140,7 +140,7 @@ class AnswerReader:
                 case CallBegin(index=index, name=name):
                     events += self._begin(BlockKind.CALL, name, index)
                 case ArgumentsDelta(text=text):
-                    events.append(self._add(text))
+                    events += self._more(BlockKind.CALL, text)
                 case CallEnd(is_complete=is_complete):
                     events += self._end(is_complete=is_complete)
         if completion.finished:
@@ -176,19 +176,16 @@ class AnswerReader:
         return events
 
     def _more(self, kind: BlockKind, text: str) -> list[BlockEvent]:
-        if self._is_open and self._blocks[-1].kind is kind:
-            return [self._add(text)]
-        return [*self._begin(kind), self._add(text)]
+        begun = [] if self._is_open and self._blocks[-1].kind is kind else self._begin(kind)
+        block = self._blocks[-1]
+        block.pieces.append(text)
+        return [*begun, BlockDelta(block, text)]
 
     def _begin(self, kind: BlockKind, name: str = "", call_index: int = 0) -> list[BlockEvent]:
         ended = self._end()
         self._blocks.append(Block(kind, len(self._blocks), name, call_index))
         self._is_open = True
         return [*ended, BlockBegin(self._blocks[-1])]
-
-    def _add(self, text: str) -> BlockDelta:
-        self._blocks[-1].pieces.append(text)
-        return BlockDelta(self._blocks[-1], text)
 
     def _end(self, *, is_complete: bool = True) -> list[BlockEvent]:
         if not self._is_open:

@@ -101,21 +101,24 @@ class CallOutputs:
             raise self._in_words_of_body(0, error) from None
         for observer in self._observers:
             observer(index, output)
-        if any(one.finish_reason in _FAILURES for one in output.outputs):
-            output = self._note_failure(index, output)
-        elif output.finished:
+        for completion in output.outputs:
+            if completion.finish_reason in _FAILURES:
+                output = self._without_failure(index, output, completion)
+                break
+        if output.finished:
             self._unfinished.discard(index)
         for hook in self._hooks:
             hook(index, output)
         return index, output
 
-    def _note_failure(self, prompt_index: int, output: RequestOutput) -> RequestOutput:
-        """Keep a failure for the next iteration; return the output without it.
+    def _without_failure(
+        self, prompt_index: int, output: RequestOutput, failed: CompletionOutput
+    ) -> RequestOutput:
+        """Keep a failure for the next iteration; return the output as if what failed were still running.
 
         Raises:
             ApiError, QuireError: the failure, if the output has no tokens, which may come with a failure.
         """
-        failed = next(one for one in output.outputs if one.finish_reason in _FAILURES)
         self._failure = self._failure_of(prompt_index, failed)
         if not any(one.token_ids for one in output.outputs):
             raise self._failure
