@@ -5,9 +5,9 @@ not import the scheduler.
 
 `Accounts` (`accounts/accounts.py`) says where every request, block and step is. Running requests live in
 *slots*, rows of numpy arrays (`accounts/running_slots.py`); the runner keeps its own rows under the same
-numbers, so a decode step passes arrays and no dictionaries. `SlotManager` moves requests into slots and out of them,
-`RequestFinisher` ends them, and each of their methods keeps all accounts. The phases of a step are one module
-each: a phase is given the accounts and the phases and policies that it calls.
+numbers, so a decode step passes arrays and no dictionaries. `SlotManager` moves requests into slots and out
+of them, `RequestFinisher` ends them, and each of their methods keeps all accounts. The phases of a step are
+one module each: a phase is given the accounts and the phases and policies that it calls.
 
 `Scheduler.schedule()` does, in this order:
 

@@ -7,7 +7,7 @@ private directory. The front starts the engine process before its own slow impor
 meantime; commands do before they import most of the front (`started_ahead` in `front/process/launch.py`).
 What the front has received it acknowledges in bytes; without room in its `OutputWindow` the engine begins no
 step. The front processes what has come in turns of the event loop (`front/process/message_backlog.py`). What
-connections have received is parsed in turns, too, a few of them in each (`server/http/fair_reads.py`). With a
+connections have received is parsed in turns, too, a few of them in each (`server/http/protocol.py`). With a
 monitoring port, a thread of the front with an event loop of its own answers probes
 (`server/monitoring/port.py`), and takes nothing from the main event loop but what that left behind
 (`probes.py`).
