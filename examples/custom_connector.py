@@ -8,8 +8,7 @@ A connector is given by its dotted name. The server takes it too: in this folder
 
 from quire import LLM, SamplingParams
 from quire.kv.tiers.connector import TierConnector
-from quire.kv.tiers.memory_tier import MemoryTier
-from quire.kv.tiers.tier import BlockTier
+from quire.kv.tiers.tier import BlockTier, MemoryTier
 
 CAPACITY = 1 << 30  # bytes
 shared_tiers: dict[int, BlockTier] = {}  # by the size of their blocks
