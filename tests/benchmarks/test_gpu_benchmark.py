@@ -82,7 +82,7 @@ def test_what_the_experts_of_a_decode_step_do() -> None:
 
 
 def test_work_is_of_kernels_that_there_are() -> None:
-    modules = pkgutil.iter_modules(quire.kernels.triton.__path__, "quire.kernels.triton.")
+    modules = pkgutil.walk_packages(quire.kernels.triton.__path__, "quire.kernels.triton.")
     launched = {
         name
         for module in modules

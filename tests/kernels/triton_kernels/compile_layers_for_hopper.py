@@ -143,7 +143,7 @@ def choose(num_rows: int) -> None:
 def all_programs() -> dict[str, Any]:
     """Return the programs that kernels have been compiled to, by kernel and what is special about them."""
     found = {}
-    for module in pkgutil.iter_modules(quire.kernels.triton.__path__, "quire.kernels.triton."):
+    for module in pkgutil.walk_packages(quire.kernels.triton.__path__, "quire.kernels.triton."):
         for name, item in vars(importlib.import_module(module.name)).items():
             if name.endswith("_kernel"):
                 programs = item.device_caches[0][0]

@@ -13,8 +13,8 @@ import quire.kernels.triton
 
 def _kernels() -> set[str]:
     """Return the names of the functions that are launched, but those of attention and of experts."""
-    modules = pkgutil.iter_modules(quire.kernels.triton.__path__, "quire.kernels.triton.")
-    others = [module.name for module in modules if ".expert" not in module.name]
+    modules = pkgutil.walk_packages(quire.kernels.triton.__path__, "quire.kernels.triton.")
+    others = [module.name for module in modules if ".experts." not in module.name]
     named = [item for name in others for item in vars(importlib.import_module(name)).items()]
     return {name for name, value in named if name.endswith("_kernel") and hasattr(value, "run")}
 
