@@ -301,7 +301,7 @@ def test_layers_of_one_window_share_a_plan() -> None:
     batch, cache, query = _random_step([20], [4])
     for window in (0, 8, 0, 8):
         paged_attention(query, cache.views[0], batch, scale=1.0, window=window)
-    assert len([plan for plan in batch.plans.values() if isinstance(plan, _native.AttentionPlan)]) == 2
+    assert len({plan for plan in batch.plans.values() if isinstance(plan, _native.AttentionPlan)}) == 2
 
 
 def _random_step(

@@ -13,19 +13,17 @@ from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native, threads
-from quire.kernels.cpu.layers import attention_plan, is_native, native_key_scores, native_layer
+from quire.kernels.cpu.layers import LAYER, PLAN, attention_plan, native_key_scores, native_layer
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.rotary import rotary_layer, rotary_step
+from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_step
 from quire.kernels.cpu.sampling import NativeSampling
 from quire.kernels.cpu.tensors import (
-    address,
-    check_attended,
-    check_norm_weight,
-    check_sinks,
-    common_type,
+    Form,
+    check_on_cpu,
+    check_vector,
+    checked_once,
     float_type,
     row_stride,
-    token_stride,
     written_row_stride,
 )
 from quire.kernels.interface import KernelSet
@@ -48,8 +46,9 @@ class NativeKernels(KernelSet):
     CPU has AVX-512 BF16; everything else is float32. Heads that the kernel does not have (bounds.py) go to
     the reference.
 
-    Every call checks its arguments before the first address is followed; what depends only on the step or on
-    the layer is checked once for it.
+    Arguments are checked before the first address is followed: tensors when their form is first met, the step
+    and the layer once for each. The methods look up what was checked, and call nothing where there is nothing
+    new.
 
     Raises:
         TypeError: a type is not as it must be.
@@ -82,9 +81,14 @@ class NativeKernels(KernelSet):
     def rms_norm(
         self, rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        check_norm_weight(weight, rows.shape[-1])
         out = rows.new_empty(rows.shape) if out is None else out
-        _norm(rows, None, weight, out, scale=1.0, eps=eps)
+        numbers = _norm_numbers(
+            (rows.shape, rows.stride(), rows.dtype, rows.is_cpu),
+            None,
+            (weight.shape, weight.stride(), weight.dtype, weight.is_cpu),
+            (out.shape, out.stride(), out.dtype, out.is_cpu),
+        )
+        _native.norm(rows.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), *numbers, 1.0, eps)
         return out
 
     @override
@@ -98,41 +102,35 @@ class NativeKernels(KernelSet):
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if delta.dtype is not residual.dtype:
-            raise TypeError(f"delta is {delta.dtype}; it must be {residual.dtype}, as the residual")
         if weight is None:
             out = residual
-        else:
-            check_norm_weight(weight, residual.shape[-1])
-            if out is None:
-                out = residual.new_empty(residual.shape)
-        _norm(residual, delta, weight, out, scale=scale, eps=eps)
+        elif out is None:
+            out = residual.new_empty(residual.shape)
+        numbers = _norm_numbers(
+            (residual.shape, residual.stride(), residual.dtype, residual.is_cpu),
+            (delta.shape, delta.stride(), delta.dtype, delta.is_cpu),
+            None if weight is None else (weight.shape, weight.stride(), weight.dtype, weight.is_cpu),
+            (out.shape, out.stride(), out.dtype, out.is_cpu),
+        )
+        weight_address = 0 if weight is None else weight.data_ptr()
+        _native.norm(
+            residual.data_ptr(), delta.data_ptr(), weight_address, out.data_ptr(), *numbers, scale, eps
+        )
         return out
 
     @override
     def gated_activation(
         self, gate_up: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        num_rows, twice = gate_up.shape
-        num_features = twice // 2
-        if twice != 2 * num_features or activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"gate_up has {twice} columns and the activation is {activation}; there must be as many for "
-                f"gate as for up, and the activation one of {', '.join(_ACTIVATIONS)}"
-            )
-        shape = num_rows, num_features
         if out is None:
-            out = gate_up.new_empty(shape)
-        _native.gated_activation(
-            gate_up.data_ptr(),
-            out.data_ptr(),
-            common_type(gate_up, out),
-            _ACTIVATIONS[activation],
-            num_rows,
-            num_features,
-            row_stride("gate_up", gate_up),
-            written_row_stride("out", out, shape),
+            num_rows, twice = gate_up.shape
+            out = gate_up.new_empty((num_rows, twice // 2))
+        numbers = _gated_numbers(
+            (gate_up.shape, gate_up.stride(), gate_up.dtype, gate_up.is_cpu),
+            (out.shape, out.stride(), out.dtype, out.is_cpu),
+            activation,
         )
+        _native.gated_activation(gate_up.data_ptr(), out.data_ptr(), *numbers)
         return out
 
     @override
@@ -149,20 +147,32 @@ class NativeKernels(KernelSet):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        if not is_native(kv):
+        layer = kv.handles.get(ROTARY)
+        if (
+            layer is None
+            or layer.heads is not heads
+            or layer.q_norm is not q_norm
+            or layer.k_norm is not k_norm
+        ):
+            layer = rotary_layer(kv, heads, q_norm, k_norm)
+        if layer is None:
             return _REFERENCE.rotary_and_write_kv(
                 qkv, kv, batch, heads=heads, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, eps=eps
             )
-        step = rotary_step(batch, cos, sin)
-        layer = rotary_layer(kv, heads, q_norm, k_norm)
-        layer.check(step)
-        qkv_stride = written_row_stride("qkv", qkv, (step.num_rows, layer.width))
+        step = batch.plans.get((ROTARY, id(cos)))
+        if step is None or step.sin is not sin:
+            step = rotary_step(batch, cos, sin)
+        if layer.shape not in step.fitting:
+            layer.check(step)
+        kind, stride = _qkv_numbers(
+            (qkv.shape, qkv.stride(), qkv.dtype, qkv.is_cpu), step.num_rows, layer.width
+        )
         _native.rotary_and_write_kv(
             layer.native,
             qkv.data_ptr(),
-            float_type("qkv", qkv),
+            kind,
             step.num_rows,
-            qkv_stride,
+            stride,
             heads.num_heads,
             step.cos_address,
             step.sin_address,
@@ -176,7 +186,7 @@ class NativeKernels(KernelSet):
             step.offsets_address,
         )
         shape = step.num_rows, heads.num_heads, heads.head_dim
-        return qkv.as_strided(shape, (qkv_stride, heads.head_dim, 1))
+        return qkv.as_strided(shape, (stride, heads.head_dim, 1))
 
     @override
     def paged_attention(
@@ -191,55 +201,97 @@ class NativeKernels(KernelSet):
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        num_tokens, num_heads, head_dim = query.shape
-        if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM or not is_native(kv):
+        shape = query.shape
+        layer = kv.handles.get(LAYER) or native_layer(kv)
+        if layer is None or layer.head_dim % HEAD_DIM_MULTIPLE or layer.head_dim > MAX_HEAD_DIM:
             return _REFERENCE.paged_attention(
                 query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
             )  # fmt: skip
-        query_stride = token_stride("the query", query)
-        layer = native_layer(kv)
-        plan = attention_plan(batch, layer, query.shape, window)
-        if sinks is not None:
-            check_sinks(sinks, num_heads)
+        plan = batch.plans.get((PLAN, window, shape, layer.shape))
+        if plan is None:
+            plan = attention_plan(batch, layer, shape, window)
         if out is None:
-            out = query.new_empty((num_tokens, num_heads, head_dim))
-        else:
-            check_attended(out, query)
+            out = query.new_empty(shape)
+        kind, stride = _attention_numbers(
+            (shape, query.stride(), query.dtype, query.is_cpu),
+            (out.shape, out.stride(), out.dtype, out.is_cpu and out.is_contiguous()),
+            None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.is_cpu),
+        )
         plan.attend(
             layer.native,
             query.data_ptr(),
-            float_type("the query", query),
-            query_stride,
+            kind,
+            stride,
             out.data_ptr(),
             scale,
             softcap,
-            address(sinks),
-            native_key_scores(batch),
+            0 if sinks is None else sinks.data_ptr(),
+            None if batch.key_scores is None else native_key_scores(batch.key_scores),
         )
         return out
 
 
-def _norm(
-    rows: torch.Tensor,
-    delta: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    scale: float,
-    eps: float,
-) -> None:
-    shape = num_rows, num_features = rows.shape
-    _native.norm(
-        rows.data_ptr(),
-        address(delta),
-        address(weight),
-        out.data_ptr(),
-        common_type(rows, out),
-        num_rows,
-        num_features,
-        row_stride("rows", rows) if delta is None else written_row_stride("the residual", rows, shape),
-        0 if delta is None else row_stride("delta", delta, shape),
-        written_row_stride("out", out, shape),
-        scale,
-        eps,
-    )
+@checked_once
+def _norm_numbers(
+    rows: Form, delta: Form | None, weight: Form | None, out: Form
+) -> tuple[int, int, int, int, int, int]:
+    """Return the type of a norm, the rows and features, and the strides of rows, delta and result."""
+    name = "rows" if delta is None else "the residual"
+    stride, delta_stride = row_stride(name, rows), 0
+    shape = num_rows, num_features = tuple(rows[0])
+    if weight is not None:
+        check_vector("a norm's weight", weight, num_features)
+    if delta is not None:
+        if delta[2] is not rows[2]:
+            raise TypeError(f"delta is {delta[2]}; it must be {rows[2]}, as the residual")
+        written_row_stride(name, rows, shape)
+        delta_stride = row_stride("delta", delta, shape)
+    kind = _common_type(rows, out)
+    return kind, num_rows, num_features, stride, delta_stride, written_row_stride("out", out, shape)
+
+
+@checked_once
+def _gated_numbers(gate_up: Form, out: Form, activation: str) -> tuple[int, int, int, int, int, int]:
+    """Return the type, the activation, the rows and features, and the strides of both."""
+    stride = row_stride("gate_up", gate_up)
+    num_rows, twice = gate_up[0]
+    num_features = twice // 2
+    if twice != 2 * num_features or activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"gate_up has {twice} columns and the activation is {activation}; there must be as many for "
+            f"gate as for up, and the activation one of {', '.join(_ACTIVATIONS)}"
+        )
+    out_stride = written_row_stride("out", out, (num_rows, num_features))
+    kind = _common_type(gate_up, out)
+    return kind, _ACTIVATIONS[activation], num_rows, num_features, stride, out_stride
+
+
+@checked_once
+def _qkv_numbers(qkv: Form, num_rows: int, width: int) -> tuple[int, int]:
+    """Return the type and the stride of rows of queries, keys and values."""
+    stride = written_row_stride("qkv", qkv, (num_rows, width))
+    return float_type("qkv", qkv), stride
+
+
+@checked_once
+def _attention_numbers(query: Form, out: Form, sinks: Form | None) -> tuple[int, int]:
+    """Return the type and the stride of queries; of `out`, the last says whether it is contiguous, too."""
+    shape, strides, dtype, _ = query
+    check_on_cpu("the query", query)
+    if strides[1:] != (shape[2], 1):
+        raise ValueError(f"the query's strides are {strides}; the numbers of a token must be adjacent")
+    if out[0] != shape or out[2] is not dtype or not out[3]:
+        raise ValueError(
+            f"out is {out[2]} {tuple(out[0])} with strides {out[1]}; it must be {dtype} {tuple(shape)} and "
+            "contiguous, on the CPU"
+        )
+    if sinks is not None:
+        check_vector("sinks", sinks, shape[1])
+    return float_type("the query", query), strides[0]
+
+
+def _common_type(rows: Form, out: Form) -> int:
+    """Return the number of the type that both have."""
+    if out[2] is not rows[2]:
+        raise TypeError(f"the rows are {rows[2]} and out is {out[2]}; both must have the same type")
+    return float_type("rows", rows)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.key_scores import KeyScores
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.kv_quantizers import Int8PageQuantizer
 from quire.kernels.cpu import _native
-from quire.kernels.cpu.step_bounds import StepBounds, step_bounds
-from quire.kernels.cpu.tensors import TYPE_NUMBERS, address, check_on_cpu
+from quire.kernels.cpu.step_bounds import step_bounds
+from quire.kernels.cpu.tensors import TYPE_NUMBERS, address, check_on_cpu, form_of
 
-_NAME = "cpu"  # among a layer's handles
-_PLAN = "cpu attention"  # among a batch's plans
+LAYER = "cpu"  # among a layer's handles
+PLAN = "cpu attention"  # among a batch's plans
 CACHE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
@@ -35,6 +34,7 @@ class NativeLayer:
                 f"keys are {tuple(keys.shape)} and values {tuple(values.shape)}; the native kernels need "
                 "both of one shape"
             )
+        self.shape = keys.shape
         self.num_kv_heads, self.num_blocks, self.block_size, self.head_dim = keys.shape
         self.native = _native.KVLayer(
             TYPE_NUMBERS[keys.dtype],
@@ -50,20 +50,16 @@ class NativeLayer:
             _strides(kv.value_scales),
         )
 
-    def check(self, bounds: StepBounds) -> None:
-        """Raise `IndexError` or `ValueError` if a step goes beyond the layer's pages."""
-        bounds.check_cache(self.num_blocks, self.block_size)
 
-
-def native_layer(kv: KVLayer) -> NativeLayer:
-    """Return the layer's native form, made once.
+def native_layer(kv: KVLayer) -> NativeLayer | None:
+    """Return the layer's native form, made once; None: the native kernels do not know what its numbers mean.
 
     Raises:
         TypeError, ValueError: see `NativeLayer`.
     """
-    handle: NativeLayer | None = kv.handles.get(_NAME)
-    if handle is None:
-        handle = kv.handles[_NAME] = NativeLayer(kv)
+    handle: NativeLayer | None = kv.handles.get(LAYER)
+    if handle is None and (kv.quantizer is None or type(kv.quantizer) is Int8PageQuantizer):
+        handle = kv.handles[LAYER] = NativeLayer(kv)
     return handle
 
 
@@ -74,7 +70,7 @@ def _check_pages(name: str, pages: torch.Tensor, scales: torch.Tensor | None, dt
             f"the cache's {name} are {pages.dtype} {having} scales; keys and values must be of one type of "
             "floats, or int8 with scales"
         )
-    check_on_cpu(f"the cache's {name}", pages)
+    check_on_cpu(f"the cache's {name}", form_of(pages))
     if pages.dim() != 4 or pages.stride(-1) != 1:
         raise ValueError(
             f"the {name} are {list(pages.shape)} with strides {pages.stride()}; they must be [KV heads, "
@@ -82,7 +78,7 @@ def _check_pages(name: str, pages: torch.Tensor, scales: torch.Tensor | None, dt
         )
     if scales is None:
         return
-    check_on_cpu(f"the scales of {name}", scales)
+    check_on_cpu(f"the scales of {name}", form_of(scales))
     if scales.dtype != torch.float32 or scales.shape != pages.shape[:3]:
         raise ValueError(
             f"the scales of {name} are {scales.dtype} {list(scales.shape)}; they must be float32 "
@@ -98,21 +94,18 @@ def _strides(pages: torch.Tensor | None) -> tuple[int, int, int]:
     return page, head, token
 
 
-def is_native(kv: KVLayer) -> bool:
-    """Return whether the native kernels know what the layer's numbers mean."""
-    return kv.quantizer is None or type(kv.quantizer) is Int8PageQuantizer
-
-
 def attention_plan(
-    batch: AttentionBatch, layer: NativeLayer, query_shape: Sequence[int], window: int
+    batch: AttentionBatch, layer: NativeLayer, query_shape: torch.Size, window: int
 ) -> _native.AttentionPlan:
-    """Return the plan of a step for a layer, which the step and a query of this shape fit.
+    """Return the plan of a step for layers of this shape, which the step and queries of this shape fit.
+
+    It is checked once, and then among the batch's plans as `(PLAN, window, query_shape, layer.shape)`.
 
     Raises:
         TypeError, ValueError, IndexError: they do not, or see `native_plan`.
     """
     bounds = step_bounds(batch)
-    layer.check(bounds)
+    bounds.check_cache(layer.num_blocks, layer.block_size)
     num_heads = query_shape[1]
     group = num_heads // layer.num_kv_heads if layer.num_kv_heads else 0
     if query_shape != (bounds.num_tokens, group * layer.num_kv_heads, layer.head_dim):
@@ -120,7 +113,8 @@ def attention_plan(
             f"the query is {list(query_shape)}; it must be [{bounds.num_tokens}, a multiple of "
             f"{layer.num_kv_heads}, {layer.head_dim}] for this step and cache"
         )
-    return native_plan(batch, window, group)
+    plan = batch.plans[PLAN, window, query_shape, layer.shape] = native_plan(batch, window, group)
+    return plan
 
 
 def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.AttentionPlan:
@@ -129,7 +123,7 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
     Raises:
         TypeError, ValueError, IndexError: window or group is out of range, or see `StepBounds`.
     """
-    key = (_PLAN, window, group)
+    key = (PLAN, window, group)
     plan: _native.AttentionPlan | None = batch.plans.get(key)
     if plan is None:
         if window < 0 or group < 1:
@@ -159,11 +153,8 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
     return plan
 
 
-def native_key_scores(batch: AttentionBatch) -> _native.KeyScores | None:
-    """Return the native form of where a layer's key scores go; None: the step has none."""
-    scores = batch.key_scores
-    if scores is None:
-        return None
+def native_key_scores(scores: KeyScores) -> _native.KeyScores:
+    """Return the native form of where a layer's key scores go."""
     rows, sums = scores.rows, scores.sums
     return _native.KeyScores(
         scores.row_starts.ctypes.data,

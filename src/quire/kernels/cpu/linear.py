@@ -14,9 +14,12 @@ from typing_extensions import override
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.tensors import (
     TYPE_NUMBERS,
+    Form,
     address,
     check_on_cpu,
+    checked_once,
     float_type,
+    form_of,
     row_stride,
     written_row_stride,
 )
@@ -78,20 +81,37 @@ class PackedLinear(Linear):
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        count = len(rows)
         if out is None:
-            out = rows.new_empty((count, self.out_features))
+            out = rows.new_empty((len(rows), self.out_features))
+        row_type, stride, count, out_type, out_stride = _numbers(
+            (rows.shape, rows.stride(), rows.dtype, rows.is_cpu),
+            (out.shape, out.stride(), out.dtype, out.is_cpu),
+            self.in_features,
+            self.out_features,
+        )
         self._weight.linear(
-            rows.data_ptr(),
-            float_type("rows", rows),
-            row_stride("rows", rows, (count, self.in_features)),
-            count,
-            self._bias,
-            out.data_ptr(),
-            float_type("out", out),
-            written_row_stride("out", out, (count, self.out_features)),
+            rows.data_ptr(), row_type, stride, count, self._bias, out.data_ptr(), out_type, out_stride
         )
         return out
+
+
+@checked_once
+def _numbers(rows: Form, out: Form, in_features: int, out_features: int) -> tuple[int, int, int, int, int]:
+    """Return type, stride and number of rows, and type and stride of the result.
+
+    Raises:
+        TypeError: a type is not as it must be.
+        ValueError: a shape or a stride is not as it must be.
+    """
+    shape, _, _, _ = rows
+    count = shape[0] if shape else 0
+    return (
+        float_type("rows", rows),
+        row_stride("rows", rows, (count, in_features)),
+        count,
+        float_type("out", out),
+        written_row_stride("out", out, (count, out_features)),
+    )
 
 
 def _check_part(part: Weight, in_features: int, *, is_read: bool) -> None:
@@ -141,7 +161,7 @@ def _check_tensor(
     if tensor.shape != shape:
         raise ValueError(f"{name} is {list(tensor.shape)}; it must be {list(shape)}")
     if is_read:
-        check_on_cpu(name, tensor)
+        check_on_cpu(name, form_of(tensor))
 
 
 def _check_kind(kind: str, dtype: torch.dtype, group_size: int, in_features: int) -> None:

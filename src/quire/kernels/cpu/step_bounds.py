@@ -34,8 +34,7 @@ class StepBounds:
         _check_integer("block_size", batch.block_size, 1)
         self.block_size = batch.block_size
         self.num_tokens = _num_tokens(batch)
-        highest_slot_block = _highest_place("slot_blocks", batch.slot_blocks, self.num_tokens)
-        highest_offset = _highest_place("slot_offsets", batch.slot_offsets, self.num_tokens)
+        highest_slot_block, highest_offset = _highest_slots(batch, self.num_tokens)
         if highest_offset >= self.block_size:
             raise IndexError(f"slot_offsets go to {highest_offset}; blocks have {self.block_size} tokens")
         self._block_tables = batch.block_tables
@@ -88,10 +87,12 @@ def _num_tokens(batch: AttentionBatch) -> int:
     """Return the tokens of all sequences."""
     counts, cached, tables = batch.num_tokens, batch.num_cached_tokens, batch.block_tables
     num_sequences = len(counts)
-    _check_array("num_tokens", counts, _INT64, (num_sequences,))
-    _check_array("num_cached_tokens", cached, _INT64, (num_sequences,))
     width = tables.shape[-1] if tables.ndim else 0
-    _check_array("block_tables", tables, _INT32, (num_sequences, width))
+    _check_arrays(
+        ("num_tokens", counts, _INT64, (num_sequences,)),
+        ("num_cached_tokens", cached, _INT64, (num_sequences,)),
+        ("block_tables", tables, _INT32, (num_sequences, width)),
+    )
     capacity = min(width * batch.block_size, _MAX_PLACES)
     lengths, starts = counts.tolist(), cached.tolist()  # far sooner than arrays for few sequences
     if not num_sequences:
@@ -121,7 +122,7 @@ def _check_scores(scores: KeyScores, batch: AttentionBatch, num_tokens: int) -> 
         ("row_starts", scores.row_starts, scores.layer_rows.shape[1]),
         ("sum_starts", scores.sum_starts, scores.layer_sums.shape[1]),
     ):
-        _check_array(name, starts, _INT64, (num_tokens,))
+        _check_arrays((name, starts, _INT64, (num_tokens,)))
         is_outside = (starts != NOWHERE) & ((starts < 0) | (starts > size - lengths))
         if is_outside.any():
             first = int(is_outside.argmax())
@@ -132,7 +133,7 @@ def _check_scores(scores: KeyScores, batch: AttentionBatch, num_tokens: int) -> 
 
 def _check_skipped(skipped: SkippedKeys, batch: AttentionBatch) -> None:
     for name, places in (("start", skipped.start), ("end", skipped.end)):
-        _check_array(f"skipped_keys.{name}", places, _INT64, (len(batch.num_tokens),))
+        _check_arrays((f"skipped_keys.{name}", places, _INT64, (len(batch.num_tokens),)))
     is_any = skipped.is_any
     _check_highest("skipped_keys.start", skipped.start[is_any], _MAX_PLACES)
     is_new = skipped.end[is_any] > batch.num_cached_tokens[is_any]
@@ -141,7 +142,7 @@ def _check_skipped(skipped: SkippedKeys, batch: AttentionBatch) -> None:
 
 
 def _check_selection(selection: KeySelection, num_sequences: int) -> None:
-    _check_array("key_selection.end", selection.end, _INT64, (num_sequences,))
+    _check_arrays(("key_selection.end", selection.end, _INT64, (num_sequences,)))
     _check_integer("key_selection.block_size", selection.block_size, TILE)
     _check_integer("key_selection.stride", selection.stride, 1)
     size, stride = selection.block_size, selection.stride
@@ -159,38 +160,39 @@ def _check_integer(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
-def _check_array(name: str, array: npt.NDArray[Any], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        raise ValueError(
-            f"{name} is {array.dtype} {list(array.shape)} with strides {array.strides} in bytes; it must be "
-            f"{dtype} {list(shape)} and contiguous"
-        )
+def _check_arrays(*wanted: tuple[str, npt.NDArray[Any], np.dtype[Any], tuple[int, ...]]) -> None:
+    """Raise ValueError unless each array, of a name, has this type and shape and is contiguous."""
+    for name, array, dtype, shape in wanted:
+        if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+            raise ValueError(
+                f"{name} is {array.dtype} {list(array.shape)} with strides {array.strides} in bytes; it must "
+                f"be {dtype} {list(shape)} and contiguous"
+            )
 
 
-def _highest_place(name: str, places: torch.Tensor, length: int) -> int:
-    """Return the highest of `length` places; see `_highest`."""
-    is_row = places.shape == (length,) and places.is_contiguous() and places.is_cpu
-    if places.dtype is not torch.int64 or not is_row:
-        raise ValueError(
-            f"{name} is {places.dtype} {list(places.shape)} with strides {places.stride()} on "
-            f"{places.device}; it must be int64 [{length}] and contiguous, on the CPU"
-        )
-    return _highest_of(places.tolist()) if length <= _FEW else _highest(places.numpy())
+def _highest_slots(batch: AttentionBatch, num_tokens: int) -> tuple[int, int]:
+    """Return the highest block and the highest offset that tokens are written to; see `_highest`."""
+    highest = []
+    for name, places in ("slot_blocks", batch.slot_blocks), ("slot_offsets", batch.slot_offsets):
+        is_row = places.shape == (num_tokens,) and places.is_contiguous() and places.is_cpu
+        if places.dtype is not torch.int64 or not is_row:
+            raise ValueError(
+                f"{name} is {places.dtype} {list(places.shape)} with strides {places.stride()} on "
+                f"{places.device}; it must be int64 [{num_tokens}] and contiguous, on the CPU"
+            )
+        highest.append(_highest(places.numpy()))
+    return highest[0], highest[1]
 
 
 def _highest(numbers: npt.NDArray[Any]) -> int:
     """Return the highest of integers, where negative ones count as large; -1: there are none."""
     if numbers.size <= _FEW:
-        return _highest_of(numbers.ravel().tolist())
+        few = numbers.ravel().tolist()
+        if not few:
+            return -1
+        return _LARGE if min(few) < 0 else max(few)
     unsigned = numbers.view(np.uint64 if numbers.itemsize == 8 else np.uint32)
     return int(np.maximum.reduce(unsigned, axis=None))
-
-
-def _highest_of(numbers: list[int]) -> int:
-    """Return what `_highest` returns, sooner for few numbers."""
-    if not numbers:
-        return -1
-    return _LARGE if min(numbers) < 0 else max(numbers)
 
 
 def _check_highest(name: str, numbers: npt.NDArray[Any], limit: int) -> None:
