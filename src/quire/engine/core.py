@@ -184,7 +184,7 @@ class EngineCore:
             raise
         for request_id in admitted:
             is_beam_search = request.sampling_params.beam_width > 0
-            self._requests.add(request_id, request.sequence_ids if is_beam_search else [request_id])
+            self._requests[request_id] = request.sequence_ids if is_beam_search else [request_id]
 
     def finish(
         self, sequence_ids: Sequence[str] | None, status: RequestStatus, error: str | None = None
@@ -216,9 +216,14 @@ class EngineCore:
                 of one token, or a failure has left the scheduler's accounts wrong.
         """
         self._warmer.pause()
-        self.raise_rank_failure()
-        self._end_if_steps_keep_failing()
+        if self.ranks is not None:
+            self.ranks.raise_failure()
         num_failed = self._stepper.num_failed_steps
+        if num_failed > MOST_FAILED_STEPS:
+            raise EngineDeadError(
+                f"{num_failed} steps have failed in a row, and none computed anything in between; the log "
+                "has the reason of each"
+            )
         try:
             outputs, progressed = self._stepper.step()
             is_failed = self._stepper.num_failed_steps > num_failed
@@ -226,14 +231,17 @@ class EngineCore:
             raise
         except Exception as error:
             outputs, progressed, is_failed = self._end_requests_after(error), True, False
-        self.raise_rank_failure()  # on GPUs, a step goes on after one, with numbers that mean nothing
+        if self.ranks is not None:
+            self.ranks.raise_failure()  # on GPUs, a step goes on after one, with numbers that mean nothing
         outputs += self._requests.settle(outputs, self.scheduler)
         if self._probes:
             outputs = self._without_probe(outputs)
-        if is_failed and self.has_unfinished_requests():
+        is_busy = self.has_unfinished_requests()
+        if is_failed and is_busy:
             self._add_probe()
-        self._publish_kv_events()
-        if not self.has_unfinished_requests():
+        if self._publisher is not None:
+            self._publish_kv_events()
+        if not is_busy:
             self._resume_warming()
         return outputs, progressed
 
@@ -248,7 +256,7 @@ class EngineCore:
             logger.exception("the scheduler does not take the request by which a failed step is tried again")
             return
         self._probes = True
-        self._requests.add(PROBE_ID, [PROBE_ID])
+        self._requests[PROBE_ID] = [PROBE_ID]
 
     def _without_probe(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Raise `EngineDeadError` if the probe has failed; return all other outputs."""
@@ -283,13 +291,6 @@ class EngineCore:
             ) from error
         return outputs
 
-    def _end_if_steps_keep_failing(self) -> None:
-        if self._stepper.num_failed_steps > MOST_FAILED_STEPS:
-            raise EngineDeadError(
-                f"{self._stepper.num_failed_steps} steps have failed in a row, and none computed anything in "
-                "between; the log has the reason of each"
-            )
-
     def raise_rank_failure(self) -> None:
         """Raise `EngineDeadError` if a rank has failed."""
         if self.ranks is not None:
@@ -297,7 +298,7 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether a step has anything to do."""
-        return len(self._requests) > 0 or self._answer_of(self.scheduler.has_requests, False)
+        return bool(self._requests) or self._answer_of(self.scheduler.has_requests, False)
 
     def next_due(self) -> float | None:
         """Return when a step has something to do without any request (seconds); None: at no time."""
@@ -305,7 +306,7 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether any sequence is waiting or running, or has not been told its end."""
-        return len(self._requests) > 0 or self._answer_of(self.scheduler.has_unfinished_requests, False)
+        return bool(self._requests) or self._answer_of(self.scheduler.has_unfinished_requests, False)
 
     @staticmethod
     def _answer_of(ask: Callable[[], Answer], default: Answer) -> Answer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from quire.scheduling.interface import SchedulerInterface
 from quire.scheduling.outputs import EngineCoreOutput
@@ -16,34 +16,17 @@ LOST = (
 )
 
 
-class OwnedRequests:
-    """Ids of the requests that are still to have their terminal output.
+class OwnedRequests(dict[str, Sequence[str]]):
+    """The requests that are still to have their terminal output: by id, the ids that their outputs have.
 
     As long as the scheduler has as many, nothing is looked at. Otherwise the outputs say who has ended; a
     request that the scheduler does not know after two steps, and that had no terminal output, is lost.
     """
 
     def __init__(self) -> None:
-        self._sequence_ids: dict[str, Sequence[str]] = {}  # of each request in the scheduler, by its id
+        super().__init__()
         self._missing: set[str] = set()  # unknown to the scheduler after the last step
         self._has_logged = False  # that the scheduler's answers cannot be used
-
-    def __len__(self) -> int:
-        return len(self._sequence_ids)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._sequence_ids
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(tuple(self._sequence_ids))
-
-    def add(self, request_id: str, sequence_ids: Sequence[str]) -> None:
-        """Add a request that the scheduler has accepted, with the ids that its outputs have."""
-        self._sequence_ids[request_id] = sequence_ids
-
-    def forget(self, request_id: str) -> None:
-        """Let go of a request whose end has been told, or need not be."""
-        self._sequence_ids.pop(request_id, None)
 
     def settle(
         self, outputs: list[EngineCoreOutput], scheduler: SchedulerInterface
@@ -53,10 +36,10 @@ class OwnedRequests:
             return []
         for output in outputs:
             if output.finish_reason is not None:
-                self.forget(output.request_id)
+                self.pop(output.request_id, None)
         if self._is_complete(scheduler):
             return []
-        missing = {request_id for request_id in self._sequence_ids if not self._has(request_id, scheduler)}
+        missing = {request_id for request_id in self if not self._has(request_id, scheduler)}
         lost, self._missing = missing & self._missing, missing - self._missing
         if lost:
             logger.error("the scheduler has lost %d requests; they end with an error: %s", len(lost), lost)
@@ -64,12 +47,12 @@ class OwnedRequests:
 
     def end_all(self, reason: FinishReason) -> list[EngineCoreOutput]:
         """Return the terminal outputs of all requests; none is left."""
-        return self.end(sorted(self._sequence_ids), reason, None)
+        return self.end(sorted(self), reason, None)
 
     def _is_complete(self, scheduler: SchedulerInterface) -> bool:
         """Whether the scheduler has as many requests, each of which is then one of these."""
         try:
-            is_complete = len(self._sequence_ids) == scheduler.get_num_unfinished_requests()
+            is_complete = len(self) == scheduler.get_num_unfinished_requests()
         except Exception:
             self._log_fault()
             return False
@@ -96,6 +79,6 @@ class OwnedRequests:
         """Return the terminal outputs of those of these requests that had none, and let go of them."""
         return [
             EngineCoreOutput(sequence_id, [], finish_reason=reason, error=error)
-            for request_id in request_ids
-            for sequence_id in self._sequence_ids.pop(request_id, ())
+            for request_id in tuple(request_ids)
+            for sequence_id in self.pop(request_id, ())
         ]

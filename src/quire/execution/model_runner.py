@@ -178,7 +178,8 @@ class ModelRunner:
         Raises:
             InconsistentPlanError: the plan contradicts what the runner knows.
         """
-        self._note_tokens()
+        if self._in_flight:
+            self._note_tokens()
         self._apply_changes(output)
         if self._transfers is not None:
             self._transfers.begin(output)
@@ -188,17 +189,21 @@ class ModelRunner:
         if len(output.slots):
             self._newest = output
             self._batch.check(output)
-            self._batch.write_drafts(output)
+            if output.draft_token_ids.size:
+                self._batch.write_drafts(output)
             if self._proposer is not None:
                 self._proposer.begin_step(output.total_num_scheduled_tokens, is_alone=not self._in_flight)
             sampling = SamplingPositions.of(output)
-            replays = self._can_replay(output, sampling)
+            replays = self._graphs is not None and self._can_replay(output, sampling)
             computed = self._replay(output, sampling) if replays else self._compute(output, sampling)
             in_flight = self._sample(output, sampling, grammar, computed, result)
             if in_flight is not None:
                 reported = self._end_transfers(output, in_flight)
                 return dataclasses.replace(in_flight, kv_connector_output=reported)
-            computed.prompt_logprobs.report(result)
+            if computed.prompt_logprobs is not NO_PROMPT_LOGPROBS:
+                computed.prompt_logprobs.report(result)
+        if self._proposer is None and self._transfers is None:
+            return result
         drafts = num_steps_without = None
         if self._asks_for_drafts(output):
             drafts, num_steps_without = self._propose(output, _has_tokens(sampled_token_ids))
@@ -239,15 +244,19 @@ class ModelRunner:
             # A plan that was lost is sent again: discard the first attempt.
             self._clear(self._batch.finish(new.request_id))
             self._open(self._batch.admit(new))
-        self._batch.fork(output.forks)
+        if output.forks:
+            self._batch.fork(output.forks)
         for resumed in output.scheduled_cached_reqs.resumed:
             self._open(self._batch.resume(resumed))
-        self._batch.extend_block_tables(output.scheduled_cached_reqs)
+        if len(output.scheduled_cached_reqs.slots):
+            self._batch.extend_block_tables(output.scheduled_cached_reqs)
         self._batch.drop_void_tokens(output)
-        self._batch.choose_last_tokens(output.chosen_tokens)
-        self._kv_cache.copy_blocks(output.block_copies)
-        if self._proposer is not None:
-            self._proposer.copy_blocks(output.block_copies)
+        if len(output.chosen_tokens.slots):
+            self._batch.choose_last_tokens(output.chosen_tokens)
+        if len(output.block_copies):
+            self._kv_cache.copy_blocks(output.block_copies)
+            if self._proposer is not None:
+                self._proposer.copy_blocks(output.block_copies)
 
     def _clear(self, slot: int | None) -> None:
         if slot is not None:
@@ -271,8 +280,7 @@ class ModelRunner:
     def _can_replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
         """Return whether a step only computes tokens and the logits of some, and is worth a recording."""
         return (
-            self._graphs is not None
-            and (_is_decode(output, sampling) or self._is_small(output, sampling))
+            (_is_decode(output, sampling) or self._is_small(output, sampling))
             and not self._batch.prompt_logprobs_end[output.slots].any()
             and self._left_out_keys(output) == (None, None)
         )
@@ -337,7 +345,9 @@ class ModelRunner:
         return device.encoded_ids(known, self._batch.slots_of_unknown(rows, positions))
 
     def _attention_batch(self, output: SchedulerOutput) -> AttentionBatch:
-        skipped_keys, key_selection = self._left_out_keys(output)
+        skipped_keys, key_selection = (
+            self._left_out_keys(output) if self._sparse is not None else (None, None)
+        )
         options: dict[str, Any] = {"num_computed_tokens": output.num_computed_tokens}
         if self._evictor is not None and output.evictions is not None:
             options = self._evictor.batch_options(output, output.evictions, skipped_keys)

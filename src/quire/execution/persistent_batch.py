@@ -206,8 +206,6 @@ class PersistentBatch:
 
     def extend_block_tables(self, data: CachedRequestData) -> None:
         """Write newly allocated blocks into the tables of running requests."""
-        if not len(data.slots):
-            return
         self._check_blocks(data.block_ids, int(data.block_index.max()) + 1)
         self._block_tables[data.slots, data.block_index] = data.block_ids
         np.maximum.at(self._num_blocks, data.slots, data.block_index + 1)
@@ -244,16 +242,12 @@ class PersistentBatch:
 
     def choose_last_tokens(self, chosen: ChosenTokens) -> None:
         """Overwrite the last tokens of some rows."""
-        if not len(chosen.slots):
-            return
         self.token_ids[chosen.slots, self.num_tokens[chosen.slots] - 1] = chosen.token_ids
         self._times_written[chosen.slots] += 1
         self._unknown_at[chosen.slots] = _KNOWN
 
     def write_drafts(self, output: SchedulerOutput) -> None:
         """Write the drafts after the known tokens of their rows, without counting them."""
-        if not output.draft_token_ids.size:
-            return
         rows, columns = np.nonzero(output.draft_token_ids != NO_TOKEN)
         slots = output.slots[rows]
         self.token_ids[slots, self.num_tokens[slots] + columns] = output.draft_token_ids[rows, columns]

@@ -26,7 +26,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def array_to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Return an array on a device as `to_device` does; on the host, its memory is shared."""
-    return to_device(torch.from_numpy(array), device)
+    tensor = torch.from_numpy(array)
+    return tensor if device == HOST else to_device(tensor, device)
 
 
 def copy_to_device(source: torch.Tensor, target: torch.Tensor) -> None:
