@@ -38,12 +38,13 @@ class RotaryStep:
         self.bounds = step_bounds(batch)
         self.num_rows = self.bounds.num_tokens
         self.cos, self.sin = cos, sin
-        self.half, self.cos_address, self.sin_address = 0, address(cos), address(sin)
-        if (cos is None) != (sin is None):
-            raise ValueError("cos or sin is missing; both must be given, or neither")
+        self.half = self.cos_address = self.sin_address = 0
         if cos is not None and sin is not None:
             self.half = cos.shape[1]
             _check_angles(cos, sin, (self.num_rows, self.half))
+            self.cos_address, self.sin_address = cos.data_ptr(), sin.data_ptr()
+        elif cos is not sin:
+            raise ValueError("cos or sin is missing; both must be given, or neither")
         self.blocks_address = batch.slot_blocks.data_ptr()
         self.offsets_address = batch.slot_offsets.data_ptr()
         self.fitting: set[torch.Size] = set()  # shapes of pages that the step has been found to stay within

@@ -31,7 +31,8 @@ class StepBounds:
     """
 
     def __init__(self, batch: AttentionBatch) -> None:
-        _check_integer("block_size", batch.block_size, 1)
+        if type(batch.block_size) is not int or batch.block_size < 1:
+            _check_integer("block_size", batch.block_size, 1)
         self.block_size = batch.block_size
         self.num_tokens = _num_tokens(batch)
         highest_slot_block, highest_offset = _highest_slots(batch, self.num_tokens)
