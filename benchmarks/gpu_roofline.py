@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from quire.kernels.triton.linear.gated import MOST_ROWS_APART
+from quire.kernels.triton.linear.tiled import MOST_ROWS_APART
 from quire.kernels.triton.linear.tma_products import FEWEST_ROWS
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.config import ModelConfig

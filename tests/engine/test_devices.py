@@ -13,8 +13,7 @@ import torch
 from late_device import LateDevice
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine import devices as engine_devices
-from quire.engine.building.assembly import build_context
-from quire.engine.building.kv_connectors import build_connector
+from quire.engine.building.assembly import build_connector, build_context
 from quire.engine.building.kv_identity import kv_fingerprint
 from quire.engine.devices import available_bytes, device_name, on_cuda, on_one_device
 from quire.engine.memory.activation import activation_bytes

@@ -40,7 +40,7 @@ import sys, asyncio, dataclasses, os, signal
 import preloaded
 from quire import LLM, AsyncLLM, SamplingParams, EngineConfig, SchedulerConfig
 from quire.config import SupervisionConfig
-from quire.front import spare
+from quire.front.process import standby as spare
 from engine_checks import engine_pid, tiny_config
 model, how = sys.argv[1:]
 long = SamplingParams(max_tokens=450, ignore_eos=True)

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from quire.engine.process import failure_log
-from quire.engine.process.failure_log import log_failed_start
+from quire.engine.process import main as process
+from quire.engine.process.main import log_failed_start
 from quire.errors import ModelError
 
 
@@ -50,7 +50,7 @@ def test_without_the_file_only_such_an_error_has_its_traceback_shown(
 
 
 def test_the_file_begins_anew_when_it_is_full(state, monkeypatch):
-    monkeypatch.setattr(failure_log, "MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(process, "MAX_LOG_BYTES", 1000)
     sizes = []
     for number in range(20):
         log_failed_start(raised(ModelError(f"failure {number}")))

@@ -14,7 +14,8 @@ import triton
 import subprocesses
 from quire.errors import ConfigError
 from quire.kernels import dispatch
-from quire.kernels.cpu import _native, threads
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.devices.cores import usable_cpus
 from quire.kernels.triton import device
 
@@ -94,7 +95,7 @@ def test_nothing_but_its_kernels_loads_triton() -> None:
 
 def test_more_threads_than_cpus_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with native_settings.threads(_native.num_threads()), caplog.at_level(logging.WARNING):
-        threads.use_threads(usable_cpus())
+        NativeKernels().use_threads(usable_cpus())
         assert not caplog.records
-        threads.use_threads(usable_cpus() + 1)
+        NativeKernels().use_threads(usable_cpus() + 1)
     assert "may use only" in caplog.text

@@ -15,8 +15,8 @@ from quire.kernels.attention.sparse_prefill import SkippedKeys
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES, SizeClasses
 from quire.kernels.triton.attention import items as attention_items
-from quire.kernels.triton.attention import planner as attention_planner
-from quire.kernels.triton.attention.planner import AttentionPlanner
+from quire.kernels.triton.attention import plan as attention_planner
+from quire.kernels.triton.attention.plan import AttentionPlanner
 from unmutated import UNMUTATED
 
 CLASSES = (16, 64)

@@ -16,10 +16,9 @@ from quire.kernels.layers.weights import Float8Weight, Weight
 from quire.kernels.triton.device import is_interpreted
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.kernels.triton.linear import dense as triton_linear
-from quire.kernels.triton.linear import gated as gated_linear
+from quire.kernels.triton.linear import tiled as gated_linear
 from quire.kernels.triton.linear import tma_products
-from quire.kernels.triton.linear.gated import FusedGatedLinear
-from quire.kernels.triton.linear.tiled import Tile
+from quire.kernels.triton.linear.tiled import FusedGatedLinear, Tile
 
 INPUTS = 128
 SIZE = 40  # gates

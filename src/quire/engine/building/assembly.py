@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
-from quire.engine.building.kv_connectors import build_connector
-from quire.engine.building.kv_peers import cached_block_events
-from quire.engine.memory.cache_growth import CacheGrowth
+from quire.engine.building.kv_peers import build_peers, cached_block_events
+from quire.engine.building.kv_tier import build_tier, gpu_copier
+from quire.engine.connector_classes import CONNECTORS
 from quire.engine.ranks.group import RankGroup
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trials import TriedGrammars
 from quire.kernels import has_native_kernels
 from quire.kv.blocks.events import KVEventCollector, KVEventFanOut
+from quire.kv.cache.memory_limits import available_memory
+from quire.kv.connectors.interface import KVConnector
+from quire.kv.tiers.connector import TierConnector
 from quire.registry import Registry
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
@@ -28,6 +33,9 @@ if TYPE_CHECKING:
 
 SPARE_SHARE = 0.05
 """Fraction of the memory available at start-up that a growing KV cache leaves free."""
+
+RETRY_INTERVAL = 1.0
+"""Seconds to wait after a refusal before asking for memory again."""
 
 SLOW_MODULES = (
     "quire.execution.model_runner",
@@ -61,6 +69,32 @@ def build_context(
     )
 
 
+def build_connector(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
+) -> KVConnector | None:
+    """Return the connector, which moves the KV of the engine's device; None: none is asked for.
+
+    Raises:
+        ConfigError: its class or an option of it cannot be used.
+    """
+    connector = _connector(config, model_path, model_config, plan)
+    if config.device == "cuda" and isinstance(connector, TierConnector) and connector.copier_of is None:
+        connector.copier_of = gpu_copier
+    return connector
+
+
+def _connector(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
+) -> KVConnector | None:
+    if config.kv_tier:
+        return build_tier(config, model_path, model_config, plan)
+    if config.shares_kv:
+        return build_peers(config, model_path, model_config, plan)
+    if not config.kv_connector:
+        return None
+    return CONNECTORS.build(config.kv_connector, block_size=config.scheduler.block_size)
+
+
 def _grammar_backend(config: EngineConfig, model_path: Path, model_config: ModelConfig) -> TriedGrammars:
     @functools.cache
     def tokenizer() -> Tokenizer:
@@ -81,6 +115,48 @@ def _grammar_backend(config: EngineConfig, model_path: Path, model_config: Model
         closes_objects=scheduler.closed_json_objects,
     )
     return TriedGrammars(backend, seconds_per_token=scheduler.max_grammar_time_per_token)
+
+
+class CacheGrowth:
+    """Grants blocks of a cache's reserved address space; see `SchedulerContext.commit_blocks`.
+
+    Blocks that were granted but not yet written still count as available memory in the system. So all
+    granted blocks are also subtracted from what was available at the start.
+
+    Args:
+        bytes_per_block: over all layers.
+        spare_bytes: memory to leave free.
+        read_available: returns the bytes currently available to this process.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        bytes_per_block: int,
+        *,
+        spare_bytes: int,
+        read_available: Callable[[], int] = available_memory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bytes_per_block = bytes_per_block
+        self._spare_bytes = spare_bytes
+        self._read_available = read_available
+        self._clock = clock
+        self._available_at_start = read_available()
+        self._granted_bytes = 0
+        self._short_until = clock()
+
+    def __call__(self, num_blocks: int) -> int:
+        """Return how many of `num_blocks` additional blocks may be used."""
+        now = self._clock()
+        if now < self._short_until:
+            return 0
+        left = min(self._read_available(), self._available_at_start - self._granted_bytes)
+        granted = min(num_blocks, max(0, left - self._spare_bytes) // self._bytes_per_block)
+        self._granted_bytes += granted * self._bytes_per_block
+        if granted < num_blocks:
+            self._short_until = now + RETRY_INTERVAL
+        return granted
 
 
 def _growth(config: EngineConfig, plan: MemoryPlan) -> CacheGrowth | None:

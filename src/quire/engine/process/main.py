@@ -11,6 +11,8 @@ signal that a fault of the program raises, has the stacks of all threads written
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import faulthandler
 import gc
 import logging
@@ -21,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -33,6 +36,7 @@ from quire.engine.messages import (
     Acknowledge,
     EngineFailed,
     EngineStart,
+    ErrorInfo,
     FromEngine,
     LoadProgress,
     Ready,
@@ -46,11 +50,10 @@ from quire.engine.messages import (
     output_address,
     refusal_of,
 )
-from quire.engine.process.failure_log import log_failed_start
 from quire.engine.process.output_window import OutputWindow
-from quire.engine.process.standby import wait_as_spare
-from quire.engine.process.standby_signs import SPARE_OPTION
-from quire.errors import EngineDeadError
+from quire.engine.process.standby_signs import SPARE_IMPORTED, SPARE_OPTION
+from quire.errors import EngineDeadError, QuireError
+from quire.state_directory import state_directory
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -62,6 +65,9 @@ PROGRESS_INTERVAL = 0.05
 
 FRONT_CHECK_INTERVAL = 1.0
 """Seconds between checks that the front is still this process's parent."""
+
+MAX_LOG_BYTES = 1 << 20
+"""Size from which engine.log, with why engines could not be built, is written from its beginning."""
 
 DELIVERY_TIME = 0.01
 """Seconds of handling messages after which the others wait for the next step to be computed."""
@@ -139,7 +145,7 @@ def main() -> None:
     front = os.getppid()
     has_front = not _has_ended(int(sys.argv[1]))  # else the parent is another by now, whose end says nothing
     if has_front and SPARE_OPTION in sys.argv:
-        has_front = wait_as_spare(front, output, FRONT_CHECK_INTERVAL)
+        has_front = _wait_as_spare(front, output)
     path = sys.stdin.buffer.readline() if has_front or _has_input() else b""
     if not path:  # the front has ended in the meantime
         os._exit(0)
@@ -204,6 +210,43 @@ def _exit_with_front(directory: Path, front: int) -> None:
     _remove_and_exit(directory)
 
 
+def _wait_as_spare(front: int, output: int) -> bool:
+    """Import what an engine imports, and return when the front has written to standard input, or closed it.
+
+    If something cannot be imported, the process exits.
+
+    Args:
+        front: process id of the parent.
+        output: descriptor of the original standard output.
+
+    Returns:
+        False: the front has ended, while a fork of it keeps the pipe open.
+    """
+    # In a thread: who has taken the idle priority may not be allowed to leave it.
+    threading.Thread(target=_import_when_idle, args=(output,), daemon=True).start()
+    while os.getppid() == front:
+        readable, _, _ = select.select([sys.stdin], [], [], FRONT_CHECK_INTERVAL)
+        if readable:
+            return True
+    return False
+
+
+def _import_when_idle(output: int) -> None:
+    """Import on processors that nobody else wants."""
+    with contextlib.suppress(OSError):  # not every sandbox and C library lets threads do that
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        import quire.engine.core
+        import quire.engine.loop  # noqa: F401
+        from quire.engine.building.assembly import import_ahead
+
+        import_ahead()
+        os.write(output, SPARE_IMPORTED)
+    except BaseException:
+        logger.exception("a spare engine process cannot import what engines need")
+        os._exit(1)
+
+
 def _serve(start: EngineStart, connection: Connection) -> int:
     try:
         core = _build_core(start, connection)
@@ -247,6 +290,35 @@ def _build_core(start: EngineStart, connection: Connection) -> EngineCore:
         on_progress=report,
         num_blocks_before=start.num_blocks_before,
     )
+
+
+def log_failed_start(error: Exception) -> ErrorInfo:
+    """Append the traceback of an engine that could not be built to engine.log in the state directory.
+
+    Returns:
+        What the front is told: the error, with the name of the file if the error alone does not say what to
+        do. Without the file, the traceback of such an error is on standard error.
+    """
+    info = ErrorInfo.of(error)
+    explains_itself = isinstance(error, (QuireError, OSError))
+    try:
+        file = _append("".join(traceback.format_exception(error)))
+    except (OSError, RuntimeError):  # no directory that may be written, or no home at all
+        if not explains_itself:
+            logger.error("the engine could not be built", exc_info=error)
+        return info
+    if not explains_itself:
+        info.message += f" (the traceback is in {file})"
+    return info
+
+
+def _append(text: str) -> Path:
+    file = state_directory() / "engine.log"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    is_full = file.exists() and file.stat().st_size >= MAX_LOG_BYTES
+    with file.open("w" if is_full else "a", encoding="utf-8", errors="backslashreplace") as opened:
+        opened.write(f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S} the engine could not be built\n{text}\n")
+    return file
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
-from quire.kernels.cpu import _native, threads
+from quire.kernels.cpu import _native
 from quire.kernels.cpu.layers import LAYER, PLAN, attention_plan, native_key_scores, native_layer
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_step
@@ -26,6 +27,7 @@ from quire.kernels.cpu.tensors import (
     row_stride,
     written_row_stride,
 )
+from quire.kernels.devices.cores import usable_cores, usable_cpus
 from quire.kernels.interface import KernelSet
 from quire.kernels.layers.expert_by_expert import ExpertByExpert
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
@@ -34,6 +36,8 @@ from quire.kernels.layers.weights import Weight
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling.rows import SamplingKernels
 from quire.kernels.sampling.token_choice import TokenChoice
+
+logger = logging.getLogger(__name__)
 
 _ACTIVATIONS = {kind.name: kind.value for kind in _native.Activation}
 _REFERENCE = ReferenceKernels()
@@ -66,7 +70,14 @@ class NativeKernels(KernelSet):
 
     @override
     def use_threads(self, num_threads: int) -> None:
-        threads.use_threads(num_threads)
+        if num_threads > usable_cpus():
+            logger.warning(
+                "EngineConfig.num_threads is %d, but this process may use only %d CPUs; a thread that waits "
+                "for one holds up the others: lower it, or set it to 0",
+                num_threads,
+                usable_cpus(),
+            )
+        _native.set_threads(num_threads or usable_cores())
         torch.set_num_threads(1)  # what is left to torch is small, and its own threads would compete
 
     @override

@@ -29,7 +29,7 @@ from quire.kernels.triton.device import kernel_device
 from quire.kernels.triton.experts.layer import FusedExperts
 from quire.kernels.triton.kernel import compile_only, compiles_only, hash_compiler_ahead
 from quire.kernels.triton.linear.dense import linear
-from quire.kernels.triton.linear.gated import gated_linear
+from quire.kernels.triton.linear.tiled import gated_linear
 from quire.kernels.triton.sampling.token_choice import TritonChoice
 
 _REFERENCE = ReferenceKernels()

@@ -6,15 +6,17 @@ The bits of a row do not depend on the rest of the batch, see `attention_kernels
 from __future__ import annotations
 
 import dataclasses
+import functools
 
+import numpy as np
 import torch
 
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.paged import Scores
+from quire.kernels.attention.step_arrays import HostArrays
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.triton.attention.call import AttentionCall
-from quire.kernels.triton.attention.device_arrays import block_tables
 from quire.kernels.triton.attention.items import padded_features
 from quire.kernels.triton.attention.kernels import attend, merge_parts
 from quire.kernels.triton.attention.key_scores import write_key_scores
@@ -57,7 +59,7 @@ def paged_attention(
         _check_out(out, query)
     heads = HeadLayout(query.shape[1], layer.num_kv_heads, query.shape[2])
     how = Scores(scale, softcap, sinks)
-    tables = block_tables(batch, layer.num_pages, query.device)
+    tables = _block_tables(batch, layer.num_pages, query.device)
     call = AttentionCall(query, layer, tables, heads, how, window)
     call = dataclasses.replace(call, selected=select_keys(call, batch))
     plan = attention_plan(
@@ -195,3 +197,35 @@ def _check_out(out: torch.Tensor, query: torch.Tensor) -> None:
             f"out is {out.dtype} {list(out.shape)} with strides {out.stride()}; it must be {query.dtype} "
             f"{list(query.shape)} and contiguous"
         )
+
+
+def _block_tables(batch: AttentionBatch, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """Return the step's block tables [S or more, max_blocks or more] int32 on a device, checked once.
+
+    Raises:
+        IndexError: they end before a sequence does, or name a block that `num_blocks` do not include.
+    """
+    make = functools.partial(_padded_tables, num_blocks)
+    return batch.on_device(("triton block tables", num_blocks), make, device).arrays[0]
+
+
+def _padded_tables(num_blocks: int, batch: AttentionBatch) -> HostArrays:
+    _check_tables(batch, num_blocks)
+    num_sequences, width = batch.block_tables.shape
+    shape = batch.sizes.rows(num_sequences), batch.sizes.rows(width)
+    tables = np.zeros(shape, dtype=np.int32)
+    tables[:num_sequences, :width] = batch.block_tables
+    return HostArrays((tables,))
+
+
+def _check_tables(batch: AttentionBatch, num_blocks: int) -> None:
+    tables = batch.block_tables
+    num_entries = -(-(batch.num_cached_tokens + batch.num_tokens) // batch.block_size)
+    most = int(num_entries.max(initial=0))
+    if most > tables.shape[1]:
+        raise IndexError(f"a sequence fills {most} blocks; the step's tables have room for {tables.shape[1]}")
+    highest = tables.view(np.uint32).max(initial=0)  # what is negative counts as large
+    if highest >= num_blocks:  # which is no error where it is not read
+        highest = tables.view(np.uint32)[np.arange(tables.shape[1]) < num_entries[:, None]].max(initial=0)
+        if highest >= num_blocks:
+            raise IndexError(f"the step names block {highest}; the cache has {num_blocks} blocks")
