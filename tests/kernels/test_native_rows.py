@@ -285,6 +285,20 @@ def test_tokens_keep_their_bits_in_any_company(instruction_set: str, cache_dtype
         assert torch.equal(part[place], expected[place])
 
 
+def test_a_tensor_that_changes_its_form_is_checked_again() -> None:
+    rows, delta, weight = _random(8, 8), _random(8, 8), _random(8)
+    native.add_rms_norm(rows, delta, weight, eps=1e-6, out=rows)
+    delta.t_()
+    with pytest.raises(ValueError, match="adjacent"):
+        native.add_rms_norm(rows, delta, weight, eps=1e-6, out=rows)
+    delta.t_().set_(_random(8))
+    with pytest.raises(ValueError, match="delta is"):
+        native.add_rms_norm(rows, delta, weight, eps=1e-6, out=rows)
+    weight.resize_(7)
+    with pytest.raises(ValueError, match="norm's weight"):
+        native.rms_norm(rows, weight, eps=1e-6, out=rows)
+
+
 def test_what_the_kernels_cannot_take_is_refused() -> None:
     rows, weight = _random(3, 8), _random(8)
     with pytest.raises(TypeError, match="float64"):

@@ -213,8 +213,10 @@ class NativeKernels(KernelSet):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         shape = query.shape
-        layer = kv.handles.get(LAYER) or native_layer(kv)
-        if layer is None or layer.head_dim % HEAD_DIM_MULTIPLE or layer.head_dim > MAX_HEAD_DIM:
+        layer = None
+        if not shape[-1] % HEAD_DIM_MULTIPLE and shape[-1] <= MAX_HEAD_DIM:
+            layer = kv.handles.get(LAYER) or native_layer(kv)
+        if layer is None:
             return _REFERENCE.paged_attention(
                 query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
             )  # fmt: skip
