@@ -74,7 +74,7 @@ class CallCounter:
 
     def end(self) -> None:
         """Leave this thread and those that are started from now on alone."""
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
         sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
