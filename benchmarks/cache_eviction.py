@@ -148,7 +148,7 @@ class Decoding:
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
         for index, name in enumerate(sorted(waiting)):
             ids = np.random.default_rng(index).integers(FIRST_ID, END_ID, length).tolist()
-            self._core.add(EngineCoreRequest([(name, 0)], ids, params))
+            self._core.add(EngineCoreRequest([name], [0], ids, params))
         while waiting:
             waiting -= {output.request_id for output in self._core.step()[0] if output.new_token_ids}
 

@@ -187,6 +187,13 @@ class SamplingParams:
             biases = {token_id: float(bias) for token_id, bias in self.logit_bias.items()}
             object.__setattr__(self, "logit_bias", biases)
 
+    def with_checked(self, **changes: Any) -> SamplingParams:
+        """Return a copy with other values for some fields, which are not checked again."""
+        changed = object.__new__(type(self))
+        for name in self.__slots__:  # type: ignore[attr-defined]
+            object.__setattr__(changed, name, changes[name] if name in changes else getattr(self, name))
+        return changed
+
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""

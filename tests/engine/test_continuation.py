@@ -41,7 +41,8 @@ def llm(request, checkpoint):
 
 def request_of(params: dict, *, n: int = 1, **more) -> EngineCoreRequest:
     return EngineCoreRequest(
-        sequences=[(f"s{index}", 100 + index) for index in range(n)],
+        sequence_ids=[f"s{index}" for index in range(n)],
+        seeds=[100 + index for index in range(n)],
         prompt_token_ids=PROMPT,
         sampling_params=SamplingParams(n=n, seed=100, max_tokens=24, **params),
         **more,
@@ -74,16 +75,19 @@ def test_it_goes_on_as_if_nothing_had_happened(llm, kind):
     # One sequence had ended, one had just begun, one had come far.
     cuts = {"s0": 1, "s2": 13}
     outputs = [expected[name][0][:cut] for name, cut in cuts.items()]
-    sequences = [(name, seed) for name, seed in whole.sequences if name in cuts]
-    rest = run(llm, resumed(whole, sequences, outputs))
+    rest = run(llm, resumed(whole, [0, 2], outputs))
     for name, cut in cuts.items():
         tokens, logprobs, end, _ = expected[name]
         assert rest[name] == (tokens[cut:], logprobs[cut:], end, 0)
 
 
-def resumed(request: EngineCoreRequest, sequences, outputs) -> EngineCoreRequest:
+def resumed(request: EngineCoreRequest, indices, outputs) -> EngineCoreRequest:
     return EngineCoreRequest(
-        sequences, request.prompt_token_ids, request.sampling_params, resumed_outputs=outputs
+        [request.sequence_ids[index] for index in indices],
+        [request.seeds[index] for index in indices],
+        request.prompt_token_ids,
+        request.sampling_params,
+        resumed_outputs=outputs,
     )
 
 
@@ -91,18 +95,18 @@ def test_a_beam_search_begins_anew(llm):
     params = {"beam_width": 3, "logprobs": 3, "temperature": 0.0}
     whole = request_of(params, n=2)
     expected = run(llm, whole)
-    assert run(llm, resumed(whole, whole.sequences, [[], []])) == expected
+    assert run(llm, resumed(whole, [0, 1], [[], []])) == expected
 
 
 def test_a_full_queue_takes_it_all_the_same(llm):
     core = core_of(llm)
     limit = llm.config.scheduler.max_num_queued_reqs
     for index in range(limit):
-        core.add(EngineCoreRequest([(f"q{index}", 1)], [5], SamplingParams(max_tokens=1, seed=1)))
-    late = EngineCoreRequest([("late", 1)], [5], SamplingParams(max_tokens=1, seed=1))
+        core.add(EngineCoreRequest([f"q{index}"], [1], [5], SamplingParams(max_tokens=1, seed=1)))
+    late = EngineCoreRequest(["late"], [1], [5], SamplingParams(max_tokens=1, seed=1))
     with pytest.raises(QueueFullError):
         core.add(late)
-    core.add(resumed(late, late.sequences, [[]]))
+    core.add(resumed(late, [0], [[]]))
     ended = core.finish(None, RequestStatus.FINISHED_ABORTED)
     assert len(ended) == limit + 1
     while core.has_requests():

@@ -28,7 +28,7 @@ from quire.status import FinishReason
 def request(*ids: str, length: int = 20, **params) -> EngineCoreRequest:
     settings = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "seed": 0, **params}
     return EngineCoreRequest(
-        [(name, 0) for name in ids], list(range(3, 3 + length)), SamplingParams(**settings)
+        list(ids), [0] * len(ids), list(range(3, 3 + length)), SamplingParams(**settings)
     )
 
 

@@ -101,7 +101,7 @@ def test_a_fault_anywhere_in_the_scheduler_loses_no_request(engine, monkeypatch,
 
 
 def test_ids_that_no_array_holds_are_refused_and_nothing_is_left(engine):
-    bad = EngineCoreRequest([("bad", 0)], [3, 4, 5], SamplingParams(seed=0), eos_token_ids=(2, 2**32 - 1))
+    bad = EngineCoreRequest(["bad"], [0], [3, 4, 5], SamplingParams(seed=0), eos_token_ids=(2, 2**32 - 1))
     engine.loop.handle(bad)
     [refused] = engine.messages
     assert isinstance(refused, RequestRefused)

@@ -80,7 +80,7 @@ def step_until(llm: LLM, condition) -> None:
 
 def add(llm: LLM, name: str, prompt: list[int], transfer: dict | None, **changes) -> None:
     options = RequestOptions(kv_transfer_params=transfer)
-    core_of(llm).add(EngineCoreRequest([(name, 0)], prompt, params(**changes), options=options))
+    core_of(llm).add(EngineCoreRequest([name], [0], prompt, params(**changes), options=options))
 
 
 def check_nothing_is_held(*engines: LLM) -> None:
@@ -400,7 +400,7 @@ def test_a_request_that_goes_on_after_its_engine_has_died_reads_no_loan(pair, al
     core.scheduler.accounts.config.kv_load_failure = "fail"
     try:
         options = RequestOptions(kv_transfer_params=lost_lease(first))
-        core.add(EngineCoreRequest([("a", 0)], PROMPT, params(), (), options, resumed_outputs=[tokens[:2]]))
+        core.add(EngineCoreRequest(["a"], [0], PROMPT, params(), (), options, resumed_outputs=[tokens[:2]]))
         rest = run(second)
     finally:
         core.scheduler.accounts.config.kv_load_failure = "recompute"

@@ -135,7 +135,7 @@ class Answers:
 
     def add(self, name: str, prompt: list[int], transfer: dict | None, **changes) -> None:
         options = RequestOptions(kv_transfer_params=transfer)
-        self.core.add(EngineCoreRequest([(name, 0)], prompt, params(**changes), options=options))
+        self.core.add(EngineCoreRequest([name], [0], prompt, params(**changes), options=options))
 
     def step(self) -> None:
         for output in self.core.step()[0]:

@@ -187,7 +187,7 @@ def test_tokens_are_those_of_an_engine_that_measures_nothing(
         monkeypatch.setattr(core, "watched_memory", lambda config, memory=memory: memory)
         engine = started(config_of(checkpoint))
         params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, seed=0)
-        engine.add(EngineCoreRequest([("a", 0)], list(range(3, 40)), params))
+        engine.add(EngineCoreRequest(["a"], [0], list(range(3, 40)), params))
         found: list[int] = []
         while engine.has_requests():
             for output in engine.step()[0]:

@@ -189,7 +189,7 @@ def test_whatever_an_error_says_can_be_sent(engine, monkeypatch, unlogged, make_
 
 # -- from the front -----------------------------------------------------------------------------------------
 
-REQUEST = EngineCoreRequest([("a", 0), ("b", 1)], [3, 4, 5], SamplingParams(seed=0))
+REQUEST = EngineCoreRequest(["a", "b"], [0, 1], [3, 4, 5], SamplingParams(seed=0))
 
 
 def unreadable(message, **fields) -> bytes:
@@ -208,7 +208,7 @@ def unreadable(message, **fields) -> bytes:
         (unreadable(REQUEST, eos_token_ids=-1.5), ["a", "b"]),
         (unreadable(REQUEST, sampling_params={"temperature": -1}), ["a", "b"]),
         (unreadable(REQUEST, options=None), ["a", "b"]),
-        (unreadable(REQUEST, sequences=[["a", "seed"]]), ["a"]),
+        (unreadable(REQUEST, seeds=["seed"]), ["a", "b"]),
         (unreadable(SaveKV(7, "/file", [1]), token_ids=[None]), 7),
         (unreadable(RestoreKV(8, "/file"), path=1), 8),
         (unreadable(Explain(9, ["a"]), sequence_ids=None), 9),
@@ -240,7 +240,7 @@ def test_what_the_engine_cannot_read_is_refused_and_it_goes_on(tmp_path, message
         msgspec.msgpack.encode(7),
         msgspec.msgpack.encode([99, 7]),
         unreadable(Acknowledge(5), num_bytes="all"),
-        unreadable(REQUEST, sequences=7),
+        unreadable(REQUEST, sequence_ids=7),
         unreadable(GetStats(7), call_id="seven"),
     ],
 )

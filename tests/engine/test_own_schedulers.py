@@ -65,7 +65,7 @@ def test_aborted_requests_end_though_nothing_is_returned():
     with LLM("mini", scheduler_cls=OneByOne, **OPTIONS) as llm:
         llm.wait_until_ready()
         live, core = requests_of(llm), core_of(llm)
-        states = [live.submit(live.prepare("a", GREEDY)) for _ in range(3)]
+        states = [live.submit(live.inputs.process("a", GREEDY)) for _ in range(3)]
         core.step()
         ended = core.withdraw(states[0].live_sequence_ids, RequestStatus.FINISHED_ABORTED)
         assert [output.finish_reason.name for output in ended] == ["ABORT"]
@@ -101,7 +101,7 @@ def test_a_fault_in_any_call_ends_no_engine(llm, name: str, lies: bool, monkeypa
     live, core = requests_of(llm), core_of(llm)
     monkeypatch.setattr(FaultyScheduler, "lies", lies)
     monkeypatch.setattr(FaultyScheduler, "faulty", name)
-    aborted = live.submit(live.prepare("a", GREEDY))
+    aborted = live.submit(live.inputs.process("a", GREEDY))
     live.abort(aborted.request_id)
     for ask in (llm.reset_prefix_cache, core.stats, lambda: core.explain("x"), core.next_due):
         with contextlib.suppress(QuireError, RuntimeError):

@@ -37,7 +37,7 @@ class Engine:
 
     def add(self, name: str, prompt=(3, 4, 5), **params) -> None:
         settings = {"max_tokens": 2, "temperature": 0.0, "seed": 0, **params}
-        self.loop.handle(EngineCoreRequest([(name, 0)], list(prompt), SamplingParams(**settings)))
+        self.loop.handle(EngineCoreRequest([name], [0], list(prompt), SamplingParams(**settings)))
 
     def run(self) -> None:
         while self.core.has_requests():
@@ -254,7 +254,7 @@ def test_an_idle_engine_ends_pins_when_their_time_is_over(engine):
     engine.now = time.monotonic()
     options = RequestOptions(pin_prefix=0.2)
     params = SamplingParams(max_tokens=2)
-    engine.loop.handle(EngineCoreRequest([("a", 0)], list(range(40)), params, options=options))
+    engine.loop.handle(EngineCoreRequest(["a"], [0], list(range(40)), params, options=options))
     front = IdleFront(engine)
     engine.loop.run(front)
     assert max(front.num_leased) == 2

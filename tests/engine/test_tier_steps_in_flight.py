@@ -220,8 +220,8 @@ def test_an_engine_that_is_closed_with_steps_in_flight_stores_what_they_computed
 ) -> None:
     with open_llm() as llm:
         core, connector = core_of(llm), connector_of(llm)
-        core.add(EngineCoreRequest([("a", 0)], PROMPTS[0], GREEDY))
-        core.add(EngineCoreRequest([("b", 0)], PROMPTS[1], GREEDY))
+        core.add(EngineCoreRequest(["a"], [0], PROMPTS[0], GREEDY))
+        core.add(EngineCoreRequest(["b"], [0], PROMPTS[1], GREEDY))
         core.step()
         core.step()  # the third step is in flight; the first two have computed both prompts
         assert core.has_requests()

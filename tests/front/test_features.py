@@ -11,7 +11,7 @@ from engine_checks import check_after_every_step, core_of
 from quire import LLM, SamplingParams
 from quire.engine.kv_events import KVEventSubscriber
 from quire.execution.drafts.adaptive_proposer import RowCost
-from quire.front.text.seeds import derived_seed
+from quire.front.text.input_processor import derived_seed
 from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored
 from quire.recording.replay import replay
 from quire.status import FinishReason

@@ -9,8 +9,7 @@ import pytest
 
 from quire.engine.messages import EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
-from quire.front.text.input_processor import InputProcessor
-from quire.front.text.seeds import derived_seed
+from quire.front.text.input_processor import InputProcessor, derived_seed
 from quire.sampling_params import SamplingParams
 from tokenizers_for_tests import byte_level
 
@@ -130,7 +129,7 @@ def test_n_sequences_have_ids_and_seeds_of_their_own(inputs):
     one = inputs.process("a", SamplingParams(seed=5)).core_request
     three = inputs.process("a", SamplingParams(seed=5, n=3)).core_request
     assert len({*three.sequence_ids, *one.sequence_ids}) == 4
-    seeds = [seed for _, seed in three.sequences]
+    seeds = three.seeds
     assert seeds == [derived_seed(5, index) for index in range(3)]
     assert seeds[0] == 5, "the first completion does not depend on n"
     assert len(set(seeds)) == 3

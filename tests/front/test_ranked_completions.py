@@ -42,7 +42,7 @@ class Table:
 def test_best_of_asks_the_engine_for_all_and_for_the_chosen_tokens_log_probabilities():
     processed = prepared(n=2, best_of=5, seed=7)
     core_request = processed.core_request
-    assert len(core_request.sequences) == len(core_request.queued_sequence_ids) == 5
+    assert len(core_request.sequence_ids) == len(core_request.queued_sequence_ids) == 5
     assert core_request.sampling_params.logprobs == 0
     assert processed.params.logprobs is None
     sequences = [_sequence(core_request, index) for index in range(5)]

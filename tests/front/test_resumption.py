@@ -17,9 +17,10 @@ from quire.engine.messages import (
     StepOutputs,
 )
 from quire.errors import EngineDeadError, QueueFullError, RequestQuarantinedError, RequestTimeoutError
-from quire.front import live_requests
+from quire.front import deadlines, live_requests
+from quire.front.deadlines import DEADLINE_GRACE
 from quire.front.held_requests import START_TIME
-from quire.front.live_requests import DEADLINE_GRACE, LiveRequests
+from quire.front.live_requests import LiveRequests
 from quire.front.process import resumption
 from quire.front.process.message_backlog import MAX_OUTPUTS
 from quire.front.process.supervision import EngineCrashed
@@ -53,7 +54,7 @@ class Scene:
     def __init__(self, monkeypatch, **scheduler):
         self.now = 100.0
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
-        for module in (live_requests, resumption, input_processor):
+        for module in (live_requests, deadlines, resumption, input_processor):
             monkeypatch.setattr(module, "time", clock)
         self.client = Client()
         config = EngineConfig(scheduler=SchedulerConfig(**scheduler))
@@ -65,7 +66,9 @@ class Scene:
         self.requests.receive(0)
 
     def submit(self, name, options=None, **params):
-        processed = self.requests.prepare("abc", SamplingParams(**params), request_id=name, **(options or {}))
+        processed = self.requests.inputs.process(
+            "abc", SamplingParams(**params), request_id=name, **(options or {})
+        )
         return self.requests.submit(processed)
 
     def output(self, state, *tokens, index=0, reason=None, **more):
@@ -82,7 +85,7 @@ class Scene:
 
     def names(self):
         """Return the requests that the engine has been sent since the last call."""
-        return [message.sequences[0][0].partition("#")[0] for message in self.taken()]
+        return [message.sequence_ids[0].partition("#")[0] for message in self.taken()]
 
 
 @pytest.fixture
@@ -111,10 +114,11 @@ def test_each_live_sequence_goes_on_from_its_tokens(scene):
     assert scene.taken() == [], "there is no engine"
     scene.hear(Ready(INFO))
     rest, new = scene.taken()
-    assert rest.sequences == [original.sequences[0], original.sequences[2]]
+    assert rest.sequence_ids == original.sequence_ids[::2]
+    assert rest.seeds == original.seeds[::2]
     assert rest.resumed_outputs == [[5, 6], []]
     assert rest.sampling_params == original.sampling_params
-    assert new.sequences == b.processed.core_request.sequences
+    assert new.sequence_ids == b.processed.core_request.sequence_ids
     assert new.resumed_outputs is None
     scene.output(a, 8, index=0, reason=FinishReason.LENGTH)
     scene.output(a, 9, index=2, reason=FinishReason.LENGTH)
@@ -256,7 +260,7 @@ def test_deadlines_hold_without_an_engine(monkeypatch):
 
 def test_timeouts_begin_when_a_request_is_submitted(scene):
     """Before that, it may have waited for a place of its tenant."""
-    processed = scene.requests.prepare("abc", SamplingParams(), request_id="a", timeout=5.0)
+    processed = scene.requests.inputs.process("abc", SamplingParams(), request_id="a", timeout=5.0)
     scene.now += 100
     state = scene.requests.submit(processed)
     scene.requests.receive(0)
@@ -266,7 +270,7 @@ def test_timeouts_begin_when_a_request_is_submitted(scene):
 
 def test_new_requests_are_held_also_over_a_crash_and_then_sent(scene):
     scene.submit("a")
-    scene.requests.hold()
+    scene.requests.held.is_paused = True
     b = scene.submit("b")
     assert scene.names() == ["a"]
     assert scene.requests.has_accepted
@@ -277,7 +281,8 @@ def test_new_requests_are_held_also_over_a_crash_and_then_sent(scene):
     scene.requests.discard(b)
     scene.hear(Ready(INFO))
     assert scene.names() == ["a"]
-    scene.requests.release()
+    scene.requests.held.is_paused = False
+    scene.requests.send_held()
     assert scene.names() == ["c"]
     scene.submit("d")
     assert scene.names() == ["d"]
@@ -291,8 +296,9 @@ def test_suspects_are_sent_once_if_requests_are_released_meanwhile(scene):
     scene.hear(Ready(INFO))
     assert scene.names() == ["a"]
     assert "died" in scene.requests.reasons_to_wait("b")[0]
-    scene.requests.hold()
-    scene.requests.release()
+    scene.requests.held.is_paused = True
+    scene.requests.held.is_paused = False
+    scene.requests.send_held()
     assert scene.names() == []
     a = scene.requests.outputs.get("a")
     scene.output(a, 1)

@@ -158,7 +158,7 @@ class FakeLLM:
             core_request = SimpleNamespace(
                 prompt_token_ids=ids,
                 sampling_params=params,
-                sequences=[None] * sampling_params.num_sequences,
+                sequence_ids=[None] * sampling_params.num_sequences,
             )
             await before_submit(
                 SimpleNamespace(request_id=request_id, params=params, core_request=core_request)

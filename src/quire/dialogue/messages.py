@@ -53,14 +53,19 @@ def _template_message(
     _check_names(message, path)
     role = _text(message, "role", path, pattern=ROLE_PATTERN)
     shown: dict[str, Any] = {"role": role, "content": _content(message.get("content"), role, path)}
-    calls = _calls(message.get("tool_calls"), path, call_format)
+    given = message.get("tool_calls")
+    calls = [] if given is None else _calls(given, path, call_format)
     if calls:
         names.update((call["id"], call["function"]["name"]) for call in calls)
         shown["tool_calls"] = calls
         if call_format is not None and call_format.null_content and not text_of(shown["content"]):
             shown["content"] = None
-    thoughts = [_text(message, name, path) for name in NAMES_OF_THOUGHTS if message.get(name) is not None]
-    if thought := next(filter(None, thoughts), ""):
+    thought = ""
+    for name in NAMES_OF_THOUGHTS:
+        if message.get(name) is not None:
+            said = _text(message, name, path)
+            thought = thought or said
+    if thought:
         shown.update(dict.fromkeys(NAMES_OF_THOUGHTS, thought))
     name = None
     if message.get("tool_call_id") is not None:
@@ -108,8 +113,6 @@ def _part(part: Any, path: str) -> dict[str, str]:
 
 
 def _calls(calls: Any, path: str, call_format: ToolCallFormat | None) -> list[dict[str, Any]]:
-    if calls is None:
-        return []
     if not isinstance(calls, list) or len(calls) > MAX_CALLS:
         raise _refusal(f"{path}.tool_calls must be a list of at most {MAX_CALLS} calls")
     as_text = call_format is not None and call_format.arguments_as_text

@@ -164,7 +164,8 @@ class EngineCore:
         Raises:
             InvalidRequestError, DuplicateRequestError, QueueFullError: the scheduler rejects one of them.
         """
-        _refuse_if_never_queued(request, self._scheduler_config)
+        queued = request.queued_sequence_ids
+        _refuse_if_never_queued(request, len(queued), self._scheduler_config)
         if request.sampling_params.structured_outputs is not None and not self._reads_grammars:
             raise InvalidRequestError(
                 "the engine's scheduler does not define get_grammar_bitmask(), without which there are no "
@@ -173,7 +174,7 @@ class EngineCore:
             )
         admitted: list[str] = []
         try:
-            for index in range(len(request.queued_sequence_ids)):
+            for index in range(len(queued)):
                 sequence = _sequence(
                     request, index, shares_prompt=not self._scheduler_config.use_cache_eviction
                 )
@@ -447,9 +448,9 @@ def _publisher(config: EngineConfig) -> KVEventPublisher | None:
     return KVEventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint)
 
 
-def _refuse_if_never_queued(request: EngineCoreRequest, config: SchedulerConfig) -> None:
-    """Raise `InvalidRequestError` if not even an empty queue has room for all sequences of `request`."""
-    n, prompt_length = len(request.queued_sequence_ids), len(request.prompt_token_ids)
+def _refuse_if_never_queued(request: EngineCoreRequest, n: int, config: SchedulerConfig) -> None:
+    """Raise `InvalidRequestError` if not even an empty queue has room for the `n` sequences of `request`."""
+    prompt_length = len(request.prompt_token_ids)
     param = "n" if request.sampling_params.best_of is None else "best_of"
     if n > config.max_num_queued_reqs:
         raise InvalidRequestError(
@@ -467,19 +468,17 @@ def _refuse_if_never_queued(request: EngineCoreRequest, config: SchedulerConfig)
 
 
 def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = True) -> Request:
-    sequence_id, seed = request.sequences[index]
     params, options = request.sampling_params, request.options
     resumed = request.resumed_outputs
     is_beam_search = params.beam_width > 0
-    params = dataclasses.replace(
-        params,
+    params = params.with_checked(
         n=params.n if is_beam_search else 1,
         best_of=None,
-        seed=seed,
+        seed=request.seeds[index],
         prompt_logprobs=params.prompt_logprobs if index == 0 else None,
     )
     return Request(
-        sequence_id,
+        request.sequence_ids[index],
         request.prompt_token_ids,
         params,
         eos_token_ids=request.eos_token_ids,
@@ -487,12 +486,12 @@ def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = T
         cache_salt=options.cache_salt,
         tenant=options.tenant,
         tenant_weight=options.tenant_weight,
-        flow=request.flow or request.sequences[0][0],
+        flow=request.flow or request.sequence_ids[0],
         timeout=options.timeout,
         queue_timeout=options.queue_timeout,
         pin_prefix=options.pin_prefix,
         kv_transfer_params=None if options.kv_transfer_params is None else dict(options.kv_transfer_params),
-        shares_prompt_with=request.sequences[0][0] if index and shares_prompt else None,
+        shares_prompt_with=request.sequence_ids[0] if index and shares_prompt else None,
         beam_sequence_ids=tuple(request.sequence_ids) if is_beam_search else (),
         output_token_ids=() if resumed is None else resumed[index],
         is_resumed=resumed is not None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import signal
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -121,7 +120,7 @@ class EngineStart(msgspec.Struct):
 class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     """A prompt and the `n` sequences that continue it, queued all or none.
 
-    `sequences` has (sequence id, seed) for each; ids are unique for the lifetime of the engine.
+    Sequences are in the order of the completions; their ids are unique for the lifetime of the engine.
     `sampling_params` is resolved: `max_tokens` and the bad words' token ids are filled in.
     `resumed_outputs` has the tokens that each sequence has generated in an engine that has died, and from
     which it continues; None: the request is new. `arrival_time` is when the request came, in seconds on the
@@ -129,7 +128,8 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     call with many prompts, which takes turns with others; empty: its sequences are a flow of their own.
     """
 
-    sequences: list[tuple[str, int]]
+    sequence_ids: list[str]
+    seeds: list[int]
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
@@ -137,11 +137,6 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     resumed_outputs: list[list[int]] | None = None
     arrival_time: float = math.inf
     flow: str = ""
-
-    @property
-    def sequence_ids(self) -> list[str]:
-        """Ids of the sequences, in the order of the completions."""
-        return [sequence_id for sequence_id, _ in self.sequences]
 
     @property
     def queued_sequence_ids(self) -> list[str]:
@@ -327,9 +322,8 @@ def refusal_of(data: bytes, error: msgspec.DecodeError) -> RequestRefused | Repl
     """
     why = ErrorInfo(InvalidRequestError.__name__, f"the engine cannot read this request: {error}")
     match msgspec.msgpack.decode(data):
-        case [EngineCoreRequest.__struct_config__.tag, sequences, *_]:
-            ids = [sequence_id for sequence_id, _ in msgspec.convert(sequences, list[tuple[str, Any]])]
-            return RequestRefused(ids, why)
+        case [EngineCoreRequest.__struct_config__.tag, sequence_ids, *_]:
+            return RequestRefused(msgspec.convert(sequence_ids, list[str]), why)
         case [tag, int(call_id), *_] if tag in _CALL_TAGS:
             return Reply(call_id, done=False, error=why)
     raise error

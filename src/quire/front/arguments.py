@@ -24,6 +24,7 @@ PromptForm = TextOrTokenIds | Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 """Functions, as OpenAI's API describes them."""
 
+_BYTES = (bytes, bytearray, memoryview)  # undecoded text, and no token ids
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")  # of mappings; the first of them that is there counts
 
 _Part = type[SchedulerConfig] | type[SpeculationConfig] | type[SupervisionConfig] | type[ChatTemplateConfig]
@@ -105,7 +106,7 @@ def conversations_of(given: Any) -> list[Any]:
 
 
 def _require_sequence(given: Any, name: str, meaning: str) -> None:
-    if not _is_sequence(given):
+    if not isinstance(given, Sequence) or isinstance(given, _BYTES):
         raise InvalidRequestError(f"{name} must be {meaning}, not {type(given).__name__}", param=name)
 
 
@@ -123,19 +124,13 @@ def require_chat(messages: Any, tools: Any, variables: Any) -> None:
 
 def _require_mappings(given: Any, name: str) -> None:
     meaning = "a list of dictionaries"
-    if isinstance(given, str):
-        raise InvalidRequestError(f"{name} must be {meaning}, not str", param=name)
-    _require_sequence(given, name, meaning)
+    if not isinstance(given, Sequence) or isinstance(given, (str, *_BYTES)):
+        raise InvalidRequestError(f"{name} must be {meaning}, not {type(given).__name__}", param=name)
     for one in given:
         if not isinstance(one, Mapping):
             raise InvalidRequestError(
                 f"{name} must be {meaning}; one of them is {type(one).__name__}", param=name
             )
-
-
-def _is_sequence(given: Any) -> bool:
-    """Whether it is a list, a tuple or the like; bytes are text that is not decoded, and no token ids."""
-    return isinstance(given, Sequence) and not isinstance(given, bytes | bytearray | memoryview)
 
 
 def one_for_each(batch: Sequence[Any], given: T | Sequence[T] | None, kind: type[T], name: str) -> list[T]:
@@ -201,7 +196,7 @@ def prompt_text_or_ids(prompt: Any) -> str | list[int]:
     """
     if isinstance(prompt, str):
         return prompt
-    if not _is_sequence(prompt):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, _BYTES):
         raise InvalidRequestError(
             f"a prompt must be a string or a list of token ids, not {type(prompt).__name__}", param="prompt"
         )

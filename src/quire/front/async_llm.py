@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -16,10 +15,8 @@ from quire.config import EngineConfig
 from quire.engine.messages import (
     EngineInfo,
     GetStats,
-    Reply,
     ResetPrefixCache,
     Shutdown,
-    ToEngine,
 )
 from quire.errors import (
     CrashLoopError,
@@ -31,11 +28,12 @@ from quire.errors import (
 from quire.front.explaining import Explaining
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
 from quire.front.live_requests import ASLEEP, LiveRequests
+from quire.front.loop_driver import LoopDriver
 from quire.front.pausing import PauseMode, Pausing
 from quire.front.process.client import SHUTDOWN_TIMEOUT
 from quire.front.process.resumption import RecoveryStats
 from quire.front.process.supervision import EngineSupervisor
-from quire.front.text.input_processor import ProcessedRequest
+from quire.front.text.input_processor import InputProcessor, ProcessedRequest
 from quire.front.text.preparation_threads import PreparationThreads, length_of
 from quire.models.checkpoints.engine_files import resolve_files
 from quire.request_output import RequestOutput
@@ -44,8 +42,6 @@ from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
     from quire.models.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT = 1.0
 """Seconds that a shutdown waits for the last outputs of aborted requests."""
@@ -80,14 +76,10 @@ class AsyncLLM:
             raise
         self._requests = LiveRequests(self._engine, tokenizer, self.config)
         self._engine.watch_for(self._requests)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.Handle | None = None
-        self._timer_due = 0.0  # uvloop's handles do not always tell
-        self._next_turn: asyncio.Handle | None = None  # of work that is left
-        self._changed = asyncio.Event()
+        self._driver = LoopDriver(self._engine, self._requests)
         self._closing = False
-        self._explaining = Explaining(self._requests, self._call)
-        self._pausing = Pausing(self._engine, self._requests, self._call, self._wait_for)
+        self._explaining = Explaining(self._requests, self._driver.call)
+        self._pausing = Pausing(self._engine, self._requests, self._driver)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -131,11 +123,9 @@ class AsyncLLM:
             QuireError: the engine could not be built.
             EngineDeadError: the engine process has ended.
         """
-        self._attach()
         if on_progress is not None:
             self._requests.on_progress = on_progress
-        await self._wait_for(lambda: self._requests.has_started or self._requests.failure is not None)
-        return self._requests.info
+        return await self._driver.wait_until_ready()
 
     def generate(
         self,
@@ -169,13 +159,7 @@ class AsyncLLM:
             EngineDeadError: the engine has ended.
             EngineAsleepError: the engine is asleep.
         """
-        return self._stream(
-            self._requests.prepare,
-            prompt,
-            sampling_params,
-            request_id=request_id,
-            **options,
-        )
+        return self._stream(InputProcessor.process, prompt, sampling_params, request_id=request_id, **options)
 
     def chat(
         self,
@@ -203,7 +187,7 @@ class AsyncLLM:
             EngineAsleepError: likewise.
         """
         return self._stream(
-            self._requests.prepare_chat,
+            InputProcessor.process_chat,
             messages,
             sampling_params,
             may_wait=True,
@@ -221,9 +205,9 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: the template refuses the conversation, or it is too long for the model.
         """
-        await self.wait_until_ready()
+        await self._driver.wait_until_ready()
         params = SamplingParams()
-        call = functools.partial(self._requests.prepare_chat, messages, params, **options)
+        call = functools.partial(self._requests.inputs.process_chat, messages, params, **options)
         processed = await self._threads.run(length_of(messages, params), call, may_wait=True)
         return processed.core_request.prompt_token_ids
 
@@ -237,7 +221,7 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: the text is too long for the model, or no Unicode text.
         """
-        await self.wait_until_ready()
+        await self._driver.wait_until_ready()
         call = functools.partial(self._requests.inputs.tokenize, text, add_special_tokens=add_special_tokens)
         return await self._threads.run(len(text), call)
 
@@ -247,7 +231,7 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: an id is not in the vocabulary.
         """
-        await self.wait_until_ready()
+        await self._driver.wait_until_ready()
         call = functools.partial(self._requests.inputs.detokenize, token_ids)
         return await self._threads.run(length_of(token_ids, None), call)
 
@@ -271,7 +255,7 @@ class AsyncLLM:
             EngineDeadError: the engine has ended, or another is being started.
             EngineAsleepError: the engine is asleep.
         """
-        reply = await self._call(GetStats)
+        reply = await self._driver.call(GetStats)
         assert reply.stats is not None
         return reply.stats
 
@@ -295,7 +279,7 @@ class AsyncLLM:
         Raises:
             EngineDeadError: the engine has ended, or another is being started.
         """
-        await self.wait_until_ready()
+        await self._driver.wait_until_ready()
         return await self._explaining.explain(groups, limit)
 
     async def reset_prefix_cache(self) -> bool:
@@ -305,7 +289,7 @@ class AsyncLLM:
             EngineDeadError: the engine has ended, or another is being started.
             EngineAsleepError: the engine is asleep.
         """
-        return (await self._call(ResetPrefixCache)).done
+        return (await self._driver.call(ResetPrefixCache)).done
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> bool:
         """Admit no requests until `resume_generation`; new ones wait. An engine that dies stays paused.
@@ -321,12 +305,12 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: mode is "wait", and the engine is paused and keeps requests.
         """
-        await self.wait_until_ready()
+        await self._driver.wait_until_ready()
         return await self._pausing.pause(mode, clears_cache=clear_cache)
 
     async def resume_generation(self) -> None:
         """End the pause."""
-        await self.wait_until_ready()
+        await self._driver.wait_until_ready()
         await self._pausing.resume()
 
     async def is_paused(self) -> bool:
@@ -345,12 +329,12 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: mode is "wait", and the engine is paused and keeps requests.
         """
-        await self.wait_until_ready()
+        await self._driver.wait_until_ready()
         await self._pausing.sleep(mode)
 
     async def wake_up(self) -> None:
         """Start an engine that sleeps, and return when it accepts requests."""
-        await self.wait_until_ready()
+        await self._driver.wait_until_ready()
         await self._pausing.wake()
 
     async def is_sleeping(self) -> bool:
@@ -366,9 +350,9 @@ class AsyncLLM:
             EngineDeadError: the engine has ended, or another is being started.
             EngineAsleepError: the engine is asleep.
         """
-        await self.wait_until_ready()
+        await self._driver.wait_until_ready()
         saving = KVSaving(self._requests, prompt, path, cache_salt)
-        while not saving.note(await self._call(saving.message)):
+        while not saving.note(await self._driver.call(saving.message)):
             async for _ in self.generate(saving.token_ids, COMPUTE_ONLY, cache_salt=cache_salt):
                 pass
         return saving.num_tokens
@@ -381,7 +365,7 @@ class AsyncLLM:
             EngineDeadError: the engine has ended, or another is being started.
             EngineAsleepError: the engine is asleep.
         """
-        return (await self._call(restore_message(path, cache_salt))).token_ids
+        return (await self._driver.call(restore_message(path, cache_salt))).token_ids
 
     def check_health(self) -> None:
         """Return if the engine is healthy or starts for the first time. Any thread may ask.
@@ -408,8 +392,8 @@ class AsyncLLM:
 
     async def wait_for_crash_loop(self) -> CrashLoopError:
         """Return when engines have died so often that no other is started, with the reason."""
-        self._attach()
-        await self._wait_for(lambda: isinstance(self._requests.failure, CrashLoopError))
+        self._driver.attach()
+        await self._driver.wait_for(lambda: isinstance(self._requests.failure, CrashLoopError))
         assert isinstance(self._requests.failure, CrashLoopError)
         return self._requests.failure
 
@@ -422,24 +406,23 @@ class AsyncLLM:
         """
         self._closing = True
         if self._requests.failure is None and self._requests.has_started:
-            self._attach()
-            await self._wait_for(self._is_idle, timeout=drain_timeout)
+            self._driver.attach()
+            await self._driver.wait_for(self._is_idle, timeout=drain_timeout)
             self._engine.retire()
             self._requests.abort(None)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(end_timeout):
-                    await self._wait_for(self._is_idle, timeout=ABORT_TIMEOUT)
+                    await self._driver.wait_for(self._is_idle, timeout=ABORT_TIMEOUT)
                     self._engine.send(Shutdown())
-                    self._on_event()  # there may be no engine, and so no message of its end
-                    await self._wait_for(lambda: self._requests.failure is not None)
-        self._detach()
+                    self._driver.process()  # there may be no engine, and so no message of its end
+                    await self._driver.wait_for(lambda: self._requests.failure is not None)
+        self._driver.detach()
         self._engine.close(0)
         self._requests.close()
-        self._notify_waiters()
 
     async def _stream(
         self,
-        prepare: Callable[..., ProcessedRequest],
+        process: Callable[..., ProcessedRequest],
         prompt: Any,
         params: SamplingParams | None,
         *,
@@ -447,11 +430,10 @@ class AsyncLLM:
         before_submit: Callable[[ProcessedRequest], Awaitable[float | None]] | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        await self.wait_until_ready()
+        await self._driver.wait_until_ready()
         params = SamplingParams() if params is None else params
-        length = length_of(prompt, params)
-        call = functools.partial(prepare, prompt, params, **options)
-        processed = await self._threads.run(length, call, may_wait=may_wait)
+        call = functools.partial(process, self._requests.inputs, prompt, params, **options)
+        processed = await self._threads.run(length_of(prompt, params), call, may_wait=may_wait)
         begun_at = None if before_submit is None else await before_submit(processed)
         timeout = processed.core_request.options.timeout
         if timeout is None:
@@ -459,118 +441,34 @@ class AsyncLLM:
         while True:
             if begun_at is not None and timeout:
                 _count_timeout_from(begun_at, timeout, processed)
+            if self._closing:
+                raise EngineDeadError("the engine is shutting down and accepts no new requests")
+            updated = asyncio.Event()
+            state = self._requests.submit(processed, updated.set)
+            self._driver.set_timer()
             try:
-                async with contextlib.aclosing(self._submitted(processed)) as outputs:
-                    async for output in outputs:
-                        yield output
+                finished = False
+                while not finished:
+                    await updated.wait()
+                    updated.clear()
+                    if state.failure is not None:
+                        raise state.failure
+                    output = state.snapshot()
+                    finished = output.finished
+                    if finished and (error := state.error_before_output) is not None:
+                        raise error
+                    yield output
                 return
-            except QueueFullError as error:
+            except QueueFullError as full:
                 if begun_at is None:
                     raise
-                await asyncio.sleep(error.retry_after)
-
-    async def _submitted(self, processed: ProcessedRequest) -> AsyncGenerator[RequestOutput, None]:
-        if self._closing:
-            raise EngineDeadError("the engine is shutting down and accepts no new requests")
-        updated = asyncio.Event()
-        state = self._requests.submit(processed, updated.set)
-        self._set_timer()
-        try:
-            while True:
-                await updated.wait()
-                updated.clear()
-                if state.failure is not None:
-                    raise state.failure
-                output = state.snapshot()
-                if output.finished and (error := state.error_before_output) is not None:
-                    raise error
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._requests.discard(state)
-
-    async def _call(self, make: Callable[[int], ToEngine]) -> Reply:
-        await self.wait_until_ready()
-        replies: list[Reply] = []
-        self._requests.call(make, replies.append)
-        await self._wait_for(lambda: bool(replies) or self._requests.failure is not None)
-        self._requests.raise_failure()
-        if (error := replies[0].error) is not None:
-            raise error.to_exception()
-        return replies[0]
-
-    async def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> None:
-        """Wait until a message has made `condition` true, or `timeout` seconds have passed."""
-        self._set_timer()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while not condition():
-                    await self._changed.wait()
+                delay = full.retry_after
+            finally:
+                self._requests.discard(state)
+            await asyncio.sleep(delay)
 
     def _is_idle(self) -> bool:
         return not self._requests.outputs or self._requests.failure is not None
-
-    def _attach(self) -> None:
-        """Watch the engine process from the running event loop."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop or self._requests.failure is not None:
-            return
-        self._loop = loop
-        self._changed = asyncio.Event()
-        loop.add_reader(self._engine.event_fd, self._on_event)
-        loop.call_soon(self._on_event)  # messages that arrived before
-
-    def _detach(self) -> None:
-        for handle in (self._timer, self._next_turn):
-            if handle is not None:
-                handle.cancel()
-        self._timer = self._next_turn = None
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._engine.event_fd)
-        self._loop = None
-
-    def _on_event(self) -> None:
-        """Process messages that have arrived, for a turn, and do what is due."""
-        if self._loop is None:
-            return
-        is_more = False
-        try:
-            is_more = self._requests.receive_some() or self._engine.has_more
-        except Exception as error:  # what came with it is lost: without an end, some would wait for ever
-            logger.exception("a message of the engine could not be processed; the engine ends")
-            self._requests.fail(EngineDeadError(f"a message of the engine could not be processed: {error!r}"))
-        if self._requests.failure is not None:
-            self._detach()
-            self._engine.close()
-        elif is_more and self._next_turn is None:
-            self._next_turn = self._loop.call_soon(self._on_next_turn)
-        self._set_timer()
-        self._notify_waiters()
-
-    def _on_next_turn(self) -> None:
-        self._next_turn = None
-        self._on_event()
-
-    def _set_timer(self) -> None:
-        """Have `_on_event` called when something is due, even if no message arrives until then."""
-        due = self._requests.next_due
-        if self._loop is None or due is None:
-            return
-        if self._timer is None or due < self._timer_due:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_due = due
-            self._timer = self._loop.call_at(due, self._on_timer)  # its clock is the monotonic one, too
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._on_event()
-
-    def _notify_waiters(self) -> None:
-        """Wake all tasks in `_wait_for`."""
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def _count_timeout_from(begun_at: float, timeout: float, processed: ProcessedRequest) -> None:

@@ -31,6 +31,7 @@ class Batch:
         self._size = len(requests)
         self._pending = deque(enumerate(requests))
         self._live: dict[int, RequestState] = {}
+        self._num_live = 0  # sequences
         self._max_live_sequences = max_live_sequences
         self._must_wait = False  # the queue was full; wait until something ends
 
@@ -58,12 +59,11 @@ class Batch:
 
     def _submit(self) -> None:
         """Submit as many pending requests as the limit allows."""
-        num_live = sum(len(state.completions) for state in self._live.values())
-        while self._pending and not self._must_wait and num_live < self._max_live_sequences:
+        while self._pending and not self._must_wait and self._num_live < self._max_live_sequences:
             index, processed = self._pending.popleft()
             with deferred_interrupt():  # a request that is not in `_live` would not be discarded
                 state = self._live[index] = self._live_requests.submit(processed)
-            num_live += len(state.completions)
+            self._num_live += len(state.completions)
 
     def _collect(self) -> None:
         """Collect finished requests, and put those rejected by the full queue back in front."""
@@ -71,6 +71,7 @@ class Batch:
             if state.failure is None and not state.finished:
                 continue
             del self._live[index]
+            self._num_live -= len(state.completions)
             if state.failure is None:
                 self.results[index] = state.snapshot()
                 self.num_generated_tokens += sum(len(one.token_ids) for one in state.completions)

@@ -17,9 +17,13 @@ class HeldRequests:
     Args:
         outputs: the live requests.
         config: has the bounds.
+
+    Attributes:
+        is_paused: whether new requests wait although there is an engine, in which the others run.
     """
 
     def __init__(self, outputs: OutputProcessor, config: SchedulerConfig) -> None:
+        self.is_paused = False
         self._outputs = outputs
         self._config = config
         self._held: dict[str, ProcessedRequest] = {}
@@ -49,14 +53,12 @@ class HeldRequests:
 
         For one that never fits, the engine has a better reason.
         """
-        if _num_sequences(processed) > self._config.max_num_queued_reqs:
+        config, num_new = self._config, len(processed.core_request.queued_sequence_ids)
+        if num_new > config.max_num_queued_reqs:
             return None
-        return self._refusal_of_live(processed) if has_engine else self._refusal_of_held(processed)
-
-    def _refusal_of_live(self, processed: ProcessedRequest) -> QueueFullError | None:
-        """Refuse what the engine would refuse as soon as it looked: more than can run and wait together."""
-        config, num_new = self._config, _num_sequences(processed)
-        limit = config.max_num_seqs + config.max_num_queued_reqs
+        if not has_engine:
+            return self._refusal_of_held(processed)
+        limit = config.max_num_seqs + config.max_num_queued_reqs  # the engine would refuse more, too
         if self._outputs.num_sequences + num_new <= limit:
             return None
         num_live = self._outputs.num_queued_sequences

@@ -10,36 +10,48 @@ from types import FrameType
 from typing import Any
 
 
-@contextlib.contextmanager
-def deferred_interrupt() -> Iterator[None]:
-    """Defer the first SIGINT until the block ends, so that the block is not interrupted.
+class deferred_interrupt:  # noqa: N801
+    """Context manager that defers the first SIGINT until its block ends, so that it is not interrupted.
 
     A second one is not deferred, nor is one within `interruptible`. Has no effect outside the main thread,
-    where Python runs no handlers, or if SIGINT has no Python handler.
+    where Python runs no handlers, or if SIGINT has no Python handler. It is itself the handler meanwhile.
     """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or previous is None:
-        yield
-        return
-    deferral = _Deferral(previous)
-    signal.signal(signal.SIGINT, deferral)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if deferral.is_pending:
-        signal.raise_signal(signal.SIGINT)
+
+    previous: Any = None
+    is_pending = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.previous = signal.getsignal(signal.SIGINT)
+            if self.previous is not None:
+                signal.signal(signal.SIGINT, self)
+
+    def __exit__(self, *exception: object) -> None:
+        if self.previous is not None:
+            signal.signal(signal.SIGINT, self.previous)
+            if self.is_pending and exception[0] is None:
+                signal.raise_signal(signal.SIGINT)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Note the first signal; leave others to the handler before."""
+        if not self.is_pending:
+            self.is_pending = True
+            return
+        signal.signal(number, self.previous)
+        signal.raise_signal(number)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Let SIGINT interrupt a block although it is deferred around it: one that waits, and changes nothing."""
     deferral = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not isinstance(deferral, _Deferral):
+    if threading.current_thread() is not threading.main_thread() or not isinstance(
+        deferral, deferred_interrupt
+    ):
         yield
         return
     was_pending, handler = False, deferral
-    while isinstance(handler, _Deferral):
+    while isinstance(handler, deferred_interrupt):
         was_pending |= handler.is_pending
         handler.is_pending = False
         handler = handler.previous
@@ -50,18 +62,3 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, deferral)
-
-
-class _Deferral:
-    """A handler that notes the first signal, and leaves others to the handler before."""
-
-    def __init__(self, previous: Any) -> None:
-        self.previous = previous
-        self.is_pending = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.is_pending:
-            self.is_pending = True
-            return
-        signal.signal(number, self.previous)
-        signal.raise_signal(number)

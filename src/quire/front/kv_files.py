@@ -35,7 +35,8 @@ class KVSaving:
 
     def __init__(self, requests: LiveRequests, prompt: Prompt, path: str | Path, cache_salt: str) -> None:
         is_conversation = not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping)
-        prepare: Callable[..., Any] = requests.prepare_chat if is_conversation else requests.prepare
+        inputs = requests.inputs
+        prepare: Callable[..., Any] = inputs.process_chat if is_conversation else inputs.process
         request = prepare(prompt, COMPUTE_ONLY, cache_salt=cache_salt).core_request
         self.token_ids: list[int] = request.prompt_token_ids
         self.num_tokens = -1

@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quire.config import EngineConfig
 from quire.engine.messages import (
@@ -27,14 +27,14 @@ from quire.engine.messages import (
     StopRequests,
     ToEngine,
 )
-from quire.errors import EngineAsleepError, EngineDeadError, QuireError, RequestTimeoutError
+from quire.errors import EngineAsleepError, EngineDeadError, QuireError
+from quire.front.deadlines import Deadlines
 from quire.front.held_requests import HeldRequests
 from quire.front.process.message_backlog import OUTPUTS_AT_ONCE, MessageBacklog, Turn
-from quire.front.process.resumption import Resumption, deadline_of, failed_outputs
+from quire.front.process.resumption import Resumption
 from quire.front.process.supervision import EngineCrashed, EngineSuspended
 from quire.front.text.input_processor import InputProcessor, ProcessedRequest
 from quire.front.text.output_processor import OutputProcessor, RequestState
-from quire.sampling_params import SamplingParams
 from quire.scheduling.interface import PauseState
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
 from quire.status import FinishReason
@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 ASLEEP = "the engine is asleep and takes no requests; wake it with POST /wake_up or AsyncLLM.wake_up()"
 
-DEADLINE_GRACE = 1.0
-"""Seconds that the engine has to end a request that has timed out, before it is ended here."""
+CLOSED = "the engine has been shut down"
 
 
 class EngineClient(Protocol):
@@ -73,6 +72,40 @@ class EngineClient(Protocol):
         """Shut the engine down."""
 
 
+class PendingCalls:
+    """Calls that the engine has not answered yet, and who waits for each answer."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count()
+        self._on_reply: dict[int, Callable[[Reply], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._on_reply)
+
+    def send(
+        self, client: EngineClient, make: Callable[[int], ToEngine], on_reply: Callable[[Reply], None]
+    ) -> None:
+        """Send the message that `make` returns for a call id; `on_reply` is called with the reply."""
+        call_id = next(self._ids)
+        client.send(make(call_id))
+        self._on_reply[call_id] = on_reply  # the engine owes nothing that it has not been sent
+
+    def note(self, reply: Reply) -> None:
+        """Pass a reply on; there is no receiver if a caller was interrupted as soon as its call was sent."""
+        if (on_reply := self._on_reply.pop(reply.call_id, None)) is not None:
+            on_reply(reply)
+
+    def fail(self, error: ErrorInfo) -> None:
+        """Answer all calls with an error."""
+        calls, self._on_reply = self._on_reply, {}
+        for call_id, on_reply in calls.items():
+            on_reply(Reply(call_id, done=False, error=error))
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self._on_reply.clear()
+
+
 class LiveRequests:
     """The unfinished requests of one engine: submits them, and processes their outputs.
 
@@ -85,7 +118,6 @@ class LiveRequests:
 
     Attributes:
         is_asleep: whether new requests are refused because the engine has been ended, or will be.
-        is_holding: whether new requests wait here, see `hold`.
         pause_state: which requests may run, in the next engine, too.
     """
 
@@ -96,19 +128,16 @@ class LiveRequests:
         self.resumption = Resumption(self.outputs, config, client.send)
         self.is_ready = False
         self.is_asleep = False
-        self.is_holding = False
         self.pause_state = PauseState.UNPAUSED
-        self._default_timeout = config.scheduler.request_timeout
-        self._next_deadline = math.inf
         self.failure: QuireError | None = None
         self.last_step_time = time.monotonic()
         self.latest_stats: SchedulerStats | None = None
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
         self._info: EngineInfo | None = None
         self._inputs: InputProcessor | None = None
-        self._call_ids = itertools.count()
-        self._calls: dict[int, Callable[[Reply], None]] = {}
-        self._held = HeldRequests(self.outputs, config.scheduler)
+        self.held = HeldRequests(self.outputs, config.scheduler)
+        self._calls = PendingCalls()
+        self._deadlines = Deadlines(self.outputs, config.scheduler.request_timeout, client.send)
         self._backlog = MessageBacklog()
 
     @property
@@ -124,14 +153,16 @@ class LiveRequests:
     @property
     def info(self) -> EngineInfo:
         """Information about the engine; available once it is ready."""
-        self.raise_failure()
+        if self.failure is not None:
+            raise copy.copy(self.failure)
         assert self._info is not None, "the engine is not ready"
         return self._info
 
     @property
     def inputs(self) -> InputProcessor:
         """What checks and tokenizes requests; available once the engine is ready."""
-        self.raise_failure()
+        if self.failure is not None:
+            raise copy.copy(self.failure)
         assert self._inputs is not None, "the engine is not ready"
         return self._inputs
 
@@ -139,18 +170,6 @@ class LiveRequests:
         """If the engine has ended, raise the reason."""
         if self.failure is not None:
             raise copy.copy(self.failure)
-
-    def prepare(
-        self, prompt: str | Sequence[int], params: SamplingParams, **options: Any
-    ) -> ProcessedRequest:
-        """Validate and tokenize a request; see `InputProcessor.process` for `options` and errors."""
-        return self.inputs.process(prompt, params, **options)
-
-    def prepare_chat(
-        self, messages: Sequence[dict[str, Any]], params: SamplingParams, **options: Any
-    ) -> ProcessedRequest:
-        """Like `prepare`, for a conversation, which the chat template turns into a prompt."""
-        return self.inputs.process_chat(messages, params, **options)
 
     def submit(
         self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None
@@ -161,24 +180,25 @@ class LiveRequests:
             DuplicateRequestError: its id is in use.
             EngineDeadError: the engine has ended, or is asleep.
         """
-        self.raise_failure()
+        if self.failure is not None:
+            raise copy.copy(self.failure)
         if self.is_asleep:
             raise EngineAsleepError(ASLEEP)
-        is_open = self.is_ready and not self.is_holding
-        refusal = self._held.refusal(processed, has_engine=is_open)
-        self._note_work()
+        is_open = self.is_ready and not self.held.is_paused
+        refusal = self.held.refusal(processed, has_engine=is_open)
+        now = self._note_work()
         state = self.outputs.add(processed, on_update)
-        state.submit_time = time.monotonic()
+        state.submit_time = now
         if refusal is not None:
             self.outputs.refuse(state.live_sequence_ids[:1], refusal)
             return state
-        self._next_deadline = min(self._next_deadline, self._deadline_of(state))
+        self._deadlines.note(state)
         try:
             if is_open:
                 state.is_sent = state.was_sent = True
                 self.client.send(processed.core_request)
             else:
-                self._held.hold(processed)
+                self.held.hold(processed)
         except BaseException:  # includes Ctrl-C: the caller gets no state to discard
             self.discard(state)
             raise
@@ -187,7 +207,7 @@ class LiveRequests:
     def discard(self, state: RequestState) -> None:
         """Abort a request that has no caller any more; has no effect if it has ended."""
         live = self.outputs.remove(state)
-        self._held.forget(state.processed)
+        self.held.forget(state.processed)
         if live and state.is_sent:
             self.client.send(AbortRequests(live))
 
@@ -240,17 +260,15 @@ class LiveRequests:
         if not self.is_ready:
             raise EngineDeadError("the engine is being started again; try again later")
         self._note_work()
-        call_id = next(self._call_ids)
-        self.client.send(make(call_id))
-        self._calls[call_id] = on_reply  # the engine owes nothing that it has not been sent
+        self._calls.send(self.client, make, on_reply)
 
     @property
     def next_due(self) -> float | None:
         """When, on the monotonic clock, `receive` is to be called even if nothing has come; None: never."""
-        due = self.client.next_due
-        if self._next_deadline == math.inf:
+        due, deadline = self.client.next_due, self._deadlines.next
+        if deadline == math.inf:
             return due
-        return self._next_deadline if due is None else min(due, self._next_deadline)
+        return deadline if due is None else min(due, deadline)
 
     def receive(self, timeout: float | None) -> None:
         """Process the engine's messages, waiting at most `timeout` seconds (None: indefinitely) for them.
@@ -287,7 +305,7 @@ class LiveRequests:
         self.client.close()
         self.tokenizer.close()
         self.failure = None
-        self.fail(EngineDeadError("the engine has been shut down"))
+        self.fail(EngineDeadError(CLOSED))
 
     def fail(self, failure: QuireError) -> None:
         """Record why the engine has ended (the first reason counts), and fail every live request."""
@@ -307,59 +325,27 @@ class LiveRequests:
     def _end_turn(self) -> None:
         if self.failure is None:
             self.resumption.advance()
-            self._check_deadlines()
+            self._deadlines.enforce()
 
-    def _check_deadlines(self) -> None:
-        """End the requests that the engine should have ended because they have timed out."""
+    def _note_work(self) -> float:
+        """Return the time (`time.monotonic()`); to be called before the engine is given anything to do."""
         now = time.monotonic()
-        if now < self._next_deadline:
-            return
-        self._next_deadline = math.inf
-        for state in self.outputs.live_requests():
-            deadline = self._deadline_of(state)
-            if now < deadline:
-                self._next_deadline = min(self._next_deadline, deadline)
-            else:
-                self._end_timed_out(state, now)
-
-    def _end_timed_out(self, state: RequestState, now: float) -> None:
-        error = (
-            f"the request had not ended after {now - state.submit_time:.1f} s; raise its timeout "
-            "if it has one of its own, or SchedulerConfig.request_timeout"
-        )
-        sequence_ids = state.live_sequence_ids
-        self.outputs.apply(failed_outputs(state, error, RequestTimeoutError.__name__))
-        self.client.send(AbortRequests(sequence_ids))
-
-    def _deadline_of(self, state: RequestState) -> float:
-        """Return when a request ends here if the engine has not ended it; infinite: never."""
-        deadline = deadline_of(state, self._default_timeout)
-        return math.inf if deadline is None else deadline + DEADLINE_GRACE
-
-    def _note_work(self) -> None:
-        """To be called before the engine is given anything to do."""
-        if self.waiting_since is None:
-            self.last_step_time = time.monotonic()
+        if not (self.outputs or self._calls):
+            self.last_step_time = now
+        return now
 
     @property
     def has_accepted(self) -> bool:
         """Whether any live request has been sent to an engine."""
         return any(state.was_sent for state in self.outputs.live_requests())
 
-    def hold(self) -> None:
-        """Let new requests wait here until `release`, in whatever engine the others run."""
-        self.is_holding = True
-
-    def release(self) -> None:
-        """Send the requests that wait here."""
-        self.is_holding = False
-        if self.is_ready:
-            self._send_held()
-
-    def _send_held(self) -> None:
-        if not self.is_holding:
-            self._held.release()
-        self.resumption.begin(sends_new=not self.is_holding)
+    def send_held(self) -> None:
+        """Send the requests that wait here, if there is an engine for them."""
+        if not self.is_ready:
+            return
+        if not self.held.is_paused:
+            self.held.release()
+        self.resumption.begin(sends_new=not self.held.is_paused)
 
     def set_pause_state(self, pause_state: PauseState, on_reply: Callable[[Reply], None]) -> None:
         """Say which requests may run; if there is no engine, that is the next one's first message."""
@@ -374,9 +360,7 @@ class LiveRequests:
         """Note that there is no engine for the time being."""
         self.is_ready = False
         self.latest_stats = SchedulerStats()  # what the dead engine held is free
-        calls, self._calls = self._calls, {}
-        for call_id, on_reply in calls.items():
-            on_reply(Reply(call_id, done=False, error=ErrorInfo.of(error)))
+        self._calls.fail(ErrorInfo.of(error))
 
     def _note_ready(self, info: EngineInfo) -> None:
         self._info = info
@@ -388,7 +372,7 @@ class LiveRequests:
         self.last_step_time = time.monotonic()
         if self.pause_state is not PauseState.UNPAUSED:
             self.set_pause_state(self.pause_state, lambda reply: None)
-        self._send_held()
+        self.send_held()
 
     def _dispatch(self, message: FromEngine | EngineCrashed | EngineSuspended) -> None:
         match message:
@@ -401,12 +385,12 @@ class LiveRequests:
                     self.client.send(StopRequests(to_stop))
             case RequestRefused(sequence_ids, error):
                 self.outputs.refuse(sequence_ids, error.to_exception())
-            case Reply(call_id, stats):
+            case Reply(stats=stats):
                 if not self.outputs:
                     self.last_step_time = time.monotonic()
                 if stats is not None:
                     self.latest_stats = stats
-                self._calls.pop(call_id, _ignore)(message)
+                self._calls.note(message)
             case LoadProgress(done, total):
                 self.on_progress(done, total)
             case Ready(info):
@@ -419,7 +403,3 @@ class LiveRequests:
                 self.resumption.note_suspension()
             case StartupFailed(error):
                 self.fail(error.to_exception())
-
-
-def _ignore(reply: Reply) -> None:
-    """Take the reply of a call whose caller was interrupted as soon as it was sent."""

@@ -116,12 +116,12 @@ class LLM:
             ConfigError: there is no option of that name.
             EngineDeadError: the engine has ended.
         """
-        self.wait_until_ready()
+        self._session.wait_until_ready()
+        inputs = self._session.requests.inputs
         batch = prompts_of(prompts)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
         with self._session.turn:
-            prepare = self._session.requests.prepare
-            requests = [prepare(*request, **options) for request in zip(batch, params, strict=True)]
+            requests = [inputs.process(*request, **options) for request in zip(batch, params, strict=True)]
             return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
 
     def chat(
@@ -157,14 +157,14 @@ class LLM:
             ConfigError: there is no option of that name.
             EngineDeadError: the engine has ended.
         """
-        self.wait_until_ready()
+        self._session.wait_until_ready()
+        inputs = self._session.requests.inputs
         batch = conversations_of(messages)
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
         told = tools_for_each(batch, tools)
         with self._session.turn:
-            prepare = self._session.requests.prepare_chat
             requests = [
-                prepare(conversation, one, tools=known, **options)
+                inputs.process_chat(conversation, one, tools=known, **options)
                 for conversation, one, known in zip(batch, params, told, strict=True)
             ]
             return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
@@ -231,7 +231,9 @@ class LLM:
 
     def _run(self, requests: list[ProcessedRequest], progress: bool) -> list[RequestOutput]:
         batch = Batch(self._session.requests, requests, 2 * self.config.scheduler.max_num_seqs)
-        with batch_progress(len(requests), shown=progress) as report:
+        if not progress:
+            return batch.run(self._session.receive_outputs)
+        with batch_progress(len(requests), shown=True) as report:
 
             def receive_outputs() -> None:
                 self._session.receive_outputs()

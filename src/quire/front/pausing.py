@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Literal
 
-from quire.engine.messages import Reply, ResetPrefixCache, ToEngine
+from quire.engine.messages import Reply, ResetPrefixCache
 from quire.errors import InvalidRequestError
 from quire.front.live_requests import LiveRequests
+from quire.front.loop_driver import LoopDriver
 from quire.front.process.supervision import EngineSupervisor
 from quire.scheduling.interface import PauseState
 
@@ -22,27 +23,19 @@ class Pausing:
     Args:
         engine: a process.
         requests: the engine's live requests.
-        call: sends the engine a call, and returns its reply.
-        wait_for: returns when messages from the engine have made a condition true.
+        driver: processes the engine's messages.
     """
 
-    def __init__(
-        self,
-        engine: EngineSupervisor,
-        requests: LiveRequests,
-        call: Callable[[Callable[[int], ToEngine]], Awaitable[Reply]],
-        wait_for: Callable[[Callable[[], bool]], Awaitable[None]],
-    ) -> None:
+    def __init__(self, engine: EngineSupervisor, requests: LiveRequests, driver: LoopDriver) -> None:
         self._engine = engine
         self._requests = requests
-        self._call = call
-        self._wait_for = wait_for
+        self._driver = driver
         self._turn = asyncio.Lock()
 
     @property
     def is_paused(self) -> bool:
         """Whether new requests wait because of `pause`."""
-        return self._requests.is_holding
+        return self._requests.held.is_paused
 
     @property
     def is_asleep(self) -> bool:
@@ -52,18 +45,21 @@ class Pausing:
     async def pause(self, mode: PauseMode, *, clears_cache: bool) -> bool:
         """Let new requests wait, and return when nothing runs: whether the prefix cache was cleared."""
         async with self._turn:
-            self._requests.hold()
+            self._requests.held.is_paused = True
             if mode == "keep":
                 await self._set_pause_state(PauseState.PAUSED_ALL)
                 return False
             await self._end_requests(mode)
-            return clears_cache and self._requests.is_ready and (await self._call(ResetPrefixCache)).done
+            return (
+                clears_cache and self._requests.is_ready and (await self._driver.call(ResetPrefixCache)).done
+            )
 
     async def resume(self) -> None:
         """Let requests begin and go on again."""
         async with self._turn:
             await self._set_pause_state(PauseState.UNPAUSED)
-            self._requests.release()
+            self._requests.held.is_paused = False
+            self._requests.send_held()
 
     async def sleep(self, mode: PauseMode) -> None:
         """Refuse new requests, end the engine, and return when it has ended."""
@@ -111,5 +107,5 @@ class Pausing:
 
     async def _settle(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition; raise the reason if the engine ends for good instead."""
-        await self._wait_for(lambda: condition() or self._requests.failure is not None)
+        await self._driver.wait_for(lambda: condition() or self._requests.failure is not None)
         self._requests.raise_failure()

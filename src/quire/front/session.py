@@ -1,23 +1,88 @@
-"""An engine used by one thread at a time: `receive_outputs` runs it, or waits for it, and takes outputs."""
+"""An engine used by one thread at a time, in the caller's process or its own."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
 from quire.engine.building.runner import ProgressCallback
-from quire.engine.messages import EngineInfo, GetStats, Reply, ResetPrefixCache, ToEngine
-from quire.front.inprocess_client import InProcessClient
+from quire.engine.core import EngineCore
+from quire.engine.loop import EngineLoop
+from quire.engine.messages import (
+    EngineInfo,
+    FromEngine,
+    GetStats,
+    Ready,
+    Reply,
+    ResetPrefixCache,
+    Shutdown,
+    ToEngine,
+)
+from quire.errors import EngineDeadError
 from quire.front.interrupt import deferred_interrupt
-from quire.front.live_requests import EngineClient, LiveRequests
+from quire.front.live_requests import CLOSED, EngineClient, LiveRequests
 from quire.front.process.supervision import EngineSupervisor
 from quire.models.checkpoints.engine_files import resolve_files
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
     from quire.models.text.tokenizer import Tokenizer
+
+
+class InProcessClient:
+    """An engine in the caller's process; it runs when `receive` is called.
+
+    Args:
+        config: of the engine.
+        model_path: directory of the model that `config.model` names.
+        on_progress: called with (bytes read, total bytes) while the weights load.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model_path: Path, *, on_progress: ProgressCallback | None = None
+    ) -> None:
+        self.next_due = None  # the engine does nothing by itself
+        self._outbox: list[FromEngine] = []
+        core = EngineCore(config, model_path, on_progress=on_progress)
+        self._loop: EngineLoop | None = EngineLoop(core, self._outbox.append)
+        self._outbox.append(Ready(core.info))
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine.
+
+        Raises:
+            EngineDeadError: the engine has been shut down.
+        """
+        if self._loop is None:
+            raise EngineDeadError(CLOSED)
+        return self._loop.core
+
+    def send(self, message: ToEngine) -> None:
+        """Handle `message` immediately; after `close`, ignore it."""
+        if self._loop is not None:
+            with deferred_interrupt():
+                self._loop.handle(message)
+
+    def receive(self, timeout: float | None) -> list[FromEngine]:
+        """Return the engine's messages; if there are none, run a step first, unless `timeout` is 0."""
+        loop = self._loop
+        if loop is None:
+            raise EngineDeadError(CLOSED)
+        if not self._outbox and timeout != 0 and loop.has_work() and not loop.step_and_send():
+            time.sleep(loop.stall_wait if timeout is None else min(timeout, loop.stall_wait))
+        messages = self._outbox.copy()
+        self._outbox.clear()
+        return messages
+
+    def close(self) -> None:
+        """Abort all requests and release the model and its memory."""
+        self.send(Shutdown())
+        self._loop = None
 
 
 class Session:

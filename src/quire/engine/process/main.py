@@ -112,21 +112,23 @@ class Connection:
                 data = self._input.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._deliver_one(data, handle)
+            if (message := self._decode(data)) is not None:
+                handle(message)
             if time.monotonic() >= end:
                 return
 
-    def _deliver_one(self, data: bytes, handle: Callable[[ToEngine], None]) -> None:
+    def _decode(self, data: bytes) -> ToEngine | None:
+        """Return a message for the engine; an unreadable one is refused here, an acknowledgement noted."""
         try:
             message = decode_to_engine(data)
         except msgspec.DecodeError as error:
             logger.error("a message from the front cannot be read, and is refused: %s", error)
             self.send(refusal_of(data, error))
-            return
+            return None
         if isinstance(message, Acknowledge):
             self._window.note_processed(message.num_bytes)
-        else:
-            handle(message)
+            return None
+        return message
 
     def close(self) -> None:
         """Send all queued messages and close the sockets."""

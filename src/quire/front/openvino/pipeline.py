@@ -281,17 +281,17 @@ class ContinuousBatchingPipeline:
     ) -> ProcessedRequest:
         config.validate()
         self._check_drafts(config)
-        requests = self._session.requests
+        inputs = self._session.requests.inputs
         eos_token_ids = self._session.tokenizer.eos_token_ids
         params = config.sampling_params(config.max_new_tokens, eos_token_ids)
         identity = {"request_id": str(request_id)}
         if isinstance(given, ChatHistory):
             tools, variables = given.get_tools() or None, given.get_extra_context()
-            processed = requests.prepare_chat(
+            processed = inputs.process_chat(
                 given.get_messages(), params, tools=tools, chat_template_kwargs=variables, **identity
             )
         else:
-            processed = requests.prepare(given, params, **identity)
+            processed = inputs.process(given, params, **identity)
         if config.max_new_tokens != UNSET or config.max_length == UNSET:
             return processed
         token_ids = processed.core_request.prompt_token_ids
@@ -303,7 +303,7 @@ class ContinuousBatchingPipeline:
                 param="max_length",
             )
         params = config.sampling_params(max_tokens, eos_token_ids)
-        return requests.prepare(token_ids, params, prompt_text=processed.prompt, **identity)
+        return inputs.process(token_ids, params, prompt_text=processed.prompt, **identity)
 
     def _check_drafts(self, config: GenerationConfig) -> None:
         """Refuse drafts that the pipeline does not make; warn of others than it makes."""

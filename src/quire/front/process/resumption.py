@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,9 +12,8 @@ from collections.abc import Callable
 from quire.config import EngineConfig
 from quire.engine.messages import EngineCoreRequest, ErrorInfo
 from quire.errors import RequestQuarantinedError
+from quire.front.deadlines import deadline_of, failed_outputs
 from quire.front.text.output_processor import OutputProcessor, RequestState
-from quire.scheduling.outputs import EngineCoreOutput
-from quire.status import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -148,16 +148,6 @@ class Resumption:
         self._outputs.apply(failed_outputs(state, error, RequestQuarantinedError.__name__))
 
 
-def failed_outputs(state: RequestState, error: str, error_type: str) -> list[EngineCoreOutput]:
-    """Return the terminal outputs that the engine would send if a request failed in all its sequences."""
-    return [
-        EngineCoreOutput(
-            sequence_id, [], finish_reason=FinishReason.ERROR, error=error, error_type=error_type
-        )
-        for sequence_id in state.live_sequence_ids
-    ]
-
-
 def continuation(state: RequestState, default_timeout: float, now: float) -> EngineCoreRequest:
     """Return the rest of a request: its live sequences with the tokens that they have so far.
 
@@ -170,12 +160,13 @@ def continuation(state: RequestState, default_timeout: float, now: float) -> Eng
     """
     request = state.processed.core_request
     live = {completion.sequence_id: completion.token_ids for completion in state.live_completions}
-    sequences = [(name, seed) for name, seed in request.sequences if name in live]
+    seeds = dict(zip(request.sequence_ids, request.seeds, strict=True))
     params = request.sampling_params
     if params.prompt_logprobs is not None and state.has_all_prompt_logprobs:
         params = dataclasses.replace(params, prompt_logprobs=None)
     return EngineCoreRequest(
-        sequences=sequences,
+        sequence_ids=list(live),
+        seeds=[seeds[name] for name in live],
         prompt_token_ids=request.prompt_token_ids,
         sampling_params=params,
         eos_token_ids=request.eos_token_ids,
@@ -184,21 +175,14 @@ def continuation(state: RequestState, default_timeout: float, now: float) -> Eng
             timeout=_time_left(deadline_of(state, default_timeout), now),
             queue_timeout=_queue_time_left(state, now),
         ),
-        resumed_outputs=[live[name] for name, _ in sequences],
+        resumed_outputs=list(live.values()),
         arrival_time=request.arrival_time,
         flow=request.flow,
     )
 
 
-def deadline_of(state: RequestState, default_timeout: float) -> float | None:
-    """Return when a request times out, on the clock of `RequestState.submit_time`; None: never."""
-    timeout = state.processed.core_request.options.timeout
-    timeout = default_timeout if timeout is None else timeout
-    return state.submit_time + timeout if timeout else None
-
-
-def _time_left(deadline: float | None, now: float) -> float:
-    return 0.0 if deadline is None else max(deadline - now, SHORTEST_TIMEOUT)
+def _time_left(deadline: float, now: float) -> float:
+    return 0.0 if deadline == math.inf else max(deadline - now, SHORTEST_TIMEOUT)
 
 
 def _queue_time_left(state: RequestState, now: float) -> float | None:

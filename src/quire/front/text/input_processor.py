@@ -22,7 +22,6 @@ from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids, require_chat
 from quire.front.text.reasoning import ThoughtControl, params_with_thought
-from quire.front.text.seeds import derived_seed, random_seed
 from quire.front.text.token_bounds import TokenBound
 from quire.front.text.truncation import MARGIN, Truncation, TruncationSide, truncation_of
 from quire.models.text.template_messages import RenderedChat
@@ -33,6 +32,9 @@ from quire.scheduling.beam_search import num_candidates
 if TYPE_CHECKING:
     from quire.models.text.tokenizer import Tokenizer
 
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MASK_64 = 2**64 - 1
+_DEFAULT_OPTIONS = RequestOptions()
 _KEPT_BAD_WORDS = 4  # lists of bad words whose tokens are kept, each 256 words at most
 
 
@@ -78,14 +80,10 @@ class InputProcessor:
         prompt: str | Sequence[int],
         params: SamplingParams,
         *,
-        request_id: str | None = None,
         prompt_text: str | None = None,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         truncation_side: TruncationSide = "left",
-        shorten_output: bool = False,
-        arrival_time: float | None = None,
-        flow: str = "",
         **options: Any,
     ) -> ProcessedRequest:
         """Validate and tokenize one request.
@@ -93,53 +91,28 @@ class InputProcessor:
         Args:
             prompt: text, or token ids.
             params: as given by the caller.
-            request_id: None: generated.
             prompt_text: the text of a prompt of token ids, for the output.
             add_special_tokens: whether a text gets the tokens that the model wants around it.
             truncate_prompt_tokens: number of the prompt's tokens that are kept; -1: as many as fit beside
                 `max_tokens`; None: all.
             truncation_side: that is cut off.
-            shorten_output: whether a `max_tokens` beyond the model's maximum length means as many as fit.
-            arrival_time: when the request came, in seconds of `time.monotonic()`, by which it has its place
-                in the engine's queue; None, or a time that is still to come: now.
-            flow: what the request is a part of, see `EngineCoreRequest`.
-            options: fields of `RequestOptions`.
+            options: `request_id` (None: generated); `shorten_output`, whether a `max_tokens` beyond the
+                model's maximum length means as many as fit; `arrival_time`, when the request came, in seconds
+                of `time.monotonic()`, by which it has its place in the engine's queue (None, or a time that
+                is still to come: now); `flow`, see `EngineCoreRequest`; and fields of `RequestOptions`.
 
         Raises:
             InvalidRequestError: the request is invalid, or too long.
             ConfigError: there is no option of that name.
         """
-        now = time.monotonic()
-        serial = next(self._serial)
-        request_id = f"request-{os.urandom(8).hex()}" if request_id is None else request_id
-        require_text(request_id, "request_id", allow_empty=False)
+        begun_at = time.monotonic()
         truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info)
         if isinstance(prompt, str):
             self._check_length(len(prompt) and 1)
             token_ids, prompt_text = self._encode_prompt(prompt, truncation, add_special_tokens)
         else:
             token_ids = self._checked_ids(prompt, truncation)
-        params = self._resolve(params, len(token_ids), shorten_output=shorten_output)
-        assert params.seed is not None
-        core_request = EngineCoreRequest(
-            sequences=[
-                (f"{request_id}#{serial}.{index}", derived_seed(params.seed, index))
-                for index in range(params.num_sequences)
-            ],
-            prompt_token_ids=token_ids,
-            sampling_params=self._with_rankable_tokens(params),
-            eos_token_ids=self._tokenizer.eos_token_ids,
-            options=RequestOptions(**options),
-            arrival_time=now if arrival_time is None else _checked_time(arrival_time),
-            flow=flow,
-        )
-        return ProcessedRequest(
-            request_id=request_id,
-            prompt=prompt_text,
-            params=params,
-            core_request=core_request,
-            arrival_time=now,
-        )
+        return self._request(token_ids, prompt_text, params, begun_at, **options)
 
     def process_chat(
         self,
@@ -171,7 +144,7 @@ class InputProcessor:
             add_special_tokens: whether the tokens that the model wants around a text are added; most
                 templates have written them.
             truncate_prompt_tokens: as for `process`.
-            truncation_side: likewise.
+            truncation_side: as for `process`.
             marks: texts that are shown in the output even if they are special tokens.
             thought: what is asked of the thought that the answer may begin with; None: nothing.
             call_format: of the model's calls; None: it is unknown; auto: as the chat template tells.
@@ -180,16 +153,21 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the conversation or its parameters are invalid, or the template refuses it.
         """
-        options.setdefault("arrival_time", time.monotonic())
+        begun_at = time.monotonic()
+        limit = self.info.max_model_len - 1
         require_chat(messages, tools, chat_template_kwargs)
         truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info)
-        if truncation is None:
-            self._check_num_messages(messages)
+        if truncation is None and len(messages) > limit:
+            raise ContextLengthError(
+                f"the conversation has {len(messages)} messages, and its prompt may have {limit} tokens "
+                f"({self.info.length_limit}); send at most {limit} messages",
+                param="prompt",
+            )
         if call_format == "auto":
             call_format = call_format_of_template(self._tokenizer.chat_template_source or "")
         given = template_messages(messages, call_format)
         if truncation is None:
-            self._check_conversation(given)
+            self._check_conversation(given, limit)
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         chat = self._tokenizer.render_chat(
@@ -205,12 +183,46 @@ class InputProcessor:
             expected = expected_thought(thought.format, text, thought.continued)
         if thought is not None and expected is not None:
             params = params_with_thought(params, thought, expected, self._tokenizer)
-        processed = self.process(token_ids, params, prompt_text=text, **options)
+        processed = self._request(token_ids, text, params, begun_at, **options)
         found = map(self._tokenizer.added_token_id, marks)
-        shown = frozenset(token_id for token_id in found if token_id is not None)
+        shown = frozenset([token_id for token_id in found if token_id is not None]) if marks else frozenset()
         if not shown and expected is None:
             return processed
         return dataclasses.replace(processed, shown_token_ids=shown, thought=expected)
+
+    def _request(
+        self,
+        token_ids: list[int],
+        prompt_text: str | None,
+        params: SamplingParams,
+        begun_at: float,
+        /,
+        *,
+        request_id: str | None = None,
+        shorten_output: bool = False,
+        arrival_time: float | None = None,
+        flow: str = "",
+        **options: Any,
+    ) -> ProcessedRequest:
+        """Return the request for a checked prompt; see `process` for the arguments."""
+        if request_id is None:
+            request_id = f"request-{os.urandom(8).hex()}"
+        else:
+            require_text(request_id, "request_id", allow_empty=False)
+        serial = next(self._serial)
+        params, seed = self._resolve(params, len(token_ids), shorten_output=shorten_output)
+        num_sequences = params.num_sequences
+        core_request = EngineCoreRequest(
+            sequence_ids=[f"{request_id}#{serial}.{index}" for index in range(num_sequences)],
+            seeds=[seed, *map(functools.partial(derived_seed, seed), range(1, num_sequences))],
+            prompt_token_ids=token_ids,
+            sampling_params=self._with_rankable_tokens(params),
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            options=RequestOptions(**options) if options else _DEFAULT_OPTIONS,
+            arrival_time=begun_at if arrival_time is None else _checked_time(arrival_time),
+            flow=flow,
+        )
+        return ProcessedRequest(request_id, prompt_text, params, core_request, begun_at)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text, which may be empty.
@@ -257,7 +269,7 @@ class InputProcessor:
         if truncation is not None:
             return self._encode_truncated(chat, truncation, add_special_tokens)
         text = chat.text
-        limit = self._max_prompt_length
+        limit = self.info.max_model_len - 1
         if len(text) > limit and self._bound.least_num_tokens(text, limit) > limit:
             raise ContextLengthError(
                 f"the prompt has {len(text)} characters, which are more than {limit} tokens; with at least "
@@ -287,19 +299,9 @@ class InputProcessor:
         self._check_vocabulary(token_ids, "prompt")
         return token_ids, text
 
-    def _check_num_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        limit = self._max_prompt_length
-        if len(messages) > limit:
-            raise ContextLengthError(
-                f"the conversation has {len(messages)} messages, and its prompt may have {limit} tokens "
-                f"({self.info.length_limit}); send at most {limit} messages",
-                param="prompt",
-            )
-
-    def _check_conversation(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse what can be no prompt before the template looks at it."""
-        limit = self._max_prompt_length
-        length = sum(len(text_of(message["content"])) for message in messages)
+    def _check_conversation(self, messages: Sequence[Mapping[str, Any]], limit: int) -> None:
+        """Refuse a conversation with too much text for `limit` tokens before it is rendered."""
+        length = sum([len(text_of(message["content"])) for message in messages])
         most = self._bound.most_characters(limit) if length > limit else None
         if most is not None and length > most:
             raise ContextLengthError(
@@ -308,15 +310,10 @@ class InputProcessor:
                 param="prompt",
             )
 
-    @property
-    def _max_prompt_length(self) -> int:
-        """Tokens of a prompt that leaves room for one of output."""
-        return self.info.max_model_len - 1
-
     def _check_length(self, num_tokens: int) -> None:
         if not num_tokens:
             raise InvalidRequestError("the prompt is empty; it must have at least one token", param="prompt")
-        limit = self._max_prompt_length
+        limit = self.info.max_model_len - 1  # one token is left for output
         if num_tokens > limit:
             raise ContextLengthError(
                 f"the prompt has {num_tokens} tokens; with at least one output token, the limit is {limit} "
@@ -333,27 +330,30 @@ class InputProcessor:
                     param=param,
                 )
 
-    def _resolve(self, params: SamplingParams, prompt_length: int, *, shorten_output: bool) -> SamplingParams:
-        """Return `params` with all defaults resolved, checked against the engine's limits."""
+    def _resolve(
+        self, params: SamplingParams, prompt_length: int, *, shorten_output: bool
+    ) -> tuple[SamplingParams, int]:
+        """Return `params` with all defaults resolved, checked against the engine's limits, and the seed."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be SamplingParams, not {type(params).__name__}",
                 param="sampling_params",
             )
-        self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
-        self._check_vocabulary(params.logit_bias, "logit_bias")
-        self._check_vocabulary(params.allowed_token_ids, "allowed_token_ids")
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            if token_ids := getattr(params, name):
+                self._check_vocabulary(token_ids, name)
         for sequence in params.bad_words_token_ids:
             self._check_vocabulary(sequence, "bad_words_token_ids")
         for name in ("stop", "bad_words"):
             for word in getattr(params, name):
                 require_text(word, name)
-        return dataclasses.replace(
-            params,
-            max_tokens=self._max_tokens(params, prompt_length, shorten_output=shorten_output),
-            seed=random_seed() if params.seed is None else params.seed,
-            bad_words_token_ids=self._banned_sequences(params),
-        )
+        max_tokens = self._max_tokens(params, prompt_length, shorten_output=shorten_output)
+        seed = int.from_bytes(os.urandom(8)) >> 1 if params.seed is None else params.seed
+        params = params.with_checked(max_tokens=max_tokens, seed=seed)
+        if params.bad_words:
+            banned = dict.fromkeys((*params.bad_words_token_ids, *self._of_bad_words(params.bad_words)))
+            params = dataclasses.replace(params, bad_words_token_ids=tuple(banned))
+        return params, seed
 
     def _with_rankable_tokens(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with the additional log-probabilities that ranking needs."""
@@ -401,9 +401,19 @@ class InputProcessor:
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def _banned_sequences(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        of_words = self._of_bad_words(params.bad_words) if params.bad_words else ()
-        return tuple(dict.fromkeys((*params.bad_words_token_ids, *of_words)))
+
+def derived_seed(seed: int, index: int) -> int:
+    """Return the seed of completion `index`; that of the first is the request's.
+
+    The others are successive outputs of SplitMix64 (Steele, Lea and Flood 2014), seeded with `seed`, without
+    their lowest bit.
+    """
+    if index == 0:
+        return seed
+    mixed = (seed + index * _GOLDEN_GAMMA) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return (mixed ^ (mixed >> 31)) >> 1
 
 
 def _checked_time(arrival_time: object) -> float:

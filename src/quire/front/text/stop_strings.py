@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from quire.dialogue.reasoning.text import ThoughtText
@@ -49,7 +50,7 @@ class StopStrings:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.strings = tuple(map(StopString, texts))
-        self.first_characters = frozenset(text[0] for text in texts)
+        self.first_characters = frozenset(map(operator.itemgetter(0), texts))
 
 
 class StoppableText:

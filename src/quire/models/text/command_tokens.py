@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import operator
 import re
 import secrets
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import tokenizers
 from tokenizers import AddedToken
@@ -110,11 +112,11 @@ class CommandTokens:
         Raises:
             InvalidRequestError: they cannot be told apart in this tokenizer.
         """
-        own = list(self._own_commands(chat))
+        own = self._own_commands(chat)
         encoding = tokenize(chat.text, add_special_tokens=add_special_tokens)
         inside = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         made = [id_ for id_, is_around in inside if id_ in self._commands and not is_around]
-        if made == [command.token_id for command in own] and not self._any_overlaps:
+        if made == list(map(operator.attrgetter("token_id"), own)) and not self._any_overlaps:
             return encoding
         pieces, at = [], 0
         for command in own:
@@ -125,8 +127,8 @@ class CommandTokens:
         )[0]
         return self._without_others(encoding, len(own))
 
-    def _own_commands(self, chat: RenderedChat) -> Iterator[_Command]:
-        """Yield the commands that the library finds in what is the template's alone, in order.
+    def _own_commands(self, chat: RenderedChat) -> list[_Command]:
+        """Return the commands that the library finds in what is the template's alone, in order.
 
         Of each given run, it gets to see of which kind the characters at its ends are.
         """
@@ -140,6 +142,7 @@ class CommandTokens:
             starts.append(end)
         ends.append(len(chat.text))
         shown = "".join([*pieces, chat.text[starts[-1] :]])
+        commands: list[_Command] = []
         encoding = self._finding.encode(shown, add_special_tokens=False)  # short: templates' own text is
         for found, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
             token = self._commands.get(token_id := self._found_ids.get(found, -1))
@@ -152,7 +155,8 @@ class CommandTokens:
             run = bisect.bisect_right(shown_starts, start) - 1
             offset = starts[run] - shown_starts[run]
             if end + offset <= ends[run]:
-                yield _Command(token_id, start + offset, end + offset)
+                commands.append(_Command(token_id, start + offset, end + offset))
+        return commands
 
     def _hidden(self, character: str) -> str:
         """Return a character that no command has, for one that is given; white space stays."""
@@ -223,6 +227,7 @@ def _other_spelling(text: str, name: str) -> str:
     return f"{begins}{name}{ends}"
 
 
+@functools.lru_cache(4096)
 def _is_of_word(character: str) -> bool:
     """Return whether a character is part of a word, as the library has it."""
     return unicodedata.category(character).startswith(_KINDS_OF_WORDS) or character in _JOINERS

@@ -156,7 +156,7 @@ class TemplateRenderer:
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
-                if process.is_alive:
+                if process.popen.poll() is None:
                     return process
                 process.end()
         if self._refusal is not None:
@@ -195,7 +195,7 @@ class _Process:
         with contextlib.ExitStack() as sockets:
             try:
                 ours, theirs = (sockets.enter_context(end) for end in socket.socketpair())
-                self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                self.popen: subprocess.Popen[bytes] = subprocess.Popen(
                     [sys.executable, "-m", "quire.models.text.template_process"],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
@@ -206,11 +206,6 @@ class _Process:
                     f"no process can be started that renders the chat template: {error}; try again later"
                 ) from error
             self._socket = ours.dup()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process has not ended."""
-        return self._process.poll() is None
 
     def ask(self, line: bytes, unhurried_after: float) -> tuple[RenderedChat, str | None]:
         """Return the answer to a line: a text, and what is wrong, if it is none.
@@ -237,8 +232,8 @@ class _Process:
 
     def end(self) -> None:
         """End the process; what it was asked is given up."""
-        self._process.kill()
-        self._process.wait()
+        self.popen.kill()
+        self.popen.wait()
         self._socket.close()
 
     def _answer(self, line: bytes, unhurried_after: float) -> bytearray:
@@ -264,19 +259,19 @@ class _Process:
     def _lower_priority(self) -> None:
         self.is_unhurried = True
         with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
+            os.setpriority(os.PRIO_PROCESS, self.popen.pid, 19)
 
     def _error_of_end(self) -> QuireError:
         """Return why the process has ended, or is ended here because it answers without end."""
         try:
-            exit_code = self._process.wait(END_SECONDS)
+            exit_code = self.popen.wait(END_SECONDS)
             if exit_code == -signal.SIGKILL:  # no limit of its own ends it so: the machine's memory was short
                 return QueueFullError(
                     "the process that renders the chat template was killed by SIGKILL; try again later"
                 )
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            exit_code = self._process.wait()
+            self.popen.kill()
+            exit_code = self.popen.wait()
         cause = self._cause_of_end(exit_code)
         return InvalidRequestError(f"the model's chat template cannot be used: {cause}", param="messages")
 

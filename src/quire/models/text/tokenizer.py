@@ -55,6 +55,9 @@ class Tokenizer:
         bos_token_id: id that starts one, if the model has it.
         chat_template: jinja2 text, if the model has a template.
         template_limits: of the template.
+
+    Attributes:
+        chat_template_source: `chat_template`.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Tokenizer:
         self._backend = backend
         self.token_bytes = TokenBytes(backend)
         self._special_tokens = dict(special_tokens)
-        self._chat_template_source = chat_template
+        self.chat_template_source = chat_template
         self._template_limits = template_limits
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = bos_token_id
@@ -158,7 +161,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Digest that two tokenizers share if they encode a sample alike and have the same chat template."""
         named = [self._special_tokens.get(name) for name in ("bos_token", "eos_token")]
-        told = [self.vocab_size, self.encode(_SAMPLE), self._chat_template_source, named]
+        told = [self.vocab_size, self.encode(_SAMPLE), self.chat_template_source, named]
         return blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
     @property
@@ -179,12 +182,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether the model brings a chat template."""
-        return self._chat_template_source is not None
-
-    @property
-    def chat_template_source(self) -> str | None:
-        """The jinja2 text of the model's chat template, if it brings one."""
-        return self._chat_template_source
+        return self.chat_template_source is not None
 
     def added_token_id(self, text: str) -> int | None:
         """Return the id of the token that was added to the vocabulary as `text`, special or not, if any."""
@@ -257,22 +255,22 @@ class Tokenizer:
 
     def close(self) -> None:
         """End the processes that render the chat template; another conversation starts them again."""
-        if self._chat_template_source is not None:
+        if self.chat_template_source is not None:
             self._template_renderer.close()
 
     @functools.cached_property
     def _commands(self) -> CommandTokens:
-        return CommandTokens(self._backend, self._chat_template_source or "")
+        return CommandTokens(self._backend, self.chat_template_source or "")
 
     @functools.cached_property
     def _template_renderer(self) -> TemplateRenderer:
         from quire.models.text.template_renderer import TemplateRenderer
 
-        if self._chat_template_source is None:
+        if self.chat_template_source is None:
             raise InvalidRequestError(
                 "the model has no chat template; send a plain prompt instead", param="messages"
             )
-        return TemplateRenderer(self._chat_template_source, self._special_tokens, self._template_limits)
+        return TemplateRenderer(self.chat_template_source, self._special_tokens, self._template_limits)
 
 
 def _with_mark(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:

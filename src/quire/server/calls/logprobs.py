@@ -241,7 +241,7 @@ class LogprobLimit:
         """
         request, params = processed.core_request, processed.params
         if params.logprobs is not None:
-            num_tokens = len(request.sequences) * (params.max_tokens or 0)
+            num_tokens = len(request.sequence_ids) * (params.max_tokens or 0)
             self._num += num_tokens * (params.logprobs + 1)
         if params.prompt_logprobs is not None:
             self._num += len(request.prompt_token_ids) * (params.prompt_logprobs + 1)
