@@ -6,7 +6,7 @@ import torch
 from peers_model import gptq, w8a8
 
 from quire.kernels.layers.weights import dequantize
-from quire.models.checkpoints.quantized.gptq import gptq_format
+from quire.models.checkpoints.quantized.formats import gptq_format
 
 
 def test_int8_weights_times_their_scales_are_the_weights_to_half_a_scale():

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from quire.cli.bench.commands import draw, require_drawable
 from quire.cli.bench.measurements import RequestRecord, rates, served_figures, summary
-from quire.cli.bench.plot import draw, require_drawable
 from quire.cli.bench.report import (
     DISTRIBUTIONS,
     FIGURES,

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from quire.cli.bench.arrivals import arrival_times
+from quire.cli.bench.load import arrival_times
 from quire.cli.bench.workload import (
     ASSUMED_SIGMA,
     PUBLISHED,

@@ -11,8 +11,7 @@ import pytest
 from fake_engine import FakeAsyncLLM, finished_output, install_fake_async_llm
 from typer.testing import CliRunner, Result
 
-from quire.cli.commands.answers import JsonAnswerWriter, TextAnswerWriter, output_record
-from quire.cli.commands.ordered_streams import OrderedStreams
+from quire.cli.commands.answers import JsonAnswerWriter, OrderedStreams, TextAnswerWriter, output_record
 from quire.cli.main import app
 from quire.cli.prompts import InputPrompt, parse_lines
 from quire.errors import EngineDeadError, InvalidRequestError

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from quire.front.process import launch as engine_launch
-from quire.front.process.descriptors import is_readable
+from quire.front.process.launch import is_readable
 from quire.front.process.standby import SpareProcess
 
 LARGE = 1500

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from quire.front.explaining import Explaining
+from quire.front.control import Explaining
 
 
 class Requests:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from quire.errors import InvalidRequestError, QuireError
-from quire.grammar.compilation import COMPILE_TIMEOUT, NUM_COMPILERS
-from quire.grammar.fair_queue import FairQueue
+from quire.grammar.compilation import COMPILE_TIMEOUT, NUM_COMPILERS, FairQueue
 from quire.grammar.interface import SlowGrammarError
 from quire.grammar.manager import GrammarManager
 from quire.request import Request

@@ -2,17 +2,78 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 
-from quire.dialogue.calls.harmony_call_format import HarmonyCallFormat
-from quire.dialogue.calls.json_calls import JsonCalls, ListedOrNamedCalls, NamedCalls
+from typing_extensions import override
+
+from quire.dialogue.calls.grammar_writing import GrammarWriter
+from quire.dialogue.calls.json_calls import JsonCalls, ListedOrNamedCalls, NamedCalls, object_grammar
 from quire.dialogue.calls.literal_calls import BareKeyCalls, PythonicCalls
 from quire.dialogue.calls.marked_call_format import Layout, MarkedCallFormat
 from quire.dialogue.calls.tagged_calls import TaggedCalls
 from quire.dialogue.calls.tool_call_format import ToolCallFormat
-from quire.dialogue.harmony_messages import ANALYSIS_HEADER
-from quire.dialogue.template_names import uses_name
+from quire.dialogue.calls.tools import Tool, ToolUse
+from quire.dialogue.harmony_messages import (
+    ANALYSIS_HEADER,
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    ENDS_OF_BODY,
+    FINAL_HEADER,
+    FUNCTIONS,
+    MARKS,
+    MESSAGE,
+    MESSAGE_START,
+    RETURN,
+)
+
+_COMMENTARY = f"{CHANNEL}commentary"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HarmonyCallFormat(ToolCallFormat):
+    """How an answer in harmony calls a tool: one, since its call ends the answer."""
+
+    @property
+    @override
+    def marks(self) -> tuple[str, ...]:
+        return MARKS
+
+    @property
+    @override
+    def ends(self) -> tuple[str, ...]:
+        return RETURN, CALL
+
+    @property
+    @override
+    def in_messages(self) -> bool:
+        return True
+
+    @override
+    def answer_grammar(self, writer: GrammarWriter, use: ToolUse, content: str | None) -> str:
+        """See `ToolCallFormat.answer_grammar`; thoughts are not in it, and come before."""
+        call = writer.one_of(_call_grammar(writer, tool) for tool in use.callable_tools)
+        if use.must_call:
+            return call
+        if content is None:
+            content = writer.text_without(ENDS_OF_BODY)
+        preamble = writer.one_of(
+            [
+                f"{writer.literal(_COMMENTARY + MESSAGE)} {writer.text_up_to(END, ENDS_OF_BODY)} "
+                f"{writer.literal(MESSAGE_START)}"
+            ]
+        )
+        return f"{preamble}* ({call} | {writer.literal(FINAL_HEADER)} {content})"
+
+
+def _call_grammar(writer: GrammarWriter, tool: Tool) -> str:
+    header = f"{_COMMENTARY} to={FUNCTIONS}{tool.name} {CONSTRAIN}json{MESSAGE}"
+    return f"{writer.literal(header)} {object_grammar(writer, tool)}"
+
 
 _IN_TAGS = Layout("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 
@@ -164,3 +225,13 @@ def call_format_of_template(source: str) -> ToolCallFormat | None:
     """Return the format in which a model with this chat template calls tools; None if unknown."""
     name = format_of_template(source)
     return None if name is None else FORMATS[name]
+
+
+_EXPRESSION = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
+
+
+@functools.lru_cache(maxsize=64)
+def uses_name(template: str, name: str) -> bool:
+    """Whether a chat template uses a variable of this name, not only the word in a text or an attribute."""
+    variable = re.compile(rf"""(?<![\w."']){re.escape(name)}(?![\w"'])""")
+    return any(variable.search(found[0]) for found in _EXPRESSION.finditer(template))

@@ -25,11 +25,10 @@ from quire.errors import (
     QueueFullError,
     RequestTimeoutError,
 )
-from quire.front.explaining import Explaining
+from quire.front.control import Explaining, PauseMode, Pausing
 from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
 from quire.front.live_requests import ASLEEP, LiveRequests
 from quire.front.loop_driver import LoopDriver
-from quire.front.pausing import PauseMode, Pausing
 from quire.front.process.client import SHUTDOWN_TIMEOUT
 from quire.front.process.resumption import RecoveryStats
 from quire.front.process.supervision import EngineSupervisor

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from quire.errors import InvalidRequestError, QuireError
-from quire.grammar.cache import GrammarCache
-from quire.grammar.fair_queue import FairQueue
 from quire.grammar.interface import Grammar, GrammarBackend, SlowGrammarError, failure_of
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -215,3 +215,107 @@ class GrammarCompiler:
             del self._compilations[waiting.spec]
         elif compilation.future.cancel():
             del self._compilations[waiting.spec]
+
+
+class GrammarCache:
+    """Grammars in their initial state, by specification; the least recently used are removed first.
+
+    Args:
+        max_bytes: that all grammars may have together; one that is larger is not kept.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._entries: OrderedDict[StructuredOutputsParams, tuple[Grammar, int]] = OrderedDict()
+
+    def get(self, spec: StructuredOutputsParams) -> Grammar | None:
+        """Return the grammar of a specification, which has now been used; None: it is not here."""
+        entry = self._entries.get(spec)
+        if entry is None:
+            return None
+        self._entries.move_to_end(spec)
+        return entry[0]
+
+    def put(self, spec: StructuredOutputsParams, grammar: Grammar, num_bytes: int) -> None:
+        """Keep a grammar of this size, and remove others if there is no room."""
+        self._remove(spec)
+        if num_bytes > self._max_bytes:
+            return
+        self._entries[spec] = grammar, num_bytes
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes:
+            self._remove(next(iter(self._entries)))
+
+    def clear(self) -> None:
+        """Remove everything."""
+        self._entries.clear()
+        self._num_bytes = 0
+
+    def _remove(self, spec: StructuredOutputsParams) -> None:
+        _, num_bytes = self._entries.pop(spec, (None, 0))
+        self._num_bytes -= num_bytes
+
+
+class FairQueue:
+    """What is to be compiled next. A specification may stand in the queues of several tenants.
+
+    Of a tenant's own, every other one is the smallest, so that small ones do not wait behind many that are
+    large, and the rest are the oldest, so that none waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._by_tenant: OrderedDict[str, _TenantQueue] = OrderedDict()
+
+    def push(self, tenant: str, spec: StructuredOutputsParams) -> None:
+        """Add a specification to those of its tenant."""
+        self._by_tenant.setdefault(tenant, _TenantQueue()).push(spec)
+
+    def pop(self) -> StructuredOutputsParams | None:
+        """Take out the next specification of the tenant whose turn it is; None: nothing waits."""
+        if not self._by_tenant:
+            return None
+        tenant, queue = self._by_tenant.popitem(last=False)
+        spec = queue.pop()
+        self.remove(spec)
+        if queue.specs:
+            self._by_tenant[tenant] = queue
+        return spec
+
+    def remove(self, spec: StructuredOutputsParams) -> None:
+        """Take a specification out wherever it stands."""
+        for tenant in [tenant for tenant, queue in self._by_tenant.items() if spec in queue.specs]:
+            del self._by_tenant[tenant].specs[spec]
+            if not self._by_tenant[tenant].specs:
+                del self._by_tenant[tenant]
+
+    def clear(self) -> None:
+        """Take everything out."""
+        self._by_tenant.clear()
+
+
+class _TenantQueue:
+    """The specifications of one tenant, never empty between calls of `FairQueue`."""
+
+    def __init__(self) -> None:
+        self.specs: dict[StructuredOutputsParams, None] = {}  # the oldest first
+        self._by_size: list[tuple[int, int, StructuredOutputsParams]] = []  # a heap; some are gone
+        self._counter = itertools.count()
+        self._takes_smallest = True
+
+    def push(self, spec: StructuredOutputsParams) -> None:
+        self.specs[spec] = None
+        heapq.heappush(self._by_size, (_num_characters(spec), next(self._counter), spec))
+
+    def pop(self) -> StructuredOutputsParams:
+        while self._by_size[0][2] not in self.specs:
+            heapq.heappop(self._by_size)
+        spec = self._by_size[0][2] if self._takes_smallest else next(iter(self.specs))
+        self._takes_smallest = not self._takes_smallest
+        del self.specs[spec]
+        return spec
+
+
+def _num_characters(spec: StructuredOutputsParams) -> int:
+    values = (spec.json, spec.regex, spec.choice, spec.grammar)
+    return sum(sum(map(len, value)) for value in values if value is not None)

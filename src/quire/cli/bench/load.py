@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quire.cli.bench.arrivals import arrival_times
 from quire.cli.bench.measurements import RequestRecord
 from quire.cli.bench.target import Target
 from quire.cli.bench.workload import ARRIVALS, BenchRequest, Workload, build_workload
@@ -106,3 +106,19 @@ class LoadGenerator:
         except QuireError as error:
             record.error = str(error)
         record.ended = self._now()
+
+
+def arrival_times(count: int, rate: float, burstiness: float, generator: np.random.Generator) -> np.ndarray:
+    """Draw arrival times [count] in seconds; the first is 0.
+
+    The gaps have mean 1 / `rate` and coefficient of variation 1 / sqrt(`burstiness`). With a burstiness of 1
+    they are exponential, and the process is Poisson.
+
+    Args:
+        rate: requests per second; infinity means all at once.
+        burstiness: shape parameter of the gamma distribution.
+    """
+    if rate == math.inf:
+        return np.zeros(count)
+    gaps = generator.gamma(burstiness, 1 / (rate * burstiness), count - 1)
+    return np.concatenate([[0.0], np.cumsum(gaps)])

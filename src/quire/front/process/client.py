@@ -38,8 +38,7 @@ from quire.engine.messages import (
 from quire.engine.process.output_window import Acknowledgements
 from quire.errors import ConfigError, EngineDeadError
 from quire.front.interrupt import interruptible
-from quire.front.process.descriptors import is_readable
-from quire.front.process.launch import end_process, has_ended, kill_group, start_process
+from quire.front.process.launch import end_process, has_ended, is_readable, kill_group, start_process
 
 STARTUP_FAILURE_TIMEOUT = 200
 """Milliseconds to wait for the last messages of an engine process that ended before it was ready."""

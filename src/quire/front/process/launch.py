@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
 from quire.engine.process.standby_signs import SPARE_OPTION
-from quire.front.process.descriptors import is_readable
 
 _ahead: list[subprocess.Popen[bytes]] = []  # one at most
+
+
+def is_readable(descriptor: int, timeout: float) -> bool:
+    """Return whether there is something to read, or its end, within `timeout` seconds."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
 
 
 @contextlib.contextmanager

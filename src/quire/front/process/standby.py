@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from quire.engine.exit_status import describe_end
-from quire.front.process.descriptors import is_readable
-from quire.front.process.launch import end_process, start_process
+from quire.front.process.launch import end_process, is_readable, start_process
 
 logger = logging.getLogger(__name__)
 

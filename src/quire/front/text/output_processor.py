@@ -18,9 +18,15 @@ from quire.engine.messages import ErrorInfo
 from quire.errors import DuplicateRequestError, QuireError
 from quire.front.text.detokenizer import DecoderFactory
 from quire.front.text.input_processor import ProcessedRequest
-from quire.front.text.list_view import Prefix
 from quire.front.text.stop_strings import StoppableText, StopStrings
-from quire.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
+from quire.request_output import (
+    CompletionOutput,
+    ListView,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+)
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput
 from quire.status import FinishReason
@@ -120,7 +126,7 @@ class CompletionState:
 
     def _so_far(self, entries: list[T]) -> Sequence[T]:
         """Return what the list has now; a copy for each token would cost time for all before it."""
-        return Prefix(entries) if self.finish_reason is None else entries.copy()
+        return ListView(entries) if self.finish_reason is None else entries.copy()
 
     def _may_stop(self) -> bool:
         return len(self.token_ids) >= self._min_tokens

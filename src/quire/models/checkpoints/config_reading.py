@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +15,20 @@ from safetensors import SafetensorError, safe_open
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.config import read_gguf_config
 from quire.models.checkpoints.gguf.location import find_gguf
-from quire.models.checkpoints.gguf.stored_kinds import with_stored_quantization
+from quire.models.checkpoints.gguf.names import gguf_name
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.names import published_name
-from quire.models.checkpoints.quantized.description import describe_quantization
+from quire.models.checkpoints.quantized.description import StoredQuantization, describe_quantization
 from quire.models.checkpoints.quantized.stored_kinds import (
+    FLOATS,
     Headers,
     TensorHeader,
+    joined,
+    matrix_specs,
     stored_names,
     tensor_names,
+    with_kinds,
     with_stored_tensors,
 )
 from quire.models.config import ModelConfig
@@ -133,3 +137,28 @@ def _weight_files(path: Path) -> list[Path]:
     named = (entry(read_json(index) or {}, "weight_map", dict, index) or {}).values()
     names = sorted({name for name in named if isinstance(name, str)})
     return [file for file in (find_file(path, name) for name in names) if file is not None]
+
+
+_BY_KIND = {  # ggml's numbers: Q4_0, Q4_1, Q4_K; Q5_0, Q5_1, Q8_0, Q5_K, IQ4_NL; Q6_K
+    **dict.fromkeys((2, 3, 12), StoredQuantization("int4", 32)),
+    **dict.fromkeys((6, 7, 8, 13, 20), StoredQuantization("grouped_int8", 32)),
+    14: StoredQuantization("grouped_int8", 16),
+}
+
+
+def with_stored_quantization(config: ModelConfig, kinds: Mapping[str, int]) -> ModelConfig:
+    """Return `config` with what its matrices become.
+
+    Args:
+        config: the model's.
+        kinds: ggml's number for the kind of each tensor, by its name in the file.
+    """
+    return with_kinds(
+        config,
+        {
+            (spec.layer, spec.field): joined(
+                [_BY_KIND.get(kinds.get(gguf_name(source.name), -1), FLOATS) for source in spec.sources]
+            )
+            for spec in matrix_specs(config)
+        },
+    )

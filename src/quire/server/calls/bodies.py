@@ -10,7 +10,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from quire.dialogue.calls.tools import ToolUse
-from quire.dialogue.template_names import uses_name
+from quire.dialogue.formats import uses_name
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
 from quire.server.calls.reasoning import Thinking

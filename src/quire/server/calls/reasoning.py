@@ -7,8 +7,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from quire.dialogue.formats import uses_name
 from quire.dialogue.reasoning.formats import ThoughtFormat
-from quire.dialogue.template_names import uses_name
 from quire.errors import InvalidRequestError
 from quire.server.wire.leniency import Leniency
 

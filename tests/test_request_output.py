@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.front.text.list_view import Prefix
+from quire.request_output import ListView
 
 INDICES = st.none() | st.integers(-12, 12)
 
@@ -11,11 +11,11 @@ INDICES = st.none() | st.integers(-12, 12)
 @given(st.lists(st.integers()), st.lists(st.integers()), INDICES, INDICES, st.integers(-3, 3).filter(bool))
 def test_a_prefix_is_what_the_list_was(before, later, start, stop, step):
     entries = before.copy()
-    prefix = Prefix(entries)
+    prefix = ListView(entries)
     entries += later
     assert prefix == before
     assert before == prefix
-    assert prefix == Prefix(before)
+    assert prefix == ListView(before)
     assert (prefix == entries) == (not later)
     assert list(prefix) == before
     assert list(reversed(prefix)) == before[::-1]
