@@ -83,3 +83,10 @@ def test_whole_numbers_are_written_as_floats_are():
         return [msgspec.json.encode(params) for params in (sampled, beams)]
 
     assert written(1) == written(1.0)
+
+
+def test_a_copy_with_checked_values_differs_in_these_only():
+    params = SamplingParams(n=3, temperature=0.5, stop=("a", "b"), logit_bias={1: 2})
+    changed = params.with_checked(n=1, seed=7)
+    assert changed == dataclasses.replace(params, n=1, seed=7)
+    assert (params.n, params.seed) == (3, None)

@@ -37,7 +37,7 @@ Examples:
 
 COMMANDS = {
     "serve": ("quire.cli.commands.serve", "serve"),
-    "route": ("quire.cli.commands.route", "route"),
+    "route": ("quire.cli.commands.serve", "route"),
     "generate": ("quire.cli.commands.generate", "generate"),
     "chat": ("quire.cli.commands.chat", "chat"),
     "list": ("quire.cli.commands.local_models", "list_models"),

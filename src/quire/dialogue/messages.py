@@ -61,9 +61,9 @@ def _template_message(
         if call_format is not None and call_format.null_content and not text_of(shown["content"]):
             shown["content"] = None
     thought = ""
-    for name in NAMES_OF_THOUGHTS:
-        if message.get(name) is not None:
-            said = _text(message, name, path)
+    for key in NAMES_OF_THOUGHTS:
+        if message.get(key) is not None:
+            said = _text(message, key, path)
             thought = thought or said
     if thought:
         shown.update(dict.fromkeys(NAMES_OF_THOUGHTS, thought))

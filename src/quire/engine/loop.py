@@ -136,11 +136,27 @@ class EngineLoop:
             return
         match message:
             case EngineCoreRequest():
-                self._add(message)
+                try:
+                    self.core.add(message)
+                except Exception as error:
+                    if not isinstance(error, QuireError):
+                        logger.exception("a request could not be queued")
+                    self._send(RequestRefused(message.sequence_ids, ErrorInfo.of(error)))
             case AbortRequests(sequence_ids):
                 self._send_outputs(self.core.withdraw(sequence_ids, RequestStatus.FINISHED_ABORTED))
             case StopRequests(sequence_ids):
                 self.core.withdraw(sequence_ids, RequestStatus.FINISHED_STOPPED)
+            case ReleaseKV(transfer_id):
+                self.core.release_kv(transfer_id)
+            case Shutdown():
+                self._send_outputs(self.core.shutdown())
+                self.stopped = True
+            case _:
+                self._handle_call(message)
+
+    def _handle_call(self, message: ToEngine) -> None:
+        """Handle a message that is answered with a `Reply`."""
+        match message:
             case GetStats(call_id):
                 self._answer(call_id, lambda: Reply(call_id, stats=self.core.stats()))
             case ResetPrefixCache(call_id):
@@ -155,11 +171,6 @@ class EngineLoop:
                 )
             case RestoreKV(call_id, path, cache_salt):
                 self._answer_later(call_id, lambda: self.core.restore_kv(Path(path), cache_salt), _restored)
-            case ReleaseKV(transfer_id):
-                self.core.release_kv(transfer_id)
-            case Shutdown():
-                self._send_outputs(self.core.shutdown())
-                self.stopped = True
 
     def _explanations(self, sequence_ids: Sequence[str]) -> list[str]:
         """Explain the first sequences: as many as there is time for, and at least one."""
@@ -254,14 +265,6 @@ class EngineLoop:
             return min(max(AWAITING_WAIT, share), LONGEST_AWAITING_WAIT)
         # What the last step waited for may have come with this one, which the next can use at once.
         return STALL_WAIT if since is None else AWAITING_WAIT
-
-    def _add(self, request: EngineCoreRequest) -> None:
-        try:
-            self.core.add(request)
-        except Exception as error:
-            if not isinstance(error, QuireError):
-                logger.exception("a request could not be queued")
-            self._send(RequestRefused(request.sequence_ids, ErrorInfo.of(error)))
 
     def _send_outputs(self, outputs: list[EngineCoreOutput], stats: SchedulerStats | None = None) -> None:
         if not outputs and stats is None:

@@ -173,17 +173,11 @@ class AsyncLLM:
         Args:
             messages: of the conversation.
             sampling_params: as for `generate`.
-            request_id: likewise.
+            request_id: as for `generate`.
             options: `tools` and the options of `LLM.chat`; and `before_submit`, as for `generate`.
 
         Raises:
-            InvalidRequestError: the request or its grammar is invalid, or the template refuses it.
-            DuplicateRequestError: as `generate`.
-            ConfigError: likewise.
-            QueueFullError: likewise.
-            RequestTimeoutError: likewise.
-            EngineDeadError: likewise.
-            EngineAsleepError: likewise.
+            QuireError: as `generate`; InvalidRequestError also if the template refuses the conversation.
         """
         return self._stream(
             InputProcessor.process_chat,

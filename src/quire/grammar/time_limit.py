@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from typing_extensions import override
+
 from quire.errors import InvalidRequestError
 from quire.grammar.interface import Grammar
 from quire.step import IntArray
@@ -15,7 +17,8 @@ BURST = 50  # tokens whose time one token may take, if those before it were quic
 class TimeLimitedGrammar(Grammar):
     """A grammar that may take so much computing time for each mask, and for each token that it follows.
 
-    The limit holds on average: a few slow tokens among quick ones are accepted (a leaky bucket).
+    The limit holds on average: a few slow tokens among quick ones are accepted (a leaky bucket). `accept`,
+    `num_valid` and `fill_bitmask` raise InvalidRequestError once it is exceeded.
 
     Args:
         grammar: is followed.
@@ -32,48 +35,36 @@ class TimeLimitedGrammar(Grammar):
         self._excess = 0.0  # seconds beyond the limit
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """Estimated size in its initial state."""
         return self._grammar.num_bytes
 
+    @override
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Advance over these tokens; False, and nothing changes, if they are not allowed.
-
-        Raises:
-            InvalidRequestError: the grammar takes more time than the limit.
-        """
         start = self._clock()
         accepted = self._grammar.accept(token_ids)
         self._charge(start, len(token_ids))
         return accepted
 
+    @override
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted tokens."""
         self._grammar.rollback(num_tokens)
 
+    @override
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens could be accepted, one after the other. Changes nothing.
-
-        Raises:
-            InvalidRequestError: as `accept` does.
-        """
         start = self._clock()
         count = self._grammar.num_valid(token_ids)
         self._charge(start, len(token_ids))
         return count
 
+    @override
     def fill_bitmask(self, row: IntArray) -> None:
-        """Write which tokens may come next: [ceil(vocabulary / 32)].
-
-        Raises:
-            InvalidRequestError: as `accept` does.
-        """
         start = self._clock()
         self._grammar.fill_bitmask(row)
         self._charge(start, 1)
 
+    @override
     def copy(self) -> TimeLimitedGrammar:
-        """Return an independent grammar in the same state, which has taken no time yet."""
         return TimeLimitedGrammar(self._grammar.copy(), self._seconds_per_token, clock=self._clock)
 
     def _charge(self, start: float, num_tokens: int) -> None:
