@@ -191,7 +191,9 @@ class SamplingParams:
         """Return a copy with other values for some fields, which are not checked again."""
         changed = object.__new__(type(self))
         for name in self.__slots__:  # type: ignore[attr-defined]
-            object.__setattr__(changed, name, changes[name] if name in changes else getattr(self, name))
+            object.__setattr__(changed, name, getattr(self, name))
+        for name, value in changes.items():
+            object.__setattr__(changed, name, value)
         return changed
 
     @property

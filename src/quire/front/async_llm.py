@@ -63,17 +63,8 @@ class AsyncLLM:
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.model_path, self.config = resolve_files(EngineConfig() if config is None else config)
         self._engine = EngineSupervisor(self.config, self.model_path)
-
         self._threads = PreparationThreads(self.config.scheduler)
-        try:
-            # slow: meanwhile, the engine process imports torch
-            from quire.models.checkpoints.tokenizers.engine_tokenizer import engine_tokenizer
-
-            tokenizer = engine_tokenizer(self.config, self.model_path)
-        except BaseException:  # whoever keeps the traceback would keep the engine
-            self._engine.close()
-            raise
-        self._requests = LiveRequests(self._engine, tokenizer, self.config)
+        self._requests = LiveRequests.of(self._engine, self.config, self.model_path)
         self._engine.watch_for(self._requests)
         self._driver = LoopDriver(self._engine, self._requests)
         self._closing = False

@@ -8,7 +8,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, Self
 
 from quire.config import EngineConfig
 from quire.engine.messages import (
@@ -119,6 +120,7 @@ class LiveRequests:
     Attributes:
         is_asleep: whether new requests are refused because the engine has been ended, or will be.
         pause_state: which requests may run, in the next engine, too.
+        held: requests that wait here for an engine, or for the end of a pause.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, config: EngineConfig) -> None:
@@ -139,6 +141,28 @@ class LiveRequests:
         self._calls = PendingCalls()
         self._deadlines = Deadlines(self.outputs, config.scheduler.request_timeout, client.send)
         self._backlog = MessageBacklog()
+
+    @classmethod
+    def of(cls, client: EngineClient, config: EngineConfig, model_path: Path) -> Self:
+        """Return the requests of an engine that has just been made; if that fails, the engine is closed.
+
+        Args:
+            client: connects to the engine.
+            config: of the engine.
+            model_path: directory of the model that `config.model` names.
+
+        Raises:
+            ModelError: the tokenizer cannot be read.
+        """
+        try:
+            # slow: meanwhile, an engine process imports torch
+            from quire.models.checkpoints.tokenizers.engine_tokenizer import engine_tokenizer
+
+            tokenizer = engine_tokenizer(config, model_path)
+        except BaseException:  # whoever keeps the traceback would keep the engine
+            client.close()
+            raise
+        return cls(client, tokenizer, config)
 
     @property
     def has_started(self) -> bool:

@@ -114,16 +114,7 @@ class Session:
             if engine_process
             else InProcessClient(config, model_path, on_progress=on_progress)
         )
-
-        try:
-            # slow: meanwhile, an engine process imports torch
-            from quire.models.checkpoints.tokenizers.engine_tokenizer import engine_tokenizer
-
-            tokenizer = engine_tokenizer(config, model_path)
-        except BaseException:  # whoever keeps the traceback would keep the engine
-            client.close()
-            raise
-        self.requests = LiveRequests(client, tokenizer, config)
+        self.requests = LiveRequests.of(client, config, model_path)
         if isinstance(client, EngineSupervisor):
             client.watch_for(self.requests)
         if on_progress is not None:

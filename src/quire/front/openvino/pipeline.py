@@ -284,7 +284,7 @@ class ContinuousBatchingPipeline:
         inputs = self._session.requests.inputs
         eos_token_ids = self._session.tokenizer.eos_token_ids
         params = config.sampling_params(config.max_new_tokens, eos_token_ids)
-        identity = {"request_id": str(request_id)}
+        identity: dict[str, Any] = {"request_id": str(request_id)}
         if isinstance(given, ChatHistory):
             tools, variables = given.get_tools() or None, given.get_extra_context()
             processed = inputs.process_chat(
