@@ -16,10 +16,10 @@ The engine process ignores SIGINT and SIGTERM (the front decides between drainin
 read end of a pipe from the front; when the pipe closes, for whatever reason, it exits at once. The front
 watches the engine through its standard output, and through the steps that it finishes. If the engine dies or
 hangs, `EngineSupervisor` (`front/process/supervision.py`) starts another, or has the spare become it that it
-keeps with `spare_engine` (`front/process/standby.py`, `engine/process/standby.py`), and `Resumption`
+keeps with `spare_engine` (`front/process/standby.py`, `engine/process/main.py`), and `Resumption`
 (`front/process/resumption.py`) sends it the live requests, each with its tokens so far
 (`EngineCoreRequest.resumed_outputs`): to the scheduler, such a request is one that was preempted. Requests
 that repeatedly crash the engine are found and ended; docs/recovery.md has the rules. An engine that sleeps
-(`front/pausing.py`) has been ended in the same way, and is started again when it is woken. `LLM` runs the
+(`front/control.py`) has been ended in the same way, and is started again when it is woken. `LLM` runs the
 same loop in the caller's process unless told otherwise.
 """

@@ -9,7 +9,7 @@ connector share it. All its loads are asynchronous. Threads read (`BlockReader`)
 one block at a time; a load that is cancelled is locked out of its blocks. What they see of the cache is a
 `BlockCopier`, which begins copies in an order with the steps: `HostCopier` copies at once, `DeviceCopier`
 (`kv/tiers/device_copier.py`) has queues of a device do it, and says why the order holds; on a GPU,
-`engine/building/kv_connectors.py` gives it to every `TierConnector`. Other connectors have single blocks from
+`engine/building/assembly.py` gives it to every `TierConnector`. Other connectors have single blocks from
 `block_store` (`kv/connectors/host_blocks.py`), and wait for each. All that is CUDA's is in a `CopyDevice`
 (`kernels/devices/cuda_copies.py`), which `tests/support/late_device.py` stands in for. `LoadCosts` compares
 what loading and computing take. `save_kv` and `restore_kv` move one prompt's blocks between a tier and a
