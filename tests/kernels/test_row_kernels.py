@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from caches import make_cache
 from pairwise import pairwise
-from quire.kernels.reference import ReferenceKernels, apply_rotary, gelu, gelu_tanh, silu
+from quire.kernels.interface import apply_rotary
+from quire.kernels.reference import ReferenceKernels, gelu, gelu_tanh, silu
 
 reference = ReferenceKernels()
 ROWS = 300

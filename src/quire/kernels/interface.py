@@ -31,6 +31,8 @@ class KernelSet(ABC):
     name: ClassVar[str]
     sampling: ClassVar[SamplingKernels | TokenChoice]
     """Chooses tokens where the logits are, or scans logits for the sampler on the host."""
+    takes_any_value_size: ClassVar[bool] = False
+    """Whether heads of values may have other sizes than those of queries and keys."""
     device: torch.device = HOST
     """Where all tensors are that these kernels take or return, but for those of an `AttentionBatch`."""
 
@@ -169,7 +171,8 @@ class KernelSet(ABC):
         """Normalize and rotate queries and keys, and write keys and values to the cache.
 
         Args:
-            qkv: [T, (heads + 2 * kv_heads) * head_dim]: queries, keys, values; changed in place.
+            qkv: [T, (heads + kv_heads) * head_dim + kv_heads * value_dim]: queries, keys, values; changed in
+                place.
             kv: the layer's cache.
             batch: where each token goes.
             heads: what `qkv` consists of.
@@ -182,6 +185,34 @@ class KernelSet(ABC):
         Returns:
             The queries [T, heads, head_dim], a view of `qkv`.
         """
+
+    def rotary(
+        self,
+        states: torch.Tensor,
+        *,
+        head_dim: int,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Normalize and rotate queries or keys in place, and write nothing to the cache.
+
+        Args:
+            states: [T, heads * head_dim], contiguous.
+            head_dim: features of a head.
+            cos, sin, norm, eps: as for `rotary_and_write_kv`.
+
+        Returns:
+            `states` as [T, heads, head_dim].
+        """
+        if norm is not None:
+            grouped = states.view(-1, len(norm))
+            self.rms_norm(grouped, norm, eps=eps, out=grouped)
+        states = states.view(len(states), -1, head_dim)
+        if cos is not None and sin is not None:
+            states.copy_(apply_rotary(states, cos, sin))
+        return states
 
     @abstractmethod
     def paged_attention(
@@ -213,3 +244,18 @@ class KernelSet(ABC):
         Returns:
             [T, heads, head_dim], in the query's type; sums are in float32.
         """
+
+
+def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first `2 * half` features of each head by the position's angles (Su et al. 2021).
+
+    Args:
+        states: [T, heads, head_dim]; feature i is paired with feature i + half.
+        cos, sin: [T, half] float32.
+    """
+    half = cos.shape[-1]
+    wide = states.float()
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotated = [first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]]
+    return torch.cat(rotated, dim=-1).to(states.dtype)

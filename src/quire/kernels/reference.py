@@ -22,7 +22,7 @@ from quire.kernels.attention.sparse_prefill import selected_keys
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.devices.torch_internals import has_onednn_bfloat16
-from quire.kernels.interface import KernelSet
+from quire.kernels.interface import KernelSet, apply_rotary
 from quire.kernels.layers.expert_by_expert import ExpertByExpert
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.linear import (
@@ -42,6 +42,7 @@ class ReferenceKernels(KernelSet):
     """What the other kernels are tested against. torch allocates by itself."""
 
     name = "reference"
+    takes_any_value_size = True
     sampling: ClassVar[SamplingKernels | TokenChoice] = ReferenceSampling()
     weight_layout = None
 
@@ -116,17 +117,18 @@ class ReferenceKernels(KernelSet):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        sizes = [heads.num_heads * heads.head_dim, *[heads.num_kv_heads * heads.head_dim] * 2]
+        size, value_size = heads.head_dim, heads.value_dim or heads.head_dim
+        sizes = [heads.num_heads * size, heads.num_kv_heads * size, heads.num_kv_heads * value_size]
         query, key, value = torch.split(qkv, sizes, dim=-1)
         for states, norm in ((query, q_norm), (key, k_norm)):
             if norm is not None:
                 grouped = states.view(len(states), -1, len(norm))
                 self.rms_norm(grouped, norm, eps=eps, out=grouped)
-        query, key, value = (states.view(len(states), -1, heads.head_dim) for states in (query, key, value))
+        query, key = (states.view(len(states), -1, size) for states in (query, key))
         if cos is not None and sin is not None:
             for states in (query, key):
                 states.copy_(apply_rotary(states, cos, sin))
-        write_kv(key, value, kv, batch)
+        write_kv(key, value.view(len(value), -1, value_size), kv, batch)
         return query
 
     @override
@@ -143,7 +145,7 @@ class ReferenceKernels(KernelSet):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads = HeadLayout(query.shape[1], kv.key_pages.shape[0], query.shape[2])
-        output = query.new_empty(query.shape) if out is None else out
+        output = out
         scores = Scores(scale, softcap, sinks)
         seen = None if window else seen_blocks(query, kv, batch, scores)
         if batch.key_scores is not None:
@@ -152,8 +154,10 @@ class ReferenceKernels(KernelSet):
             attended = attend(
                 query, kv, work, heads=heads, how=scores, key_scores=batch.key_scores, seen=seen
             )
+            if output is None:
+                output = query.new_empty(*query.shape[:2], attended.shape[-1])
             output.index_copy_(0, work.query_rows, attended.to(query.dtype))
-        return output
+        return query.new_empty(query.shape) if output is None else output
 
 
 def seen_blocks(query: torch.Tensor, kv: KVLayer, batch: AttentionBatch, scores: Scores) -> SeenBlocks | None:
@@ -176,21 +180,6 @@ def seen_blocks(query: torch.Tensor, kv: KVLayer, batch: AttentionBatch, scores:
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
     return result if out is None else out.copy_(result)
-
-
-def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first `2 * half` features of each head by the position's angles (Su et al. 2021).
-
-    Args:
-        states: [T, heads, head_dim]; feature i is paired with feature i + half.
-        cos, sin: [T, half] float32.
-    """
-    half = cos.shape[-1]
-    wide = states.float()
-    first, second = wide[..., :half], wide[..., half : 2 * half]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotated = [first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]]
-    return torch.cat(rotated, dim=-1).to(states.dtype)
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv: KVLayer, batch: AttentionBatch) -> None:

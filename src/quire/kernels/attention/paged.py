@@ -43,9 +43,9 @@ def attend(
     key_scores: KeyScores | None,
     seen: SeenBlocks | None = None,
 ) -> torch.Tensor:
-    """Return the attention of the rows of `work`, [Q * R, heads, head_dim] float32.
+    """Return the attention of the rows of `work`, [Q * R, heads, D] float32.
 
-    Below: I items, H KV heads, M = R * group rows, D head_dim.
+    Below: I items, H KV heads, M = R * group rows, D the features of a head, of keys or of values.
     """
     num_items = len(work.item_query)
     num_masked = work.hidden.shape[0]
@@ -66,8 +66,9 @@ def attend(
     weights = scores.sub_(best.index_select(0, work.item_query).unsqueeze(-1)).exp_()
     values = _tiles(kv.value_pages, kv.value_scales, kv.quantizer, work, num_items)
     # The weight of an unseen place is zero, but zero times NaN would be NaN.
-    values.view(-1, heads.head_dim).index_fill_(0, work.unseen, 0.0)
-    sums = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view(num_items, *rows.shape[1:])
+    values.view(-1, values.shape[-1]).index_fill_(0, work.unseen, 0.0)
+    sums = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1))
+    sums = sums.view(*scores.shape[:3], values.shape[-1])
     total = _tree_sum(sums, work)
     weight_sum = _tree_sum(weights.sum(-1), work)
     if sinks is not None:
@@ -75,9 +76,9 @@ def attend(
     if key_scores is not None:
         _write_key_scores(key_scores, weights, weight_sum, work, heads)
     total /= weight_sum.unsqueeze(-1)
-    total = total.view(-1, heads.num_kv_heads, work.rows, work.group, heads.head_dim)
+    total = total.view(-1, heads.num_kv_heads, work.rows, work.group, values.shape[-1])
     total = total[:, :, :, : heads.group].transpose(1, 2)  # [Q, R, H, group, D]
-    return total.reshape(-1, heads.num_heads, heads.head_dim)
+    return total.reshape(-1, heads.num_heads, values.shape[-1])
 
 
 def _seen_tiles(seen: SeenBlocks, work: TileWork, heads: HeadLayout) -> torch.Tensor:

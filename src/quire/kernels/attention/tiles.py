@@ -32,6 +32,7 @@ class HeadLayout:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int = 0  # features of a head of values; 0: as of queries and keys
 
     @property
     def group(self) -> int:
