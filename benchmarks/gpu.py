@@ -34,7 +34,7 @@ from gpu_engine import decode_seconds, prefill_seconds, read_share, recorded_ste
 from gpu_machine import copy_bandwidth, product_rate
 from gpu_models import CONFIGS, model_without_files
 from gpu_profile import busy_share, kernel_times, profile_table
-from gpu_roofline import decode_bytes, decode_work, prefill_operations
+from gpu_roofline import decode_bytes, decode_work, num_experts, prefill_operations
 from gpu_serving import bench, quire_rate, requests_of, server, transformers_rate
 from peers_model import config_of, random_tensors, write_tokenizer
 from peers_workload import ModelShape
@@ -125,7 +125,7 @@ def of_models(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -> 
 
 def _decode_rows(llm: LLM, name: str, config: Any, sizes: Sizes, bandwidth: float) -> Iterator[Row]:
     for count in sizes.num_requests:
-        read = read_share(llm, count, sizes.context, config.num_experts)
+        read = read_share(llm, count, sizes.context, num_experts(config))
         with recorded_steps() as replays:
             seconds = decode_seconds(llm, count, sizes.context, sizes.num_steps)
         of_gpu = replay_seconds(replays, count)
@@ -255,7 +255,7 @@ def profiles_of(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -
                 mock.patch.object(kernel, "launches_early", return_value=False),
                 _engine(directory, sizes) as llm,
             ):
-                read = read_share(llm, count, context, config.num_experts)
+                read = read_share(llm, count, context, num_experts(config))
                 times = kernel_times(llm, count, context)
             work = decode_work(config, count, context, read)
         yield f"{name}, a decode step of {count} requests of {context} tokens"

@@ -21,6 +21,7 @@ from quire.kernels.devices.cuda_graphs import CudaGraphs
 from quire.kernels.dispatch import kernel_set
 from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.models.config import ModelConfig
+from quire.models.layers.attention import attention_of
 
 BLOCK_SIZE = 16
 FLASHINFER_BYTES = 128 << 20  # of its workspace, as its documentation recommends
@@ -139,7 +140,8 @@ def attention_lines(
         rate: operations of products that it does in a second.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
+    first = attention_of(config)[0]
+    heads = HeadLayout(first.num_heads, first.num_kv_heads, first.head_dim)
     for title, sizes in cases.items():
         attention = Attention(heads, *sizes)
         inputs = Inputs(attention, device)

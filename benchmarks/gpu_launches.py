@@ -40,7 +40,7 @@ from quire.kernels.devices.cores import usable_cores
 from quire.kernels.size_classes import wide_size_class
 from quire.kernels.triton import device
 from quire.kernels.triton.kernel import compile_only
-from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
+from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.decoder import Decoder
@@ -169,9 +169,8 @@ def model_of(name: str, **changes: Any) -> tuple[Decoder, PagedAttentionCache]:
         model = loading.load_decoder(Path(directory), read_model_config(Path(directory)), options=options)
     model.reserve(MOST_TOKENS)
     config = model.config
-    of_layer = KVLayerSpec(config.num_kv_heads, config.head_dim, config.head_dim)
     metadata = PagedAttentionCacheMetaData.for_layers(
-        [of_layer] * config.num_layers, page_size=BLOCK_SIZE, dtype=model.dtype, num_pages=1
+        config.kv_layers, page_size=BLOCK_SIZE, dtype=model.dtype, num_pages=1
     )
     return model, PagedAttentionCache.init_cache(None, metadata)
 

@@ -9,6 +9,9 @@ from quire.kernels.triton.linear.tiled import MOST_ROWS_APART
 from quire.kernels.triton.linear.tma_products import FEWEST_ROWS
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.config import ModelConfig
+from quire.models.layers.attention import attention_of
+from quire.models.layers.experts import ExpertsConfig
+from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.weights import weight_specs
 
 FLOAT32_BYTES = 4
@@ -52,25 +55,29 @@ def decode_work(
         else:
             matrices, features = matrices + size, features + both
     layers, hidden = config.num_layers, config.hidden_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = attention_of(config)
+    heads = sum(part.num_heads * part.head_dim for part in attention)
+    kv_heads = sum(part.num_kv_heads * part.head_dim for part in attention)
     kv = cache_bytes_per_token(config)
     work = {
         "tma_linear_kernel" if rows >= FEWEST_ROWS else "linear_kernel": Work(
             (matrices + rows * features) * BFLOAT16_BYTES, 2 * rows * matrices
         ),
         "attend": Work(
-            kv * context * rows + 2 * layers * rows * heads * BFLOAT16_BYTES,
-            4 * rows * context * heads * layers,
+            kv * context * rows + 2 * rows * heads * BFLOAT16_BYTES,
+            4 * rows * context * heads,
         ),
-        "_rotary_and_write_kv_kernel": Work(layers * rows * (2 * heads + 4 * kv_heads) * BFLOAT16_BYTES),
+        "_rotary_and_write_kv_kernel": Work(rows * (2 * heads + 4 * kv_heads) * BFLOAT16_BYTES),
         "_rms_norm_kernel": Work((8 * layers + 2) * rows * hidden * BFLOAT16_BYTES),
         "_largest_kernel": Work(rows * config.vocab_size * FLOAT32_BYTES),
     }
-    if not config.num_experts:
-        gated = Work(layers * rows * 3 * config.intermediate_size * BFLOAT16_BYTES)
+    mixture = _mixture(config)
+    if mixture is None:
+        inner = sum(part.inner_size for part in config.parts if isinstance(part, FeedForwardConfig))
+        gated = Work(rows * 3 * inner * BFLOAT16_BYTES)
         return work if is_gated_at_once else {**work, "_gated_activation_kernel": gated}
-    chosen = config.num_experts_per_token
-    pairs = rows * chosen / config.num_experts  # of each expert
+    chosen = mixture.experts_per_token
+    pairs = rows * chosen / mixture.num_experts  # of each expert
     read = _read_share(config, rows) if read_share is None else read_share
     return {
         **work,
@@ -110,9 +117,23 @@ def cache_bytes_per_token(config: ModelConfig) -> int:
 
 def _read_share(config: ModelConfig, num_requests: int) -> float:
     """Return the share of experts that any of the requests' tokens have chosen."""
-    if not config.num_experts:
-        return 1.0
-    return 1.0 - (1 - config.num_experts_per_token / config.num_experts) ** num_requests
+    mixture = _mixture(config)
+    return 1.0 if mixture is None else 1.0 - (1 - _chosen_share(mixture)) ** num_requests
+
+
+def _mixture(config: ModelConfig) -> ExpertsConfig | None:
+    """Return the mixture of experts that layers have; None: they have none."""
+    return next((part for part in config.parts if isinstance(part, ExpertsConfig)), None)
+
+
+def num_experts(config: ModelConfig) -> int:
+    """Return how many experts each mixture has; 0: there are none."""
+    mixture = _mixture(config)
+    return mixture.num_experts if mixture else 0
+
+
+def _chosen_share(mixture: ExpertsConfig | None) -> float:
+    return mixture.experts_per_token / mixture.num_experts if mixture else 1.0
 
 
 def prefill_operations(config: ModelConfig, num_prompts: int, length: int) -> float:
@@ -125,8 +146,8 @@ def prefill_operations(config: ModelConfig, num_prompts: int, length: int) -> fl
         size = sum(math.prod(source.shape) for source in spec.sources)
         if spec.field in ("embedding", "output"):
             continue
-        chosen = config.num_experts_per_token / config.num_experts if config.num_experts else 1.0
+        chosen = _chosen_share(_mixture(config))
         per_token += 2 * size * (chosen if spec.field.startswith("expert_") else 1.0)
     pairs = length * (length + 1) / 2
-    attention = 4 * pairs * config.num_heads * config.head_dim * config.num_layers
+    attention = 4 * pairs * sum(part.num_heads * part.head_dim for part in attention_of(config))
     return num_prompts * (length * per_token + attention)

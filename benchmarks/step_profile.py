@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from quire.kernels.layers.linear import Linear
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading
 from quire.models.decoder import Decoder
+from quire.models.weights import weight_specs
 from quire.scheduling import Scheduler
 
 PHASES: tuple[tuple[type, str, str], ...] = (
@@ -40,7 +42,7 @@ PHASES: tuple[tuple[type, str, str], ...] = (
     (Sampler, "sample", "  sample"),
 )
 KERNELS = ("rms_norm", "add_rms_norm", "gated_activation", "rotary_and_write_kv", "paged_attention")
-MATRICES = ("qkv", "attention_output", "gate_up", "down")
+MATRICES = ("qkv", "output", "gate_up", "down")
 WARM_STEPS = 4
 
 
@@ -90,9 +92,11 @@ def wrap_kernels(decoder: Decoder, clock: Clock) -> None:
     """Time the kernels of a loaded decoder."""
     for name in KERNELS:
         setattr(decoder.kernels, name, clock.wrap(f"    {name}", getattr(decoder.kernels, name)))
-    for layer in decoder.layers:
+    for attention, feed_forward in decoder.layers:
         for name in MATRICES:
-            owner: Any = layer.gate_up if name == "gate_up" else layer
+            owner: Any = attention if name in ("qkv", "output") else feed_forward
+            if name == "gate_up":
+                owner = owner.gate_up
             setattr(owner, name, TimedLinear(getattr(owner, name), clock, f"    {name}"))
 
 
@@ -102,16 +106,15 @@ def limits(
     """Return the minimum seconds of each kind of kernel in a step."""
     config = decoder.config
     weight_bytes = {"none": 2.0, "int8": 1.0, "int4": 0.5625}[options.quantization]
-    sizes = {
-        "qkv": config.hidden_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
-        "attention_output": config.hidden_size * config.num_heads * config.head_dim,
-        "gate_up": 2 * config.hidden_size * config.intermediate_size,
-        "down": config.hidden_size * config.intermediate_size,
-    }
+    sizes: dict[str, int] = Counter()
+    for spec in weight_specs(config):
+        if spec.layer >= 0 and spec.is_quantized:
+            name = spec.field.removeprefix("attention_")
+            sizes[name] += sum(math.prod(source.shape) for source in spec.sources)
     result = {}
     for name, size in sizes.items():
         seconds = max(size * weight_bytes / options.bandwidth, 2 * size * num_requests / options.rate)
-        result[f"    {name}"] = seconds * config.num_layers
+        result[f"    {name}"] = seconds
     head = config.vocab_size * config.hidden_size
     result["  logits"] = max(
         head * min(weight_bytes, 2.0) / options.bandwidth, 2 * head * num_requests / options.rate

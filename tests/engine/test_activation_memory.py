@@ -15,11 +15,6 @@ import torch
 from caches import make_cache
 from counted_memory import CountedMemory
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
-from quire.engine.memory.activation import (
-    gpu_key_selection_bytes,
-    key_selection_bytes,
-    native_attention_bytes,
-)
 from quire.engine.memory.byte_sizes import GB
 from quire.engine.memory.eviction import eviction_bytes, score_bytes_per_token
 from quire.engine.memory.plan import plan_memory
@@ -40,6 +35,12 @@ from quire.kernels.triton.attention.paged import paged_attention
 from quire.kernels.triton.attention.plan import attention_plan
 from quire.kv.eviction.diversity import diversity
 from quire.models.config import ModelConfig, RopeConfig
+from quire.models.layers.attention import (
+    AttentionConfig,
+    gpu_key_selection_bytes,
+    key_selection_bytes,
+    native_attention_bytes,
+)
 from subprocesses import python_output
 
 KERNEL_CALL = """
@@ -90,13 +91,28 @@ def model() -> ModelConfig:
     return read_model_config(resolve_model("mini"))
 
 
+def shaped(model: ModelConfig, num_layers: int, **attention: Any) -> ModelConfig:
+    """Return a model with so many layers, whose attention has other numbers."""
+    layers = model.layers[:1] * num_layers
+    return dataclasses.replace(model, layers=layers).changed(AttentionConfig, **attention)
+
+
+def bytes_without_layers(config: SchedulerConfig, model: ModelConfig, max_model_len: int) -> int:
+    """Return what of `eviction_bytes` does not grow with the number of layers."""
+    one, two = (
+        eviction_bytes(config, dataclasses.replace(model, layers=model.layers[:1] * count), max_model_len)
+        for count in (1, 2)
+    )
+    return 2 * one - two
+
+
 @pytest.mark.parametrize(("num_threads", "num_tasks"), [(1, 3), (2, 7), (14, 55), (14, 56), (64, 255)])
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (256, 1), (64, 200)])
 @pytest.mark.parametrize("length", [500, 5000, 20_000])
 def test_native_attention_stays_within_its_bound(
-    model: ModelConfig, num_threads: int, num_tasks: int, head_dim: int, group: int, length: int
+    num_threads: int, num_tasks: int, head_dim: int, group: int, length: int
 ):
-    shape = dataclasses.replace(model, num_heads=num_tasks * group, num_kv_heads=num_tasks, head_dim=head_dim)
+    shape = AttentionConfig(num_heads=num_tasks * group, num_kv_heads=num_tasks, head_dim=head_dim)
     bound = native_attention_bytes(shape, length, num_threads)
     table = np.zeros((1, -(-length // 16)), dtype=np.int32)
     batch = AttentionBatch.build(np.array([length - 1]), np.array([1]), table, 16)
@@ -108,8 +124,8 @@ def test_native_attention_stays_within_its_bound(
         assert needed > 0.9 * bound
 
 
-def test_the_estimate_of_a_key_selection_stays_within_its_bound(model: ModelConfig):
-    shape = dataclasses.replace(model, num_heads=16, num_kv_heads=1, head_dim=16)
+def test_the_estimate_of_a_key_selection_stays_within_its_bound():
+    shape = AttentionConfig(num_heads=16, num_kv_heads=1, head_dim=16)
     sparse = SparseAttentionConfig(mode="xattention", xattention_stride=4)
     config = SchedulerConfig(
         use_sparse_attention=True, sparse_attention_config=sparse, max_num_batched_tokens=128, max_num_seqs=1
@@ -129,11 +145,11 @@ class NoKernel:
 
 @pytest.mark.parametrize(("stride", "length"), [(4, 131_072), (32, 131_072), (8, 40_000)])
 def test_a_key_selection_on_a_gpu_stays_within_its_bound(
-    model: ModelConfig, stride: int, length: int, monkeypatch: pytest.MonkeyPatch
+    stride: int, length: int, monkeypatch: pytest.MonkeyPatch
 ):
     for kernel in ("weigh_key_blocks", "add_masses", "write_visits"):
         monkeypatch.setattr(key_selection, kernel, NoKernel())
-    shape = dataclasses.replace(model, num_heads=16, num_kv_heads=2, head_dim=16)
+    shape = AttentionConfig(num_heads=16, num_kv_heads=2, head_dim=16)
     sparse = SparseAttentionConfig(mode="xattention", xattention_stride=stride)
     config = SchedulerConfig(
         use_sparse_attention=True, sparse_attention_config=sparse, max_num_batched_tokens=4096, max_num_seqs=1
@@ -160,14 +176,14 @@ def test_a_key_selection_on_a_gpu_stays_within_its_bound(
 
 
 def test_the_rows_of_attention_stay_within_their_bound(model: ModelConfig):
-    shape = dataclasses.replace(model, num_heads=16, num_kv_heads=1, head_dim=16, num_layers=0)
+    shape = shaped(model, 1, num_heads=16, num_kv_heads=1, head_dim=16)
     config = scheduler(
         cache_eviction_config=CacheEvictionConfig(max_cache_size=2032),
         max_num_batched_tokens=600,
         max_num_seqs=1,
     )
     written = 600 * 2048 * 4  # the rows of one layer
-    bound = eviction_bytes(config, shape, 4096) + written
+    bound = bytes_without_layers(config, shape, 4096) + written
     measured = int(python_output(KERNEL_CALL, "rows", preload=True))
     assert 0.8 * bound < measured < bound
 
@@ -204,7 +220,7 @@ def scored(evictor: CacheEvictor, batch: SimpleNamespace, num_computed, num_toke
 def test_the_scores_of_sequences_stay_within_their_bound(
     model: ModelConfig, aggregation_mode: str, snapkv_window_size: int
 ):
-    shape = dataclasses.replace(model, num_layers=NUM_LAYERS)
+    shape = shaped(model, NUM_LAYERS)
     eviction = CacheEvictionConfig(
         aggregation_mode=aggregation_mode, snapkv_window_size=snapkv_window_size, max_cache_size=1024
     )
@@ -221,14 +237,13 @@ def test_the_scores_of_sequences_stay_within_their_bound(
     finally:
         tracemalloc.stop()
     tokens = 4 * 1024
-    kernel = dataclasses.replace(shape, num_layers=0)
-    bound = eviction_bytes(config, shape, 1024) - eviction_bytes(config, kernel, 1024)
+    bound = eviction_bytes(config, shape, 1024) - bytes_without_layers(config, shape, 1024)
     bound += score_bytes_per_token(config, shape) * tokens
     assert 0.45 * bound < max(in_prompt, rows) < bound  # places out of order would take as much again
 
 
 def test_comparing_keys_stays_within_its_bound(model: ModelConfig):
-    shape = dataclasses.replace(model, num_kv_heads=4, head_dim=64)
+    shape = shaped(model, 1, num_kv_heads=4, head_dim=64)
     sizes = {"max_cache_size": 1024}
     compared, not_compared = (
         scheduler(cache_eviction_config=CacheEvictionConfig(aggregation_mode=mode, **sizes), max_num_seqs=1)
@@ -255,7 +270,7 @@ def peak_of(compute: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("sums", [False, True])
 def test_the_scores_of_a_step_stay_within_their_bound_on_a_gpu(model: ModelConfig, sums: bool):
     """In Triton's interpreter; of what attention takes, only what it takes for scores counts."""
-    shape = dataclasses.replace(model, num_heads=2, num_kv_heads=1, head_dim=16, num_layers=6)
+    shape = shaped(model, 6, num_heads=2, num_kv_heads=1, head_dim=16)
     sizes = CacheEvictionConfig(max_cache_size=240, start_size=16, recent_size=16)
     config = scheduler(cache_eviction_config=sizes, max_num_batched_tokens=192, max_num_seqs=2, block_size=16)
     cache = make_cache(64, 1, 1, 16, 16, torch.float32)
@@ -282,8 +297,8 @@ def test_evictions_stay_within_their_bound_on_a_gpu(
     model: ModelConfig, aggregation_mode: str, apply_rotation: bool, monkeypatch: pytest.MonkeyPatch
 ):
     rope = RopeConfig(theta=10_000.0, rotary_dim=64)
-    fields = {"ropes": (rope,), "layer_ropes": (0,), "num_layers": 1, "max_model_len": 4096}
-    shape = dataclasses.replace(model, num_kv_heads=16, head_dim=64, **fields)
+    shape = shaped(model, 1, num_kv_heads=16, head_dim=64, rope=rope)
+    shape = dataclasses.replace(shape, max_model_len=4096)
     eviction = CacheEvictionConfig(
         max_cache_size=2032, aggregation_mode=aggregation_mode, apply_rotation=apply_rotation
     )

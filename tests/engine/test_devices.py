@@ -38,7 +38,7 @@ from quire.kv.tiers.tier import MemoryTier
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.config import ModelConfig
-from quire.models.weights import QUANTIZED_FIELDS, weight_bytes, weight_specs
+from quire.models.weights import weight_bytes, weight_specs
 
 
 class GpuKernels(ReferenceKernels):
@@ -195,12 +195,7 @@ def test_weights_in_float8_are_planned_where_they_are_held(mini: ModelConfig) ->
         for quantization in ("fp8", "none")
     )
     assert fp8.weight_type == "fp8"
-    matrices = [
-        source.shape
-        for spec in weight_specs(mini)
-        if spec.field in QUANTIZED_FIELDS
-        for source in spec.sources
-    ]
+    matrices = [source.shape for spec in weight_specs(mini) if spec.is_quantized for source in spec.sources]
     assert bf16.weight_bytes - fp8.weight_bytes == sum(rows * (inputs - 4) for rows, inputs in matrices)
 
 

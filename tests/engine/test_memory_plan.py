@@ -15,6 +15,9 @@ from quire.engine.memory.plan import MemoryPlan, plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
+from quire.models.layer import LayerConfig
+from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.experts import ExpertsConfig
 from quire.models.weights import count_parameters
 from subprocesses import python_output
 
@@ -102,7 +105,7 @@ def test_the_cache_may_have_another_type_than_the_model(qwen: ModelConfig):
 
 
 def test_heads_that_int8_cannot_hold_are_refused(qwen: ModelConfig):
-    odd = dataclasses.replace(qwen, head_dim=6)
+    odd = qwen.changed(AttentionConfig, head_dim=6)
     with pytest.raises(
         ConfigError, match=r"EngineConfig\.kv_cache_dtype is 'int8'.*multiple of 4.*model's is 6"
     ):
@@ -182,14 +185,14 @@ def test_native_attention_needs_little_beside_the_reference(qwen: ModelConfig):
 
     assert activations(qwen) < 200_000_000
     assert activations(qwen, is_native=False) > 1_000_000_000
-    odd = dataclasses.replace(qwen, head_dim=120)  # left to the reference
+    odd = qwen.changed(AttentionConfig, head_dim=120)  # left to the reference
     assert activations(odd) > 1_000_000_000
 
 
 def test_experts_need_room_for_the_results_of_every_choice(qwen: ModelConfig):
-    mixture = dataclasses.replace(
-        qwen, num_experts=64, num_experts_per_token=8, moe_intermediate_size=768, moe_layers=(True,) * 28
-    )
+    attention, dense = qwen.layers[0].parts
+    experts = ExpertsConfig(num_experts=64, experts_per_token=8, inner_size=768)
+    mixture = dataclasses.replace(qwen, layers=(LayerConfig((attention, dense, experts)),))
     sizes = [
         activation_bytes(
             SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=1), model, "bfloat16", max_model_len=512
@@ -260,7 +263,7 @@ def test_a_given_size_is_that_of_each_engine(qwen: ModelConfig):
 
 
 def test_a_draft_model_takes_its_share(qwen: ModelConfig):
-    small = dataclasses.replace(qwen, num_layers=7)
+    small = dataclasses.replace(qwen, layers=qwen.layers[:7])
     config = EngineConfig(
         scheduler=SchedulerConfig(num_kv_blocks=1000, max_num_seqs=4),
         speculation=SpeculationConfig(speculative_method="draft-model", draft_model="small"),
@@ -323,7 +326,7 @@ def test_ranks_share_weights_and_cache(qwen: ModelConfig):
 
 def test_ranks_share_kv_heads_that_cannot_be_divided(qwen: ModelConfig):
     of_32 = plan(
-        dataclasses.replace(qwen, num_kv_heads=2), engine={"tensor_parallel_size": 4}, num_kv_blocks=64
+        qwen.changed(AttentionConfig, num_kv_heads=2), engine={"tensor_parallel_size": 4}, num_kv_blocks=64
     )
     assert of_32.kv_bytes_per_token == QWEN3_06B_KV_BYTES_PER_TOKEN / 8  # one head of eight
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from caches import make_cache
+from caches import cache_of
 from quire.execution.device_step import DeviceStep
 from quire.execution.model_runner import ModelRunner
 from quire.sampling_params import SamplingParams
@@ -259,9 +259,7 @@ class StepDriver:
 
 def model_cache(model, num_blocks=200):
     config = model.config
-    return make_cache(
-        num_blocks, config.num_layers, config.num_kv_heads, BLOCK_SIZE, config.head_dim, model.dtype
-    )
+    return cache_of(config, num_blocks, BLOCK_SIZE, model.dtype)
 
 
 def make_driver(model, *, num_blocks=200, seed=0, max_num_seqs=MAX_NUM_SEQS, **parts):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from naive_evicting_model import NaiveEvictingModel
 
-from caches import make_cache
+from caches import cache_of
 from checkpoints import make_model
 from quire.config import AdaptiveRKVConfig, CacheEvictionConfig, KVCrushConfig, SchedulerConfig
 from quire.execution.model_runner import ModelRunner
@@ -34,9 +34,7 @@ def build(model, config, *, num_blocks=64, **options):
         block_size=BLOCK_SIZE, use_cache_eviction=True, cache_eviction_config=config, **options
     ).validate()
     shape = model.config
-    kv_cache = make_cache(
-        num_blocks, shape.num_layers, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, model.dtype
-    )
+    kv_cache = cache_of(shape, num_blocks, BLOCK_SIZE, model.dtype)
     sizes = {"max_model_len": 256}
     runner = ModelRunner(
         model,

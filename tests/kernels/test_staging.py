@@ -181,12 +181,12 @@ def test_a_model_is_loaded_in_pieces(
     monkeypatch.setattr(loading, "weight_memory", lambda _: contextlib.closing(memory))
     found = load_decoder(path, config, options=options)
     assert device.num_done > 100
-    for name in ("qkv", "attention_output"):
-        layers = (getattr(model.layers[0], name) for model in (found, expected))
+    for name in ("qkv", "output"):
+        layers = (getattr(model.layers[0][0], name) for model in (found, expected))
         for table, other in zip(*(layer.tables for layer in layers), strict=True):
             assert torch.equal(table.view(torch.uint8), other.view(torch.uint8))
     assert torch.equal(found.embedding.vectors, expected.embedding.vectors)
-    experts = (model.layers[0].experts._gate_up._tables for model in (found, expected))
+    experts = (model.layers[0][1].experts._gate_up._tables for model in (found, expected))
     for table, other in zip(*experts, strict=True):
         assert torch.equal(table.view(torch.uint8), other.view(torch.uint8))
 

@@ -12,6 +12,8 @@ from quire.kernels.reference import write_kv
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.kv.connectors.host_blocks import TensorBlocks
 from quire.models.config import ModelConfig
+from quire.models.layer import LayerConfig
+from quire.models.layers.attention import AttentionConfig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
 SHAPE = {"num_blocks": 5, "num_layers": 3, "num_kv_heads": 2, "block_size": 4, "head_dim": 8}
@@ -56,7 +58,7 @@ def _byte_places(part: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_metadata_of_a_model_counts_the_same_bytes(dtype: torch.dtype) -> None:
     cache = make_cache(**SHAPE, dtype=dtype)
-    model = ModelConfig(num_layers=3, num_kv_heads=2, head_dim=8)
+    model = ModelConfig(layers=(LayerConfig((AttentionConfig(num_kv_heads=2, head_dim=8),)),) * 3)
     metadata = PagedAttentionCacheMetaData.for_layers(
         model.kv_layers, page_size=4, dtype=str(dtype).removeprefix("torch."), num_pages=5
     )

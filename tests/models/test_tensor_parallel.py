@@ -18,6 +18,9 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.checkpoints.weight_cache import WeightCache
 from quire.models.config import ModelConfig
+from quire.models.layer import LayerConfig
+from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.parallel import row_sums
 from quire.models.shard import Shard, check_divisible
 from quire.models.weights import count_parameters, weight_bytes, weight_specs
@@ -133,7 +136,7 @@ def test_packed_weights_of_each_rank_are_cached_apart(tmp_path: Path) -> None:
     options = WeightOptions(quantization="int8", kernels="native", cache=cache)
     rows = torch.randn(5, config.hidden_size)
     [[packed, *_], [cached, *others]] = (
-        [decoder.layers[0].qkv(rows) for decoder in LockstepRanks(2).load(path, config, options)]
+        [decoder.layers[0][0].qkv(rows) for decoder in LockstepRanks(2).load(path, config, options)]
         for _ in range(2)
     )
     assert torch.equal(packed, cached)
@@ -147,20 +150,21 @@ def test_packed_weights_of_each_rank_are_cached_apart(tmp_path: Path) -> None:
     ("num_heads", "num_kv_heads"), [(12, 12), (12, 6), (12, 4), (12, 3), (12, 2), (12, 1)]
 )
 def test_every_query_head_meets_its_kv_head(num_heads: int, num_kv_heads: int, size: int) -> None:
-    config = ModelConfig(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads)
     shards = [Shard(rank, size) for rank in range(size)]
     pairs = []
     for shard in shards:
-        local = shard.model(config)
-        held = shard.kv_heads(config)
+        local = attention.on_rank(shard)
+        held = shard.kv_heads(num_heads, num_kv_heads)
         assert local.num_kv_heads == len(held) <= num_kv_heads
         group = local.num_heads // local.num_kv_heads
-        pairs += [(head, held[i // group]) for i, head in enumerate(shard.query_heads(config))]
+        pairs += [(head, held[i // group]) for i, head in enumerate(shard.query_heads(num_heads))]
     assert pairs == [(head, head * num_kv_heads // num_heads) for head in range(num_heads)]
-    counted = [shard.kv_heads(config)[i] for shard in shards for i in shard.counted_kv_heads(config)]
+    counts = num_heads, num_kv_heads
+    counted = [shard.kv_heads(*counts)[i] for shard in shards for i in shard.counted_kv_heads(*counts)]
     assert sorted(counted) == list(range(num_kv_heads))
     if num_kv_heads % size == 0:
-        assert sum(len(shard.kv_heads(config)) for shard in shards) == num_kv_heads
+        assert sum(len(shard.kv_heads(*counts)) for shard in shards) == num_kv_heads
 
 
 @pytest.mark.parametrize("count", [1, 5, 113, 128, 256, 384, 4864, 11008, 151936])
@@ -190,8 +194,10 @@ def test_a_rank_holds_its_share_of_the_weights(family: str, tmp_path: Path) -> N
 
 
 def _shared_kv_bytes(config: ModelConfig) -> int:
-    held = sum(len(Shard(rank, 2).kv_heads(config)) for rank in range(2))
-    rows = 2 * (held - config.num_kv_heads) * config.head_dim
+    attention = config.layers[0].parts[0]
+    counts = attention.num_heads, attention.num_kv_heads
+    held = sum(len(Shard(rank, 2).kv_heads(*counts)) for rank in range(2))
+    rows = 2 * (held - attention.num_kv_heads) * attention.head_dim
     return rows * (config.hidden_size + 1) * 4 * config.num_layers
 
 
@@ -206,7 +212,7 @@ def test_a_rank_reads_only_its_rows_and_columns(tmp_path: Path) -> None:
         decoder = load_decoder(poisoned, config, parallel=ranks.parallel[rank])
         rows = torch.randn(5, config.hidden_size)
         for one, other in zip(decoder.layers, expected[rank].layers, strict=True):
-            assert torch.equal(one.qkv(rows), other.qkv(rows))
+            assert torch.equal(one[0].qkv(rows), other[0].qkv(rows))
         ids = torch.arange(len(decoder.embedding))
         assert torch.equal(decoder.embedding(ids), expected[rank].embedding(ids))
         assert decoder.embedding(ids).isfinite().all()
@@ -231,7 +237,8 @@ def _poison_all_but(path: Path, config: ModelConfig, shard: Shard, target: Path)
 
 
 def test_heads_that_cannot_be_divided_are_refused() -> None:
-    config = ModelConfig(num_heads=6, num_kv_heads=2, intermediate_size=64, vocab_size=64)
+    parts = AttentionConfig(num_heads=6, num_kv_heads=2, head_dim=8), FeedForwardConfig(inner_size=64)
+    config = ModelConfig(hidden_size=64, layers=(LayerConfig(parts),), vocab_size=64)
     check_divisible(config, 3)
     with pytest.raises(
         ConfigError, match=r"tensor_parallel_size is 4.* 6 query heads.* set it to 1, 2, 3, 6"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
+from quire.models.config import ModelConfig
 
 
 def make_cache(
@@ -14,5 +15,13 @@ def make_cache(
     spec = KVLayerSpec(num_kv_heads, head_dim, head_dim)
     metadata = PagedAttentionCacheMetaData.for_layers(
         [spec] * num_layers, page_size=block_size, dtype=dtype, num_pages=num_blocks
+    )
+    return PagedAttentionCache.init_cache(None, metadata)
+
+
+def cache_of(model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> PagedAttentionCache:
+    """Return a cache for the layers of a model."""
+    metadata = PagedAttentionCacheMetaData.for_layers(
+        model.kv_layers, page_size=block_size, dtype=dtype, num_pages=num_blocks
     )
     return PagedAttentionCache.init_cache(None, metadata)

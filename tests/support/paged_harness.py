@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from caches import make_cache
+from caches import cache_of
 from quire.kernels.attention.batch import AttentionBatch
 from quire.models.decoder import Decoder
 
@@ -29,10 +29,8 @@ class PagedHarness:
         num_blocks = sum(needed) + 3
         self.decoder = decoder
         self.block_size = block_size
-        self.kv_cache = make_cache(
-            num_blocks, config.num_layers, config.num_kv_heads, block_size, config.head_dim, decoder.dtype
-        )
-        self.kv_cache.tensor.fill_(float("nan"))
+        self.kv_cache = cache_of(config, num_blocks, block_size, decoder.dtype)
+        self.kv_cache.tensor.view(torch.uint8).fill_(0xFF)  # not a number, in any type of floats
         free = iter(np.random.default_rng(seed).permutation(num_blocks))
         self.block_tables = np.full((len(lengths), max(needed) + 1), 2**31 - 1, dtype=np.int32)
         for row, count in enumerate(needed):

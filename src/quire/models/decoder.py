@@ -1,67 +1,37 @@
-"""The one decoder: every family is this forward pass with other fields in its `ModelConfig`."""
+"""The one decoder: every family is this loop over other layers."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
 from quire.kernels.attention.batch import AttentionBatch
-from quire.kernels.attention.kv_layer import KVLayer
-from quire.kernels.attention.tiles import HeadLayout, Int64Array
+from quire.kernels.attention.tiles import Int64Array
 from quire.kernels.interface import KernelSet
-from quire.kernels.layers.experts import Experts
-from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
 from quire.kv.cache.paged_cache import PagedAttentionCache
-from quire.models.config import NO_ROPE, ModelConfig
+from quire.models.config import ModelConfig
 from quire.models.embedding import Embedding
+from quire.models.layer import Step, SubLayer
 from quire.models.parallel import TensorParallel
 from quire.models.rotary import RotaryTable
-from quire.models.workspace import StepBuffers, Workspace
 
-Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each [T, rotary_dim / 2] float32
-
-
-@dataclasses.dataclass(slots=True)
-class DecoderLayer:
-    """The weights of one layer; None where the family has none.
-
-    Norms are float32 and include the config's `norm_offset`.
-    """
-
-    qkv: Linear  # to (heads + 2 * kv_heads) * head_dim: queries, then keys, then values
-    attention_output: Linear
-    attention_norm: torch.Tensor | None = None
-    attention_post_norm: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    mlp_norm: torch.Tensor | None = None
-    mlp_post_norm: torch.Tensor | None = None
-    gate_up: GatedLinear | None = None  # to the intermediate features
-    down: Linear | None = None
-    router: Linear | None = None
-    experts: Experts | None = None
-
-    @property
-    def kind(self) -> Hashable:
-        """Equal for layers of equal parts, see `Linear.kind`."""
-        parts = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        return tuple(part.kind if isinstance(part, Linear | GatedLinear) else type(part) for part in parts)
+Layer = tuple[SubLayer, ...]  # its sub-layers, in order
 
 
 class LayerHook(Protocol):
-    """Is told of the layers of a forward pass, one after the other."""
+    """Is called at the layers of a forward pass that write KV, one after the other."""
 
     def before_layer(self, layer: int) -> None:
         """Nothing of this layer's KV has been read or written yet."""
 
     def after_attention(self, layer: int) -> None:
-        """The step's KV of this layer is written, and nothing will read it again in this step."""
+        """The step's KV of this layer is written."""
 
 
 class Decoder:
@@ -82,7 +52,7 @@ class Decoder:
         config: ModelConfig,
         *,
         embedding: Embedding,
-        layers: list[DecoderLayer],
+        layers: Sequence[Layer],
         norm: torch.Tensor,
         output: Linear,
         kernels: KernelSet,
@@ -95,11 +65,23 @@ class Decoder:
         self.output = output
         self.kernels = kernels
         self._parallel = parallel
-        self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
         device = kernels.device
         self._rotary = [RotaryTable(rope, config.max_model_len, device) for rope in config.ropes]
-        keeps_products = any(layer.gate_up and layer.gate_up.keeps_products for layer in layers)
-        self._workspace = Workspace(config, embedding.dtype, device, keeps_products=keeps_products)
+        parts = [part for layer in layers for part in layer]
+        hidden_rows = dict.fromkeys(("normed", "delta"), (config.hidden_size,))
+        shapes: list[Mapping[str, tuple[int, ...]]] = [hidden_rows, *(part.buffers for part in parts)]
+        self._workspace = Workspace(shapes, embedding.dtype, device)
+        self._logits = torch.empty(0, config.vocab_size, device=device)
+        norms = [*(part.pre_norm for part in parts), norm]
+        self._first_norm, next_norms = norms[0], iter(norms[1:])
+        numbers = iter(range(1, len(shapes)))
+        self._layers = [
+            [
+                _PartStep(part, next(next_norms), next(numbers), None if own.kv is None else index)
+                for part, own in zip(layer, config.layers[index].parts, strict=True)
+            ]
+            for index, layer in enumerate(layers)
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,7 +126,7 @@ class Decoder:
             token_ids: [T] int64, in the batch's order and on the device.
             kv_cache: holds the keys and values of all earlier tokens of these sequences.
             batch: which tokens these are.
-            hook: is told of each layer.
+            hook: is called at each layer that writes KV.
 
         Returns:
             [T, hidden] on the device, normalized and ready for `logits`; the next step overwrites it.
@@ -154,19 +136,24 @@ class Decoder:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         positions, last = batch.positions_on(self.kernels.device), batch.last_position
         angles = [table.rows(positions, last=last) for table in self._rotary]
+        step = Step(batch, angles, kv_cache.views)
         buffers = self._workspace.step(len(token_ids))
-        inputs = self._first_norm(hidden, buffers)
-        only_compiles = self.kernels.compiles_only and hook is None
-        for index in self._different_layers if only_compiles else range(len(self.layers)):
-            layer = self.layers[index]
-            if hook is not None:
-                hook.before_layer(index)
-            delta = self._attention(index, layer, inputs, buffers, angles, kv_cache.views[index], batch)
-            if hook is not None:
-                hook.after_attention(index)
-            inputs = self._add(hidden, delta, layer.attention_post_norm, layer.mlp_norm, buffers)
-            delta = self._feed_forward(layer, inputs, buffers)
-            inputs = self._add(hidden, delta, layer.mlp_post_norm, self._norm_after(index), buffers)
+        normed, out = buffers[0]["normed"], buffers[0]["delta"]
+        kernels, eps, scale = self.kernels, self.config.norm_eps, self.config.residual_scale
+        inputs = hidden
+        if self._first_norm is not None:
+            inputs = kernels.rms_norm(hidden, self._first_norm, eps=eps, out=normed)
+        only_compiles = kernels.compiles_only and hook is None
+        for layer in self._different_layers if only_compiles else self._layers:
+            for part, next_norm, number, kv_layer in layer:
+                if hook is not None and kv_layer is not None:
+                    hook.before_layer(kv_layer)
+                delta = part.forward(inputs, step, buffers[number], out)
+                if hook is not None and kv_layer is not None:
+                    hook.after_attention(kv_layer)
+                if part.post_norm is not None:
+                    delta = kernels.rms_norm(delta, part.post_norm, eps=eps, out=out)
+                inputs = kernels.add_rms_norm(hidden, delta, next_norm, eps=eps, scale=scale, out=normed)
         return inputs
 
     @torch.inference_mode()
@@ -175,7 +162,9 @@ class Decoder:
 
         They are on the device, in a buffer that the next call overwrites.
         """
-        logits = self.output(hidden, out=self._workspace.logits(len(hidden)))
+        if len(hidden) > len(self._logits):
+            self._logits = self._logits.new_empty(len(hidden), self.config.vocab_size)
+        logits = self.output(hidden, out=self._logits[: len(hidden)])
         if self.config.logits_divisor != 1.0:
             logits /= self.config.logits_divisor
         if self.config.logits_softcap:
@@ -189,80 +178,69 @@ class Decoder:
         return self._parallel.embed(token_ids, self.embedding, self.config.vocab_size)
 
     @functools.cached_property
-    def _different_layers(self) -> list[int]:
+    def _different_layers(self) -> list[list[_PartStep]]:
         """The first layer of each kind that kernels are compiled for; the same on all ranks."""
-        first: dict[Hashable, int] = {}
-        for index, layer in enumerate(self.layers):
-            of_config = self.config.sliding_windows[index], self.config.layer_ropes[index]
-            first.setdefault((layer.kind, of_config, type(self._norm_after(index))), index)
+        first: dict[Hashable, list[_PartStep]] = {}
+        for layer in self._layers:
+            first.setdefault(tuple((step.part.kind, type(step.next_norm)) for step in layer), layer)
         return list(first.values())
 
-    def _first_norm(self, hidden: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:
-        norm = self.layers[0].attention_norm if self.layers else self.norm
-        if norm is None:
-            return hidden
-        return self.kernels.rms_norm(hidden, norm, eps=self.config.norm_eps, out=buffers.normed)
 
-    def _norm_after(self, index: int) -> torch.Tensor | None:
-        """Return the norm that takes what layer `index` leaves."""
-        return self.layers[index + 1].attention_norm if index + 1 < len(self.layers) else self.norm
+class _PartStep(NamedTuple):
+    """What a forward pass does with a sub-layer."""
 
-    def _attention(  # noqa: PLR0917 - one call site, on the hot path
-        self,
-        index: int,
-        layer: DecoderLayer,
-        inputs: torch.Tensor,
-        buffers: StepBuffers,
-        angles: list[Angles],
-        kv: KVLayer,
-        batch: AttentionBatch,
-    ) -> torch.Tensor:
-        config = self.config
-        rope = config.layer_ropes[index]
-        cos, sin = (None, None) if rope == NO_ROPE else angles[rope]
-        query = self.kernels.rotary_and_write_kv(
-            layer.qkv(inputs, out=buffers.qkv),
-            kv,
-            batch,
-            heads=self._heads,
-            cos=cos,
-            sin=sin,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=config.norm_eps,
-        )
-        attended = self.kernels.paged_attention(
-            query,
-            kv,
-            batch,
-            scale=config.attention_scale,
-            window=config.sliding_windows[index],
-            softcap=config.attention_softcap,
-            out=buffers.attended,
-        )
-        return layer.attention_output(attended.flatten(1), out=buffers.delta)
+    part: SubLayer
+    next_norm: torch.Tensor | None  # of the sum that its result is added to
+    number: int  # of its buffers
+    kv_layer: int | None  # whose KV it writes
 
-    def _feed_forward(self, layer: DecoderLayer, inputs: torch.Tensor, buffers: StepBuffers) -> torch.Tensor:
-        if layer.router is not None:
-            assert layer.experts is not None
-            return layer.experts(inputs, layer.router(inputs), out=buffers.delta)
-        assert layer.gate_up is not None
-        assert layer.down is not None
-        inner = layer.gate_up(inputs, products=buffers.gate_up, out=buffers.inner)
-        return layer.down(inner, out=buffers.delta)
 
-    def _add(
-        self,
-        hidden: torch.Tensor,
-        delta: torch.Tensor,
-        post_norm: torch.Tensor | None,
-        next_norm: torch.Tensor | None,
-        buffers: StepBuffers,
-    ) -> torch.Tensor:
-        """Add a sub-layer's result to the residual stream; return what the next sub-layer takes."""
-        config = self.config
-        if post_norm is not None:
-            delta = self.kernels.rms_norm(delta, post_norm, eps=config.norm_eps, out=buffers.delta)
-        return self.kernels.add_rms_norm(
-            hidden, delta, next_norm, eps=config.norm_eps, scale=config.residual_scale, out=buffers.normed
-        )
+Buffers = Mapping[str, torch.Tensor]
+
+
+class Workspace:
+    """Buffers for what a forward pass computes on its way; they grow to the largest step that there was.
+
+    Args:
+        shapes: names and shapes, for each token, of the buffers of each user. Those of one name share memory.
+        dtype: of the hidden states.
+        device: whose memory the buffers are in.
+    """
+
+    def __init__(
+        self, shapes: Sequence[Mapping[str, tuple[int, ...]]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        different = {tuple(each.items()): each for each in shapes}
+        self._shapes = list(different.values())
+        self._number_of = [list(different).index(tuple(each.items())) for each in shapes]
+        self._dtype = dtype
+        self._device = device
+        self._capacity = 0
+        self._memory: dict[str, torch.Tensor] = {}
+        self._current: tuple[int, list[Buffers]] = 0, []
+
+    def step(self, num_tokens: int) -> list[Buffers]:
+        """Return the buffers of a step, [num_tokens, *shape], for each user; equal steps get the same."""
+        if num_tokens > self._capacity:
+            self._allocate(num_tokens)
+        if self._current[0] != num_tokens or not self._current[1]:
+            made = [
+                {
+                    name: self._memory[name][: num_tokens * math.prod(shape)].view(num_tokens, *shape)
+                    for name, shape in shapes.items()
+                }
+                for shapes in self._shapes
+            ]
+            self._current = num_tokens, [made[number] for number in self._number_of]
+        return self._current[1]
+
+    def _allocate(self, num_tokens: int) -> None:
+        sizes: dict[str, int] = {}
+        for shapes in self._shapes:
+            for name, shape in shapes.items():
+                sizes[name] = max(sizes.get(name, 0), num_tokens * math.prod(shape))
+        self._memory = {
+            name: torch.empty(size, dtype=self._dtype, device=self._device) for name, size in sizes.items()
+        }
+        self._capacity = num_tokens
+        self._current = 0, []

@@ -8,13 +8,17 @@ the newer one (`rope_parameters`, nested by layer type where there are two).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.errors import ModelError, UnknownArchitectureError, nearest_name
-from quire.models.config import DTYPE_BYTES, NO_ROPE, ModelConfig, RopeConfig
+from quire.models.config import DTYPE_BYTES, ModelConfig, RopeConfig
 from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, check_entries, warn_once
+from quire.models.layer import LayerConfig, SubLayerConfig
+from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.experts import ExpertsConfig
+from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig, read_partial_rope, read_rope, read_two_ropes
 
 _NAMES = {
@@ -24,15 +28,6 @@ _NAMES = {
     "layer": "model.layers.{}.",
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
 }
 _FOUR_NORM_NAMES = {
     "attention_post_norm": "post_attention_layernorm",
@@ -40,19 +35,12 @@ _FOUR_NORM_NAMES = {
     "mlp_post_norm": "post_feedforward_layernorm",
 }
 _FUSED_NAMES = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
-_QWEN_MOE_NAMES = {
-    "router": "mlp.gate",
-    "expert_gate": "mlp.experts.{}.gate_proj",
-    "expert_up": "mlp.experts.{}.up_proj",
-    "expert_down": "mlp.experts.{}.down_proj",
-}
 _MIXTRAL_NAMES = {
     "router": "block_sparse_moe.gate",
     "expert_gate": "block_sparse_moe.experts.{}.w1",
     "expert_up": "block_sparse_moe.experts.{}.w3",
     "expert_down": "block_sparse_moe.experts.{}.w2",
 }
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
@@ -92,10 +80,11 @@ class Family:
     """How to read one family's checkpoints.
 
     `specialize` takes the config that `_common` reads and returns it with what the family does otherwise. A
-    weight name belongs to the whole model ("embedding", "norm", "output", "layer") or, without its ".weight"
-    or ".bias", to a layer. `defaults` count where config.json lacks an entry, `activation` is the entry that
-    names the activation, `model_type` stands in config.json if it is not the family's name, and `ropes` reads
-    the sets of rotary frequencies for heads of so many features.
+    weight name belongs to the whole model ("embedding", "norm", "output", "layer"), to a layer's norms or,
+    where that differs from its own `weight_names`, to a sub-layer; these end before ".weight" or ".bias".
+    `defaults` count where config.json lacks an entry, `activation` is the entry that names the activation,
+    `model_type` stands in config.json if it is not the family's name, `layer_types` are those that it may
+    name, and `ropes` reads the sets of rotary frequencies for heads of so many features.
     """
 
     specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
@@ -103,6 +92,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "hidden_act"
     model_type: str = ""
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
 
 
@@ -125,7 +115,7 @@ def model_config(values: HFConfig) -> ModelConfig:
         )
     family = FAMILIES[family_name]
     hf = Entries(values, {**_DEFAULTS, **family.defaults}, _WHERE_NULL_IS_NONE)
-    _refuse_what_is_not_computed(values)
+    _refuse_what_is_not_computed(values, family.layer_types)
     try:
         config = family.specialize(hf, _common(hf, architecture, family_name))
         _check_layer_types(hf, config)
@@ -141,7 +131,7 @@ def model_config(values: HFConfig) -> ModelConfig:
     return config
 
 
-def _refuse_what_is_not_computed(hf: HFConfig) -> None:
+def _refuse_what_is_not_computed(hf: HFConfig, layer_types: Sequence[str]) -> None:
     if hf.get("use_bidirectional_attention") or not hf.get("is_causal", True):
         raise ModelError("config.json asks for bidirectional attention; Quire serves causal decoders only")
     if hf.get("per_layer_config"):
@@ -153,9 +143,9 @@ def _refuse_what_is_not_computed(hf: HFConfig) -> None:
             raise ModelError(f"config.json has no {name}; it must be {RULES[name].describe()}")
     types = hf.get("layer_types")
     for layer_type in types or ():
-        if layer_type not in _LAYER_TYPES:
+        if layer_type not in layer_types:
             raise ModelError(
-                f"config.json names the layer type {layer_type!r}; known: {', '.join(_LAYER_TYPES)}"
+                f"config.json names the layer type {layer_type!r}; known: {', '.join(layer_types)}"
             )
     if types is not None and len(types) != hf["num_hidden_layers"]:
         raise ModelError(f"config.json has {len(types)} layer_types for {hf['num_hidden_layers']} layers")
@@ -163,7 +153,8 @@ def _refuse_what_is_not_computed(hf: HFConfig) -> None:
 
 def _check_layer_types(hf: HFConfig, config: ModelConfig) -> None:
     for layer, layer_type in enumerate(hf.get("layer_types") or ()):
-        window = config.sliding_windows[layer]
+        attention = [part for part in config.layers[layer].parts if isinstance(part, AttentionConfig)]
+        window = max((part.window for part in attention), default=0)
         if (layer_type == "sliding_attention") != (window > 0):
             raise ModelError(
                 f"config.json says that layer {layer} is of type {layer_type}; by the architecture and the "
@@ -172,33 +163,37 @@ def _check_layer_types(hf: HFConfig, config: ModelConfig) -> None:
 
 
 def _check(config: ModelConfig) -> None:
-    if any(config.moe_layers):
-        if config.num_layers * config.num_experts > MAX_LAYERS_TIMES_EXPERTS:
-            raise ModelError(
-                f"{config.num_layers} layers of {config.num_experts} experts are more than the "
-                f"{MAX_LAYERS_TIMES_EXPERTS} in all that Quire loads"
-            )
-        if config.num_experts_per_token > config.num_experts:
-            raise ModelError(
-                f"each token goes to {config.num_experts_per_token} experts, of which there are "
-                f"{config.num_experts}"
-            )
-    for scale in (config.attention_scale, config.embedding_scale, *(rope.factor for rope in config.ropes)):
-        if not math.isfinite(scale):
-            raise ModelError(f"config.json leads to a factor of {scale}; it must be finite")
-    if config.num_heads % config.num_kv_heads:
+    factors = [config.embedding_scale, *(rope.factor for rope in config.ropes)]
+    for part in dict.fromkeys(config.parts):
+        if isinstance(part, ExpertsConfig):
+            _check_experts(part, config.num_layers)
+        if isinstance(part, AttentionConfig):
+            factors.append(part.scale)
+            if part.num_heads % part.num_kv_heads:
+                raise ModelError(
+                    f"{part.num_heads} attention heads cannot share {part.num_kv_heads} key-value heads "
+                    "evenly"
+                )
+    for factor in factors:
+        if not math.isfinite(factor):
+            raise ModelError(f"config.json leads to a factor of {factor}; it must be finite")
+
+
+def _check_experts(experts: ExpertsConfig, num_layers: int) -> None:
+    if num_layers * experts.num_experts > MAX_LAYERS_TIMES_EXPERTS:
         raise ModelError(
-            f"{config.num_heads} attention heads cannot share {config.num_kv_heads} key-value heads evenly"
+            f"{num_layers} layers of {experts.num_experts} experts are more than the "
+            f"{MAX_LAYERS_TIMES_EXPERTS} in all that Quire loads"
         )
-    for name in ("sliding_windows", "layer_ropes", "moe_layers"):
-        if len(getattr(config, name)) != config.num_layers:
-            raise ModelError(
-                f"{name} has {len(getattr(config, name))} entries for {config.num_layers} layers"
-            )
+    if experts.experts_per_token > experts.num_experts:
+        raise ModelError(
+            f"each token goes to {experts.experts_per_token} experts, of which there are "
+            f"{experts.num_experts}"
+        )
 
 
 def _common(hf: HFConfig, architecture: str, family: str) -> ModelConfig:
-    layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
+    heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim", 0) or hf["hidden_size"] // heads
     if not head_dim:
         raise ModelError(
@@ -206,6 +201,16 @@ def _common(hf: HFConfig, architecture: str, family: str) -> ModelConfig:
             "no feature for a head; head_dim must say how many they have"
         )
     dtype = _stored_dtype(hf)
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads", heads),
+        head_dim=head_dim,
+        rope=FAMILIES[family].ropes(hf, head_dim)[0],
+        scale=head_dim**-0.5,
+    )
+    feed_forward = FeedForwardConfig(
+        inner_size=hf["intermediate_size"], activation=_activation(hf[FAMILIES[family].activation])
+    )
     return ModelConfig(
         architecture=architecture,
         family=family,
@@ -213,20 +218,10 @@ def _common(hf: HFConfig, architecture: str, family: str) -> ModelConfig:
         embedding_dtype=hf.get("embedding_dtype", dtype),
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads", heads),
-        head_dim=head_dim,
-        intermediate_size=hf["intermediate_size"],
+        layers=(LayerConfig((attention, feed_forward)),) * hf["num_hidden_layers"],
         max_model_len=hf["max_position_embeddings"],
         tie_word_embeddings=hf["tie_word_embeddings"],
-        activation=_activation(hf[FAMILIES[family].activation]),
         norm_eps=hf["rms_norm_eps"],
-        attention_scale=head_dim**-0.5,
-        sliding_windows=(0,) * layers,
-        ropes=FAMILIES[family].ropes(hf, head_dim),
-        layer_ropes=(0,) * layers,
-        moe_layers=(False,) * layers,
     )
 
 
@@ -243,77 +238,101 @@ def _activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _layer_windows(hf: HFConfig, is_sliding: Callable[[int], bool]) -> tuple[int, ...]:
+def _by_layer(base: ModelConfig, change: Callable[[int, LayerConfig], LayerConfig]) -> ModelConfig:
+    return replace(base, layers=tuple(change(index, layer) for index, layer in enumerate(base.layers)))
+
+
+def _with_windows(base: ModelConfig, windows: Sequence[int]) -> ModelConfig:
+    return _by_layer(base, lambda index, layer: layer.changed(AttentionConfig, window=windows[index]))
+
+
+def _layer_windows(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[int]:
     """Return the window of each layer: by `layer_types` where the config has them, else by `is_sliding`."""
     window = hf.get("sliding_window", 0)
     layers = range(hf["num_hidden_layers"])
     types = hf.get("layer_types")
     if types is not None:
-        return tuple(window if types[i] == "sliding_attention" else 0 for i in layers)
-    return tuple(window if is_sliding(i) else 0 for i in layers)
+        return [window if types[i] == "sliding_attention" else 0 for i in layers]
+    return [window if is_sliding(i) else 0 for i in layers]
 
 
 def _llama(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    return replace(_with_attention_biases(hf, base), mlp_bias=bool(hf.get("mlp_bias", False)))
+    return _with_attention_biases(hf, base).changed(FeedForwardConfig, bias=bool(hf.get("mlp_bias", False)))
 
 
 def _with_attention_biases(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     bias = bool(hf.get("attention_bias", False))
-    return replace(base, attention_bias=bias, output_bias=bias)
+    return base.changed(AttentionConfig, qkv_bias=bias, output_bias=bias)
 
 
 def _all_sliding(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     """Mistral, Mixtral and Phi-3: every layer has the window, if there is one."""
-    return replace(base, sliding_windows=(hf.get("sliding_window", 0),) * base.num_layers)
+    return base.changed(AttentionConfig, window=hf.get("sliding_window", 0))
 
 
 def _qwen2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     hf.get("attention_bias")  # in whatever form it is there, these layers have biases
-    return replace(base, attention_bias=True, sliding_windows=_qwen_windows(hf))
+    return _with_windows(base.changed(AttentionConfig, qkv_bias=True), _qwen_windows(hf))
 
 
-def _qwen_windows(hf: HFConfig) -> tuple[int, ...]:
+def _qwen_windows(hf: HFConfig) -> list[int]:
     """Qwen2 and Qwen3: layers from `max_window_layers` on have the window, if `layer_types` is not there."""
     first_sliding = hf["max_window_layers"]
     windows = _layer_windows(hf, lambda layer: bool(layer >= first_sliding))
-    return windows if hf.get("use_sliding_window", False) else (0,) * len(windows)
+    return windows if hf.get("use_sliding_window", False) else [0] * len(windows)
 
 
 def _qwen3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    return replace(_with_attention_biases(hf, base), qk_norm="head", sliding_windows=_qwen_windows(hf))
+    normed = _with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="head")
+    return _with_windows(normed, _qwen_windows(hf))
 
 
 def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     dense = set(hf.get("mlp_only_layers") or ())
     step = hf.get("decoder_sparse_step", 1)
     window = hf.get("sliding_window", 0) * hf.get("use_sliding_window", False)
-    return replace(
-        _with_attention_biases(hf, base),
-        qk_norm="head",
-        sliding_windows=(window,) * base.num_layers,
-        moe_layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(base.num_layers)),
+    normed = _with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="head", window=window)
+    return _with_experts(
+        normed,
+        lambda layer: layer not in dense and (layer + 1) % step == 0,
         num_experts=hf.get("num_experts") or hf["num_local_experts"],
-        num_experts_per_token=hf["num_experts_per_tok"],
-        moe_intermediate_size=hf["moe_intermediate_size"],
-        normalize_expert_weights=bool(hf.get("norm_topk_prob", False)),
+        experts_per_token=hf["num_experts_per_tok"],
+        inner_size=hf["moe_intermediate_size"],
+        normalize=bool(hf.get("norm_topk_prob", False)),
     )
 
 
 def _mixtral(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    return replace(
+    return _with_experts(
         _all_sliding(hf, base),
-        moe_layers=(True,) * base.num_layers,
+        lambda layer: True,
         num_experts=hf["num_local_experts"],
-        num_experts_per_token=hf["num_experts_per_tok"],
-        moe_intermediate_size=hf["intermediate_size"],
-        normalize_expert_weights=True,
+        experts_per_token=hf["num_experts_per_tok"],
+        inner_size=hf["intermediate_size"],
+        normalize=True,
     )
+
+
+def _with_experts(base: ModelConfig, has_experts: Callable[[int], bool], **fields: Any) -> ModelConfig:
+    """Give some layers a mixture of experts in place of the feed-forward layer."""
+
+    def experts(part: SubLayerConfig) -> SubLayerConfig:
+        if not isinstance(part, FeedForwardConfig):
+            return part
+        return ExpertsConfig(activation=part.activation, **fields)
+
+    def change(index: int, layer: LayerConfig) -> LayerConfig:
+        return LayerConfig(tuple(map(experts, layer.parts))) if has_experts(index) else layer
+
+    return _by_layer(base, change)
 
 
 def _gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     hf.get("hidden_activation")  # published beside the other, and has no effect
-    activation = "gelu_tanh" if base.activation == "gelu" else base.activation  # gelu in old files means that
-    return replace(_like_gemma(hf, base), activation=activation)
+    config = _like_gemma(hf, base)
+    if hf[FAMILIES["gemma"].activation] == "gelu":  # in old files, that means the tanh form
+        return config.changed(FeedForwardConfig, activation="gelu_tanh")
+    return config
 
 
 def _like_gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -324,14 +343,13 @@ def _like_gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _gemma2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     hf.get("hidden_act")  # published beside the other, and has no effect
-    return replace(
-        _like_gemma(hf, base),
-        post_norm=True,
-        attention_scale=hf["query_pre_attn_scalar"] ** -0.5,
-        attention_softcap=hf.get("attn_logit_softcapping", 0.0),
-        logits_softcap=hf.get("final_logit_softcapping", 0.0),
-        sliding_windows=_layer_windows(hf, lambda layer: layer % 2 == 0),
+    config = replace(_like_gemma(hf, base), logits_softcap=hf.get("final_logit_softcapping", 0.0))
+    config = config.changed(SubLayerConfig, post_norm=True).changed(
+        AttentionConfig,
+        scale=hf["query_pre_attn_scalar"] ** -0.5,
+        softcap=hf.get("attn_logit_softcapping", 0.0),
     )
+    return _with_windows(config, _layer_windows(hf, lambda layer: layer % 2 == 0))
 
 
 def _gemma3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -340,47 +358,51 @@ def _gemma3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
             "config.json has attn_logit_softcapping, which Gemma 3 in transformers computes without"
         )
     pattern = hf.get("sliding_window_pattern", 6)
-    windowed = replace(
-        _gemma2(hf, base),
-        qk_norm="head",
-        sliding_windows=_layer_windows(hf, lambda layer: (layer + 1) % pattern != 0),
-    )
-    return _with_ropes_by_window(windowed)
+    normed = _gemma2(hf, base).changed(AttentionConfig, qk_norm="head")
+    windowed = _with_windows(normed, _layer_windows(hf, lambda layer: (layer + 1) % pattern != 0))
+    return _with_ropes_by_window(hf, windowed)
 
 
-def _with_ropes_by_window(base: ModelConfig) -> ModelConfig:
+def _with_ropes_by_window(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     """Give the layers with a window the second set of frequencies."""
-    return replace(base, layer_ropes=tuple(int(window > 0) for window in base.sliding_windows))
+    _, sliding = FAMILIES[base.family].ropes(hf, base.kv_specs[0].key_head_dim)
+
+    def change(index: int, layer: LayerConfig) -> LayerConfig:
+        return layer.changed(AttentionConfig, rope=sliding) if base.kv_specs[index].window else layer
+
+    return _by_layer(base, change)
 
 
 def _smollm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     interval = hf.get("no_rope_layer_interval", 4)
     has_rope = hf.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(base.num_layers)]
     is_windowed = bool(hf.get("use_sliding_window", False))
-    return replace(
-        _llama(hf, base),
-        layer_ropes=tuple(0 if has_rope[layer] else NO_ROPE for layer in range(base.num_layers)),
-        sliding_windows=_layer_windows(hf, lambda layer: is_windowed and not has_rope[layer]),
-    )
+
+    def change(index: int, layer: LayerConfig) -> LayerConfig:
+        return layer if has_rope[index] else layer.changed(AttentionConfig, rope=None)
+
+    windows = _layer_windows(hf, lambda layer: is_windowed and not has_rope[layer])
+    return _with_windows(_by_layer(_llama(hf, base), change), windows)
 
 
 def _olmo2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    return replace(_with_attention_biases(hf, base), pre_norm=False, post_norm=True, qk_norm="full")
+    config = _with_attention_biases(hf, base).changed(SubLayerConfig, pre_norm=False, post_norm=True)
+    return config.changed(AttentionConfig, qk_norm="full")
 
 
 def _olmo3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     windows = _layer_windows(hf, lambda layer: (layer + 1) % 4 != 0)
-    return _with_ropes_by_window(replace(_olmo2(hf, base), sliding_windows=windows))
+    return _with_ropes_by_window(hf, _with_windows(_olmo2(hf, base), windows))
 
 
 def _granite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    return replace(
+    config = replace(
         _llama(hf, base),
         embedding_scale=hf["embedding_multiplier"],
-        attention_scale=hf["attention_multiplier"],
         residual_scale=hf["residual_multiplier"],
         logits_divisor=hf["logits_scaling"],
     )
+    return config.changed(AttentionConfig, scale=hf["attention_multiplier"])
 
 
 FAMILIES: dict[str, Family] = {
@@ -393,9 +415,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family(_qwen2, _NAMES, _QWEN_DEFAULTS),
     "qwen3": Family(_qwen3, _NAMES, _QWEN_DEFAULTS | {"head_dim": 128}),
-    "qwen3_moe": Family(
-        _qwen3_moe, _NAMES | _QWEN_MOE_NAMES, {"num_key_value_heads": 4, "sliding_window": 4096}
-    ),
+    "qwen3_moe": Family(_qwen3_moe, _NAMES, {"num_key_value_heads": 4, "sliding_window": 4096}),
     "gemma": Family(
         _gemma, _NAMES, _GEMMA_DEFAULTS | {"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"}
     ),

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from quire.kernels.layers.experts import Experts
 from quire.kernels.layers.linear import Linear
-from quire.models.config import ModelConfig
 from quire.models.embedding import Embedding
 from quire.models.shard import Shard
 
@@ -170,7 +169,9 @@ class FullWidthNormLinear(Linear):
         local: makes this rank's queries, keys and values.
         norms: float32 weights for this rank's queries and keys.
         parallel: the ranks.
-        config: the whole model's numbers.
+        heads: query heads and KV heads of all ranks.
+        head_dim: features of a head.
+        eps: added to the mean square.
     """
 
     def __init__(
@@ -178,17 +179,20 @@ class FullWidthNormLinear(Linear):
         local: Linear,
         norms: tuple[torch.Tensor, torch.Tensor],
         parallel: TensorParallel,
-        config: ModelConfig,
+        *,
+        heads: tuple[int, int],
+        head_dim: int,
+        eps: float,
     ) -> None:
         self.in_features, self.out_features, self.bias = local.in_features, local.out_features, local.bias
         self._local = local
         self._norms = norms
         self._parallel = parallel
-        self._head_dim = config.head_dim
-        sizes = torch.tensor([config.num_heads, config.num_kv_heads]) * config.head_dim
-        counted = torch.tensor(parallel.shard.counted_kv_heads(config), dtype=torch.int64)
+        self._head_dim = head_dim
+        sizes = torch.tensor(heads) * head_dim
+        counted = torch.tensor(parallel.shard.counted_kv_heads(*heads), dtype=torch.int64)
         self._sizes, self._counted_kv_heads = (each.to(norms[0].device) for each in (sizes, counted))
-        self._eps = config.norm_eps
+        self._eps = eps
 
     @property
     @override

@@ -11,6 +11,7 @@ import math
 
 from quire.errors import ConfigError
 from quire.models.config import ModelConfig
+from quire.models.layer import LayerConfig
 
 _UNITS = (128, 64, 32, 1)
 """Shares are multiples of the first of these that allows it: groups of quantized weights then stay whole."""
@@ -29,41 +30,39 @@ class Shard:
         units = count // unit
         return range(unit * (units * self.rank // self.size), unit * (units * (self.rank + 1) // self.size))
 
-    def query_heads(self, config: ModelConfig) -> range:
-        """Return the query heads of this rank."""
-        count = config.num_heads // self.size
+    def query_heads(self, num_heads: int) -> range:
+        """Return this rank's query heads of `num_heads`."""
+        count = num_heads // self.size
         return range(self.rank * count, (self.rank + 1) * count)
 
-    def kv_heads(self, config: ModelConfig) -> tuple[int, ...]:
+    def kv_heads(self, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
         """Return the KV heads that this rank holds, one for each run of equally many of its query heads.
 
         A head that the query heads of several ranks need is held by each of them. If a rank's query heads do
         not begin or end with a group, runs are shorter than groups, and a rank holds a head more than once.
         """
-        heads = self.query_heads(config)
-        group = config.num_heads // config.num_kv_heads
+        heads = self.query_heads(num_heads)
+        group = num_heads // num_kv_heads
         return tuple(head // group for head in heads[:: math.gcd(group, len(heads))])
 
-    def counted_kv_heads(self, config: ModelConfig) -> tuple[int, ...]:
+    def counted_kv_heads(self, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
         """Return which of `kv_heads`, by their index here, no lower rank and no lower index holds."""
-        seen = {head for rank in range(self.rank) for head in Shard(rank, self.size).kv_heads(config)}
-        held = self.kv_heads(config)
+        lower = (Shard(rank, self.size).kv_heads(num_heads, num_kv_heads) for rank in range(self.rank))
+        seen = {head for heads in lower for head in heads}
+        held = self.kv_heads(num_heads, num_kv_heads)
         return tuple(i for i, head in enumerate(held) if head not in seen and head not in held[:i])
 
     def model(self, config: ModelConfig) -> ModelConfig:
-        """Return the decoder that this rank computes: `config` with its share of heads and inner features.
+        """Return the decoder that this rank computes: `config` with its share of each layer.
 
         The vocabulary stays whole, since the numbers of tokens do.
         """
         if self.size == 1:
             return config
-        return dataclasses.replace(
-            config,
-            num_heads=len(self.query_heads(config)),
-            num_kv_heads=len(self.kv_heads(config)),
-            intermediate_size=len(self.share(config.intermediate_size)),
-            moe_intermediate_size=len(self.share(config.moe_intermediate_size)),
+        layers = tuple(
+            LayerConfig(tuple(part.on_rank(self) for part in layer.parts)) for layer in config.layers
         )
+        return dataclasses.replace(config, layers=layers)
 
 
 WHOLE = Shard()
@@ -76,14 +75,11 @@ def check_divisible(config: ModelConfig, size: int) -> None:
     Raises:
         ConfigError: it cannot; the message has the sizes that are possible.
     """
-    if config.num_heads % size:
-        possible = [str(n) for n in range(1, config.num_heads + 1) if not config.num_heads % n]
-        raise ConfigError(
-            f"EngineConfig.tensor_parallel_size is {size}, among which the {config.num_heads} query heads of "
-            f"this model cannot be divided evenly; set it to {', '.join(possible)}"
-        )
-    inner = [config.moe_intermediate_size] if any(config.moe_layers) else []
-    smallest = min([config.intermediate_size, config.vocab_size, *inner])
+    parts = dict.fromkeys(config.parts)
+    for part in parts:
+        part.check_divisible(size)
+    weights = (weight for part in parts for weight in part.weights(config.hidden_size, {}, WHOLE))
+    smallest = min([config.vocab_size, *(length for weight in weights for length, _ in weight.sections)])
     if smallest < size:
         raise ConfigError(
             f"EngineConfig.tensor_parallel_size is {size}, more than the {smallest} features or tokens that "
@@ -97,7 +93,7 @@ def check_kv_divisible(config: ModelConfig, size: int) -> None:
     Raises:
         ConfigError: it is not; the message has the sizes that are possible.
     """
-    counts = {spec.num_kv_heads for spec in config.kv_layers}
+    counts = {spec.num_kv_heads for spec in config.kv_specs}
     odd = sorted(count for count in counts if count % size)
     if odd:
         possible = [str(n) for n in range(1, min(counts) + 1) if not any(count % n for count in counts)]

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from quire.kernels.bounds import kernel_group
 from quire.models.config import DTYPE_BYTES, ModelConfig
 from quire.models.families import FAMILIES
+from quire.models.layer import LayerWeight
 from quire.models.shard import WHOLE, Shard
 
 _IN_GROUPS = ("int4", "grouped_int8")
 _FLOAT8 = ("fp8", "fp8_blocks")
 _FLOATS = ("none", 0)
 _FLOAT8_BLOCK = 128  # rows that share a scale
-QUANTIZED_FIELDS = ("qkv", "attention_output", "gate_up", "down", "expert_gate_up", "expert_down")
-_ADDED_ONCE = ("attention_output_bias", "down_bias")  # of layers whose results are summed over the ranks
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -41,12 +40,14 @@ class WeightSource:
 class WeightSpec:
     """One tensor of the decoder: the sources one after the other along the first dimension.
 
-    `layer` is the layer's index, or -1; `field` names the tensor in the decoder or in its layer.
+    `layer` is the layer's index, or -1; `field` names the tensor in the decoder or in its layer;
+    `is_quantized` says that it is a matrix of a layer that may be held quantized.
     """
 
     layer: int
     field: str
     sources: tuple[WeightSource, ...]
+    is_quantized: bool = False
 
 
 def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSpec]:
@@ -56,25 +57,22 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
         config: the whole model's numbers.
         shard: the part of the model to yield tensors of.
     """
-    for spec in _whole_specs(config):
-        if shard.size == 1:
-            yield spec
-        elif shard.rank == 0 or spec.field not in _ADDED_ONCE:
-            yield _part_of(spec, config, shard)
-
-
-def _whole_specs(config: ModelConfig) -> Iterator[WeightSpec]:
-    names = FAMILIES[config.family].weight_names
-    embedding_shape = (config.vocab_size, config.hidden_size)
-    yield _single(-1, "embedding", names[config.embedding_field], embedding_shape)
-    for layer in range(config.num_layers):
-        prefix = names["layer"].format(layer)
-        for field, parts in _layer_parts(config, layer):
-            sources = tuple(WeightSource(prefix + _weight_name(names, part), shape) for part, shape in parts)
-            yield WeightSpec(layer, field, sources)
-    yield _single(-1, "norm", names["norm"], (config.hidden_size,))
+    family_names = FAMILIES[config.family].weight_names
+    shape = config.vocab_size, config.hidden_size
+    vocabulary = ((config.vocab_size, (shard.share(config.vocab_size),)),)
+    embedding = (family_names[config.embedding_field], shape)
+    yield _spec(-1, LayerWeight("embedding", (embedding,), sections=vocabulary), shard)
+    for index, layer in enumerate(config.layers):
+        for part in layer.parts:
+            names = {**part.weight_names, **family_names}
+            of_part = part.norm_weights(config.hidden_size), part.weights(config.hidden_size, names, shard)
+            for weight in itertools.chain(*of_part):
+                if shard.rank == 0 or not weight.is_of_first_rank:
+                    yield _spec(index, weight, shard, names)
+    yield _spec(-1, LayerWeight("norm", ((family_names["norm"], (config.hidden_size,)),)), shard)
     if not config.tie_word_embeddings:
-        yield _single(-1, "output", names["output"], embedding_shape)
+        output = (family_names["output"], shape)
+        yield _spec(-1, LayerWeight("output", (output,), sections=vocabulary), shard)
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -115,10 +113,10 @@ def weight_bytes(
     main = config.stored_quantization, config.stored_group_size
     total = 0
     for spec in weight_specs(config, shard):
-        kind, size = stored.get((spec.layer, spec.field), main if spec.field in QUANTIZED_FIELDS else _FLOATS)
+        kind, size = stored.get((spec.layer, spec.field), main if spec.is_quantized else _FLOATS)
         is_float = kind == "none" or (kind in _FLOAT8 and not has_float8)
         wanted = "none", group_size
-        if spec.field in QUANTIZED_FIELDS:
+        if spec.is_quantized:
             wanted = quantization, group_size
         elif spec.field in ("embedding", "output"):
             wanted = output_quantization(quantization), group_size
@@ -198,133 +196,38 @@ def output_quantization(quantization: str) -> str:
     return {"int4": "int8", "fp8": "none"}.get(quantization, quantization)
 
 
-def _part_of(spec: WeightSpec, config: ModelConfig, shard: Shard) -> WeightSpec:
-    """Return what a rank holds of a tensor: its sections one after the other, if one source has them all."""
-    axis, sections = _sections(spec.field, config, shard)
-    if not sections:
-        return spec
-    if len(spec.sources) == 1:
-        starts = itertools.accumulate((length for length, _ in sections), initial=0)
-        joined = tuple(
-            range(start + part.start, start + part.stop)
-            for start, (_, ranges) in zip(starts, sections, strict=False)
-            for part in ranges
-        )
-        parts = [joined]
-    else:
-        parts = [sections[number % len(sections)][1] for number in range(len(spec.sources))]
-    sources = tuple(
-        dataclasses.replace(source, axis=axis, ranges=ranges)
-        for source, ranges in zip(spec.sources, parts, strict=True)
-    )
-    return dataclasses.replace(spec, sources=sources)
+def _spec(
+    layer: int, weight: LayerWeight, shard: Shard, names: Mapping[str, str] | None = None
+) -> WeightSpec:
+    """Return a tensor of the decoder, or what a rank holds of it.
 
-
-Section = tuple[int, tuple[range, ...]]
-
-
-def _sections(field: str, config: ModelConfig, shard: Shard) -> tuple[int, list[Section]]:
-    """Return the axis along which a tensor is divided, and each section's length and what a rank holds of it.
-
-    A layer whose outputs are divided is divided by rows, one that takes these outputs by columns.
+    A rank's sections lie one after the other if one source has them all; otherwise each source is one.
     """
-
-    def share(count: int) -> Section:
-        return count, (shard.share(count),)
-
-    def heads(total: int, held: Sequence[int]) -> Section:
-        size = config.head_dim
-        return total * size, tuple(range(head * size, (head + 1) * size) for head in held)
-
-    inner, expert_inner = share(config.intermediate_size), share(config.moe_intermediate_size)
-    query = heads(config.num_heads, shard.query_heads(config))
-    kv = heads(config.num_kv_heads, shard.kv_heads(config))
-    by_field = {
-        "embedding": (0, [share(config.vocab_size)]),
-        "output": (0, [share(config.vocab_size)]),
-        "qkv": (0, [query, kv, kv]),
-        "qkv_bias": (0, [query, kv, kv]),
-        "attention_output": (1, [query]),
-        "gate_up": (0, [inner, inner]),
-        "gate_up_bias": (0, [inner, inner]),
-        "down": (1, [inner]),
-        "expert_gate_up": (0, [expert_inner]),
-        "expert_down": (1, [expert_inner]),
-    }
-    if config.qk_norm == "full":
-        by_field |= {"q_norm": (0, [query]), "k_norm": (0, [kv])}
-    return by_field.get(field, (0, []))
+    sources = tuple(
+        WeightSource(_weight_name(layer, name, names) if names else name, shape)
+        for name, shape in weight.sources
+    )
+    sections = weight.sections
+    if shard.size > 1 and sections:
+        parts = [sections[number % len(sections)][1] for number in range(len(sources))]
+        if len(sources) == 1:
+            starts = itertools.accumulate((length for length, _ in sections), initial=0)
+            parts = [
+                tuple(
+                    range(start + part.start, start + part.stop)
+                    for start, (_, ranges) in zip(starts, sections, strict=False)
+                    for part in ranges
+                )
+            ]
+        sources = tuple(
+            dataclasses.replace(source, axis=weight.axis, ranges=ranges)
+            for source, ranges in zip(sources, parts, strict=True)
+        )
+    return WeightSpec(layer, weight.field, sources, weight.is_quantized)
 
 
-def _single(layer: int, field: str, name: str, shape: tuple[int, ...]) -> WeightSpec:
-    return WeightSpec(layer, field, (WeightSource(name, shape),))
-
-
-def _weight_name(names: dict[str, str], part: str) -> str:
+def _weight_name(layer: int, part: str, names: Mapping[str, str]) -> str:
     """Return the checkpoint's name for a part such as "q.weight" or "expert.3.gate.weight"."""
     *path, kind = part.split(".")
-    if path[0] == "expert":
-        return f"{names['expert_' + path[2]].format(path[1])}.{kind}"
-    return f"{names[path[0]]}.{kind}"
-
-
-NamedShapes = tuple[tuple[str, tuple[int, ...]], ...]
-
-
-def _layer_parts(config: ModelConfig, layer: int) -> Iterator[tuple[str, NamedShapes]]:
-    yield from _norm_parts(config)
-    yield from _attention_parts(config)
-    if config.moe_layers[layer]:
-        yield from _expert_parts(config)
-    else:
-        yield from _mlp_parts(config)
-
-
-def _norm_parts(config: ModelConfig) -> Iterator[tuple[str, NamedShapes]]:
-    names = ["attention_norm", "mlp_norm"] if config.pre_norm else []
-    names += ["attention_post_norm", "mlp_post_norm"] if config.post_norm else []
-    for name in names:
-        yield name, ((f"{name}.weight", (config.hidden_size,)),)
-    if config.qk_norm:
-        heads = (config.num_heads, config.num_kv_heads) if config.qk_norm == "full" else (1, 1)
-        for name, count in zip(("q_norm", "k_norm"), heads, strict=True):
-            yield name, ((f"{name}.weight", (count * config.head_dim,)),)
-
-
-def _attention_parts(config: ModelConfig) -> Iterator[tuple[str, NamedShapes]]:
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    if "qkv" in FAMILIES[config.family].weight_names:
-        sizes = [("qkv", q_size + 2 * kv_size)]
-    else:
-        sizes = [("q", q_size), ("k", kv_size), ("v", kv_size)]
-    yield "qkv", tuple((f"{part}.weight", (size, config.hidden_size)) for part, size in sizes)
-    if config.attention_bias:
-        yield "qkv_bias", tuple((f"{part}.bias", (size,)) for part, size in sizes)
-    yield "attention_output", (("o.weight", (config.hidden_size, q_size)),)
-    if config.output_bias:
-        yield "attention_output_bias", (("o.bias", (config.hidden_size,)),)
-
-
-def _mlp_parts(config: ModelConfig) -> Iterator[tuple[str, NamedShapes]]:
-    size = config.intermediate_size
-    if "gate_up" in FAMILIES[config.family].weight_names:
-        sizes = [("gate_up", 2 * size)]
-    else:
-        sizes = [("gate", size), ("up", size)]
-    yield "gate_up", tuple((f"{part}.weight", (rows, config.hidden_size)) for part, rows in sizes)
-    yield "down", (("down.weight", (config.hidden_size, size)),)
-    if config.mlp_bias:
-        yield "gate_up_bias", tuple((f"{part}.bias", (rows,)) for part, rows in sizes)
-        yield "down_bias", (("down.bias", (config.hidden_size,)),)
-
-
-def _expert_parts(config: ModelConfig) -> Iterator[tuple[str, NamedShapes]]:
-    """Experts lie one below another: gate_up [experts * 2 * size, hidden], down [experts * hidden, size]."""
-    size, hidden = config.moe_intermediate_size, config.hidden_size
-    experts = range(config.num_experts)
-    yield "router", (("router.weight", (config.num_experts, hidden)),)
-    yield (
-        "expert_gate_up",
-        tuple((f"expert.{e}.{part}.weight", (size, hidden)) for e in experts for part in ("gate", "up")),
-    )
-    yield "expert_down", tuple((f"expert.{e}.down.weight", (hidden, size)) for e in experts)
+    name = names[path[0]] if len(path) == 1 else names[f"{path[0]}_{path[2]}"].format(path[1])
+    return f"{names['layer'].format(layer)}{name}.{kind}"

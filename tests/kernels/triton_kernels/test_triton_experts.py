@@ -33,6 +33,8 @@ from quire.kernels.triton.linear import dense as linear
 from quire.kernels.triton.linear.tiled import Tile
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.hub import resolve_model
+from quire.models.layer import LayerConfig
+from quire.models.layers.experts import ExpertsConfig
 
 # The interpreter computes in numpy, which warns of differences of infinite numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value")
@@ -325,9 +327,7 @@ def test_the_host_asks_for_no_number_and_no_more_memory_than_is_planned(
         model = dataclasses.replace(
             read_model_config(resolve_model("mini")),
             hidden_size=HIDDEN,
-            num_experts=40,
-            num_experts_per_token=k,
-            moe_intermediate_size=SIZE,
+            layers=(LayerConfig((ExpertsConfig(num_experts=40, experts_per_token=k, inner_size=SIZE),)),),
         )
         scheduler = SchedulerConfig(max_num_batched_tokens=9_000_000)
         return made.num_bytes, activation_bytes(scheduler, model, "bfloat16", max_model_len=64, on_gpu=True)

@@ -15,6 +15,7 @@ from quire.kv import KVLayerSpec
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
 from quire.models.families import ARCHITECTURES, FAMILIES
+from quire.models.layers.attention import attention_of
 from quire.models.weights import count_parameters
 
 QWEN3_0_6B: dict[str, Any] = {
@@ -49,7 +50,8 @@ def test_a_published_model(tmp_path: Path) -> None:
     config = _read(tmp_path, QWEN3_0_6B)
     assert count_parameters(config) == 596_049_920  # the model card: 0.6 B, 0.44 B without embeddings
     assert config.kv_layers == (KVLayerSpec(8, 128, 128),) * 28
-    assert (config.dtype, config.max_model_len, config.qk_norm) == ("bfloat16", 40960, "head")
+    assert (config.dtype, config.max_model_len) == ("bfloat16", 40960)
+    assert {layer.qk_norm for layer in attention_of(config)} == {"head"}
     assert config.ropes[0].theta == 1e6
 
 

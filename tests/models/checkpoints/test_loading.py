@@ -60,18 +60,18 @@ def test_shards_give_the_same_weights(qwen3: Path, tmp_path: Path) -> None:
     one, other = _load(qwen3), _load(sharded)
     assert torch.equal(_vectors(one), _vectors(other))
     assert torch.equal(_matrix(one.output), _matrix(other.output))
-    for layer, same in zip(one.layers, other.layers, strict=True):
-        assert torch.equal(_matrix(layer.qkv), _matrix(same.qkv))
-        assert torch.equal(_matrix(layer.gate_up.gate_up), _matrix(same.gate_up.gate_up))
+    for (attention, mlp), (same, same_mlp) in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(_matrix(attention.qkv), _matrix(same.qkv))
+        assert torch.equal(_matrix(mlp.gate_up.gate_up), _matrix(same_mlp.gate_up.gate_up))
 
 
 def test_projections_are_fused_in_order(qwen3: Path) -> None:
     weights = load_file(qwen3 / "model.safetensors")
-    layer = _load(qwen3).layers[1]
+    attention, mlp = _load(qwen3).layers[1]
     parts = [weights[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(_matrix(layer.qkv), torch.cat(parts))
+    assert torch.equal(_matrix(attention.qkv), torch.cat(parts))
     gate, up = (weights[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up"))
-    assert torch.equal(_matrix(layer.gate_up.gate_up), torch.cat([gate, up]))
+    assert torch.equal(_matrix(mlp.gate_up.gate_up), torch.cat([gate, up]))
 
 
 def test_a_tied_output_layer_is_the_embedding(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_a_header_of_a_tied_model_in_a_form_of_its_own_is_left_to_loading(tmp_pa
 
 
 def test_buffers_of_old_checkpoints_are_ignored(qwen3: Path) -> None:
-    expected = _load(qwen3).layers[0]
+    expected, _ = _load(qwen3).layers[0]
     _change(qwen3, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(16))
-    assert torch.equal(_matrix(_load(qwen3).layers[0].qkv), _matrix(expected.qkv))
+    assert torch.equal(_matrix(_load(qwen3).layers[0][0].qkv), _matrix(expected.qkv))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -221,7 +221,7 @@ def test_weights_are_converted(qwen3: Path, dtype: str) -> None:
     weights = load_file(qwen3 / "model.safetensors")
     assert torch.equal(_vectors(decoder), weights["model.embed_tokens.weight"].to(wanted))
     output = weights["model.layers.0.self_attn.o_proj.weight"]
-    assert torch.equal(_matrix(decoder.layers[0].attention_output, wanted), output.to(wanted))
+    assert torch.equal(_matrix(decoder.layers[0][0].output, wanted), output.to(wanted))
 
 
 def test_stored_dtype_is_the_default(tmp_path: Path) -> None:
@@ -275,8 +275,8 @@ def test_the_reference_holds_int4_as_what_it_stands_for(tmp_path: Path) -> None:
     decoder = load_decoder(path, config, options=options)
     matrices = [
         matrix
-        for layer in decoder.layers
-        for matrix in (layer.qkv, layer.attention_output, layer.gate_up.gate_up, layer.down)
+        for attention, mlp in decoder.layers
+        for matrix in (attention.qkv, attention.output, mlp.gate_up.gate_up, mlp.down)
     ]
     held = _vectors(decoder).nbytes
     for linear in (*matrices, decoder.output):

@@ -334,12 +334,12 @@ def test_inputs_in_another_order_give_the_products_of_the_same_matrix(kernels: s
     path, twin = KINDS["gptq, desc_act"].write(tmp_path / "model")
     wanted = load_file(twin / "model.safetensors")
     options = WeightOptions(dtype="float32", kernels=kernels, int4_activations="bfloat16")
-    layer = load_decoder(path, read_model_config(path), options=options).layers[1]
+    attention, mlp = load_decoder(path, read_model_config(path), options=options).layers[1]
     for linear, names in (
-        (layer.qkv, ("self_attn.q", "self_attn.k", "self_attn.v")),
-        (layer.attention_output, ("self_attn.o",)),
-        (layer.gate_up.gate_up, ("mlp.gate", "mlp.up")),
-        (layer.down, ("mlp.down",)),
+        (attention.qkv, ("self_attn.q", "self_attn.k", "self_attn.v")),
+        (attention.output, ("self_attn.o",)),
+        (mlp.gate_up.gate_up, ("mlp.gate", "mlp.up")),
+        (mlp.down, ("mlp.down",)),
     ):
         assert isinstance(linear, ReorderedLinear)
         matrix = torch.cat([wanted[f"model.layers.1.{name}_proj.weight"] for name in names])

@@ -108,9 +108,8 @@ def _without_length(model: ModelConfig) -> ModelConfig:
 def _rope(model: ModelConfig) -> str:
     kinds = sorted({f"{rope.kind} with theta {rope.theta:g}" for rope in model.ropes})
     details = [dataclasses.asdict(rope) for rope in model.ropes]
-    return (
-        f"{' and '.join(kinds)} {_digest([details, model.layer_ropes, _without_length(model).max_model_len])}"
-    )
+    of_layers = [part.rope and model.ropes.index(part.rope) for part in model.parts]
+    return f"{' and '.join(kinds)} {_digest([details, of_layers, _without_length(model).max_model_len])}"
 
 
 def _digest(values: object) -> str:

@@ -15,6 +15,7 @@ from quire.config import AggregationMode
 from quire.kernels import bounds
 from quire.kv.eviction import diversity
 from quire.kv.eviction.lengths import eviction_lengths
+from quire.models.layers.attention import attention_of
 
 if TYPE_CHECKING:
     from quire.config import CacheEvictionConfig, SchedulerConfig
@@ -66,7 +67,8 @@ def eviction_bytes(
     num_layers, tokens = model.num_layers, scheduler.max_num_batched_tokens
     num_keys = min(max_model_len, int(lengths.most_held_after_prompt(np.array(max_model_len))))
     numbers = _padded(num_keys) * min(tokens, scheduler.max_num_seqs * num_keys)
-    normalizers = 2 * tokens * model.num_heads
+    num_heads = max(part.num_heads for part in attention_of(model))
+    normalizers = 2 * tokens * num_heads
     # The start of a sequence may be shared, and is counted only once as a part of the cache.
     unshared = scheduler.max_num_seqs * (lengths.start_size + PADDING)
     unshared_bytes = unshared * score_bytes_per_token(scheduler, model, on_gpu=on_gpu)
@@ -75,8 +77,8 @@ def eviction_bytes(
         keys = _gpu_key_bytes(scheduler.cache_eviction_config, model, num_keys, max_model_len)
         return scores + unshared_bytes + keys
     of_one = _padded(num_keys) * min(tokens, num_keys)
-    rows = numbers * (num_layers + model.num_heads) + of_one * num_layers
-    rows += numbers // bounds.TILE * model.num_heads  # the largest weight of each tile
+    rows = numbers * (num_layers + num_heads) + of_one * num_layers
+    rows += numbers // bounds.TILE * num_heads  # the largest weight of each tile
     registered = 2 * SCORE_BYTES * num_layers * max_model_len
     return (
         (rows + normalizers) * FLOAT32_BYTES
@@ -92,10 +94,11 @@ def _gpu_key_bytes(config: CacheEvictionConfig, model: ModelConfig, num_kept: in
     Keys that stay are moved, those of a whole prompt fetched as they are stored, and those that are rotated
     in float32 in between, by angles of all positions, in tables that double when they grow.
     """
-    of_token = model.num_kv_heads * model.head_dim * FLOAT32_BYTES
+    of_token = _key_features(model) * FLOAT32_BYTES
     changed = num_kept * of_token
     if config.apply_rotation:
-        changed = 3 * changed + 3 * (max_model_len + ANGLE_POSITIONS) * model.head_dim * FLOAT32_BYTES
+        head_dim = max(spec.key_head_dim for spec in model.kv_specs)
+        changed = 3 * changed + 3 * (max_model_len + ANGLE_POSITIONS) * head_dim * FLOAT32_BYTES
     compared = 0
     if config.aggregation_mode == AggregationMode.ADAPTIVE_RKV:
         compared = max_model_len * of_token
@@ -106,10 +109,15 @@ def _diversity_bytes(config: CacheEvictionConfig, model: ModelConfig, max_model_
     """Return the most bytes that comparing keys takes: those of one layer and prompt, all with each other."""
     if config.aggregation_mode != AggregationMode.ADAPTIVE_RKV:
         return 0
-    keys = 3 * model.num_kv_heads * model.head_dim * FLOAT32_BYTES  # as stored, in float32, and normalized
+    keys = 3 * _key_features(model) * FLOAT32_BYTES  # as stored, in float32, and normalized
     similarities = diversity.ROWS * (2 * FLOAT32_BYTES + 1)  # all, those counted, and which these are
     return max_model_len * (keys + similarities)
 
 
 def _padded(num_keys: int) -> int:
     return -(-num_keys // bounds.TILE) * bounds.TILE
+
+
+def _key_features(model: ModelConfig) -> int:
+    """Return the features of a token's keys in the layer that has most."""
+    return max(spec.num_kv_heads * spec.key_head_dim for spec in model.kv_specs)

@@ -29,10 +29,12 @@ def kv_dtype_of(config: EngineConfig, model: ModelConfig) -> str:
     """
     if config.kv_cache_dtype == "auto":
         return dtype_of(config, model)
-    if config.kv_cache_dtype == "int8" and model.head_dim % SCALE_BYTES:
+    sizes = {size for spec in model.kv_specs for size in (spec.key_head_dim, spec.value_head_dim)}
+    odd = min((size for size in sizes if size % SCALE_BYTES), default=0)
+    if config.kv_cache_dtype == "int8" and odd:
         raise ConfigError(
             f"EngineConfig.kv_cache_dtype is 'int8', which needs a head size that is a multiple of "
-            f"{SCALE_BYTES}; this model's is {model.head_dim}: set it to 'auto'"
+            f"{SCALE_BYTES}; this model's is {odd}: set it to 'auto'"
         )
     return "float8_e4m3fn" if config.kv_cache_dtype == "fp8" else config.kv_cache_dtype
 
@@ -42,7 +44,7 @@ class ModelSizes:
     """Sizes of the target or the draft model, on the rank that needs most."""
 
     model: ModelConfig  # of that rank
-    kv_layers: tuple[KVLayerSpec, ...]  # KV heads are divided among `kv_head_shards` ranks
+    kv_layers: tuple[KVLayerSpec | None, ...]  # KV heads are divided among `kv_head_shards` ranks
     kv_head_shards: int
     num_ranks: int
     dtype: str
@@ -61,7 +63,7 @@ def model_sizes(config: EngineConfig, model: ModelConfig, num_ranks: int) -> Mod
     # The shares of the last rank are the largest; some biases are only on the first.
     ends = [Shard(rank, num_ranks) for rank in {0, num_ranks - 1}]
     shard_model = Shard(num_ranks - 1, num_ranks).model(model)
-    is_divided = model.num_kv_heads % num_ranks == 0
+    is_divided = all(spec.num_kv_heads % num_ranks == 0 for spec in model.kv_specs)
     return ModelSizes(
         shard_model,
         model.kv_layers if is_divided else shard_model.kv_layers,

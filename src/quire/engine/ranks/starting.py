@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from quire.engine.ranks.messages import RankStart
 from quire.engine.ranks.watch import LAP, Exchanges
 from quire.kernels.devices.cores import usable_cores
+from quire.models.layers.attention import attention_of
 from quire.models.shard import Shard
 
 if TYPE_CHECKING:
@@ -124,12 +125,12 @@ def _is_done(future: Future[GroupCommunicator]) -> bool:
 
 
 def _warn_of_shared_kv_heads(config: ModelConfig, size: int) -> None:
-    if config.num_kv_heads % size:
-        held = len(Shard(0, size).kv_heads(config))
-        logger.warning(
-            "the %d KV heads of this model cannot be divided among %d ranks "
-            "(EngineConfig.tensor_parallel_size); each rank holds those that its query heads need, %d",
-            config.num_kv_heads,
-            size,
-            held,
-        )
+    for num_heads, count in sorted({(part.num_heads, part.num_kv_heads) for part in attention_of(config)}):
+        if count % size:
+            logger.warning(
+                "the %d KV heads of this model cannot be divided among %d ranks "
+                "(EngineConfig.tensor_parallel_size); each rank holds those that its query heads need, %d",
+                count,
+                size,
+                len(Shard(0, size).kv_heads(num_heads, count)),
+            )

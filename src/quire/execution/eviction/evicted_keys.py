@@ -68,7 +68,7 @@ class KeyRotation:
     """
 
     def __init__(self, model: ModelConfig, device: torch.device) -> None:
-        self._table = RotaryTable(model.ropes[model.layer_ropes[0]], model.max_model_len, device)
+        self._table = RotaryTable(model.ropes[0], model.max_model_len, device)
 
     def turn_back(
         self, kv: KVLayer, block_ids: torch.Tensor, distances: torch.Tensor, *, farthest: int

@@ -23,10 +23,9 @@ from quire.models.checkpoints.cached_weights import CachedWeights
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache, cache_key
 from quire.models.config import ModelConfig
-from quire.models.decoder import Decoder, DecoderLayer
+from quire.models.decoder import Decoder, Layer
 from quire.models.embedding import Embedding
 from quire.models.parallel import (
-    FullWidthNormLinear,
     RowParallelExperts,
     RowParallelLinear,
     TensorParallel,
@@ -36,9 +35,6 @@ from quire.models.shard import WHOLE, Shard
 from quire.models.weights import WeightSource, WeightSpec, output_quantization, weight_specs
 
 Progress = Callable[[int, int], None]
-
-_MATRICES = ("qkv", "attention_output", "gate_up", "down", "router")
-_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm")
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -125,15 +121,15 @@ class _Loader:
         on_progress: Progress | None,
     ) -> None:
         self._checkpoint = checkpoint
-        self._parallel = parallel
-        self._shard = WHOLE if parallel is None else parallel.shard
-        self._config = config
-        self._options = options
+        self.parallel = parallel
+        self.shard = WHOLE if parallel is None else parallel.shard
+        self.config = config
+        self.options = options
         self._dtype: torch.dtype = getattr(torch, options.dtype)
-        self._kernels = kernels
+        self.kernels = kernels
         self._memory = memory
         self._by_layer: dict[int, dict[str, WeightSpec]] = {}
-        specs = list(weight_specs(config, self._shard))
+        specs = list(weight_specs(config, self.shard))
         for spec in specs:
             self._by_layer.setdefault(spec.layer, {})[spec.field] = spec
         self._on_progress = on_progress
@@ -144,72 +140,54 @@ class _Loader:
         """Return the decoder."""
         model = self._by_layer.pop(-1)
         embedding = self._embedding(model["embedding"])
-        layers = [self._layer(self._by_layer[index]) for index in range(self._config.num_layers)]
+        layers = [self._layer(index) for index in range(self.config.num_layers)]
         return Decoder(
-            self._shard.model(self._config),
+            self.shard.model(self.config),
             embedding=embedding,
             layers=layers,
-            norm=self._norm(model["norm"]),
-            output=self._output(model["embedding" if self._config.tie_word_embeddings else "output"]),
-            kernels=self._kernels,
-            parallel=self._parallel,
+            norm=self.norm(model["norm"]),
+            output=self._output(model["embedding" if self.config.tie_word_embeddings else "output"]),
+            kernels=self.kernels,
+            parallel=self.parallel,
         )
 
     def _embedding(self, spec: WeightSpec) -> Embedding:
         (source,) = spec.sources
-        embedding = self._checkpoint.embedding(source, self._dtype).on(self._kernels.device, self._memory)
+        embedding = self._checkpoint.embedding(source, self._dtype).on(self.kernels.device, self._memory)
         self._release(spec.sources)
         return embedding
 
     def _output(self, spec: WeightSpec) -> Linear:
-        quantization = output_quantization(self._options.quantization)
-        output = self._linear(spec.sources, None, quantization=quantization)
-        if self._parallel is None:
+        quantization = output_quantization(self.options.quantization)
+        output = self.linear(spec.sources, None, quantization=quantization)
+        if self.parallel is None:
             return output
-        return VocabularyParallelLinear(output, self._parallel, self._config.vocab_size)
+        return VocabularyParallelLinear(output, self.parallel, self.config.vocab_size)
 
-    def _layer(self, specs: dict[str, WeightSpec]) -> DecoderLayer:
-        fields: dict[str, Any] = {name: self._norm(specs[name]) for name in _NORMS if name in specs}
-        for name in _MATRICES:
-            if name in specs:
-                quantization = "none" if name == "router" else self._options.quantization
-                fields[name] = self._linear(
-                    specs[name].sources, specs.get(f"{name}_bias"), quantization=quantization
-                )
-        if "gate_up" in fields:
-            fields["gate_up"] = self._kernels.gated_linear(fields["gate_up"], self._config.activation)
-        if "expert_down" in specs:
-            fields["experts"] = self._experts(specs["expert_gate_up"], specs["expert_down"])
-        if self._parallel is not None:
-            _join_ranks(fields, self._parallel, self._config)
-        return DecoderLayer(**fields)
+    def _layer(self, index: int) -> Layer:
+        weights = _LayerWeights(self, index, self._by_layer[index])
+        return tuple(part.load(weights) for part in self.config.layers[index].parts)
 
-    def _experts(self, gate_up: WeightSpec, down: WeightSpec) -> Experts:
-        config = self._config
-        mixture = Mixture(
-            config.num_experts,
-            config.num_experts_per_token,
-            normalize=config.normalize_expert_weights,
-            activation=config.activation,
-        )
-        return self._kernels.experts(
-            self._expert_weights(gate_up, down), mixture, **self._how_held(self._options.quantization)
-        )
+    def experts(self, gate_up: WeightSpec, down: WeightSpec, mixture: Mixture) -> Experts:
+        """Return the experts whose matrices lie one below another in `gate_up` and `down`."""
 
-    def _expert_weights(self, gate_up: WeightSpec, down: WeightSpec) -> Iterator[ExpertWeights]:
-        for index in range(self._config.num_experts):
-            sources = gate_up.sources[2 * index : 2 * index + 2], down.sources[index : index + 1]
-            yield ExpertWeights(*map(self._checkpoint.matrix, sources))
-            self._release(itertools.chain(*sources))
+        def weights() -> Iterator[ExpertWeights]:
+            for index in range(mixture.num_experts):
+                sources = gate_up.sources[2 * index : 2 * index + 2], down.sources[index : index + 1]
+                yield ExpertWeights(*map(self._checkpoint.matrix, sources))
+                self._release(itertools.chain(*sources))
 
-    def _linear(
+        return self.kernels.experts(weights(), mixture, **self._how_held(self.options.quantization))
+
+    def linear(
         self, sources: Iterable[WeightSource], bias: WeightSpec | None, *, quantization: str
     ) -> Linear:
+        """Return the dense layer of a matrix that `sources` make up, one below the other."""
         sources = tuple(sources)
         linear = linear_in_order(
-            self._kernels,
+            self.kernels,
             self._checkpoint.matrix(sources),
-            None if bias is None else self._tensor(bias),
+            None if bias is None else self.tensor(bias),
             **self._how_held(quantization),
         )
         self._release(sources)
@@ -220,18 +198,19 @@ class _Loader:
         return {
             "dtype": self._dtype,
             "quantization": quantization,
-            "group_size": self._options.group_size,
-            "int4_activations": self._options.int4_activations,
+            "group_size": self.options.group_size,
+            "int4_activations": self.options.int4_activations,
             "memory": self._memory,
         }
 
-    def _norm(self, spec: WeightSpec) -> torch.Tensor:
+    def norm(self, spec: WeightSpec) -> torch.Tensor:
+        """Return a norm's weight in float32, with the model's offset."""
         (source,) = spec.sources
-        weight = self._checkpoint.tensor(source).float() + self._config.norm_offset
+        weight = self._checkpoint.tensor(source).float() + self.config.norm_offset
         self._release(spec.sources)
-        return weight.to(self._kernels.device)
+        return weight.to(self.kernels.device)
 
-    def _tensor(self, spec: WeightSpec) -> torch.Tensor:
+    def tensor(self, spec: WeightSpec) -> torch.Tensor:
         """Return the sources joined by rows; one alone, of the right dtype, stays in the mapped file."""
         parts = [self._checkpoint.tensor(source).to(self._dtype) for source in spec.sources]
         self._release(spec.sources)
@@ -246,16 +225,39 @@ class _Loader:
             self._on_progress(done * self._dtype.itemsize, self._num_weights * self._dtype.itemsize)
 
 
-def _join_ranks(fields: dict[str, Any], parallel: TensorParallel, config: ModelConfig) -> None:
-    """Replace what the ranks compute together in a layer's fields."""
-    for name in ("attention_output", "down"):
-        if name in fields:
-            fields[name] = RowParallelLinear(fields[name], parallel)
-    if "experts" in fields:
-        fields["experts"] = RowParallelExperts(fields["experts"], parallel)
-    if config.qk_norm == "full":
-        norms = fields.pop("q_norm"), fields.pop("k_norm")
-        fields["qkv"] = FullWidthNormLinear(fields["qkv"], norms, parallel, config)
+class _LayerWeights:
+    """See `LayerLoader`.
+
+    Args:
+        loader: of the model.
+        index: of the layer.
+        specs: of its tensors, by field.
+    """
+
+    def __init__(self, loader: _Loader, index: int, specs: dict[str, WeightSpec]) -> None:
+        self.index = index
+        self.model = loader.config
+        self.kernels = loader.kernels
+        self.shard = loader.shard
+        self.parallel = loader.parallel
+        self._loader = loader
+        self._specs = specs
+
+    def norm(self, field: str) -> torch.Tensor | None:
+        return self._loader.norm(self._specs[field]) if field in self._specs else None
+
+    def tensor(self, field: str) -> torch.Tensor:
+        return self._loader.tensor(self._specs[field]).to(self.kernels.device)
+
+    def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
+        quantization = self._loader.options.quantization if is_quantized else "none"
+        bias = self._specs.get(f"{field}_bias")
+        linear = self._loader.linear(self._specs[field].sources, bias, quantization=quantization)
+        return linear if self.parallel is None or not is_summed else RowParallelLinear(linear, self.parallel)
+
+    def experts(self, gate_up: str, down: str, mixture: Mixture) -> Experts:
+        experts = self._loader.experts(self._specs[gate_up], self._specs[down], mixture)
+        return experts if self.parallel is None else RowParallelExperts(experts, self.parallel)
 
 
 def _cache_key(path: Path, options: WeightOptions, weight_layout: str, shard: Shard) -> str:

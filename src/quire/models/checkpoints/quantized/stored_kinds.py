@@ -17,7 +17,7 @@ from quire.models.checkpoints.quantized.description import (
     in_groups,
 )
 from quire.models.config import ModelConfig
-from quire.models.weights import QUANTIZED_FIELDS, WeightSource, WeightSpec, weight_specs
+from quire.models.weights import WeightSource, WeightSpec, weight_specs
 
 
 class TensorHeader(NamedTuple):
@@ -76,7 +76,9 @@ def tensor_names(name: str) -> set[str]:
 
 def matrix_specs(config: ModelConfig) -> list[WeightSpec]:
     """Return the tensors of a decoder that may be quantized in a checkpoint."""
-    return [spec for spec in weight_specs(config) if spec.field in (*QUANTIZED_FIELDS, "embedding", "output")]
+    return [
+        spec for spec in weight_specs(config) if spec.is_quantized or spec.field in ("embedding", "output")
+    ]
 
 
 def with_kinds(config: ModelConfig, found: Mapping[tuple[int, str], StoredQuantization]) -> ModelConfig:

@@ -1,0 +1,229 @@
+"""What a layer of a decoder is: sub-layers that know their weights, cache, memory and sums.
+
+Nothing here, nor where a sub-layer is described, needs torch: only what a checkpoint is loaded into does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.config import SchedulerConfig
+    from quire.kernels.attention.batch import AttentionBatch
+    from quire.kernels.attention.kv_layer import KVLayer
+    from quire.kernels.interface import KernelSet
+    from quire.kernels.layers.experts import Experts, Mixture
+    from quire.kernels.layers.linear import Linear
+    from quire.kv.cache.page_layout import KVLayerSpec
+    from quire.models.config import ModelConfig, RopeConfig
+    from quire.models.parallel import TensorParallel
+    from quire.models.shard import Shard
+
+Angles = tuple["torch.Tensor", "torch.Tensor"]  # cos and sin, each [T, rotary_dim / 2] float32
+_FLOAT32_BYTES = 4
+
+Section = tuple[int, tuple[range, ...]]
+"""Length of a part of a tensor along an axis, and what of it a rank holds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWeight:
+    """A tensor of a sub-layer: tensors of the checkpoint, one after the other along the first dimension.
+
+    Args:
+        field: its name among the tensors of the layer.
+        sources: name and shape of each tensor of the checkpoint. A name is "q.weight" where the sub-layer or
+            the family says what "q" is called, "expert.3.gate.weight" if that name has a place for a number.
+        axis: along which ranks divide it.
+        sections: the parts of the sources along `axis`, in turns; none: every rank has all.
+        is_quantized: whether it is a matrix that may be held quantized.
+        is_of_first_rank: whether only rank 0 has it: a bias of what is summed over the ranks.
+    """
+
+    field: str
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+    axis: int = 0
+    sections: tuple[Section, ...] = ()
+    is_quantized: bool = False
+    is_of_first_rank: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepSizes:
+    """The largest step that memory is estimated for, and what computes it."""
+
+    scheduler: SchedulerConfig  # with `max_num_batched_tokens` decided
+    tokens: int  # rows of the step's tensors
+    max_model_len: int
+    hidden_size: int
+    item: int  # bytes of an activation
+    is_native: bool
+    on_gpu: bool
+    num_threads: int
+
+    def product_bytes(self, *widths: int) -> int:
+        """Return the bytes of the widest of hidden states and rows of these sizes, as products read them."""
+        return self.tokens * max(self.hidden_size, *widths) * _FLOAT32_BYTES
+
+    def reference_gate_bytes(self, inner_size: int) -> int:
+        """Return what the reference kernels take for norms and a gated activation, in float32."""
+        if self.is_native or self.on_gpu:
+            return 0
+        return self.tokens * (2 * self.hidden_size + 3 * inner_size) * _FLOAT32_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SubLayerConfig(ABC):
+    """One sub-layer: norms, and between them what a subclass computes, added to the residual stream."""
+
+    pre_norm: bool = True  # its input is normalized
+    post_norm: bool = False  # its output is normalized
+
+    role: ClassVar[str]  # "attention" for what mixes tokens, "mlp" otherwise: what its norms are called
+    weight_names: ClassVar[Mapping[str, str]]  # in checkpoints, where a family has no others
+
+    @abstractmethod
+    def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
+        """Yield the tensors beside the norms of its input and output.
+
+        Args:
+            hidden_size: features of the residual stream.
+            names: what its weights are called in the checkpoint; which there are may depend on that.
+            shard: whose part the sections say.
+        """
+
+    @abstractmethod
+    def on_rank(self, shard: Shard) -> Self:
+        """Return what a rank computes of it."""
+
+    def check_divisible(self, size: int) -> None:  # noqa: B027 - many can be divided in any case
+        """Raise `ConfigError` if it cannot be divided among `size` ranks; the message has possible sizes."""
+
+    @property
+    def kv(self) -> KVLayerSpec | None:
+        """What it writes to the KV cache for each token; None: nothing."""
+        return None
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """The rotary frequencies whose angles it needs."""
+        return None
+
+    def buffers(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes, for each token, of intermediate results that are kept from step to step.
+
+        Sub-layers share the memory of those of one name.
+        """
+        return {}
+
+    @abstractmethod
+    def peak_bytes(self, step: StepSizes) -> int:
+        """Return the most memory that it takes beside its weights and buffers."""
+
+    @abstractmethod
+    def load(self, loader: LayerLoader) -> SubLayer:
+        """Return it with its weights, as `loader.shard` computes it."""
+
+    def norm_weights(self, hidden_size: int) -> Iterator[LayerWeight]:
+        """Yield the norms of its input and output."""
+        for is_there, name in (
+            (self.pre_norm, f"{self.role}_norm"),
+            (self.post_norm, f"{self.role}_post_norm"),
+        ):
+            if is_there:
+                yield LayerWeight(name, ((f"{name}.weight", (hidden_size,)),))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """A layer of a checkpoint: its sub-layers, in order."""
+
+    parts: tuple[SubLayerConfig, ...]
+
+    @property
+    def kv(self) -> KVLayerSpec | None:
+        """What it writes to the KV cache for each token; None: nothing."""
+        return next((part.kv for part in self.parts if part.kv is not None), None)
+
+    def changed(self, kind: type[Any], **changes: Any) -> LayerConfig:
+        """Return a layer whose sub-layers of `kind` have other values in some fields."""
+        return LayerConfig(
+            tuple(
+                dataclasses.replace(part, **changes) if isinstance(part, kind) else part
+                for part in self.parts
+            )
+        )
+
+
+class LayerLoader(Protocol):
+    """The weights of one layer, as sub-layers take them; the fields are those of their `LayerWeight`s."""
+
+    index: int  # of the layer
+    model: ModelConfig  # the whole one
+    kernels: KernelSet
+    shard: Shard
+    parallel: TensorParallel | None  # the ranks; None: there is one
+
+    def norm(self, field: str) -> torch.Tensor | None:
+        """Return a norm's weight in float32, with the model's `norm_offset`; None: there is none."""
+
+    def tensor(self, field: str) -> torch.Tensor:
+        """Return a tensor in the type of the activations, on the device."""
+
+    def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
+        """Return the dense layer of a matrix, with the bias `<field>_bias` if there is one.
+
+        Args:
+            field: of the matrix.
+            is_quantized: whether the quantization that was asked for applies.
+            is_summed: whether ranks have parts of its inputs, so that their results are summed.
+        """
+
+    def experts(self, gate_up: str, down: str, mixture: Mixture) -> Experts:
+        """Return the experts whose matrices are those two fields, summed over the ranks."""
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Step:
+    """What a forward pass has for its sub-layers."""
+
+    batch: AttentionBatch
+    angles: Sequence[Angles]  # of each of the model's `ropes`
+    kv: Sequence[KVLayer]  # of each layer; of those without KV, nothing to touch
+
+
+class SubLayer(ABC):
+    """A sub-layer with its weights. Norms are those around it, applied by the decoder.
+
+    Args:
+        config: what a rank computes.
+        loader: has the norms.
+    """
+
+    def __init__(self, config: SubLayerConfig, loader: LayerLoader) -> None:
+        self.pre_norm = loader.norm(f"{config.role}_norm") if config.pre_norm else None
+        self.post_norm = loader.norm(f"{config.role}_post_norm") if config.post_norm else None
+        self.buffers = config.buffers()
+
+    @property
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """Equal for sub-layers that the same kernels compute, see `Linear.kind`."""
+
+    @abstractmethod
+    def forward(
+        self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what is added to the residual stream.
+
+        Args:
+            inputs: [T, hidden], normalized if the layer does that.
+            step: which tokens these are.
+            buffers: those that `buffers` names, [T, *shape] each, to be used freely.
+            out: [T, hidden], for the result.
+        """

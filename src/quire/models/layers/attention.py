@@ -1,0 +1,350 @@
+"""Attention over the paged KV cache, with heads, window, rotation and cache of the layer's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from typing_extensions import override
+
+from quire.config import SchedulerConfig, SparseAttentionMode
+from quire.errors import ConfigError, ModelError
+from quire.kernels import bounds
+from quire.kv.cache.page_layout import KVLayerSpec
+from quire.models.config import ModelConfig, RopeConfig
+from quire.models.layer import LayerLoader, LayerWeight, Section, Step, StepSizes, SubLayer, SubLayerConfig
+from quire.models.shard import Shard
+
+if TYPE_CHECKING:
+    import torch
+
+_FLOAT32_BYTES = 4
+_INT32_BYTES = 4
+_FLOAT64_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig(SubLayerConfig):
+    """The numbers of one layer's attention."""
+
+    num_heads: int = 0  # query heads
+    num_kv_heads: int = 0
+    head_dim: int = 0  # features of a head of queries and keys
+    value_dim: int = 0  # features of a head of values; 0: as of keys
+    rope: RopeConfig | None = None  # None: no rotation
+    window: int = 0  # tokens that a token sees, itself included; 0: all
+    scale: float = 1.0  # multiplies scores
+    softcap: float = 0.0  # soft cap of scores; 0: none
+    qk_norm: str = ""  # norm of queries and keys: none (empty), per head ("head"), or over all ("full")
+    qkv_bias: bool = False
+    output_bias: bool = False
+    kv_source: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own
+
+    role: ClassVar[str] = "attention"
+    weight_names: ClassVar[Mapping[str, str]] = {
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+    }
+
+    @property
+    def value_size(self) -> int:
+        """Features of a head of values."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    @override
+    def kv(self) -> KVLayerSpec | None:
+        if self.kv_source is not None:
+            return None
+        return KVLayerSpec(self.num_kv_heads, self.head_dim, self.value_size, self.window)
+
+    @override
+    def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
+        kv_heads = shard.kv_heads(self.num_heads, self.num_kv_heads)
+        query = _section(self.num_heads, self.head_dim, shard.query_heads(self.num_heads))
+        key = _section(self.num_kv_heads, self.head_dim, kv_heads)
+        value = _section(self.num_kv_heads, self.value_size, kv_heads)
+        sections = {"q": query} if self.kv_source is not None else {"q": query, "k": key, "v": value}
+        if self.qk_norm:
+            for name, section in list(sections.items())[:2]:
+                is_full = self.qk_norm == "full"
+                size = section[0] if is_full else self.head_dim
+                divided = (section,) if is_full else ()
+                yield LayerWeight(f"{name}_norm", ((f"{name}_norm.weight", (size,)),), sections=divided)
+        sizes = {name: size for name, (size, _) in sections.items()}
+        if "qkv" in names:
+            sizes = {"qkv": sum(sizes.values())}
+        rows = tuple(sections.values())
+        matrices = tuple((f"{name}.weight", (size, hidden_size)) for name, size in sizes.items())
+        yield LayerWeight("qkv", matrices, sections=rows, is_quantized=True)
+        if self.qkv_bias:
+            biases = tuple((f"{name}.bias", (size,)) for name, size in sizes.items())
+            yield LayerWeight("qkv_bias", biases, sections=rows)
+        attended = _section(self.num_heads, self.value_size, shard.query_heads(self.num_heads))
+        output = (("o.weight", (hidden_size, attended[0])),)
+        yield LayerWeight("attention_output", output, axis=1, sections=(attended,), is_quantized=True)
+        if self.output_bias:
+            bias = (("o.bias", (hidden_size,)),)
+            yield LayerWeight("attention_output_bias", bias, is_of_first_rank=True)
+
+    @override
+    def on_rank(self, shard: Shard) -> Self:
+        return dataclasses.replace(
+            self,
+            num_heads=len(shard.query_heads(self.num_heads)),
+            num_kv_heads=len(shard.kv_heads(self.num_heads, self.num_kv_heads)),
+        )
+
+    @override
+    def check_divisible(self, size: int) -> None:
+        if size > 1 and self.kv_source is not None and self.qk_norm == "full":
+            raise ConfigError(
+                f"EngineConfig.tensor_parallel_size is {size}; a layer that reads another one's KV and "
+                "normalizes all of its queries together cannot be divided: set it to 1"
+            )
+        if self.num_heads % size:
+            possible = [str(n) for n in range(1, self.num_heads + 1) if not self.num_heads % n]
+            raise ConfigError(
+                f"EngineConfig.tensor_parallel_size is {size}, among which the {self.num_heads} query heads "
+                f"of this model cannot be divided evenly; set it to {', '.join(possible)}"
+            )
+
+    @override
+    def buffers(self) -> dict[str, tuple[int, ...]]:
+        qkv = self.num_heads * self.head_dim
+        if self.kv_source is None:
+            qkv += self.num_kv_heads * (self.head_dim + self.value_size)
+        return {"qkv": (qkv,), "attended": (self.num_heads, self.value_size)}
+
+    @override
+    def peak_bytes(self, step: StepSizes) -> int:
+        attended = self.num_heads * self.value_size
+        if step.on_gpu:  # those of captured steps have memory of their own
+            scratch = 2 * bounds.GPU_TILE_HEIGHTS * bounds.GPU_PART_BYTES
+            scratch += gpu_key_selection_bytes(step.scheduler, self, step.max_model_len)
+        else:
+            scratch = _scratch_bytes(self, step)
+            scratch += key_selection_bytes(step.scheduler, self, step.max_model_len, step.num_threads)
+        if not step.on_gpu and not step.is_native:
+            scratch += step.tokens * (self.buffers()["qkv"][0] + attended) * _FLOAT32_BYTES
+        return max(scratch, step.product_bytes(attended))
+
+    @override
+    def load(self, loader: LayerLoader) -> Attention:
+        return Attention(self, loader)
+
+
+def attention_of(model: ModelConfig) -> list[AttentionConfig]:
+    """Return the attention of each layer that has it."""
+    return [part for part in model.parts if isinstance(part, AttentionConfig)]
+
+
+def _section(total: int, size: int, held: Sequence[int]) -> Section:
+    """Return the rows of `total` heads of `size` features, and those of the heads that are held."""
+    return total * size, tuple(range(head * size, (head + 1) * size) for head in held)
+
+
+class Attention(SubLayer):
+    """Attention with its weights.
+
+    Args:
+        whole: of all ranks.
+        loader: of the layer.
+
+    Raises:
+        ModelError: the kernels cannot compute it, or it reads the KV of a layer that has none like it.
+    """
+
+    def __init__(self, whole: AttentionConfig, loader: LayerLoader) -> None:
+        from quire.kernels.attention.tiles import HeadLayout
+        from quire.models.parallel import FullWidthNormLinear
+
+        _check(whole, loader)
+        config = whole.on_rank(loader.shard)
+        super().__init__(config, loader)
+        self.qkv = loader.linear("qkv")
+        self.output = loader.linear("attention_output", is_summed=True)
+        self._config = config
+        self._kernels = loader.kernels
+        self._eps = loader.model.norm_eps
+        self._kv_layer = loader.index if whole.kv_source is None else whole.kv_source
+        self._rope = None if whole.rope is None else loader.model.ropes.index(whole.rope)
+        self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
+        self._q_norm, self._k_norm = loader.norm("q_norm"), loader.norm("k_norm")
+        if whole.qk_norm == "full" and loader.parallel is not None:
+            assert self._q_norm is not None
+            assert self._k_norm is not None
+            self.qkv = FullWidthNormLinear(
+                self.qkv,
+                (self._q_norm, self._k_norm),
+                loader.parallel,
+                heads=(whole.num_heads, whole.num_kv_heads),
+                head_dim=whole.head_dim,
+                eps=self._eps,
+            )
+            self._q_norm = self._k_norm = None
+
+    @property
+    @override
+    def kind(self) -> Hashable:
+        norms = self._q_norm is None, self._k_norm is None
+        return type(self), self._config, self._rope, norms, self.qkv.kind, self.output.kind
+
+    @override
+    def forward(
+        self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
+    ) -> torch.Tensor:
+        config, kv = self._config, step.kv[self._kv_layer]
+        cos, sin = (None, None) if self._rope is None else step.angles[self._rope]
+        qkv = self.qkv(inputs, out=buffers["qkv"])
+        if config.kv_source is None:
+            query = self._kernels.rotary_and_write_kv(
+                qkv,
+                kv,
+                step.batch,
+                heads=self._heads,
+                cos=cos,
+                sin=sin,
+                q_norm=self._q_norm,
+                k_norm=self._k_norm,
+                eps=self._eps,
+            )
+        else:
+            query = self._kernels.rotary(
+                qkv, head_dim=config.head_dim, cos=cos, sin=sin, norm=self._q_norm, eps=self._eps
+            )
+        attended = self._kernels.paged_attention(
+            query,
+            kv,
+            step.batch,
+            scale=config.scale,
+            window=config.window,
+            softcap=config.softcap,
+            out=buffers["attended"],
+        )
+        return self.output(attended.flatten(1), out=out)
+
+
+def _check(config: AttentionConfig, loader: LayerLoader) -> None:
+    if config.value_size != config.head_dim and not loader.kernels.takes_any_value_size:
+        raise ModelError(
+            f"layer {loader.index} has keys of {config.head_dim} and values of {config.value_size} features "
+            f"in each head; the {loader.kernels.name} kernels compute attention with both of one size only, "
+            "those of EngineConfig.kernels 'reference' with any"
+        )
+    if config.kv_source is None:
+        return
+    if not 0 <= config.kv_source < loader.index:
+        raise ModelError(
+            f"layer {loader.index} reads the KV of layer {config.kv_source}; it must be of an earlier one"
+        )
+    source = loader.model.layers[config.kv_source].kv
+    needed = dataclasses.replace(config, kv_source=None).kv
+    assert needed is not None
+    if source is None or dataclasses.replace(source, window=config.window) != needed:
+        raise ModelError(
+            f"layer {loader.index} reads the KV of layer {config.kv_source}, which has {source}; it needs "
+            f"{needed}"
+        )
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+def _scratch_bytes(attention: AttentionConfig, step: StepSizes) -> int:
+    """Return the most scratch memory of attention on a CPU in bytes."""
+    size = attention.head_dim
+    if step.is_native and not size % bounds.HEAD_DIM_MULTIPLE and size <= bounds.MAX_HEAD_DIM:
+        return native_attention_bytes(attention, step.max_model_len, step.num_threads)
+    rows = min(step.scheduler.max_num_seqs, step.scheduler.max_num_batched_tokens)
+    return _reference_attention_bytes(attention, rows, step.max_model_len)
+
+
+def native_attention_bytes(attention: AttentionConfig, max_model_len: int, num_threads: int) -> int:
+    """Return the most scratch memory that the native attention takes in bytes.
+
+    Each thread has the queries of a task, a tile of keys and of values, and two states. If there are few
+    tasks for the threads, each span of a task has a state as well.
+    """
+    rows = max(bounds.BLOCK_ROWS, attention.group)
+    rows = -(-rows // bounds.LANES) * bounds.LANES
+    state = rows * (1 + bounds.LANES + attention.head_dim) * _FLOAT32_BYTES
+    tiles = (rows + 2 * bounds.TILE) * attention.head_dim * _FLOAT32_BYTES
+    of_thread = tiles + 2 * state + bounds.THREAD_BYTES
+    spans = -(-max_model_len // bounds.SPAN)
+    if spans == 1 or num_threads == 1:
+        return num_threads * of_thread
+    of_spans = (bounds.TASKS_PER_THREAD * num_threads - 1) * spans * state
+    return num_threads * of_thread + min(of_spans, bounds.MAX_SPAN_BYTES)
+
+
+def _reference_attention_bytes(attention: AttentionConfig, num_seqs: int, max_model_len: int) -> int:
+    """Return the bytes of the float32 intermediates of `quire.kernels.attention.paged` at their bound.
+
+    One query block against all tiles of the longest sequence always runs in one go; more run together as
+    long as each intermediate stays within the bound.
+    """
+    tiles = -(-max_model_len // bounds.TILE)
+    block_rows = bounds.TILE * attention.num_heads // attention.num_kv_heads
+    width = max(bounds.TILE, attention.head_dim, attention.value_size)
+    one_block = tiles * attention.num_kv_heads * block_rows * width
+    floats = max(one_block, min(bounds.SCRATCH_FLOATS, num_seqs * one_block))
+    return bounds.INTERMEDIATES * floats * _FLOAT32_BYTES
+
+
+def key_selection_bytes(
+    scheduler: SchedulerConfig, attention: AttentionConfig, max_model_len: int, num_threads: int
+) -> int:
+    """Return the most memory that XAttention's estimate and choice of keys take in bytes.
+
+    Each thread has the queries of a block as rows, and their scores; then there are the mass of each key
+    block for each query block and head, and what each of them sees of the chosen tiles.
+    """
+    if not _selects_keys(scheduler):
+        return 0
+    config = scheduler.sparse_attention_config
+    size, stride = config.xattention_block_size, config.xattention_stride
+    num_rows = bounds.MASS_ROWS * -(-size // stride * attention.group // bounds.MASS_ROWS)
+    num_columns = bounds.LANES * -(-max_model_len // (stride * bounds.LANES))
+    of_thread = num_rows * (stride * attention.head_dim + num_columns) * _FLOAT32_BYTES
+    of_pair = _FLOAT64_BYTES + 1 + size // bounds.TILE * bounds.VISIT_BYTES
+    return num_threads * of_thread + _block_pairs(scheduler, attention, max_model_len) * of_pair
+
+
+def gpu_key_selection_bytes(
+    scheduler: SchedulerConfig, attention: AttentionConfig, max_model_len: int
+) -> int:
+    """Return the same of a GPU: some estimates at a time, what is selected, and which tiles are visited."""
+    if not _selects_keys(scheduler):
+        return 0
+    query_tiles = scheduler.max_num_batched_tokens * attention.num_heads // bounds.TILE
+    visits = query_tiles * -(-max_model_len // bounds.TILE)
+    config = scheduler.sparse_attention_config
+    num_key_blocks = -(-max_model_len // config.xattention_block_size)
+    rows = config.xattention_block_size // config.xattention_stride
+    of_block = bounds.gpu_estimate_bytes(attention.num_heads, num_key_blocks, rows)  # at least one at a time
+    estimates = max(bounds.GPU_ESTIMATE_BYTES, of_block)
+    selected = 2 * _block_pairs(scheduler, attention, max_model_len)  # of all parts, and put together
+    return estimates + (selected + visits) * _INT32_BYTES
+
+
+def _selects_keys(scheduler: SchedulerConfig) -> bool:
+    mode = scheduler.sparse_attention_config.mode
+    return scheduler.use_sparse_attention and mode == SparseAttentionMode.XATTENTION
+
+
+def _block_pairs(scheduler: SchedulerConfig, attention: AttentionConfig, max_model_len: int) -> int:
+    """Return the most pairs of a head's query blocks and key blocks that a step has."""
+    size, tokens = scheduler.sparse_attention_config.xattention_block_size, scheduler.max_num_batched_tokens
+    query_blocks = min(tokens, tokens // size + 2 * scheduler.max_num_seqs)
+    return query_blocks * attention.num_heads * -(-max_model_len // size)

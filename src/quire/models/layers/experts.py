@@ -1,0 +1,103 @@
+"""The mixture of experts: each token goes to some of many feed-forward layers, which a router chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from typing_extensions import override
+
+from quire.kernels import bounds
+from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer, SubLayerConfig
+from quire.models.shard import Shard
+
+if TYPE_CHECKING:
+    import torch
+
+_FLOAT32_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig(SubLayerConfig):
+    """The numbers of one mixture of experts."""
+
+    num_experts: int = 0
+    experts_per_token: int = 0
+    inner_size: int = 0  # features inside one expert
+    normalize: bool = False  # the weights of a token's experts sum to 1
+    activation: str = "silu"  # silu, gelu_tanh or gelu
+
+    role: ClassVar[str] = "mlp"
+    weight_names: ClassVar[Mapping[str, str]] = {
+        "router": "mlp.gate",
+        "expert_gate": "mlp.experts.{}.gate_proj",
+        "expert_up": "mlp.experts.{}.up_proj",
+        "expert_down": "mlp.experts.{}.down_proj",
+    }
+
+    @override
+    def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
+        """Experts lie one below another, [experts * 2 * size, hidden] and [experts * hidden, size]."""
+        size, experts = self.inner_size, range(self.num_experts)
+        inner = size, (shard.share(size),)
+        gate_up = tuple(
+            (f"expert.{e}.{part}.weight", (size, hidden_size)) for e in experts for part in ("gate", "up")
+        )
+        down = tuple((f"expert.{e}.down.weight", (hidden_size, size)) for e in experts)
+        yield LayerWeight("router", (("router.weight", (self.num_experts, hidden_size)),))
+        yield LayerWeight("expert_gate_up", gate_up, sections=(inner,), is_quantized=True)
+        yield LayerWeight("expert_down", down, axis=1, sections=(inner,), is_quantized=True)
+
+    @override
+    def on_rank(self, shard: Shard) -> Self:
+        return dataclasses.replace(self, inner_size=len(shard.share(self.inner_size)))
+
+    @override
+    def peak_bytes(self, step: StepSizes) -> int:
+        rows = step.product_bytes(self.inner_size) + step.reference_gate_bytes(self.inner_size)
+        hidden, inner, item = step.hidden_size, self.inner_size, step.item
+        if step.on_gpu:  # inner features, as they are and as they are multiplied, and results
+            of_pair = (2 * inner + hidden) * item + bounds.GPU_PAIR_BYTES
+            return rows + step.tokens * self.experts_per_token * of_pair
+        # Experts compute one after the other, and one may get every token.
+        outputs = self.experts_per_token * hidden * _FLOAT32_BYTES
+        of_one = (2 * hidden + 3 * inner) * item + hidden * _FLOAT32_BYTES
+        return rows + step.tokens * (outputs + of_one)
+
+    @override
+    def load(self, loader: LayerLoader) -> MixtureOfExperts:
+        return MixtureOfExperts(self, loader)
+
+
+class MixtureOfExperts(SubLayer):
+    """A mixture of experts with its weights.
+
+    Args:
+        config: of all ranks.
+        loader: of the layer.
+    """
+
+    def __init__(self, config: ExpertsConfig, loader: LayerLoader) -> None:
+        from quire.kernels.layers.experts import Mixture
+
+        super().__init__(config, loader)
+        mixture = Mixture(
+            config.num_experts,
+            config.experts_per_token,
+            normalize=config.normalize,
+            activation=config.activation,
+        )
+        self.router = loader.linear("router", is_quantized=False)
+        self.experts = loader.experts("expert_gate_up", "expert_down", mixture)
+
+    @property
+    @override
+    def kind(self) -> Hashable:
+        return type(self), self.router.kind, type(self.experts)
+
+    @override
+    def forward(
+        self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
+    ) -> torch.Tensor:
+        return self.experts(inputs, self.router(inputs), out=out)
