@@ -16,10 +16,9 @@ from quire.engine import devices as engine_devices
 from quire.engine.building.assembly import build_connector, build_context
 from quire.engine.building.kv_identity import kv_fingerprint
 from quire.engine.devices import available_bytes, device_name, on_cuda, on_one_device
-from quire.engine.memory.activation import activation_bytes
 from quire.engine.memory.byte_sizes import GB
 from quire.engine.memory.cache_warming import CacheWarmer
-from quire.engine.memory.plan import MemoryPlan, plan_memory, plan_memory_again
+from quire.engine.memory.plan import MemoryPlan, activation_bytes, plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.kernels import bounds, dispatch
 from quire.kernels.devices import cuda_copies

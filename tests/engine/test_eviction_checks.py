@@ -7,7 +7,7 @@ import pytest
 from checkpoints import make_checkpoint
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
-from quire.engine.memory.eviction_checks import refuse_model_beside_eviction
+from quire.engine.memory.eviction import refuse_model_beside_eviction
 from quire.errors import ConfigError
 from quire.models.checkpoints.config_reading import read_model_config
 

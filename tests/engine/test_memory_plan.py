@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
-from quire.engine.memory.activation import activation_bytes
 from quire.engine.memory.byte_sizes import GB, format_bytes
-from quire.engine.memory.plan import MemoryPlan, plan_memory, plan_memory_again
+from quire.engine.memory.plan import MemoryPlan, activation_bytes, plan_memory, plan_memory_again
 from quire.errors import ConfigError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig

@@ -20,8 +20,7 @@ from engine_checks import core_of, wait_for_end
 from nccl_stand_in import NcclStandIn
 from quire import LLM
 from quire.engine.ranks import nccl, starting, watch
-from quire.engine.ranks.connecting import communicator_on
-from quire.engine.ranks.gloo import GlooCommunicator
+from quire.engine.ranks.connecting import GlooCommunicator, communicator_on
 from quire.engine.ranks.group import RankGroup, with_gpu
 from quire.engine.ranks.leading import LeadingDecoder
 from quire.engine.ranks.nccl import NcclCommunicator

@@ -23,7 +23,7 @@ from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.config import SupervisionConfig
 from quire.engine.core import EngineCore
 from quire.engine.ranks import group
-from quire.engine.ranks.gloo import GlooCommunicator
+from quire.engine.ranks.connecting import GlooCommunicator
 from quire.engine.ranks.group import RankGroup
 from quire.engine.ranks.leading import LeadingDecoder
 from quire.engine.ranks.messages import CopyBlocks, Forward
@@ -288,7 +288,7 @@ def test_a_communicator_ends_when_the_number_of_its_file_is_another_ones():
 def test_a_fork_of_a_rank_ends(end):
     program = f"""
 import os, sys
-from quire.engine.ranks.gloo import GlooCommunicator
+from quire.engine.ranks.connecting import GlooCommunicator
 from quire.models.shard import Shard
 communicator = GlooCommunicator(Shard(0, 1), os.memfd_create("of-this-test"), timeout=5.0)
 child = os.fork()

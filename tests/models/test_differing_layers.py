@@ -12,7 +12,7 @@ from random_weights import PlainModel, write_weights
 from lockstep_ranks import LockstepRanks
 from paged_harness import generate, random_prompts
 from quire.config import EngineConfig, SchedulerConfig
-from quire.engine.memory.eviction_checks import refuse_model_beside_eviction
+from quire.engine.memory.eviction import refuse_model_beside_eviction
 from quire.engine.memory.plan import plan_memory
 from quire.errors import ConfigError, ModelError
 from quire.models.checkpoints.loading import WeightOptions, load_decoder

@@ -24,7 +24,7 @@ from quire.engine.devices import device_name, on_one_device, watched_memory
 from quire.engine.kv_events import KVEventPublisher
 from quire.engine.memory.cache_warming import CacheWarmer
 from quire.engine.memory.checks import cache_knob
-from quire.engine.memory.eviction_checks import refuse_model_beside_eviction
+from quire.engine.memory.eviction import refuse_model_beside_eviction
 from quire.engine.memory.plan import plan_memory_again
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.engine.owned_requests import OwnedRequests

@@ -83,5 +83,9 @@ class ModelConfig:
         return tuple(dict.fromkeys(part.rope for part in self.parts if part.rope is not None))
 
     def changed(self, kind: type[Any], **changes: Any) -> ModelConfig:
-        """Return a model whose sub-layers of `kind` have other values in some fields."""
-        return dataclasses.replace(self, layers=tuple(each.changed(kind, **changes) for each in self.layers))
+        """Return a model whose sub-layers of `kind` have other values in some fields; lists are by layer."""
+        layers = (
+            layer.changed(kind, **{k: v[index] if isinstance(v, list) else v for k, v in changes.items()})
+            for index, layer in enumerate(self.layers)
+        )
+        return dataclasses.replace(self, layers=tuple(layers))

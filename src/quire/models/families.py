@@ -238,14 +238,6 @@ def _activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _by_layer(base: ModelConfig, change: Callable[[int, LayerConfig], LayerConfig]) -> ModelConfig:
-    return replace(base, layers=tuple(change(index, layer) for index, layer in enumerate(base.layers)))
-
-
-def _with_windows(base: ModelConfig, windows: Sequence[int]) -> ModelConfig:
-    return _by_layer(base, lambda index, layer: layer.changed(AttentionConfig, window=windows[index]))
-
-
 def _layer_windows(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[int]:
     """Return the window of each layer: by `layer_types` where the config has them, else by `is_sliding`."""
     window = hf.get("sliding_window", 0)
@@ -272,7 +264,7 @@ def _all_sliding(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _qwen2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     hf.get("attention_bias")  # in whatever form it is there, these layers have biases
-    return _with_windows(base.changed(AttentionConfig, qkv_bias=True), _qwen_windows(hf))
+    return base.changed(AttentionConfig, qkv_bias=True, window=_qwen_windows(hf))
 
 
 def _qwen_windows(hf: HFConfig) -> list[int]:
@@ -283,8 +275,8 @@ def _qwen_windows(hf: HFConfig) -> list[int]:
 
 
 def _qwen3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    normed = _with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="head")
-    return _with_windows(normed, _qwen_windows(hf))
+    biased = _with_attention_biases(hf, base)
+    return biased.changed(AttentionConfig, qk_norm="head", window=_qwen_windows(hf))
 
 
 def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -294,7 +286,7 @@ def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     normed = _with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="head", window=window)
     return _with_experts(
         normed,
-        lambda layer: layer not in dense and (layer + 1) % step == 0,
+        [layer not in dense and (layer + 1) % step == 0 for layer in range(base.num_layers)],
         num_experts=hf.get("num_experts") or hf["num_local_experts"],
         experts_per_token=hf["num_experts_per_tok"],
         inner_size=hf["moe_intermediate_size"],
@@ -305,7 +297,7 @@ def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 def _mixtral(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return _with_experts(
         _all_sliding(hf, base),
-        lambda layer: True,
+        [True] * base.num_layers,
         num_experts=hf["num_local_experts"],
         experts_per_token=hf["num_experts_per_tok"],
         inner_size=hf["intermediate_size"],
@@ -313,18 +305,16 @@ def _mixtral(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     )
 
 
-def _with_experts(base: ModelConfig, has_experts: Callable[[int], bool], **fields: Any) -> ModelConfig:
+def _with_experts(base: ModelConfig, has_experts: list[bool], **fields: Any) -> ModelConfig:
     """Give some layers a mixture of experts in place of the feed-forward layer."""
 
-    def experts(part: SubLayerConfig) -> SubLayerConfig:
-        if not isinstance(part, FeedForwardConfig):
-            return part
-        return ExpertsConfig(activation=part.activation, **fields)
+    def changed(layer: LayerConfig) -> LayerConfig:
+        attention, dense = layer.parts
+        assert isinstance(dense, FeedForwardConfig)
+        return LayerConfig((attention, ExpertsConfig(activation=dense.activation, **fields)))
 
-    def change(index: int, layer: LayerConfig) -> LayerConfig:
-        return LayerConfig(tuple(map(experts, layer.parts))) if has_experts(index) else layer
-
-    return _by_layer(base, change)
+    layers = zip(base.layers, has_experts, strict=True)
+    return replace(base, layers=tuple(changed(layer) if has else layer for layer, has in layers))
 
 
 def _gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -344,12 +334,12 @@ def _like_gemma(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 def _gemma2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     hf.get("hidden_act")  # published beside the other, and has no effect
     config = replace(_like_gemma(hf, base), logits_softcap=hf.get("final_logit_softcapping", 0.0))
-    config = config.changed(SubLayerConfig, post_norm=True).changed(
+    return config.changed(SubLayerConfig, post_norm=True).changed(
         AttentionConfig,
         scale=hf["query_pre_attn_scalar"] ** -0.5,
         softcap=hf.get("attn_logit_softcapping", 0.0),
+        window=_layer_windows(hf, lambda layer: layer % 2 == 0),
     )
-    return _with_windows(config, _layer_windows(hf, lambda layer: layer % 2 == 0))
 
 
 def _gemma3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -359,30 +349,26 @@ def _gemma3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
         )
     pattern = hf.get("sliding_window_pattern", 6)
     normed = _gemma2(hf, base).changed(AttentionConfig, qk_norm="head")
-    windowed = _with_windows(normed, _layer_windows(hf, lambda layer: (layer + 1) % pattern != 0))
-    return _with_ropes_by_window(hf, windowed)
+    return _with_two_ropes(hf, normed, _layer_windows(hf, lambda layer: (layer + 1) % pattern != 0))
 
 
-def _with_ropes_by_window(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    """Give the layers with a window the second set of frequencies."""
-    _, sliding = FAMILIES[base.family].ropes(hf, base.kv_specs[0].key_head_dim)
-
-    def change(index: int, layer: LayerConfig) -> LayerConfig:
-        return layer.changed(AttentionConfig, rope=sliding) if base.kv_specs[index].window else layer
-
-    return _by_layer(base, change)
+def _with_two_ropes(hf: HFConfig, base: ModelConfig, windows: list[int]) -> ModelConfig:
+    """Give layers their windows, and those with a window the second set of frequencies."""
+    full, sliding = FAMILIES[base.family].ropes(hf, base.kv_specs[0].key_head_dim)
+    ropes = [sliding if window else full for window in windows]
+    return base.changed(AttentionConfig, window=windows, rope=ropes)
 
 
 def _smollm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     interval = hf.get("no_rope_layer_interval", 4)
     has_rope = hf.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(base.num_layers)]
     is_windowed = bool(hf.get("use_sliding_window", False))
-
-    def change(index: int, layer: LayerConfig) -> LayerConfig:
-        return layer if has_rope[index] else layer.changed(AttentionConfig, rope=None)
-
-    windows = _layer_windows(hf, lambda layer: is_windowed and not has_rope[layer])
-    return _with_windows(_by_layer(_llama(hf, base), change), windows)
+    [rope] = base.ropes
+    return _llama(hf, base).changed(
+        AttentionConfig,
+        rope=[rope if has_rope[layer] else None for layer in range(base.num_layers)],
+        window=_layer_windows(hf, lambda layer: is_windowed and not has_rope[layer]),
+    )
 
 
 def _olmo2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -392,7 +378,7 @@ def _olmo2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _olmo3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     windows = _layer_windows(hf, lambda layer: (layer + 1) % 4 != 0)
-    return _with_ropes_by_window(hf, _with_windows(_olmo2(hf, base), windows))
+    return _with_two_ropes(hf, _olmo2(hf, base), windows)
 
 
 def _granite(hf: HFConfig, base: ModelConfig) -> ModelConfig:

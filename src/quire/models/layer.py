@@ -172,9 +172,6 @@ class LayerLoader(Protocol):
     def norm(self, field: str) -> torch.Tensor | None:
         """Return a norm's weight in float32, with the model's `norm_offset`; None: there is none."""
 
-    def tensor(self, field: str) -> torch.Tensor:
-        """Return a tensor in the type of the activations, on the device."""
-
     def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
         """Return the dense layer of a matrix, with the bias `<field>_bias` if there is one.
 

@@ -14,7 +14,7 @@ from triton_inputs import DEVICE, RELATIVE, poisoned, random, strided
 from meta_device import META
 from pairwise import pairwise
 from quire.config import SchedulerConfig
-from quire.engine.memory.activation import activation_bytes
+from quire.engine.memory.plan import activation_bytes
 from quire.kernels.layers.experts import ExpertWeights, Mixture
 from quire.kernels.layers.weights import (
     Float8Weight,

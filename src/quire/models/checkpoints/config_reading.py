@@ -34,6 +34,11 @@ from quire.models.checkpoints.quantized.stored_kinds import (
 from quire.models.config import ModelConfig
 from quire.models.families import FAMILIES, model_config
 
+_GGML_KINDS = {  # ggml's numbers: Q4_0, Q4_1, Q4_K; Q5_0, Q5_1, Q8_0, Q5_K, IQ4_NL; Q6_K
+    **dict.fromkeys((2, 3, 12), StoredQuantization("int4", 32)),
+    **dict.fromkeys((6, 7, 8, 13, 20), StoredQuantization("grouped_int8", 32)),
+    14: StoredQuantization("grouped_int8", 16),
+}
 _COMPARED_BYTES = 1 << 20  # at a time, so that they stay in a cache
 
 
@@ -64,7 +69,18 @@ def read_model_config(path: Path) -> ModelConfig:
         config = model_config(values)
     except ModelError as error:
         raise ModelError(f"the metadata of {gguf}, taken as a config.json: {error}") from error
-    return with_stored_quantization(config, kinds)
+    return _with_ggml_kinds(config, kinds)
+
+
+def _with_ggml_kinds(config: ModelConfig, kinds: Mapping[str, int]) -> ModelConfig:
+    """Return `config` with what its matrices become, by ggml's number for each tensor of the file."""
+    found = {
+        (spec.layer, spec.field): joined(
+            [_GGML_KINDS.get(kinds.get(gguf_name(source.name), -1), FLOATS) for source in spec.sources]
+        )
+        for spec in matrix_specs(config)
+    }
+    return with_kinds(config, found)
 
 
 def _as_tied_in_files(path: Path, config: ModelConfig) -> ModelConfig:

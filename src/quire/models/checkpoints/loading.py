@@ -23,7 +23,7 @@ from quire.models.checkpoints.cached_weights import CachedWeights
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache, cache_key
 from quire.models.config import ModelConfig
-from quire.models.decoder import Decoder, Layer
+from quire.models.decoder import Decoder
 from quire.models.embedding import Embedding
 from quire.models.parallel import (
     RowParallelExperts,
@@ -107,7 +107,7 @@ def load_decoder(
 
 
 class _Loader:
-    """Builds a decoder layer by layer, so that no more than a layer is held twice."""
+    """Builds a decoder layer by layer, so that no more than a layer is held twice; see `LayerLoader`."""
 
     def __init__(
         self,
@@ -120,97 +120,98 @@ class _Loader:
         memory: WeightMemory,
         on_progress: Progress | None,
     ) -> None:
-        self._checkpoint = checkpoint
-        self.parallel = parallel
-        self.shard = WHOLE if parallel is None else parallel.shard
-        self.config = config
-        self.options = options
-        self._dtype: torch.dtype = getattr(torch, options.dtype)
+        self.index = -1  # of the layer whose fields are meant; -1: of what belongs to none
+        self.model = config
         self.kernels = kernels
+        self.shard = WHOLE if parallel is None else parallel.shard
+        self.parallel = parallel
+        self._checkpoint = checkpoint
+        self._quantization = options.quantization
+        self._dtype: torch.dtype = getattr(torch, options.dtype)
+        self._how_held: dict[str, Any] = {
+            "dtype": self._dtype,
+            "group_size": options.group_size,
+            "int4_activations": options.int4_activations,
+            "memory": memory,
+        }
         self._memory = memory
-        self._by_layer: dict[int, dict[str, WeightSpec]] = {}
         specs = list(weight_specs(config, self.shard))
-        for spec in specs:
-            self._by_layer.setdefault(spec.layer, {})[spec.field] = spec
+        self._specs = {(spec.layer, spec.field): spec for spec in specs}
         self._on_progress = on_progress
         self._num_weights = sum(math.prod(source.held_shape) for spec in specs for source in spec.sources)
         self._num_loaded = 0
 
     def load(self) -> Decoder:
         """Return the decoder."""
-        model = self._by_layer.pop(-1)
-        embedding = self._embedding(model["embedding"])
-        layers = [self._layer(index) for index in range(self.config.num_layers)]
+        embedding = self._embedding()
+        layers = []
+        for index, layer in enumerate(self.model.layers):
+            self.index = index
+            layers.append(tuple(part.load(self) for part in layer.parts))
+        self.index = -1
+        norm = self.norm("norm")
+        assert norm is not None
         return Decoder(
-            self.shard.model(self.config),
+            self.shard.model(self.model),
             embedding=embedding,
             layers=layers,
-            norm=self.norm(model["norm"]),
-            output=self._output(model["embedding" if self.config.tie_word_embeddings else "output"]),
+            norm=norm,
+            output=self._output(),
             kernels=self.kernels,
             parallel=self.parallel,
         )
 
-    def _embedding(self, spec: WeightSpec) -> Embedding:
-        (source,) = spec.sources
-        embedding = self._checkpoint.embedding(source, self._dtype).on(self.kernels.device, self._memory)
-        self._release(spec.sources)
+    def _embedding(self) -> Embedding:
+        sources = self._specs[-1, "embedding"].sources
+        embedding = self._checkpoint.embedding(sources[0], self._dtype).on(self.kernels.device, self._memory)
+        self._release(sources)
         return embedding
 
-    def _output(self, spec: WeightSpec) -> Linear:
-        quantization = output_quantization(self.options.quantization)
-        output = self.linear(spec.sources, None, quantization=quantization)
+    def _output(self) -> Linear:
+        field = "embedding" if self.model.tie_word_embeddings else "output"
+        output = self._linear(field, output_quantization(self._quantization))
         if self.parallel is None:
             return output
-        return VocabularyParallelLinear(output, self.parallel, self.config.vocab_size)
+        return VocabularyParallelLinear(output, self.parallel, self.model.vocab_size)
 
-    def _layer(self, index: int) -> Layer:
-        weights = _LayerWeights(self, index, self._by_layer[index])
-        return tuple(part.load(weights) for part in self.config.layers[index].parts)
+    def norm(self, field: str) -> torch.Tensor | None:
+        spec = self._specs.get((self.index, field))
+        if spec is None:
+            return None
+        weight = self._checkpoint.tensor(spec.sources[0]).float() + self.model.norm_offset
+        self._release(spec.sources)
+        return weight.to(self.kernels.device)
 
-    def experts(self, gate_up: WeightSpec, down: WeightSpec, mixture: Mixture) -> Experts:
-        """Return the experts whose matrices lie one below another in `gate_up` and `down`."""
+    def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
+        linear = self._linear(field, self._quantization if is_quantized else "none")
+        return linear if self.parallel is None or not is_summed else RowParallelLinear(linear, self.parallel)
+
+    def experts(self, gate_up: str, down: str, mixture: Mixture) -> Experts:
+        gate_ups, downs = (self._specs[self.index, field].sources for field in (gate_up, down))
 
         def weights() -> Iterator[ExpertWeights]:
             for index in range(mixture.num_experts):
-                sources = gate_up.sources[2 * index : 2 * index + 2], down.sources[index : index + 1]
+                sources = gate_ups[2 * index : 2 * index + 2], downs[index : index + 1]
                 yield ExpertWeights(*map(self._checkpoint.matrix, sources))
                 self._release(itertools.chain(*sources))
 
-        return self.kernels.experts(weights(), mixture, **self._how_held(self.options.quantization))
+        experts = self.kernels.experts(weights(), mixture, quantization=self._quantization, **self._how_held)
+        return experts if self.parallel is None else RowParallelExperts(experts, self.parallel)
 
-    def linear(
-        self, sources: Iterable[WeightSource], bias: WeightSpec | None, *, quantization: str
-    ) -> Linear:
-        """Return the dense layer of a matrix that `sources` make up, one below the other."""
-        sources = tuple(sources)
+    def _linear(self, field: str, quantization: str) -> Linear:
+        sources = self._specs[self.index, field].sources
+        bias = self._specs.get((self.index, f"{field}_bias"))
         linear = linear_in_order(
             self.kernels,
             self._checkpoint.matrix(sources),
-            None if bias is None else self.tensor(bias),
-            **self._how_held(quantization),
+            None if bias is None else self._tensor(bias),
+            quantization=quantization,
+            **self._how_held,
         )
         self._release(sources)
         return linear
 
-    def _how_held(self, quantization: str) -> dict[str, Any]:
-        """Return the options of `KernelSet.linear` for weights in floating point that are quantized so."""
-        return {
-            "dtype": self._dtype,
-            "quantization": quantization,
-            "group_size": self.options.group_size,
-            "int4_activations": self.options.int4_activations,
-            "memory": self._memory,
-        }
-
-    def norm(self, spec: WeightSpec) -> torch.Tensor:
-        """Return a norm's weight in float32, with the model's offset."""
-        (source,) = spec.sources
-        weight = self._checkpoint.tensor(source).float() + self.config.norm_offset
-        self._release(spec.sources)
-        return weight.to(self.kernels.device)
-
-    def tensor(self, spec: WeightSpec) -> torch.Tensor:
+    def _tensor(self, spec: WeightSpec) -> torch.Tensor:
         """Return the sources joined by rows; one alone, of the right dtype, stays in the mapped file."""
         parts = [self._checkpoint.tensor(source).to(self._dtype) for source in spec.sources]
         self._release(spec.sources)
@@ -223,41 +224,6 @@ class _Loader:
         if self._on_progress is not None:
             done = min(self._num_loaded, self._num_weights)  # a tied embedding is read twice
             self._on_progress(done * self._dtype.itemsize, self._num_weights * self._dtype.itemsize)
-
-
-class _LayerWeights:
-    """See `LayerLoader`.
-
-    Args:
-        loader: of the model.
-        index: of the layer.
-        specs: of its tensors, by field.
-    """
-
-    def __init__(self, loader: _Loader, index: int, specs: dict[str, WeightSpec]) -> None:
-        self.index = index
-        self.model = loader.config
-        self.kernels = loader.kernels
-        self.shard = loader.shard
-        self.parallel = loader.parallel
-        self._loader = loader
-        self._specs = specs
-
-    def norm(self, field: str) -> torch.Tensor | None:
-        return self._loader.norm(self._specs[field]) if field in self._specs else None
-
-    def tensor(self, field: str) -> torch.Tensor:
-        return self._loader.tensor(self._specs[field]).to(self.kernels.device)
-
-    def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
-        quantization = self._loader.options.quantization if is_quantized else "none"
-        bias = self._specs.get(f"{field}_bias")
-        linear = self._loader.linear(self._specs[field].sources, bias, quantization=quantization)
-        return linear if self.parallel is None or not is_summed else RowParallelLinear(linear, self.parallel)
-
-    def experts(self, gate_up: str, down: str, mixture: Mixture) -> Experts:
-        experts = self._loader.experts(self._specs[gate_up], self._specs[down], mixture)
-        return experts if self.parallel is None else RowParallelExperts(experts, self.parallel)
 
 
 def _cache_key(path: Path, options: WeightOptions, weight_layout: str, shard: Shard) -> str:
