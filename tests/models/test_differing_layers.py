@@ -10,11 +10,12 @@ import torch
 from random_weights import PlainModel, write_weights
 
 from lockstep_ranks import LockstepRanks
-from paged_harness import generate, random_prompts
+from paged_harness import PagedHarness, generate, random_prompts
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.memory.eviction import refuse_model_beside_eviction
 from quire.engine.memory.plan import plan_memory
 from quire.errors import ConfigError, ModelError
+from quire.kernels.triton.device import is_interpreted
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.config import ModelConfig, RopeConfig
 from quire.models.layer import LayerConfig, SubLayerConfig
@@ -125,3 +126,13 @@ def test_kv_that_a_layer_cannot_read_is_refused(
 def test_layers_without_kv_are_refused_beside_eviction() -> None:
     with pytest.raises(ConfigError, match="2 layers of LlamaForCausalLM keep no KV of their own"):
         refuse_model_beside_eviction(SchedulerConfig(use_cache_eviction=True), model_of(*ATTENTION))
+
+
+@pytest.mark.skipif(not is_interpreted, reason="the harness has its cache in the host's memory")
+def test_kernels_in_triton_compute_the_same(tmp_path: Path) -> None:
+    config = model_of(ATTENTION[0], ATTENTION[1], ATTENTION[3])
+    plain = PlainModel(config, write_weights(config, tmp_path))
+    decoder = load_decoder(tmp_path, config, options=WeightOptions(kernels="triton"))
+    [prompt] = random_prompts([10], vocab_size=config.vocab_size)
+    logits = decoder.logits(PagedHarness(decoder, [10]).step([0], [0], [prompt]))
+    torch.testing.assert_close(logits, plain.logits(prompt), atol=2e-4, rtol=0)

@@ -68,7 +68,7 @@ class Decoder:
         device = kernels.device
         self._rotary = [RotaryTable(rope, config.max_model_len, device) for rope in config.ropes]
         parts = [part for layer in layers for part in layer]
-        hidden_rows = dict.fromkeys(("normed", "delta"), (config.hidden_size,))
+        hidden_rows = dict.fromkeys(("decoder normed", "decoder delta"), (config.hidden_size,))
         shapes: list[Mapping[str, tuple[int, ...]]] = [hidden_rows, *(part.buffers for part in parts)]
         self._workspace = Workspace(shapes, embedding.dtype, device)
         self._logits = torch.empty(0, config.vocab_size, device=device)
@@ -138,7 +138,7 @@ class Decoder:
         angles = [table.rows(positions, last=last) for table in self._rotary]
         step = Step(batch, angles, kv_cache.views)
         buffers = self._workspace.step(len(token_ids))
-        normed, out = buffers[0]["normed"], buffers[0]["delta"]
+        normed, out = buffers[0].values()
         kernels, eps, scale = self.kernels, self.config.norm_eps, self.config.residual_scale
         inputs = hidden
         if self._first_norm is not None:

@@ -141,7 +141,7 @@ class SubLayerConfig(ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """A layer of a checkpoint: its sub-layers, in order."""
+    """A layer of a checkpoint: its sub-layers, in order. At most one of them writes KV."""
 
     parts: tuple[SubLayerConfig, ...]
 
@@ -165,6 +165,7 @@ class LayerLoader(Protocol):
 
     index: int  # of the layer
     model: ModelConfig  # the whole one
+    ropes: Sequence[RopeConfig]  # its `ropes`
     kernels: KernelSet
     shard: Shard
     parallel: TensorParallel | None  # the ranks; None: there is one

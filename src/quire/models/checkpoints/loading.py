@@ -122,6 +122,7 @@ class _Loader:
     ) -> None:
         self.index = -1  # of the layer whose fields are meant; -1: of what belongs to none
         self.model = config
+        self.ropes = config.ropes
         self.kernels = kernels
         self.shard = WHOLE if parallel is None else parallel.shard
         self.parallel = parallel

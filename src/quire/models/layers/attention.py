@@ -178,7 +178,7 @@ class Attention(SubLayer):
         self._kernels = loader.kernels
         self._eps = loader.model.norm_eps
         self._kv_layer = loader.index if whole.kv_source is None else whole.kv_source
-        self._rope = None if whole.rope is None else loader.model.ropes.index(whole.rope)
+        self._rope = None if whole.rope is None else loader.ropes.index(whole.rope)
         self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         self._q_norm, self._k_norm = loader.norm("q_norm"), loader.norm("k_norm")
         if whole.qk_norm == "full" and loader.parallel is not None:
