@@ -39,6 +39,7 @@ from quire.kernels.triton.kernel import compile_only
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder, LayerHook
+from quire.models.layers.attention import Attention
 from quire.sampling_params import SamplingParams
 from quire.step import SchedulerOutput
 
@@ -379,20 +380,20 @@ def test_layers_of_one_kind_are_compiled_once(
     path = make_checkpoint(family, tmp_path, num_hidden_layers=4)
     model = load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
     if is_mixed:
-        down = model.layers[2].down
-        assert down is not None
-        weight = torch.zeros(down.out_features, down.in_features)
-        model.layers[2].down = model.kernels.linear([weight], dtype=torch.float16)
+        _, feed_forward = model.layers[2]
+        weight = torch.zeros(feed_forward.down.out_features, feed_forward.down.in_features)
+        feed_forward.down = model.kernels.linear([weight], dtype=torch.float16)
     cache = model_cache(model, num_blocks=3)
     batch = AttentionBatch.build(np.zeros(1), np.ones(1), np.zeros((1, 1)), BLOCK_SIZE)
     computed: list[int] = []
-    attention = Decoder._attention
+    attentions = [attention for attention, _ in model.layers]
+    forward = Attention.forward
 
-    def watched(self: Decoder, index: int, *args: Any) -> torch.Tensor:
-        computed.append(index)
-        return attention(self, index, *args)
+    def watched(self: Attention, *args: Any) -> torch.Tensor:
+        computed.append(attentions.index(self))
+        return forward(self, *args)
 
-    monkeypatch.setattr(Decoder, "_attention", watched)
+    monkeypatch.setattr(Attention, "forward", watched)
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **options: None)
     hook = mock.create_autospec(LayerHook, instance=True)
     for context, is_told, expected in (
