@@ -40,7 +40,7 @@ MODULES = (
     "quire.datadist.interface.llm_datadist",
     "quire.engine.core",
     "quire.engine.loop",
-    "quire.engine.ranks.gloo",
+    "quire.engine.ranks.connecting",
     "quire.execution.model_runner",
     "quire.front.async_llm",
     "quire.front.llm",
