@@ -165,7 +165,7 @@ class LayerLoader(Protocol):
 
     index: int  # of the layer
     model: ModelConfig  # the whole one
-    ropes: Sequence[RopeConfig]  # its `ropes`
+    ropes: tuple[RopeConfig, ...]  # its `ropes`
     kernels: KernelSet
     shard: Shard
     parallel: TensorParallel | None  # the ranks; None: there is one
