@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-fast test-gpu test-nixl test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,15 +30,24 @@ help:  ## Show this list
 setup: $(READY)  ## Create .venv and install Quire with its development tools
 
 # torch goes first and alone: it is by far the largest, and constraints.txt pins the tested version.
+# WHEEL=FILE, a wheel built from the same native sources, saves compiling: its kernels are put beside the code.
+WHEEL :=
 NATIVE := $(wildcard native/*.txt native/*.cmake native/src/*.* native/src/*/*.*)
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	@echo "1 of 3: making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "2 of 3: downloading and installing torch, the largest part (200 MB): a minute or two"
 	@$(BIN)/pip install -q -c constraints.txt torch
+ifdef WHEEL
+	@echo "3 of 3: installing Quire with its tools, and the native kernels of $(WHEEL)"
+	@$(BIN)/pip install -q -c constraints.txt -e ".[dev]" -Cwheel.cmake=false -Cwheel.py-api=py3
+	@$(PYTHON) -c "import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
+		wheel.extractall('src', [name for name in wheel.namelist() if '/_native.' in name])" $(WHEEL)
+else
 	@echo "3 of 3: compiling the native kernels and installing Quire with its tools:" \
 		"five minutes on two cores, more if they are busy; pip prints nothing meanwhile"
 	@$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+endif
 	@touch $@
 	@echo "$(VENV) is ready"
 
@@ -50,14 +59,23 @@ serve: $(READY)  ## Serve the built-in model on 127.0.0.1:8000 until Ctrl-C
 
 # One more than cores: a third of the time, a test waits for a process or a clock.
 TEST_PROCESSES := 3
+PYTEST := $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --ignore tests/server/page
+# What takes long, by its cause (docs/testing.md), but for what stands for the rest of its kind.
+LONG := (processes or interpreter or programs or formats or histories) and not representative
 # Many tests start processes; without kept bytecode each of them compiles every module again.
-test test-fast: export PYTHONDONTWRITEBYTECODE =
-test: $(READY)  ## Run all tests, three beside each other
-	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --ignore tests/server/page
+test test-rest test-all test-fast: export PYTHONDONTWRITEBYTECODE =
+test: $(READY)  ## Run the tests, with one of each kind that takes long (three minutes on two cores)
+	$(PYTEST) -m "not ($(LONG))"
 
-# Plugins that this test does without take longer to load than it runs.
+test-rest: $(READY)  ## Run the tests that make test leaves out
+	$(PYTEST) -m "$(LONG)"
+
+test-all: $(READY)  ## Run all tests
+	$(PYTEST)
+
+# A plugin that this test does without takes long to load.
 test-fast: $(READY)  ## Run one end-to-end test, in seconds
-	$(BIN)/pytest -p no:schemathesis -p no:hypothesispytest tests/e2e/test_first_answer.py
+	$(BIN)/pytest -p no:hypothesispytest tests/e2e/test_first_answer.py
 
 # The native kernels by themselves, every access checked: ctest in a build for each sanitizer.
 sanitize:  ## Test the native kernels under AddressSanitizer and ThreadSanitizer

@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))  # `pythonpath` is no
 from case_ids import case_id
 from interpreter_patches import hurry_the_interpreter
 
+# Folders whose tests are marked `programs` (pyproject.toml says what the marks mean).
+PROGRAMS = ("benchmarks", "examples", "tools")
+
 # Before anything loads torch: waiting threads sleep soon, as in the engine, and torch computes on one thread.
 # Engines have a setting for their threads, and tests run beside each other.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -41,6 +44,18 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items):
+    """Mark tests of programs, and the first case of each test that is marked so as representative."""
+    seen = set()
+    for item in items:
+        if item.path.parent.name in PROGRAMS:
+            item.add_marker("programs")
+        if item.function not in seen and item.get_closest_marker("first_case"):
+            item.add_marker("representative")
+        seen.add(item.function)
 
 
 def pytest_make_parametrize_id(val):

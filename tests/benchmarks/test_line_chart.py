@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+import pytest
 from line_chart import GAP, HEIGHT, LEFT, TOP, WIDTH, Panel, line_chart
+
+pytestmark = pytest.mark.representative
 
 SVG = "{http://www.w3.org/2000/svg}"
 

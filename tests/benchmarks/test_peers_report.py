@@ -9,6 +9,8 @@ from peers_report import best_peer, disagreements, failures, rates, ratio, table
 from peers_workload import WORKLOADS
 from rich.console import Console
 
+pytestmark = pytest.mark.representative
+
 
 def engine(*start_seconds: float, peak_bytes: int = 0, failure: str = ""):
     return {

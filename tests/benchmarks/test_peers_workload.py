@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, VOCAB_SIZE, WORKLOADS
 
+pytestmark = pytest.mark.representative
+
 EACH = pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 BLOCK_SIZES = (16, 32, 128)
 

@@ -23,6 +23,7 @@ def run(name: str, *, preload: bool = True) -> list[str]:
     return result.stdout.splitlines()
 
 
+@pytest.mark.representative
 def test_every_example_is_tested() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     for example in EXAMPLES.glob("*.py"):
@@ -72,6 +73,7 @@ def test_a_program_for_openvino_genai_shows_what_it_says() -> None:
     assert same == "the same answer with prompt lookup: True"
 
 
+@pytest.mark.representative
 def test_custom_scheduler_answers() -> None:
     assert run("custom_scheduler") == ["What is 27 + 58? 85", "What is 31 + 16? 47"]
 

@@ -21,6 +21,7 @@ def output_of(script: str, cache: Path, *arguments: str) -> str:
         "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": str(path.parents[2] / "support"),
     }
-    done = subprocesses.run([sys.executable, str(path), *arguments], preload=True, env=os.environ | settings)
+    command = [sys.executable, str(path), *arguments]
+    done = subprocesses.run(command, preload=True, env=os.environ | settings, limit=200.0)
     assert done.returncode == 0, done.stderr
     return done.stdout
