@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sides import num_transfers, pool_of, threads_of, transports_of
+
 from quire.datadist.wire import sockets
 
 Census = dict[str, int]
@@ -12,16 +14,13 @@ Census = dict[str, int]
 
 def census_of(side: Any) -> Census:
     """Count what a side and its process hold."""
-    session = side._session
-    pool = session._pool
-    caches = list(pool._caches.values())
-    links = session.links if session.service is None else session.service
+    pool = pool_of(side)
     return {
         "bytes": pool.used_bytes,
         "caches": pool.num_caches,
         "keys": len(pool._bindings) + len(pool._blocks_caches),
-        "transfers": sum(cache.num_transfers for cache in caches),
-        "links": len(links.transports),
+        "transfers": num_transfers(pool),
+        "links": len(transports_of(side)),
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
     }
@@ -39,7 +38,7 @@ def notice_soon() -> None:
 
 def wait_for_links_to_end(prompt: Any, limit: float) -> bool:
     """Return whether all links of a PROMPT have ended, waiting for at most `limit` seconds for each."""
-    threads = list(prompt._session.service._threads)
+    threads = threads_of(prompt)
     for thread in threads:
         thread.join(limit)
     return not any(thread.is_alive() for thread in threads)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 from typing import Any
 
 import numpy as np
@@ -242,3 +244,59 @@ def check_default_runner(model_options: dict[str, str]) -> None:
         assert prompt.add_model(model_options, Runner(prompt)).predict(LLMReq(), 5, answer=6) == 6
     finally:
         prompt.finalize()
+
+
+# -- inside of a side: each private name is written once -----------------------------------------------------
+
+
+def session_of(side: LLMDataDist) -> Any:
+    """Return what an initialised object consists of."""
+    return side._session
+
+
+def pool_of(side: LLMDataDist) -> Any:
+    return session_of(side)._pool
+
+
+def caches_of(pool: Any) -> list[Any]:
+    return list(pool._caches.values())
+
+
+def num_transfers(pool: Any) -> int:
+    """Return how many transfers hold caches of a pool."""
+    return sum(cache.num_transfers for cache in caches_of(pool))
+
+
+def link_of(decoder: LLMDataDist, cluster_id: int = 1) -> Any:
+    return session_of(decoder).links.link_of(cluster_id)
+
+
+def use_of(link: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return what whoever uses a link of a DECODER holds."""
+    return link._busy
+
+
+def transports_of(side: LLMDataDist) -> dict[int, str]:
+    """Return the transport of each link of a side, by the cluster id of the other."""
+    session = session_of(side)
+    return (session.links if session.service is None else session.service).transports
+
+
+def threads_of(prompt: LLMDataDist) -> list[threading.Thread]:
+    """Return the threads that serve the links of a PROMPT."""
+    return list(session_of(prompt).service._threads)
+
+
+def links_to_decoders(service: Any) -> list[Any]:
+    """Return the links of a PROMPT's service."""
+    return list(service._links.values())
+
+
+def connection_of(end: Any) -> socket.socket:
+    """Return the first connection of an end of a data plane."""
+    return end._connections[0]
+
+
+def num_mapped(destination: Any) -> int:
+    """Return how many files of the source an end over shared memory has mapped."""
+    return len(destination._mapped)

@@ -14,8 +14,9 @@ import sides
 from failing import fails_with
 from forwarder import Forwarder
 from raw_peers import RawDecoder, connection_to, soon, started
-from sides import byte_desc, owned_bytes, pattern, register_new, write_new_blocks
+from sides import byte_desc, link_of, owned_bytes, pattern, register_new, write_new_blocks
 
+from call_through import call_through
 from quire.datadist import BlocksCacheKey, LLMDataDist, LLMException, LLMRole, LLMStatusCode
 from quire.datadist.links import push_receiver
 from quire.datadist.links.decoder_link import DecoderLink
@@ -168,13 +169,11 @@ def test_a_peer_that_is_silent_fails_the_push_in_time(new_both):
 
 
 def test_a_link_that_is_dropped_while_a_push_opens_its_connection(both, monkeypatch):
-    new = DecoderLink._new_back_pushes
-
-    def drop_and_open(link, deadline):
+    def drop_and_open(new, link, deadline):
         link.drop()
         return new(link, deadline)
 
-    monkeypatch.setattr(DecoderLink, "_new_back_pushes", drop_and_open)
+    call_through(monkeypatch, DecoderLink, "_new_back_pushes", drop_and_open)
     with pytest.raises(LLMException) as caught:
         both.push()
     assert caught.value.status_code in {TIMEOUT, NOT_LINKED}
@@ -207,8 +206,9 @@ def test_both_push_over_one_link_at_a_time(both):
 
 def test_a_push_that_is_running_keeps_its_link_busy(both):
     both.push()
-    link = both.client._session.links.link_of(2)
-    push, states = link._back_pushes.push, []
+    link = link_of(both.client, 2)
+    back_pushes, states = link._back_pushes, []
+    push = back_pushes.push
 
     def push_and_look(*arguments):
         with fails_with(LLMStatusCode.LLM_LINK_BUSY):
@@ -216,11 +216,11 @@ def test_a_push_that_is_running_keeps_its_link_busy(both):
         states.append(link.unlink(0))
         push(*arguments)
 
-    link._back_pushes.push = push_and_look
+    back_pushes.push = push_and_look
     both.push(1, 1)
     both.assert_pushed()
     assert states == [LLMStatusCode.LLM_LINK_BUSY]
-    del link._back_pushes.push
+    del back_pushes.push
 
 
 def test_a_role_that_has_changed_counts_for_the_next_link(both):

@@ -81,7 +81,9 @@ def test_many_blocks_come_in_parts_and_none_after_one_was_given_up():
         next(left)
 
 
-def test_to_read_a_long_prompt_each_block_is_looked_at_once_before_it_is_sent_and_once_at_the_end():
+def test_to_read_a_long_prompt_each_block_is_looked_at_once_before_it_is_sent_and_once_at_the_end(
+    monkeypatch,
+):
     num_looks = 0
 
     class Counting(dict):
@@ -91,7 +93,7 @@ def test_to_read_a_long_prompt_each_block_is_looked_at_once_before_it_is_sent_an
             return super().get(key)
 
     cached = CachedBlocks()
-    cached._entries = Counting()
+    monkeypatch.setattr(cached, "_entries", Counting())
     digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(10 * PART_BLOCKS)]
     for number, one in enumerate(digests):
         cached.add(one, number)

@@ -14,7 +14,7 @@ from failing import fails_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_peers import DECODER_ID, PROMPT_ID, RawDecoder, address_of, connection_to, soon, started
-from sides import byte_desc, register_new
+from sides import byte_desc, num_transfers, register_new
 
 from quire.datadist import BlocksCacheKey, CacheDesc, DataType, LLMException, LLMRole, LLMStatusCode
 from quire.datadist.caches.cache_pool import CachePool
@@ -107,7 +107,7 @@ def test_whatever_is_taken_is_within_a_registered_cache_and_written_once(**field
     finally:
         if hold is not None:
             hold.end(consume=False)
-    assert not any(cache.num_transfers for cache in pool._caches.values())
+    assert num_transfers(pool) == 0
 
 
 @settings(max_examples=200)
@@ -255,7 +255,7 @@ def test_a_prompt_that_breaks_the_protocol_loses_the_link(new_receiver, message)
         made.channel.send(message, soon())
     assert made.broken.wait(20)
     assert not made.destination.taken
-    assert not any(cache.num_transfers for cache in made.pool._caches.values())
+    assert num_transfers(made.pool) == 0
 
 
 @pytest.mark.parametrize("error", [OSError("cut"), RuntimeError("no thread"), MemoryError()])
@@ -266,7 +266,7 @@ def test_a_fault_at_the_destination_breaks_the_link_before_anything_uses_it(new_
     assert made.broken.wait(20)
     with pytest.raises(OSError, match=r"\w"):
         made.channel.receive(soon())
-    assert not any(cache.num_transfers for cache in made.pool._caches.values())
+    assert num_transfers(made.pool) == 0
 
 
 def test_a_link_in_use_and_lost_memory_refuse_a_push(new_receiver):

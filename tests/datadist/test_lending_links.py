@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from raw_peers import address_of, soon, started
+from sides import link_of, links_to_decoders
 
 from quire.datadist import CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
 from quire.datadist.caches.memory import HostMemory
@@ -175,7 +176,8 @@ def test_blocks_arrive_while_they_are_computed(sides):
 def test_a_loan_that_ends_while_it_travels_is_refused_and_the_link_goes_on(sides, monkeypatch):
     side, link = sides
     side.lend([1, 2])
-    end = side.service._links[next(iter(side.service._links))].source_end
+    [link_to_decoder] = links_to_decoders(side.service)
+    end = link_to_decoder.source_end
     send = end.send
 
     def send_and_end(*arguments) -> None:
@@ -221,7 +223,7 @@ def test_a_reader_that_leaves_frees_the_lender(sides):
     )
     assert not link.stands
     deadline = soon()
-    while side.service._links:
+    while links_to_decoders(side.service):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert side.loans.take_renewed() == set()
@@ -268,7 +270,8 @@ def test_a_cached_block_that_is_given_up_while_it_travels_is_refused_and_the_lin
     side, link = sides
     side.cached.add(digest_of(1), 1)
     side.cached.add(digest_of(2), 2)
-    end = side.service._links[next(iter(side.service._links))].source_end
+    [link_to_decoder] = links_to_decoders(side.service)
+    end = link_to_decoder.source_end
     send = end.send
 
     def send_and_give_up(*arguments) -> None:
@@ -328,7 +331,7 @@ def test_shared_blocks_are_no_cache_that_can_be_pulled(sides, source):
 def test_an_llm_datadist_lends_nothing():
     with started(LLMRole.PROMPT, 1) as prompt, started(LLMRole.DECODER, 2) as decoder:
         decoder.link_clusters([address_of(prompt)], timeout=20_000)
-        link = decoder._session.links.link_of(1)
+        link = link_of(decoder)
         assert code_of(pull, link, request_for(1), [0]) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         assert link.exchange_news(["loan"], ["loan"], soon()) == LoanReport(["loan"], [])
         prompt.kv_cache_manager.allocate_cache(DESC, [CacheKey(1, 5)])
@@ -358,7 +361,9 @@ def link_with_a_liar():
         one.setblocking(False)
     offer = LinkOffer(5, 1, True, TransportOffer("tcp", b""), 16, False)
     terms = LinkTerms(1, ("127.0.0.1", 0), b"", use_checksum=True)
-    link = DecoderLink(0, decoder_channel(mine), Scribbler(), offer, terms)
+    channel = decoder_channel(mine)
+    channel.has_something = lambda seconds=0.0: False  # what came early is an answer
+    link = DecoderLink(0, channel, Scribbler(), offer, terms)
     try:
         yield link, prompt_channel(theirs)
     finally:
@@ -392,12 +397,10 @@ def test_a_lender_that_lies_breaks_its_link_and_writes_nowhere_else(answers):
     with link_with_a_liar() as (link, channel):
         for one in answers:
             channel.send(one, soon())
-        # `stands` sees the answers that came early
-        link._channel.has_something = lambda seconds=0.0: False
         blocks = ArrivingBlocks(np.array([6, 7]), 2, BLOCK_BYTES)
         code = code_of(link.pull_parts, request_for(4, first=2), memory, blocks, soon())
         assert code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
-        assert link._is_broken
+        assert not link.stands
     written = memory.tensor_bytes[0].numpy().reshape(NUM_BLOCKS, BLOCK_BYTES)
     assert not np.delete(written, [6, 7], axis=0).any()
 
@@ -405,7 +408,6 @@ def test_a_lender_that_lies_breaks_its_link_and_writes_nowhere_else(answers):
 def test_a_lender_that_finds_more_than_it_was_asked_about_breaks_its_link():
     with link_with_a_liar() as (link, channel):
         channel.send(PrefixFound(3), soon())
-        link._channel.has_something = lambda seconds=0.0: False
         code = code_of(link.find_prefix, digest_of(1) * 2, soon())
         assert code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
-        assert link._is_broken
+        assert not link.stands

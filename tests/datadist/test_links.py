@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from raw_peers import DECODER_ID, PROMPT_ID, RawDecoder, address_of, started
+from sides import set_timeout, transports_of
 
 import subprocesses
 from quire.datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
@@ -38,11 +39,11 @@ def numbered(manager, kv_cache) -> np.ndarray:
 
 def test_both_ends_know_the_transport(pair):
     prompt, decoder = pair
-    assert decoder._session.links.transports == {PROMPT_ID: "tcp"}
-    assert prompt._session.service.transports == {DECODER_ID: "tcp"}
+    assert transports_of(decoder) == {PROMPT_ID: "tcp"}
+    assert transports_of(prompt) == {DECODER_ID: "tcp"}
     decoder.unlink_clusters([address_of(prompt)])
-    assert decoder._session.links.transports == {}
-    assert prompt._session.service.transports == {}
+    assert transports_of(decoder) == {}
+    assert transports_of(prompt) == {}
 
 
 @pytest.mark.parametrize("limit", [1, 3, 7])
@@ -67,7 +68,7 @@ def test_no_more_links_than_the_limit_of_a_decoder(pair, monkeypatch):
     _, decoder = pair
     with started(LLMRole.PROMPT, 77) as other:
         assert decoder.link_clusters([address_of(other, 77)])[0] is LLMStatusCode.LLM_LINK_FAILED
-    assert decoder._session.links.transports == {PROMPT_ID: "tcp"}
+    assert transports_of(decoder) == {PROMPT_ID: "tcp"}
 
 
 @pytest.mark.parametrize("error", [OSError("cut"), RuntimeError("no thread"), MemoryError()])
@@ -154,7 +155,7 @@ def test_the_longest_time_limit_can_be_waited_for():
         longest = 2**31 - 1
         assert decoder.link_clusters([address_of(prompt)], timeout=longest)[0] is LLMStatusCode.LLM_SUCCESS
         prompt.kv_cache_manager.allocate_cache(DESC, [CacheKey(PROMPT_ID, 5)])
-        decoder.kv_cache_manager._timeout = longest / 1e3
+        set_timeout(decoder.kv_cache_manager, longest)
         target = decoder.kv_cache_manager.allocate_cache(DESC)
         decoder.kv_cache_manager.pull_cache(CacheKey(PROMPT_ID, 5), target)
         assert decoder.unlink_clusters([address_of(prompt)], timeout=longest)[0] is LLMStatusCode.LLM_SUCCESS

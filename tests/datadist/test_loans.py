@@ -36,8 +36,9 @@ def lent(num_blocks: int = 4) -> Loans:
 
 
 def compute(loans: Loans, block_ids: list[int]) -> None:
-    number = loans._loans["one"].number
-    loans.begin_step(number, len(loans._loans["one"].block_ids), block_ids)
+    loan = loans._loans["one"]
+    number = loan.number
+    loans.begin_step(number, len(loan.block_ids), block_ids)
     for end in LAYER_ENDS:
         loans.advance([number], end)
     loans.end_step(number)

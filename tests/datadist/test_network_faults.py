@@ -22,6 +22,8 @@ from sides import byte_desc, pattern, read_cache, write_new_cache
 
 from quire.datadist import CacheKey, LLMStatusCode
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT = LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
 SUCCESS = LLMStatusCode.LLM_SUCCESS
 NOT_TOLD = LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
@@ -150,6 +152,7 @@ def test_faults_leave_nothing_behind(network):
     assert split.counts["right"] > len(faults)
 
 
+@pytest.mark.representative
 def test_a_plan_follows_from_its_seed():
     first, again, other = (
         list(plan(seed, 300, PROMPT, DECODER, operations=OPERATIONS)) for seed in (1, 1, 2)
@@ -173,6 +176,7 @@ def test_a_network_is_removed_whatever_happens():
     assert (set(NAMESPACES.glob("*")), set(Path("/sys/class/net").iterdir())) == before
 
 
+@pytest.mark.representative
 def test_the_frames_of_a_reset():
     ethernet = bytes(range(6)) + bytes(range(10, 16)) + b"\x08\x00"
     addresses = bytes([10, 83, 0, 1, 10, 83, 0, 2])

@@ -12,7 +12,7 @@ import pytest
 import sides
 from failing import fails_with
 from fake_nixl import FakeNixl
-from sides import byte_desc, pattern, read_cache, write_new_blocks, write_new_cache
+from sides import byte_desc, link_of, pattern, read_cache, write_new_blocks, write_new_cache
 
 from quire.datadist import (
     BlocksCacheKey,
@@ -87,7 +87,7 @@ class NixlPair:
 
     @property
     def transport(self):
-        return self.decoder._session.links.link_of(1).transport
+        return link_of(self.decoder).transport
 
 
 @pytest.fixture

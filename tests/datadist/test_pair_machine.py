@@ -462,6 +462,7 @@ class PairMachine(RuleBasedStateMachine):
         return codes
 
 
+@pytest.mark.histories
 @row("KvCacheManager", "KvCache")
 def test_a_random_life_of_a_pair():
     # Shrinking a failure would take longer than a test may.

@@ -12,7 +12,7 @@ from conformance import row
 from failing import fails_with
 from pair_checks import bound_blocks
 from pairs import CROSSED_PAIRS, PairMaker, in_two_processes, with_pairs
-from sides import byte_desc, owned_bytes, pattern, register_new, write_new_cache
+from sides import byte_desc, link_of, owned_bytes, pattern, register_new, use_of, write_new_cache
 
 from quire.datadist import (
     BlocksCacheKey,
@@ -236,7 +236,7 @@ def test_a_push_over_a_link_that_is_in_use_is_refused_in_time(make_pair, monkeyp
     target = register_new(pair.dm, byte_desc(), BlocksCacheKey(2, 1), seed=2)
     source = bound_blocks(pair, byte_desc(), BlocksCacheKey(1), seed=1)
     pair.call(sides.set_timeout, pair.pm, 20_000)
-    with pair.decoder._session.links.link_of(1)._busy, fails_with(TIMEOUT):
+    with use_of(link_of(pair.decoder)), fails_with(TIMEOUT):
         pair.pm.push_blocks(BlocksCacheKey(2, 1), source, [0], [1])
     pair.call(sides.set_timeout, pair.pm, sides.PATIENT)
     pair.pm.push_blocks(BlocksCacheKey(2, 1), source, [0], [1])  # nothing broke
@@ -284,7 +284,7 @@ def test_a_decoder_that_ends_the_link_fails_pushes(make_pair, how):
     register_new(pair.dm, byte_desc(), TO, seed=2)
     source = bound_blocks(pair, byte_desc(), BlocksCacheKey(1), seed=1)
     if how == "link.drop":
-        pair.decoder._session.links.link_of(1).drop()
+        link_of(pair.decoder).drop()
     elif how == "finalize":
         pair.decoder.finalize()
     else:
@@ -294,9 +294,10 @@ def test_a_decoder_that_ends_the_link_fails_pushes(make_pair, how):
 
 
 @row("push_blocks")
-def test_a_cache_is_registered_although_a_prompt_is_gone(make_pair, caplog):
+def test_a_cache_is_registered_although_a_prompt_is_gone(make_pair, caplog, monkeypatch):
     pair = make_pair()
-    pair.decoder._session.links.link_of(1)._terms = LinkTerms(1, ("127.0.0.1", 1), b"", use_checksum=True)
+    nowhere = LinkTerms(1, ("127.0.0.1", 1), b"", use_checksum=True)
+    monkeypatch.setattr(link_of(pair.decoder), "_terms", nowhere)
     target = register_new(pair.dm, byte_desc(), TO, seed=2)
     assert "PROMPT 1 cannot push" in caplog.text
     source = bound_blocks(pair, byte_desc(), BlocksCacheKey(1), seed=1)

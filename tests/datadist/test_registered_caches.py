@@ -12,7 +12,18 @@ import torch
 from conformance import row
 from failing import fails_with
 from pair_checks import free_on_prompt
-from sides import POOL, byte_desc, num_free_bytes, owned_bytes, pattern, read_cache, register_new
+from sides import (
+    PATIENT,
+    POOL,
+    byte_desc,
+    num_free_bytes,
+    owned_bytes,
+    pattern,
+    pool_of,
+    read_cache,
+    register_new,
+    set_timeout,
+)
 
 from quire.datadist import (
     BlocksCacheKey,
@@ -122,17 +133,17 @@ def test_what_is_registered_is_unregistered_and_what_is_allocated_deallocated(de
 def test_unregistering_waits_for_a_transfer_that_reads_the_memory(decoder):
     dm = decoder.kv_cache_manager
     cache = register_new(dm, byte_desc(2), KEY, seed=1)
-    hold = decoder._session._pool.hold_blocks(0)
-    dm._timeout = 0.01
+    hold = pool_of(decoder).hold_blocks(0)
+    set_timeout(dm, 10)
     for _ in range(2):
         with fails_with(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT):
             dm.unregister_cache(cache.cache_id)
-    dm._timeout = 60
+    set_timeout(dm, PATIENT)
     waiting = threading.Thread(target=dm.unregister_cache, args=(cache.cache_id,))
     waiting.start()
     hold.end(consume=False)
     waiting.join()
-    assert not decoder._session._pool.num_caches
+    assert not pool_of(decoder).num_caches
 
 
 class Library:
@@ -147,7 +158,7 @@ class Library:
 
 @row("unregister_cache")
 def test_every_library_forgets_the_memory_first(decoder):
-    dm, pool = decoder.kv_cache_manager, decoder._session._pool
+    dm, pool = decoder.kv_cache_manager, pool_of(decoder)
     cache = register_new(dm, byte_desc(2), seed=1)
     memory, library, ended = pool.cache(cache.cache_id).memory, Library(), Library()
     for one in (library, ended):
@@ -160,7 +171,7 @@ def test_every_library_forgets_the_memory_first(decoder):
 @row("unregister_cache")
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_memory_that_a_transport_keeps_is_not_given_back(decoder, is_lost):
-    dm, pool = decoder.kv_cache_manager, decoder._session._pool
+    dm, pool = decoder.kv_cache_manager, pool_of(decoder)
     cache = register_new(dm, byte_desc(2), seed=1)
     memory, library = pool.cache(cache.cache_id).memory, Library(None if is_lost else OSError("hangs"))
     memory.add_user(library.forget)
@@ -191,7 +202,7 @@ def test_memory_that_is_not_there_or_overlaps_is_not_registered(decoder):
         for call in (dm.register_cache, dm.register_blocks_cache):
             with fails_with(INVALID):
                 call(desc, addresses)
-    assert decoder._session._pool.num_caches == 0
+    assert pool_of(decoder).num_caches == 0
     dm.register_cache(desc, [first + 64, first])
 
 

@@ -11,7 +11,17 @@ import sides
 from conformance import row
 from failing import fails_with
 from pairs import TRANSPORTS
-from sides import byte_desc, pattern, read_cache, write_new_blocks, write_new_cache
+from sides import (
+    byte_desc,
+    link_of,
+    pattern,
+    read_cache,
+    session_of,
+    set_timeout,
+    use_of,
+    write_new_blocks,
+    write_new_cache,
+)
 
 from quire.datadist import (
     BlocksCacheKey,
@@ -149,11 +159,11 @@ def test_what_cannot_be_switched_changes_nothing(prompt):
         prompt.switch_role("MIX")
     with pytest.raises(TypeError):
         prompt.switch_role(LLMRole.MIX, {"llm.listenIpInfo": 5})
-    with prompt._session._linking:
-        prompt._session._options = dataclasses.replace(prompt._session._options, timeout=0.01)
+    with session_of(prompt)._linking:
+        session_of(prompt)._options = dataclasses.replace(session_of(prompt)._options, timeout=0.01)
         with fails_with(LLMStatusCode.LLM_PROCESSING_LINK):
             prompt.switch_role(LLMRole.DECODER)
-    prompt.cache_manager._timeout = 0.01
+    set_timeout(prompt.cache_manager, 10)
     with prompt.cache_manager.call(), fails_with(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT):
         prompt.switch_role(LLMRole.DECODER)
     assert (prompt.role, prompt.listen_port) == (LLMRole.PROMPT, port)
@@ -178,7 +188,7 @@ def test_a_link_is_asked(pair):
         for wrong, error in ((None, TypeError), (-1, ValueError)):
             with pytest.raises(error):
                 side.check_link_status(wrong)
-    with pair.decoder._session.links.link_of(1)._busy, fails_with(LLMStatusCode.LLM_LINK_BUSY):
+    with use_of(link_of(pair.decoder)), fails_with(LLMStatusCode.LLM_LINK_BUSY):
         pair.decoder.check_link_status(1)
     pair.decoder.check_link_status(1)
     pair.prompt.unlink_clusters([pair.itself], sides.PATIENT)

@@ -22,7 +22,18 @@ from pair_checks import assert_pullable, assert_slot, bound, free_on_prompt
 from pairs import over_shared_memory, with_pairs
 from raw_peers import DECODER_ID, PROMPT_ID, RawDecoder, address_of, soon, started
 from remote_objects import remote_process
-from sides import byte_desc, pattern, read_cache, write_new_cache
+from sides import (
+    byte_desc,
+    caches_of,
+    connection_of,
+    link_of,
+    num_mapped,
+    pattern,
+    pool_of,
+    read_cache,
+    threads_of,
+    write_new_cache,
+)
 
 from quire.datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMRole, LLMStatusCode
 from quire.datadist.caches import shared_host_memory
@@ -141,16 +152,16 @@ def test_a_file_stays_mapped_until_it_is_forgotten(ends):
     for memory in [*memories, memories[-1]]:
         source.send(1, memory, ALL, soon())
         destination.receive(1, HostMemory(DESC), ALL, soon())
-    assert len(destination._mapped) == shared_memory.MAX_MAPPED
+    assert num_mapped(destination) == shared_memory.MAX_MAPPED
     destination.forget_source()
     destination.forget_source()
-    assert len(destination._mapped) == shared_memory.MAX_MAPPED - 1
+    assert num_mapped(destination) == shared_memory.MAX_MAPPED - 1
     source.send(1, filled(DESC, HostMemory), ALL, soon())
     destination.receive(1, HostMemory(DESC), ALL, soon())
     destination.forget_source()  # nothing was mapped for this one
-    assert len(destination._mapped) == shared_memory.MAX_MAPPED - 1
+    assert num_mapped(destination) == shared_memory.MAX_MAPPED - 1
     destination.close()
-    assert not destination._mapped
+    assert not num_mapped(destination)
 
 
 # -- what nobody may do ------------------------------------------------------------------------------------
@@ -172,9 +183,9 @@ def test_a_descriptor_that_is_handed_out_does_not_let_anybody_write():
 
 
 def send_message(source, message, descriptor=None) -> None:
-    sockets.send(source._connections[0], protocol._frame(message), soon())
+    sockets.send(connection_of(source), protocol._frame(message), soon())
     if descriptor is not None:
-        unix_sockets.send_descriptor(source._connections[0], descriptor, soon())
+        unix_sockets.send_descriptor(connection_of(source), descriptor, soon())
 
 
 def spans_of(*numbers: int) -> bytes:
@@ -218,7 +229,7 @@ def test_a_source_that_lies_is_not_believed(ends, changes):
 @pytest.mark.parametrize("data", [b"\xff" * 8, b"\x00" * 8, b""])
 def test_what_is_no_message_is_refused(ends, data):
     source, destination = ends
-    sockets.send(source._connections[0], [data], soon())
+    sockets.send(connection_of(source), [data], soon())
     source.shut_down()
     with pytest.raises(ConnectionError):
         destination.receive(1, HostMemory(DESC), ALL, soon())
@@ -237,12 +248,12 @@ def test_memory_that_could_be_taken_away_while_it_is_read_is_not_mapped(ends, tm
     os.close(descriptor)
     with pytest.raises(OSError):  # noqa: PT011 - whichever it is
         ends[1].receive(1, HostMemory(DESC), ALL, soon())
-    assert not ends[1]._mapped
+    assert not num_mapped(ends[1])
 
 
 def test_a_file_without_its_descriptor_is_refused(ends):
     send_message(ends[0], WHOLE)
-    sockets.send(ends[0]._connections[0], [b"d"], soon())
+    sockets.send(connection_of(ends[0]), [b"d"], soon())
     with pytest.raises(ConnectionError, match="descriptor"):
         ends[1].receive(1, HostMemory(DESC), ALL, soon())
 
@@ -381,9 +392,9 @@ def test_a_decoder_that_stops_in_a_copy_holds_the_source_for_its_time_only(monke
         pulling = threading.Thread(target=_ignoring_the_end, args=(process, prompt.listen_port))
         pulling.start()
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        (held,) = prompt._session._pool._caches.values()
+        (held,) = caches_of(pool_of(prompt))
         assert held.num_transfers == 1
-        links = list(prompt._session.service._threads)
+        links = threads_of(prompt)
         if is_killed:
             process.kill()
         else:  # as if its deadline had passed
@@ -411,7 +422,7 @@ def _ignoring_the_end(process, port: int) -> None:
 
 
 def transport_of(decoder) -> str:
-    return decoder._session.links.link_of(PROMPT_ID).transport
+    return link_of(decoder, PROMPT_ID).transport
 
 
 def test_sides_on_one_host_share_memory_unless_one_may_not():
@@ -525,4 +536,4 @@ def test_a_consumed_slot_is_not_mapped_any_longer(make_pair):
     desc, key = byte_desc(1, 128), CacheKey(1, 5)
     bound(pair, desc, [key], seed=5)
     assert_pullable(pair, key, desc, 0, seed=5)
-    assert not pair.decoder._session.links.link_of(1)._destination_end._mapped
+    assert not num_mapped(link_of(pair.decoder)._destination_end)

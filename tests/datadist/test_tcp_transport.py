@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from sides import connection_of
 
 from quire.datadist import CacheDesc, DataType
 from quire.datadist.caches.memory import DeviceMemory, HostMemory
@@ -174,7 +175,7 @@ def test_bytes_of_another_transfer_are_not_written():
 
 def test_a_source_that_sends_too_little_is_given_up_at_the_deadline():
     with ends(1) as (source, destination):
-        sockets.send(source._connections[0], [tcp._HEADER.pack(7, 0, 5000), bytes(2500)], soon())
+        sockets.send(connection_of(source), [tcp._HEADER.pack(7, 0, 5000), bytes(2500)], soon())
         with pytest.raises(TimeoutError):
             destination.receive(7, HostMemory(DESC), ALL, time.monotonic() + 0.02)
 

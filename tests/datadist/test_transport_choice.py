@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from failing import fails_with
 from raw_peers import DECODER_ID, PROMPT_ID, address_of, started
-from sides import byte_desc, pattern, read_cache, write_new_cache
+from sides import byte_desc, link_of, pattern, read_cache, session_of, write_new_cache
 
 from quire.datadist import CacheKey, LLMRole, LLMStatusCode
 from quire.datadist.transports.tcp import TcpTransport
@@ -38,12 +38,12 @@ def sides_with(transports):
     """A PROMPT and a DECODER that have `transports`, which both change."""
     with started(LLMRole.PROMPT, PROMPT_ID) as prompt, started(LLMRole.DECODER, DECODER_ID) as decoder:
         for side in (prompt, decoder):
-            side._session._ends._transports[:] = transports
+            session_of(side)._ends._transports[:] = transports
         yield prompt, decoder
 
 
 def transport_of(decoder) -> str:
-    return decoder._session.links.link_of(PROMPT_ID).transport
+    return link_of(decoder, PROMPT_ID).transport
 
 
 @pytest.mark.parametrize("error", [OSError("no such road"), PermissionError("x" * 5000)])
