@@ -74,17 +74,17 @@ class FakeAsyncLLM:
 
     async def generate(self, prompt: str, sampling_params: SamplingParams) -> AsyncIterator[RequestOutput]:
         self.seen.append((prompt, sampling_params))
-        async for output in self._answer(prompt, sampling_params):
+        async for output in self.answer(prompt, sampling_params):
             yield output
 
     async def chat(
         self, messages: list[dict[str, Any]], sampling_params: SamplingParams
     ) -> AsyncIterator[RequestOutput]:
         self.seen.append(([dict(message) for message in messages], sampling_params))
-        async for output in self._answer(messages[-1]["content"].upper(), sampling_params):
+        async for output in self.answer(messages[-1]["content"].upper(), sampling_params):
             yield output
 
-    async def _answer(self, text: str, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+    async def answer(self, text: str, params: SamplingParams) -> AsyncIterator[RequestOutput]:
         if "refuse" in text.lower():
             raise InvalidRequestError("prompt has 9 tokens; the limit is 8", param="prompt")
         words = text.split()

@@ -75,7 +75,7 @@ def test_unknown_commands_and_help(capsys: pytest.CaptureFixture[str]):
 def test_ctrl_c_stops_the_answer_and_not_the_program(
     engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
 ):
-    answer = FakeAsyncLLM._answer
+    answer = FakeAsyncLLM.answer
 
     async def interrupted(self, text, params):
         async for output in answer(self, text, params):
@@ -84,7 +84,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
                 signal.raise_signal(signal.SIGINT)
                 await asyncio.sleep(0)
 
-    monkeypatch.setattr(FakeAsyncLLM, "_answer", interrupted)
+    monkeypatch.setattr(FakeAsyncLLM, "answer", interrupted)
     result = chat("long story", "next")
     assert result.exit_code == 0
     assert result.stdout == "LONG [stopped]\nNEXT\n"
@@ -94,14 +94,14 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 def test_an_answer_that_the_engines_death_cuts_ends_its_line(
     engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
 ):
-    answer = FakeAsyncLLM._answer
+    answer = FakeAsyncLLM.answer
 
     async def die(self, text, params):
         async for output in answer(self, text, params):
             yield output
             raise EngineDeadError("the engine process ended with code 9")
 
-    monkeypatch.setattr(FakeAsyncLLM, "_answer", die)
+    monkeypatch.setattr(FakeAsyncLLM, "answer", die)
     result = chat("long story", "next")
     assert (result.exit_code, result.stdout) == (1, "LONG\n")
     assert result.stderr == "error: the engine process ended with code 9\n"
@@ -135,14 +135,14 @@ def test_old_turns_make_room_for_as_long_an_answer_as_is_asked_for(
 
 
 def test_an_answer_that_the_context_cuts_says_so(engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch):
-    answer = FakeAsyncLLM._answer
+    answer = FakeAsyncLLM.answer
 
     async def cut(self, text, params):
         async for output in answer(self, text, params):
             output.outputs[0].finish_reason = FinishReason.LENGTH
             yield output
 
-    monkeypatch.setattr(FakeAsyncLLM, "_answer", cut)
+    monkeypatch.setattr(FakeAsyncLLM, "answer", cut)
     assert chat("a").stderr == "[the context is full: the answer ends here]\n"
     assert chat("a", arguments=("--max-tokens", "1")).stderr == ""
 

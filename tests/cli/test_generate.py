@@ -125,14 +125,14 @@ def test_a_dead_engine_ends_the_command_with_one_line(
 def test_an_answer_that_the_engines_death_cuts_ends_its_line(
     engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
 ):
-    answer = FakeAsyncLLM._answer
+    answer = FakeAsyncLLM.answer
 
     async def die(self, text, params):
         async for output in answer(self, text, params):
             yield output
             raise EngineDeadError("the engine process ended with code 9")
 
-    monkeypatch.setattr(FakeAsyncLLM, "_answer", die)
+    monkeypatch.setattr(FakeAsyncLLM, "answer", die)
     result = generate("one two", "three")
     assert (result.exit_code, result.stdout) == (1, "> one two\nONE\n")
     assert result.stderr == "error: the engine process ended with code 9\n"
@@ -150,7 +150,7 @@ def test_messages_of_single_prompts_speak_of_flags(monkeypatch: pytest.MonkeyPat
         raise InvalidRequestError("max_tokens is 9; the limit is max_model_len 8", param="max_tokens")
         yield
 
-    monkeypatch.setattr(FakeAsyncLLM, "_answer", refuse)
+    monkeypatch.setattr(FakeAsyncLLM, "answer", refuse)
     assert generate("a").stderr == "error: --max-tokens is 9; the limit is --max-model-len 8\n"
 
 
@@ -255,7 +255,7 @@ def test_no_more_requests_are_in_the_engine_than_it_can_use(
     engine: type[FakeAsyncLLM], monkeypatch: pytest.MonkeyPatch
 ):
     inside = peak = 0
-    answer = FakeAsyncLLM._answer
+    answer = FakeAsyncLLM.answer
 
     async def counted(self, text, params):
         nonlocal inside, peak
@@ -266,6 +266,6 @@ def test_no_more_requests_are_in_the_engine_than_it_can_use(
             yield output
         inside -= 1
 
-    monkeypatch.setattr(FakeAsyncLLM, "_answer", counted)
+    monkeypatch.setattr(FakeAsyncLLM, "answer", counted)
     assert generate("--max-num-seqs", "2", stdin="word\n" * 20).exit_code == 0
     assert peak == 4

@@ -20,6 +20,8 @@ from quire.cli.main import app
 from quire.models.checkpoints.hub import resolve_model
 from subprocesses import run, started
 
+pytestmark = pytest.mark.processes
+
 QUIRE = [sys.executable, "-m", "quire.cli.main"]
 LONG_ANSWER = ["generate", "Hello", "--ignore-eos", "--max-tokens", "4000"]
 
@@ -33,6 +35,7 @@ def started_long_answer() -> AbstractContextManager[subprocess.Popen]:
     return started([*QUIRE, *LONG_ANSWER], preload=True, **pipes)
 
 
+@pytest.mark.representative
 def test_generate_answers_the_same_every_time_and_as_json():
     text = quire("generate", "What is a KV block?")
     lines = quire("generate", "What is a KV block?", "What is a KV block?", "--output", "-")

@@ -10,6 +10,9 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.cluster.engines.registry import Engine
+    from quire.cluster.prefixes.block_index import EngineBlocks
+    from quire.cluster.prefixes.memory import ChunksInFlight
     from quire.cluster.router import Router
 
 TIMEOUT = 1e4  # seconds, of what is to time out
@@ -99,9 +102,9 @@ class FakeEngine:
                     continue
                 self.seen.append(seen)
                 self.got_one.set()
-                await self._answer(seen, reader, writer)
+                await self.answer(seen, reader, writer)
 
-    async def _answer(self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         streams = b'"stream": true' in seen.content or b'"stream":true' in seen.content
         if self.fault == "waits":
             await self.may_go_on.wait()
@@ -189,6 +192,25 @@ async def releases_end(router: Router) -> None:
     """Wait until a router has answered all requests, and has told engines which KV will not be read."""
     await router.calls.wait_idle()
     await asyncio.gather(*router._calls.releases._tasks)
+
+
+async def check_health(router: Router, engine: Engine) -> None:
+    """Ask an engine how it is now, as the router does from time to time."""
+    await router._health.check(engine)
+
+
+def watched_urls(router: Router) -> list[str]:
+    """Return the URL of each engine that is asked from time to time, once for each that asks."""
+    return [engine.url for engine in router._health._tasks]
+
+
+def digests_of(blocks: EngineBlocks) -> list[bytes]:
+    """Return which blocks an engine has by what the router knows, the least recently used first."""
+    return list(blocks._digests)
+
+
+def chunks_in_flight(in_flight: ChunksInFlight) -> int:
+    return len(in_flight._counts)
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Seen:

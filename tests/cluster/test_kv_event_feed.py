@@ -10,7 +10,9 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from fake_upstream import digests_of
 
+from held import num_held
 from quire.cluster.engines.kv_event_feed import BLOCKS_PER_TURN, MAX_MESSAGE_BYTES, EventSource, KVEventFeed
 from quire.cluster.engines.registry import Engine, Role
 from quire.cluster.prefixes.block_index import BlockIndex
@@ -42,6 +44,7 @@ async def following(ports, *, max_blocks=10**6, interval=SOON, timeout=PATIENCE)
     source = EventSource("127.0.0.1", *ports, BLOCK, engine.id)
     context = zmq.asyncio.Context()
     index = BlockIndex(max_blocks)
+    held = num_held(index)
     feed = KVEventFeed(engine, source, context, index, interval=interval, timeout=timeout)
     task = asyncio.create_task(feed.run())
     try:
@@ -50,7 +53,7 @@ async def following(ports, *, max_blocks=10**6, interval=SOON, timeout=PATIENCE)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert engine.blocks is None
-        assert not index._engines
+        assert num_held(index) == held
         context.destroy(linger=0)
 
 
@@ -61,7 +64,9 @@ async def until(condition):
 
 
 def known(engine):
-    return None if engine.blocks is None else [int.from_bytes(one, "big") for one in engine.blocks._digests]
+    return (
+        None if engine.blocks is None else [int.from_bytes(one, "big") for one in digests_of(engine.blocks)]
+    )
 
 
 async def until_known(engine, *numbers):

@@ -5,7 +5,7 @@ import json
 
 import httpx
 import pytest
-from fake_upstream import ANSWER, EVENTS, TIMEOUT, FakeEngine
+from fake_upstream import ANSWER, EVENTS, TIMEOUT, FakeEngine, check_health
 
 BODY = {"model": "m", "prompt": "Hi"}
 STREAM = {**BODY, "stream": True}
@@ -174,7 +174,7 @@ async def test_what_an_engine_had_cached_counts_no_longer_after_it_was_down(rout
     [favourite] = [one for one in engines if one.seen]
     known = router.engines.by_url[favourite.url]
     known.mark_down("it was restarted")
-    await router._health.check(known)
+    await check_health(router, known)
     await http.post("/v1/completions", json={"prompt": "word " * 600})
     assert len(favourite.seen) == 2
 

@@ -25,13 +25,13 @@ class Engine(FakeEngine):
         super().__init__()
         self.held_one, self.ended = threading.Event(), threading.Event()
 
-    async def _answer(self, seen, reader, writer):
+    async def answer(self, seen, reader, writer):
         if b'"hold"' in seen.content:
             self.held_one.set()
             await reader.read()  # until the router leaves
             raise ConnectionError
         if b'"endless"' not in seen.content:
-            await super()._answer(seen, reader, writer)
+            await super().answer(seen, reader, writer)
             return
         writer.write(HEAD_OF_STREAM)
         try:

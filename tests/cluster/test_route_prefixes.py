@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import httpx
 import pytest
-from fake_upstream import FakeEngine
+from fake_upstream import FakeEngine, check_health, chunks_in_flight
 
 import preloaded
 from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
@@ -312,7 +312,7 @@ async def test_what_is_not_cached_any_more_attracts_nothing_but_what_is_being_co
     first.may_go_on.set()
     await asyncio.gather(asking, asking_again)
     assert (len(first.seen), len(second.seen)) == (3, 1)
-    assert not known[0].in_flight._counts
+    assert not chunks_in_flight(known[0].in_flight)
 
 
 @pytest.mark.parametrize("block_size", [-1, 0, 1 << 16])
@@ -338,8 +338,8 @@ async def test_an_engine_that_is_removed_is_followed_no_longer(routed, publisher
     second.kv_events = None
     await http.post("/route/engines", json={"url": first.url, "role": "both"})
     added = router.engines.by_url[first.url]
-    await router._health.check(router.engines.by_url[second.url])
+    await check_health(router, router.engines.by_url[second.url])
     assert router.engines.by_url[second.url].blocks is None
     first.kv_events = {**first.kv_events, "port": publishers[0].tcp_ports[0]}
-    await router._health.check(added)
+    await check_health(router, added)
     await until(lambda: added.blocks is not None)

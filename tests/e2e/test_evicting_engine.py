@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine_checks import core_of
 from late_tokens import choose_on_device
 from quire import (
     LLM,
@@ -90,6 +91,8 @@ def alone(way: str) -> list[tuple]:
         return bits(run(llm, one_by_one=True))
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_bits_in_company_in_chunks_and_after_preemptions(way):
     options = {"num_kv_blocks": 16, "watermark": 0.0, "reserve_full_prompt": False}
@@ -116,6 +119,8 @@ def rounded(outputs: list[tuple]) -> list[tuple]:
     ]
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("way", ["norm_sum", "adaptive_rkv", "rotation"])
 def test_the_same_tokens_in_steps_whose_tokens_only_the_device_knows(way, monkeypatch):
     expected = rounded(alone(way))
@@ -171,7 +176,7 @@ def test_sequences_hold_no_more_than_the_maximum_once_their_prompts_are_computed
     num_shared = 1  # the start area is the same block for all
     while pipeline.has_non_finished_requests():
         pipeline.step()
-        stats = pipeline._session.stats()
+        stats = core_of(pipeline).stats()
         in_use = stats.num_blocks - stats.num_free_blocks
         assert in_use <= num_seqs * (most_blocks - num_shared) + num_seqs
         assert pipeline.get_metrics().cache_usage == pytest.approx(100 * in_use / stats.num_blocks)

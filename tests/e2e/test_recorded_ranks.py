@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from call_through import call_through
 from checkpoints import make_checkpoint
 from quire import LLM, EngineConfig, SamplingParams
 from quire.engine import core
@@ -20,6 +21,7 @@ from quire.kernels.triton.device import is_interpreted
 from taped_ranks import MAX_GRAPHS, RESERVED, TapedRanks
 
 pytestmark = [
+    pytest.mark.interpreter,
     pytest.mark.skipif(not is_interpreted, reason="on a GPU, tests/gpu has this"),
     pytest.mark.usefixtures("preloaded_engines"),
 ]
@@ -81,14 +83,13 @@ def test_chunks_of_prompts_are_replayed_beside_decodes(
     expected = results(checkpoint, **options)
     recorded: list[int] = []
     ranks = TapedRanks(monkeypatch, tmp_path)
-    replay = ModelRunner._replay
 
-    def watched(runner: ModelRunner, output: Any, sampling: Any) -> Any:
+    def watched(replay: Any, runner: ModelRunner, output: Any, sampling: Any) -> Any:
         recorded.append(output.total_num_scheduled_tokens)
         return replay(runner, output, sampling)
 
     monkeypatch.setattr(ModelRunner, "_is_small", lambda _self, _output, sampling: len(sampling.tokens) > 0)
-    monkeypatch.setattr(ModelRunner, "_replay", watched)
+    call_through(monkeypatch, ModelRunner, "_replay", watched)
     assert results(checkpoint, **options) == expected
     first, second = ranks.events
     assert first == second
@@ -137,6 +138,7 @@ def test_a_step_that_one_rank_cannot_record_is_recorded_on_none(
     assert logs[1 - failing].count("another rank cannot record a step as a graph") == 1
 
 
+@pytest.mark.representative
 def test_a_rank_that_does_not_end_its_recording_ends_the_engine(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,8 @@ def by_turns(name: str, sizes: list[Any]) -> pytest.MarkDecorator:
     )
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @by_turns("tokens_per_step", [1, 7, 64])
 def test_in_chunks(numbers, tokens_per_step):
     requests = some(numbers)[::3] if tokens_per_step == 1 else some(numbers)  # one token has no company
@@ -131,6 +133,8 @@ def test_in_chunks(numbers, tokens_per_step):
         assert_as_alone(run(llm, requests), numbers)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @by_turns("caching", [True, False])
 def test_with_preemptions_in_the_middle(numbers, caching):
     options = {"num_kv_blocks": 24, "max_model_len": 320, "watermark": 0.0, "reserve_full_prompt": False}
@@ -141,6 +145,8 @@ def test_with_preemptions_in_the_middle(numbers, caching):
         assert stats.num_free_blocks == stats.num_blocks
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_in_a_batch_of_32_and_out_of_the_prefix_cache(numbers):
     with LLM("mini", **NUMBERS[numbers], num_kv_blocks=1024, max_num_batched_tokens=8192) as llm:
@@ -152,6 +158,8 @@ def test_in_a_batch_of_32_and_out_of_the_prefix_cache(numbers):
         assert_as_alone(second, numbers)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_with_another_block_size(numbers):
     with LLM("mini", **NUMBERS[numbers], num_kv_blocks=2048, block_size=8) as llm:
@@ -159,6 +167,8 @@ def test_with_another_block_size(numbers):
 
 
 # Each kind of kernel has a process.
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("numbers", "num_threads"),
     [

@@ -39,6 +39,8 @@ def answers(config, *, one_by_one=False, **options):
     ]
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("mode", MODES)
 def test_chunks_of_the_same_size_have_the_same_bits_in_company(mode):
     together, dense = answers(MODES[mode]), answers(None)
@@ -62,6 +64,8 @@ def test_what_leaves_nothing_out_has_the_bits_of_dense_attention(mode):
     assert answers(everything) == answers(None)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("window", [0, 8])
 @pytest.mark.parametrize("mode", MODES)
 def test_together_with_cache_eviction(mode, window):

@@ -26,9 +26,12 @@ from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.triton.device import is_interpreted
 from quire.kv.eviction.selection import BlockSelection
 
+pytestmark = pytest.mark.interpreter
+
 PROMPTS = ["What is 27 + 58?", "What is"]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps overlap, the device chooses the tokens that need no host, and decode steps are replayed."""
@@ -119,6 +122,7 @@ def compile_together(core: EngineCore) -> None:
     core.ranks.send = send
 
 
+@pytest.mark.representative
 @pytest.mark.usefixtures("preloaded_engines")
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     """The tokens that rank 0's device has chosen get to the other rank without the host."""

@@ -143,6 +143,8 @@ class NoKernel:
         return lambda *_, **__: None
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(("stride", "length"), [(4, 131_072), (32, 131_072), (8, 40_000)])
 def test_a_key_selection_on_a_gpu_stays_within_its_bound(
     stride: int, length: int, monkeypatch: pytest.MonkeyPatch
@@ -267,6 +269,8 @@ def peak_of(compute: Callable[[], Any]) -> int:
     return memory.peak
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("sums", [False, True])
 def test_the_scores_of_a_step_stay_within_their_bound_on_a_gpu(model: ModelConfig, sums: bool):
     """In Triton's interpreter; of what attention takes, only what it takes for scores counts."""

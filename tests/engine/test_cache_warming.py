@@ -119,10 +119,11 @@ def test_an_idle_engine_warms_what_its_next_step_may_use(checkpoint):
     core.shutdown()
 
 
+@pytest.mark.processes
 def test_a_program_may_end_while_blocks_are_warmed():
     program = """
 import torch
-from quire.engine import cache_warming
+from quire.engine.memory import cache_warming
 from quire.kernels.devices.memory import map_large_pages
 cache_warming.PIECE_BYTES = 64
 cache = map_large_pages(1 << 30).view(512, -1)

@@ -68,6 +68,8 @@ def run(llm, request: EngineCoreRequest) -> dict[str, tuple]:
     return {name: (tokens[name], logprobs[name], ends[name], cached) for name in tokens}
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_as_if_nothing_had_happened(llm, kind):
     whole = request_of(KINDS[kind], n=3)

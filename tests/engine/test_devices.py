@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from insides import copier_of
 from late_device import LateDevice
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine import devices as engine_devices
@@ -329,12 +330,12 @@ def test_blocks_on_their_way_to_a_tier_are_planned(tier: dict[str, str], mini: M
     assert plan_memory(on_host, mini).staged_bytes == 0
 
 
-def copier_of(config: EngineConfig, plan: MemoryPlan) -> BlockCopier:
+def built_copier(config: EngineConfig, plan: MemoryPlan) -> BlockCopier:
     """Return what copies the blocks of an engine with a tier."""
     path = resolve_model("mini")
     connector = build_connector(config, path, read_model_config(path), plan)
     connector.register_kv_caches(PagedAttentionCache.init_cache(None, plan.kv_caches[0]))
-    return connector._opened.copier
+    return copier_of(connector)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -352,7 +353,7 @@ def test_a_tier_of_one_s_own_copies_by_the_device_unless_it_knows_better(
     for (device, name), copier in expected.items():
         asked = EngineConfig(device=device, kv_connector=name, max_model_len=512, scheduler=scheduler)
         config = on_one_device(asked)
-        assert isinstance(copier_of(config, plan_memory(config, mini)), copier)
+        assert isinstance(built_copier(config, plan_memory(config, mini)), copier)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -372,7 +373,7 @@ def test_a_tier_of_a_gpu_copies_there_and_finds_nothing_of_another(
     scheduler = SchedulerConfig(num_kv_blocks=32)
     config = on_one_device(EngineConfig(kv_tier="memory", max_model_len=512, scheduler=scheduler))
     plan = plan_memory(config, mini)
-    assert isinstance(copier_of(config, plan), DeviceCopier)
+    assert isinstance(built_copier(config, plan), DeviceCopier)
     fingerprints = set()
     for name in ("A GPU", "Another"):
         monkeypatch.setattr(devices, "cuda_name", lambda name=name: name)

@@ -82,6 +82,8 @@ def fail_once(monkeypatch, scheduler, path: str, *, at_call: int) -> None:
     monkeypatch.setattr(part, method, failing)
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("path", INTERNALS)
 def test_a_fault_anywhere_in_the_scheduler_loses_no_request(engine, monkeypatch, path):
     fail_once(monkeypatch, engine.core.scheduler, path, at_call=2)
@@ -213,6 +215,8 @@ NONSENSE = {
 }
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("what", NONSENSE)
 def test_nonsense_from_the_runner_ends_the_requests_of_its_step(engine, monkeypatch, what):
     execute = engine.core.runner.execute
@@ -263,7 +267,8 @@ def test_what_comes_after_a_step_cannot_lose_its_outputs(engine, monkeypatch, ca
         publish = faulty
 
     monkeypatch.setattr(engine.core._warmer, "resume", faulty)
-    engine.core._kv_events, engine.core._publisher = Events(), Publisher()
+    monkeypatch.setattr(engine.core, "_kv_events", Events())
+    monkeypatch.setattr(engine.core, "_publisher", Publisher())
     engine.loop.handle(request("a"))
     engine.run()
     assert engine.reasons == {"a": "length"}

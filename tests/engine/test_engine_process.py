@@ -20,7 +20,10 @@ import pytest
 import zmq
 
 import preloaded
+from call_through import call_through
+from descriptors import num_open, wait_until_closed
 from engine_checks import TINY, engine_pid, is_zombie, requests_of, tiny_config, wait_for_end
+from insides import supervised, supervised_pid
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import SpeculationConfig, SupervisionConfig
 from quire.engine.messages import GetStats, Ready, StepOutputs, encode, input_address, output_address
@@ -33,6 +36,8 @@ from quire.front.process.client import EngineProcess
 from quire.structured_outputs import StructuredOutputsParams
 from subprocesses import python_output, started
 
+pytestmark = pytest.mark.processes
+
 LONG = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
 
 FRONT = """
@@ -40,6 +45,7 @@ import sys, asyncio, dataclasses, os, signal
 import preloaded
 from quire import LLM, AsyncLLM, SamplingParams, EngineConfig, SchedulerConfig
 from quire.config import SupervisionConfig
+from insides import supervised_pid
 from quire.front.process import standby as spare
 from engine_checks import engine_pid, tiny_config
 model, how = sys.argv[1:]
@@ -61,7 +67,7 @@ async def main():
     stream = llm.generate("the", long)
     await anext(stream)
     if how.endswith("spare"):
-        engine = llm._engine._process.pid
+        engine = supervised_pid(llm)
         async for output in llm.generate("endless", long):
             spares = [child.pid for child in preloaded.other_children() if child.pid != engine]
             if spares:
@@ -248,6 +254,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.representative
 async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engines, slow_steps, capfd):
     """Same texts, tokens and log-probabilities as without; a hang leaves stacks in the log."""
     prompts = [f"the cache holds {name} " * 5 for name in "abcde"]
@@ -263,7 +270,7 @@ async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engi
         )
     )
     await llm.wait_until_ready()
-    num_descriptors = len(os.listdir("/proc/self/fd"))
+    num_descriptors = num_open()
     some_output = asyncio.Event()
 
     async def last_of(stream):
@@ -278,7 +285,7 @@ async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engi
             for prompt, params in zip(prompts, MIXED, strict=True)
         ]
         for num_restarts, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
-            while llm.recovery_stats.num_restarts < num_restarts or not llm._requests.is_ready:
+            while llm.recovery_stats.num_restarts < num_restarts or not requests_of(llm).is_ready:
                 await asyncio.sleep(0.01)  # until then, what comes may be of the engine before
             some_output.clear()
             await some_output.wait()
@@ -295,7 +302,7 @@ async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engi
     assert llm.recovery_stats.num_restarts == 2
     assert llm.recovery_stats.num_hangs == 1
     assert llm.recovery_stats.num_quarantined_requests == 0
-    assert len(os.listdir("/proc/self/fd")) == num_descriptors
+    await asyncio.to_thread(wait_until_closed, num_descriptors)
     llm.check_health()
     stats = await llm.stats()
     assert stats.num_free_blocks == stats.num_blocks
@@ -309,12 +316,12 @@ async def test_the_spare_becomes_the_engine(checkpoint, sockets, preloaded_engin
     config = slow_config(checkpoint)
     llm = AsyncLLM(dataclasses.replace(config, supervision=SupervisionConfig(spare_engine=True)))
     await llm.wait_until_ready()
-    pid = llm._engine._process.pid
+    pid = supervised_pid(llm)
     num_descriptors = []
     async with asyncio.timeout(220):  # the spare imports at idle priority
         for _ in range(2):
             await until_spare_is_ready(llm)
-            num_descriptors.append(len(os.listdir("/proc/self/fd")))
+            num_descriptors.append(num_open())
             [next_pid] = {child.pid for child in preloaded.other_children()} - {pid}
             slow_steps.touch()
             stream = llm.generate("the", LONG)
@@ -325,7 +332,7 @@ async def test_the_spare_becomes_the_engine(checkpoint, sockets, preloaded_engin
             assert output.outputs == expected.outputs
             assert not is_zombie(pid)
             pid = next_pid
-            assert llm._engine._process.pid == pid
+            assert supervised_pid(llm) == pid
             threads = map(int, os.listdir(f"/proc/{pid}/task"))
             assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_OTHER}
     assert llm.recovery_stats.num_restarts == 2
@@ -336,7 +343,7 @@ async def test_the_spare_becomes_the_engine(checkpoint, sockets, preloaded_engin
 
 async def until_spare_is_ready(llm):
     """Keep the engine busy until its spare has imported everything; then nothing else happens."""
-    while not llm._engine._spare.is_ready():
+    while not supervised(llm)._spare.is_ready():
         async for _ in llm.generate("the", LONG):
             pass
 
@@ -354,16 +361,16 @@ async def test_an_engine_killed_at_start_is_noticed(checkpoint, sockets):
 
 @pytest.mark.parametrize("kind", [Ready, StepOutputs])
 def test_ctrl_c_while_a_message_is_taken_loses_none(checkpoint, preloaded_engines, monkeypatch, kind):
-    drain, to_interrupt = EngineProcess._drain, [kind]
+    to_interrupt = [kind]
 
-    def interrupted(self):
+    def interrupted(drain, self):
         messages = drain(self)
         if to_interrupt and any(isinstance(message, to_interrupt[0]) for message in messages):
             to_interrupt.clear()
             signal.raise_signal(signal.SIGINT)
         return messages
 
-    monkeypatch.setattr(EngineProcess, "_drain", interrupted)
+    call_through(monkeypatch, EngineProcess, "_drain", interrupted)
     with LLM(checkpoint, engine_process=True, **TINY) as llm:
         with pytest.raises(KeyboardInterrupt):
             llm.generate("the cache", SamplingParams(max_tokens=50, ignore_eos=True))

@@ -209,12 +209,16 @@ def test_nobody_and_a_slow_subscriber_block_nothing():
     publisher.close()
 
 
+def num_queued(publisher: KVEventPublisher) -> int:
+    return len(publisher._queue)
+
+
 def test_a_full_queue_drops_whole_batches_with_their_numbers(publisher):
     count = 0
     while not publisher.num_dropped:  # handed over far faster than they can be sent
         publisher.publish([removed(count)])
         count += 1
-    while publisher._queue:
+    while num_queued(publisher):
         replay(publisher, 10_000)
     publisher.publish([removed(0)])
     while (kept := replay(publisher, 0))[-1] != count + 1:  # the clearing at the start has number 0
@@ -280,15 +284,16 @@ def test_a_batch_that_cannot_be_encoded_is_a_gap(publisher, follow, caplog):
     assert "cannot be encoded" in caplog.text
 
 
-def test_a_thread_that_fails_blocks_neither_publishing_nor_closing(caplog):
+def test_a_thread_that_fails_blocks_neither_publishing_nor_closing(caplog, monkeypatch):
     publisher = KVEventPublisher(LOCAL, buffer_steps=3)
-    publisher._send_batch = None
+    monkeypatch.setattr(publisher, "_send_batch", None)
     publisher.publish([removed(1)])
-    publisher._thread.join(PATIENCE)
-    assert not publisher._thread.is_alive()
+    thread = publisher._thread
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
     for number in range(9):
         publisher.publish([removed(number)])
-    assert len(publisher._queue) <= 3
+    assert num_queued(publisher) <= 3
     publisher.close()
     publisher.close()
     assert "not published any more" in caplog.text

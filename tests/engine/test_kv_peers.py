@@ -11,6 +11,15 @@ import time
 import pytest
 
 from engine_checks import check_after_every_step, core_of
+from insides import (
+    always_load,
+    check_nothing_is_shared,
+    connector_of,
+    costs_of,
+    known_peers_of,
+    lent_prompts,
+    peer_parts,
+)
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.config import EngineConfig, SchedulerConfig
 from quire.datadist.links.decoder_link import DecoderLink
@@ -32,9 +41,7 @@ TOKEN = {"kv_transfer_token": "secret"}
 def engine(role="both", **options):
     with LLM("mini", **{**OPTIONS, "role": role, **TOKEN, **options}) as llm:
         check_after_every_step(core_of(llm))
-        connector = core_of(llm)._connector
-        if connector is not None:  # which of both is faster depends on what else the machine does
-            connector._costs.prefers_loading = lambda *_: True
+        always_load(connector_of(llm))
         yield llm
 
 
@@ -86,14 +93,8 @@ def add(llm: LLM, name: str, prompt: list[int], transfer: dict | None, **changes
 def check_nothing_is_held(*engines: LLM) -> None:
     for llm in engines:
         core = core_of(llm)
-        parts = core._connector._parts
         step_until(llm, lambda core=core: not core.has_requests())
-        assert core.stats().num_leased_blocks == 0
-        assert parts.loans.is_empty
-        assert not len(parts.pulls)
-        assert not parts.borrowed._borrowed
-        assert not parts.prefixes._searches
-        assert not parts.lent._lent
+        check_nothing_is_shared(core)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +122,8 @@ def fresh(request):
         assert llm.reset_prefix_cache()
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "options",
     [
@@ -227,7 +230,7 @@ def test_all_completions_of_a_prompt_use_it(pair):
 def test_a_prompt_of_several_completions_is_lent_once(pair, alone):
     first, second = pair
     transfer = prefill(first, n=3, transfer_id="mine")
-    assert len(core_of(first)._connector._parts.lent._lent) == 1
+    assert len(lent_prompts(first)) == 1
     assert answer(second, transfer=transfer) == alone
 
 
@@ -235,7 +238,7 @@ def test_a_prompt_of_less_than_a_block_is_not_lent(pair):
     first, second = pair
     assert prefill(first, PROMPT[:16]) is None
     assert prefill(first, PROMPT[:17]) is not None
-    core_of(first)._connector.lease_ended(next(iter(core_of(first)._connector._parts.lent._lent)))
+    connector_of(first).lease_ended(next(iter(lent_prompts(first))))
     core_of(first).scheduler.accounts.holdings.end_all_leases()
     assert answer(second, PROMPT[:16], transfer={"do_remote_prefill": False})
 
@@ -273,13 +276,13 @@ def unknown_transfer(first: LLM) -> dict:
 
 def test_what_is_cheaper_to_compute_is_computed(pair, alone):
     first, second = pair
-    connector = core_of(second)._connector
-    connector._costs.prefers_loading = lambda num_blocks, num_queued: num_blocks < 20
+    connector = connector_of(second)
+    costs_of(connector).prefers_loading = lambda num_blocks, num_queued: num_blocks < 20
     before = connector.stats()
     assert answer(second, transfer=prefill(first)) == alone
     assert connector.stats().num_computations_chosen == before.num_computations_chosen + 1
     assert connector.stats().num_loads_chosen == before.num_loads_chosen
-    connector._costs.prefers_loading = lambda *_: True
+    always_load(connector)
 
 
 def test_figures(pair):
@@ -308,8 +311,7 @@ def test_what_cannot_be_read_is_computed(pair, alone, spoil):
     assert answer(second, transfer=transfer) == alone
     assert failed_loads(second) > before
     core_of(first).scheduler.accounts.holdings.end_all_leases()
-    second_peers = core_of(second)._connector._parts.peers
-    for one in list(second_peers._peers.values()):  # a peer that is down is not asked for a while
+    for one in list(known_peers_of(second).values()):  # a peer that is down is not asked for a while
         one.links._down_until = 0.0
 
 
@@ -338,6 +340,8 @@ def test_engines_that_do_not_fit_are_not_linked(role, options, reason, caplog):
         assert reason in caplog.text
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 def test_blocks_of_another_size_are_put_together(transport, dtype):
@@ -419,7 +423,7 @@ def test_however_long_a_transfer_may_take_it_is_one():
 def test_with_too_many_peers_a_prompt_is_computed(pair, alone, monkeypatch):
     first, second = pair
     monkeypatch.setattr(peer, "MAX_PEERS", 0)
-    peers = core_of(second)._connector._parts.peers
+    peers = peer_parts(second).peers
     monkeypatch.setattr(peers, "_peers", {})
     before = failed_loads(second)
     assert answer(second, transfer=prefill(first)) == alone
@@ -440,7 +444,7 @@ def test_a_request_that_is_aborted_gives_its_loan_back(pair):
 def test_an_engine_whose_cache_may_be_written_by_a_lost_read_computes_nothing_more():
     with engine("decode") as llm:
         core = core_of(llm)
-        core._connector._parts.memory.is_lost = True
+        peer_parts(core).memory.is_lost = True
         with pytest.raises(EngineDeadError, match="may still write to the cache"):
             answer(llm)
 
@@ -602,7 +606,7 @@ def test_what_is_given_up_is_not_read_even_if_it_cannot_be_published(monkeypatch
         for first in range(5, 9):  # prompts that do not fit into the cache together
             answer(llm, [first, *PROMPT[1:]])
         pool = core_of(llm).scheduler.accounts.kv.pool
-        assert core_of(llm)._connector._cached._entries.keys() == pool._by_digest.keys()
+        assert connector_of(llm)._cached._entries.keys() == pool._by_digest.keys()
 
 
 def test_equals_that_are_gone_or_silent_cost_a_moment(alone, monkeypatch):
@@ -620,7 +624,7 @@ def test_equals_that_are_gone_or_silent_cost_a_moment(alone, monkeypatch):
 def test_what_takes_no_time_to_compute_is_not_asked_for(monkeypatch):
     with equals(monkeypatch) as (first, second):
         answer(first)
-        core_of(second)._connector._costs.seconds_per_token = 1e-9
+        costs_of(connector_of(second)).seconds_per_token = 1e-9
         answer(second)
         assert second.stats().kv_connector.num_prefix_lookups == 0
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from engine_checks import check_after_every_step, core_of
+from insides import always_load, check_nothing_is_shared, connector_of, known_peers_of
 from late_steps import compute_late
 from quire import LLM, SamplingParams
 from quire.datadist.links.decoder_link import DecoderLink
@@ -205,14 +206,10 @@ def drain(*engines: Answers) -> None:
     for engine in engines:
         while engine.core.has_requests():
             engine.step()
-        parts = engine.core._connector._parts
-        assert parts.loans.is_empty
-        assert not len(parts.pulls)
-        assert not parts.borrowed._borrowed
-        assert not parts.prefixes._searches
-        assert not parts.lent._lent
-        assert not any(peer._waiting or peer._offered or peer._ended for peer in parts.peers._peers.values())
-        assert engine.core.stats().num_leased_blocks == 0
+        check_nothing_is_shared(engine.core)
+        assert not any(
+            peer._waiting or peer._offered or peer._ended for peer in known_peers_of(engine.core).values()
+        )
 
 
 def serve_equals(engines: list[Answers], seed: str, num_requests: int) -> dict[str, tuple[Answers, int]]:
@@ -243,6 +240,8 @@ def free_ports(count: int) -> list[int]:
         return [listener.getsockname()[1] for listener in listeners]
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize(("seed", "options"), [(3, {}), (4, {"overlap_steps": True})], ids=str)
 def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed, options):
     monkeypatch.setattr(links, "DOWN_SECONDS", 0.05)
@@ -260,7 +259,7 @@ def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkey
         engines = [Answers(one), Answers(another)]
         for engine in engines:
             check_after_every_step(engine.core)
-            engine.core._connector._costs.prefers_loading = lambda *_: True
+            always_load(connector_of(engine.core))
         num_loaded = 0
         for part in range(10):  # what is asked when depends on threads
             faults.rate = 0.1
@@ -277,6 +276,8 @@ def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkey
     check_threads_end(threads)
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("seed", "options"),
     [(1, {"kv_transports": "tcp"}), (2, {"overlap_steps": True})],
@@ -286,6 +287,7 @@ def test_no_fault_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed,
     assert serve_with_faults(alone, monkeypatch, seed, options) > 0
 
 
+@pytest.mark.histories
 def test_no_fault_changes_an_answer_of_steps_in_flight(monkeypatch):
     unknown_tokens = compute_late(monkeypatch)
     options = {"overlap_steps": True, "kv_transports": "tcp"}
@@ -293,6 +295,7 @@ def test_no_fault_changes_an_answer_of_steps_in_flight(monkeypatch):
     assert sum(unknown_tokens) > 0
 
 
+@pytest.mark.histories
 def test_no_fault_changes_an_answer_of_several_ranks(monkeypatch, preloaded_engines):
     options = {"tensor_parallel_size": 2}
     serve_with_faults(answers_alone(**options), monkeypatch, 5, options)  # slow: nothing may arrive in time
@@ -312,7 +315,7 @@ def serve_with_faults(right: list[tuple], monkeypatch, seed: int, options: dict)
         first, second = Answers(prefill), Answers(decode)
         for one in (first, second):
             check_after_every_step(one.core)
-            one.core._connector._costs.prefers_loading = lambda *_: True
+            always_load(connector_of(one.core))
         for name, prompt in serve(first, second, seed, num_requests=10).items():
             assert second.of(name) == right[prompt], name
         drain(first, second)

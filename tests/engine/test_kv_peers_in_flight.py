@@ -9,8 +9,10 @@ import pytest
 import torch
 from test_kv_peers import PROMPT, answer, check_nothing_is_held, engine, params, prefill
 
+from call_through import call_through
 from engine_checks import core_of
 from host_choice import HostChoice
+from insides import connector_of, peer_parts
 from late_steps import compute_late
 from quire import LLM
 from quire.datadist.loans.loans import Loans
@@ -37,7 +39,7 @@ def test_a_prompt_is_computed_here_and_continued_there(
     with late_engine(**options) as llm:
         expected = answer(llm)
     with late_engine("prefill", **options) as first, late_engine("decode", **options) as second:
-        assert core_of(first)._connector.works_by_layer is False
+        assert connector_of(first).works_by_layer is False
         unknown_tokens.clear()
         for _ in range(3):
             transfer = prefill(first)
@@ -72,20 +74,19 @@ def test_several_prompts_are_lent_by_requests_that_go_on(unknown_tokens: list[in
 @pytest.mark.usefixtures("unknown_tokens")
 def test_nothing_is_lent_before_it_is_known_that_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
-    settle_first, end_step = LoanSteps._settle_first, Loans.end_step
 
-    def watched(self: LoanSteps) -> None:
+    def watched(settle_first: Any, self: LoanSteps) -> None:
         first = self._in_flight[0]
         verdict = getattr(first.failed_ids, "__self__", None)  # None: it was known at once
         told.append(verdict is None or verdict.is_known or first.end.is_reached)
         settle_first(self)
 
-    def noted(self: Loans, number: int) -> None:
+    def noted(end_step: Any, self: Loans, number: int) -> None:
         assert told
         end_step(self, number)
 
-    monkeypatch.setattr(LoanSteps, "_settle_first", watched)
-    monkeypatch.setattr(Loans, "end_step", noted)
+    call_through(monkeypatch, LoanSteps, "_settle_first", watched)
+    call_through(monkeypatch, Loans, "end_step", noted)
     with late_engine("prefill", max_num_batched_tokens=48) as llm:
         assert prefill(llm) is not None
     assert told
@@ -133,7 +134,7 @@ def test_who_gives_a_prompt_back_before_its_request_has_ended_was_lent_it(
 
 def test_nothing_is_held_for_who_has_given_a_prompt_back_before_its_request_came() -> None:
     with LLM("mini", num_threads=1, num_kv_blocks=64, role="prefill", kv_transfer_token="secret") as llm:
-        core_of(llm)._connector._parts.loans.release(["given-back"])
+        peer_parts(llm).loans.release(["given-back"])
         transfer = prefill(llm, PROMPT[:40], transfer_id="given-back")
         assert transfer["transfer_id"] == "given-back"
         assert core_of(llm).stats().num_leased_blocks == 0
@@ -142,5 +143,5 @@ def test_nothing_is_held_for_who_has_given_a_prompt_back_before_its_request_came
 
 def test_the_host_still_lends_layer_by_layer() -> None:
     with LLM("mini", num_threads=1, num_kv_blocks=64, role="prefill", kv_transfer_token="secret") as llm:
-        assert core_of(llm)._connector.works_by_layer
+        assert connector_of(llm).works_by_layer
         assert prefill(llm, PROMPT[:40]) is not None

@@ -12,7 +12,9 @@ import time
 import numpy as np
 import pytest
 
+from call_through import call_through
 from engine_checks import check_after_every_step, core_of
+from insides import always_load, check_nothing_is_shared, connector_of
 from quire import LLM, SamplingParams
 from quire.datadist.links.decoder_link import DecoderLink
 from quire.errors import ConfigError, EngineDeadError
@@ -21,16 +23,14 @@ from quire.kv.peers import block_layouts, peer_prefixes
 PROMPT = [5 + index % 90 for index in range(12 * 16 + 3)]
 OPTIONS = {"num_threads": 1, "num_kv_blocks": 40, "kv_transfer_token": "secret", "max_num_batched_tokens": 80}
 
-pytestmark = pytest.mark.usefixtures("preloaded_engines")
+pytestmark = [pytest.mark.usefixtures("preloaded_engines"), pytest.mark.processes]
 
 
 @contextlib.contextmanager
 def engine(model: str, num_ranks: int, **options):
     with LLM(model, tensor_parallel_size=num_ranks, **{**OPTIONS, **options}) as llm:
         check_after_every_step(core_of(llm))
-        connector = core_of(llm)._connector
-        if connector is not None:  # which of both is faster depends on what else the machine does
-            connector._costs.prefers_loading = lambda *_: True
+        always_load(connector_of(llm))
         yield llm
 
 
@@ -62,10 +62,7 @@ def check_nothing_is_held(*engines: LLM) -> None:
         while core.has_requests():
             assert time.monotonic() < deadline
             core.step()
-        parts = core._connector._parts
-        assert parts.loans.is_empty
-        assert not len(parts.pulls)
-        assert core.stats().num_leased_blocks == 0
+        check_nothing_is_shared(core)
         assert llm.reset_prefix_cache()
         assert core.stats().num_free_blocks == llm.info.num_blocks
 
@@ -198,17 +195,17 @@ def reading(monkeypatch):
     """What is called in a reading whose first part has been taken; it goes on when that returns."""
     monkeypatch.setattr(block_layouts, "MAX_SENT_SPANS", 5)
     interruptions = []
-    receive_part = DecoderLink._receive_part
 
-    def receive(link, *arguments):
+    def receive(receive_part, link, *arguments):
         receive_part(link, *arguments)
         if interruptions:
             interruptions.pop()()
 
-    monkeypatch.setattr(DecoderLink, "_receive_part", receive)
+    call_through(monkeypatch, DecoderLink, "_receive_part", receive)
     return interruptions
 
 
+@pytest.mark.representative
 def test_a_read_that_fails_is_computed_instead(checkpoint, alone, reading):
     def fail():
         raise MemoryError("injected")
@@ -234,7 +231,7 @@ def test_a_lender_whose_rank_dies_while_it_is_read(checkpoint, alone, reading, t
                 os.kill(rank, signal.SIGKILL)
                 with pytest.raises(EngineDeadError, match=f"the process {rank}, was killed by SIGKILL"):
                     answer(first)
-                core._connector.close()  # as the end of its process does
+                connector_of(core).close()  # as the end of its process does
 
             reading.append(kill)
             assert answer(second, transfer) == alone(1)

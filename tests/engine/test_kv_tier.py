@@ -7,17 +7,15 @@ import itertools
 import mmap
 import os
 import re
-import threading
 import types
 
-import numpy as np
 import pytest
 
 from engine_checks import check_after_every_step, core_of
+from insides import always_load, connector_of, num_stored, tier_of, wait_until_written
 from late_device import LateDevice
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
-from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.kv.connectors.stats import KVConnectorStats
 from quire.kv.tiers import block_copier, cached_tier
 from quire.kv.tiers import connector as tier_connector
@@ -33,9 +31,7 @@ def open_llm(directory=None, **options) -> LLM:
     tier = {} if directory is None else {"kv_tier": "disk", "kv_tier_path": str(directory)}
     llm = LLM("mini", **{**OPTIONS, "kv_tier_min_uses": 1, **tier, **options})
     check_after_every_step(core_of(llm))
-    connector = core_of(llm)._connector
-    if connector is not None:  # which of both is faster depends on what else the machine does
-        connector._costs.prefers_loading = lambda *_: True
+    always_load(connector_of(llm))
     return llm
 
 
@@ -48,12 +44,6 @@ def answer(llm: LLM, prompt=PROMPT) -> tuple[list[int], list]:
 
 def vars_of(params: SamplingParams) -> dict:
     return {name: getattr(params, name) for name in ("temperature", "max_tokens", "ignore_eos")}
-
-
-def wait_until_written(llm: LLM) -> None:
-    is_written = threading.Event()
-    core_of(llm)._connector._writer.submit(is_written.set)
-    assert is_written.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +132,7 @@ def test_two_engines_share_a_tier(tmp_path, alone):
     with open_llm(tmp_path) as writer, open_llm(tmp_path) as reader:
         answer(writer)
         wait_until_written(writer)
-        core_of(reader)._connector._tier.refresh()
+        tier_of(connector_of(reader)).refresh()
         assert answer(reader) == alone
         assert reader.stats().num_loaded_tokens == 320
         assert reader.stats().kv_connector.num_written_blocks == 0
@@ -169,14 +159,6 @@ def test_by_default_a_prompt_is_stored_when_it_comes_again(tmp_path):
 
 
 # -- failures ----------------------------------------------------------------------------------------------
-
-
-def num_stored(llm: LLM, prompt: list[int]) -> int:
-    """Return how many blocks from the start of a prompt the tier has."""
-    wait_until_written(llm)
-    keys = SequenceKeys(root_digest(), 16)
-    keys.extend(np.array(prompt, dtype=np.int32))
-    return core_of(llm)._connector._tier.residents.count_leading(keys[index] for index in range(len(keys)))
 
 
 def finish_reasons(llm: LLM, prompts: list[list[int]]) -> list[str]:
@@ -252,7 +234,7 @@ def test_without_a_path_the_tier_is_in_the_users_cache_directory(tmp_path, monke
 def test_statistics_that_cannot_be_had_are_left_out(tmp_path, caplog):
     with open_llm(tmp_path) as llm:
         assert isinstance(llm.stats().kv_connector, KVConnectorStats)
-        core_of(llm)._connector.stats = lambda: 1 // 0
+        connector_of(llm).stats = lambda: 1 // 0
         assert llm.stats().kv_connector is None
         assert llm.stats().num_blocks == 64
     assert caplog.text.count("ZeroDivisionError") == 1
@@ -260,7 +242,7 @@ def test_statistics_that_cannot_be_had_are_left_out(tmp_path, caplog):
 
 def test_a_connector_that_cannot_be_closed_does_not_keep_the_engine(tmp_path, caplog):
     with open_llm(tmp_path) as llm:
-        connector = core_of(llm)._connector
+        connector = connector_of(llm)
         close, connector.close = connector.close, lambda: 1 // 0
     assert "could not be closed" in caplog.text
     close()
@@ -269,4 +251,4 @@ def test_a_connector_that_cannot_be_closed_does_not_keep_the_engine(tmp_path, ca
 def test_a_closed_tier_can_be_written_by_the_next_engine(tmp_path):
     for _ in range(3):
         with open_llm(tmp_path) as llm:
-            assert core_of(llm)._connector._tier.is_writable
+            assert tier_of(connector_of(llm)).is_writable

@@ -94,8 +94,8 @@ def test_no_step_waits_for_masks_after_one_that_could_not_be_applied(
 
 
 def test_a_stepper_that_is_closed_leaves_no_step_behind(stepper: OverlappedStepper, runner: Runner) -> None:
-    stepper._launch()
-    stepper._launch()
+    for _ in range(2):
+        stepper._launch()
     assert runner.began[1].wait(20)
     stepper.close()
     assert runner.masks == ["of 0"]

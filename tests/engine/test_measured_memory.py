@@ -136,6 +136,7 @@ def test_the_plan_has_what_cache_eviction_takes_beside_what_was_measured(
     assert started(config).info.num_blocks == left // (plan.kv_bytes_per_block + plan.score_bytes_per_block)
 
 
+@pytest.mark.interpreter
 def test_steps_are_counted_and_leave_nothing(
     gpu: CountedMemory, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

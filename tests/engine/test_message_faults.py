@@ -126,7 +126,7 @@ def test_a_clock_that_fails_loses_no_output(engine, monkeypatch):
 @pytest.mark.parametrize(
     "stats", [KVConnectorStats(stored_bytes="many"), KVConnectorStats(stored_bytes=object()), 7]
 )
-def test_statistics_of_a_connector_that_nobody_could_read_are_left_out(engine, stats, caplog):
+def test_statistics_of_a_connector_that_nobody_could_read_are_left_out(engine, stats, caplog, monkeypatch):
     class Connector:
         def stats(self):
             return stats
@@ -134,13 +134,13 @@ def test_statistics_of_a_connector_that_nobody_could_read_are_left_out(engine, s
         def close(self):
             raise OSError("no luck")
 
-    engine.core._connector = Connector()
+    monkeypatch.setattr(engine.core, "_connector", Connector())
     engine.loop.handle(request("a"))
     engine.run()
     assert engine.reasons == {"a": "length"}
     assert engine.core.stats().kv_connector is None
     assert "no statistics" in caplog.text
-    engine.core._publisher = Connector()
+    monkeypatch.setattr(engine.core, "_publisher", Connector())
     engine.loop.handle(request("b"))
     assert [output.request_id for output in engine.core.shutdown()] == ["b"]
     assert "the publisher of KV events could not be closed" in caplog.text

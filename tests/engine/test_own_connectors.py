@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine_checks import check_after_every_step, core_of
+from insides import always_load, connector_of, wait_until_written
 from late_device import LateDevice
 from late_tensor import LateTensor
 from late_tokens import choose_on_device
@@ -54,16 +54,14 @@ class OwnTier(TierConnector):
             lambda num_bytes: MemoryTier(1 << 30, num_bytes, min_uses=1),
             copier_of=lambda cache, _: DeviceCopier(cache.tensor, LateDevice(is_eager=True)),
         )
-        self._costs.prefers_loading = lambda *_: True
+        always_load(self)
 
 
 def answers(llm: LLM) -> list[Any]:
     outputs = llm.generate(PROMPTS, GREEDY)
-    connector = core_of(llm)._connector
+    connector = connector_of(llm)
     if isinstance(connector, TierConnector):
-        is_written = threading.Event()
-        connector._writer.submit(is_written.set)
-        assert is_written.wait(60)
+        wait_until_written(llm)
     return [(output.outputs[0].token_ids, str(output.outputs[0].logprobs)) for output in outputs]
 
 

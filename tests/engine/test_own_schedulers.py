@@ -94,6 +94,8 @@ def llm():
         yield llm
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("lies", [False, True], ids=["raises", "lies"])
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "get_grammar_bitmask"])
 def test_a_fault_in_any_call_ends_no_engine(llm, name: str, lies: bool, monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ import signal
 import pytest
 import uvloop
 
-from engine_checks import TINY, engine_pid, tiny_config, wait_for_end
+from engine_checks import TINY, engine_pid, requests_of, tiny_config, wait_for_end
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import EngineAsleepError, EngineDeadError, InvalidRequestError
 from quire.status import FinishReason
@@ -21,7 +21,7 @@ PARAMS = [
     SamplingParams(max_tokens=200, seed=1, n=2, ignore_eos=True),
     SamplingParams(max_tokens=40, beam_width=3, n=2, ignore_eos=True),
 ]
-pytestmark = pytest.mark.usefixtures("preloaded_engines")
+pytestmark = [pytest.mark.usefixtures("preloaded_engines"), pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ async def begun(llm):
 
 
 def live_ids(llm):
-    return [[state.request_id] for state in llm._requests.outputs.live_requests()]
+    return [[state.request_id] for state in requests_of(llm).outputs.live_requests()]
 
 
 async def results(calls):
@@ -83,7 +83,7 @@ async def test_a_pause_keeps_everything_also_if_the_engine_dies_in_it(llm, slow_
         assert "paused" in sentence
     os.kill(pid, signal.SIGKILL)
     await asyncio.to_thread(wait_for_end, pid)
-    while llm.recovery_stats.num_restarts < 1 or not llm._requests.is_ready:
+    while llm.recovery_stats.num_restarts < 1 or not requests_of(llm).is_ready:
         await asyncio.sleep(0.01)
     await llm.stats()
     assert [call.num_tokens for call in calls] == [*before, 0]
@@ -93,6 +93,7 @@ async def test_a_pause_keeps_everything_also_if_the_engine_dies_in_it(llm, slow_
     assert await results(calls) == [*expected, expected[0]]
 
 
+@pytest.mark.representative
 async def test_a_pause_waits_for_what_runs_or_aborts_it(llm, slow_steps, expected):
     calls = await begun(llm)
     assert await llm.pause_generation("wait")

@@ -57,6 +57,8 @@ def preempted_amid_prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("overlap_steps", [False, True])
 def test_requests_that_are_preempted_amid_their_prompts(
     expected: list[Any], preempted_amid_prompts: list[str], overlap_steps: bool
@@ -66,6 +68,8 @@ def test_requests_that_are_preempted_amid_their_prompts(
     assert preempted_amid_prompts
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("overlap_steps", [False, True])
 def test_steps_that_are_lost(
     expected: list[Any], overlap_steps: bool, monkeypatch: pytest.MonkeyPatch

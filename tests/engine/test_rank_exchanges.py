@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from descriptors import num_open, wait_until_closed
 from engine_checks import core_of, wait_for_end
 from nccl_stand_in import NcclStandIn
 from quire import LLM
@@ -153,16 +154,13 @@ def test_exchanges_that_are_aborted_raise(stand_in: type[NcclStandIn]) -> None:
 
 
 def test_a_communicator_that_ends_aborts_and_closes_its_file(stand_in: type[NcclStandIn]) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open()
     [communicator] = connected(NcclCommunicator, 1)
     group = stand_in.made.pop()
     del communicator
     assert group.is_aborted.wait(20)
     del group
-    deadline = time.monotonic() + 20
-    while len(os.listdir("/proc/self/fd")) > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_closed(before)
 
 
 def test_a_communicator_may_end_with_the_interpreter(
@@ -270,7 +268,8 @@ def test_what_a_step_gives_after_a_failure_is_nobody_s(checkpoint: str) -> None:
     """On GPUs a step goes on after its exchanges were aborted, with numbers that mean nothing."""
     with LLM(checkpoint, num_kv_blocks=64, num_threads=1) as llm:
         core = core_of(llm)
-        step, failures = core._stepper.step, []
+        stepper, failures = core._stepper, []
+        step = stepper.step
 
         def fails_late():
             outputs = step()
@@ -281,7 +280,7 @@ def test_what_a_step_gives_after_a_failure_is_nobody_s(checkpoint: str) -> None:
             if failures:
                 raise EngineDeadError("rank 1 failed")
 
-        core._stepper.step = fails_late
+        stepper.step = fails_late
         core.raise_rank_failure = raise_failure
         with pytest.raises(EngineDeadError, match="rank 1 failed"):
             llm.generate("the")

@@ -33,6 +33,8 @@ from quire.kernels.attention.batch import AttentionBatch
 from quire.models.shard import Shard
 from subprocesses import python_output, started
 
+pytestmark = pytest.mark.processes
+
 LONG = SamplingParams(max_tokens=450, temperature=0.0, ignore_eos=True)
 PROMPTS = ["the cache holds keys", "a", [5, 6, 7] * 20, "of the tokens that were computed before"]
 
@@ -51,6 +53,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.representative
 def test_two_ranks_give_the_tokens_of_one_until_one_is_killed(checkpoint, preloaded_engines):
     # chunks, preemption, drafts, and steps that another thread computes
     settings = {"num_kv_blocks": 14, "max_num_batched_tokens": 16, "num_threads": 1, "overlap_steps": True}

@@ -163,6 +163,8 @@ def test_banned_sequences_beams_and_log_probabilities_of_prompts(
     assert sum(unknown_tokens) > 10
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("drafts", [{}, NGRAM], ids=["no drafts", "drafts"])
 def test_sequences_are_banned_whose_last_token_but_one_only_the_device_knows(
     unknown_tokens: list[int], drafts: dict[str, Any]
@@ -200,6 +202,8 @@ def test_penalties_of_the_device(serial: dict[int, Any], unknown_tokens: list[in
     assert sum(one != other for one, other in zip(tokens(plain), serial[id(PENALIZED)], strict=True)) >= 6
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("drafts", [{}, NGRAM], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("lost", [None, 3])
 def test_penalties_with_preemptions_and_steps_that_fail(
@@ -240,6 +244,8 @@ def always_three(self: DraftedRequest, num_tokens: int, cost: float, most: int) 
     return min(3, most)
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_steps_that_are_followed_by_no_drafts(
     serial: dict[int, Any], unknown_tokens: list[int], method: str, monkeypatch: pytest.MonkeyPatch
@@ -254,6 +260,7 @@ def test_steps_that_are_followed_by_no_drafts(
     assert sum(unknown_tokens) == 0, "all steps of one request are followed by drafts"
 
 
+@pytest.mark.histories
 def test_steps_while_no_draft_is_expected_to_pay(
     unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +301,8 @@ def split_steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return splits
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 @pytest.mark.parametrize("params", [PARAMS, CONSTRAINED], ids=["plain", "constrained"])
 def test_some_requests_wait_for_drafts_and_others_go_on(
@@ -320,6 +329,8 @@ def test_drafts_of_some_of_these(
     assert split_steps
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("failing", [False, True])
 def test_drafts_of_some_with_preemptions_and_steps_that_fail(
     unknown_tokens: list[int],

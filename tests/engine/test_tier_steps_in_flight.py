@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from engine_checks import check_after_every_step, core_of
 from host_choice import HostChoice
+from insides import always_load, connector_of, num_stored
 from late_device import LateDevice
 from late_tokens import LateCopy, choose_on_device
 from preempting import preempt
@@ -20,7 +20,6 @@ from quire import LLM, SamplingParams
 from quire.engine.messages import EngineCoreRequest
 from quire.execution.device_step import DeviceStep
 from quire.execution.persistent_batch import PersistentBatch
-from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.kv.tiers import block_copier
 from quire.kv.tiers import connector as tier_connector
 from quire.kv.tiers.connector import TierConnector
@@ -69,26 +68,11 @@ def open_llm(unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Iter
     def opened(**options: Any) -> LLM:
         llm = LLM("mini", **SETTINGS, overlap_steps=True, kv_tier="memory", kv_tier_min_uses=1, **options)
         check_after_every_step(core_of(llm))
-        connector_of(llm)._costs.prefers_loading = lambda *_: True
+        always_load(connector_of(llm))
         return llm
 
     yield opened
     assert not any(queue.operations for queue in device.queues)
-
-
-def connector_of(llm: LLM) -> Any:
-    return core_of(llm)._connector
-
-
-def num_stored(llm: LLM, prompt: list[int]) -> int:
-    """Return how many blocks from the start of a prompt the tier has, once all is written."""
-    connector = connector_of(llm)
-    is_written = threading.Event()
-    connector._writer.submit(is_written.set)
-    assert is_written.wait(60)
-    keys = SequenceKeys(root_digest(), 16)
-    keys.extend(np.array(prompt, dtype=np.int32))
-    return connector._tier.residents.count_leading(keys[index] for index in range(len(keys)))
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, call: int) -> None:

@@ -115,7 +115,7 @@ class StepDriver:
         self.requests = {}
         self._rng = np.random.default_rng(seed)
         self._free_slots = list(range(max_num_seqs))
-        self._free_blocks = list(range(kv_cache.num_blocks))
+        self.free_blocks = list(range(kv_cache.num_blocks))
         self._finished, self._preempted = [], []
         with torch.inference_mode():
             kv_cache.tensor.fill_(float("nan"))
@@ -130,7 +130,7 @@ class StepDriver:
         with torch.inference_mode():
             self.kv_cache.tensor[request.blocks] = float("nan")
         self._free_slots.append(request.slot)
-        self._free_blocks += request.blocks
+        self.free_blocks += request.blocks
         request.slot, request.blocks, request.computed = None, [], 0
 
     def preempt(self, request_id):
@@ -180,7 +180,7 @@ class StepDriver:
         """Give a request the slot and blocks that it lacks, and say so in the lists of the plan."""
         request = self.requests[request_id]
         missing = max(0, -(-(request.computed + count) // BLOCK_SIZE) - len(request.blocks))
-        fresh = [self._take(self._free_blocks) for _ in range(missing)]
+        fresh = [self._take(self.free_blocks) for _ in range(missing)]
         if request.slot is not None:
             first = len(request.blocks)
             grown += [(request.slot, first + index, block) for index, block in enumerate(fresh)]

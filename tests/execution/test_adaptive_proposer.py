@@ -109,6 +109,8 @@ def test_drafts_that_are_always_wrong_cost_at_most_three_percent(row, num_reques
     assert Engine([0.0] * num_requests, row).gain() >= 0.97
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("row", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize("right", [0.1, 0.2, 0.3, 0.5, 0.7])
 @pytest.mark.parametrize("num_requests", [1, 8])
@@ -116,6 +118,8 @@ def test_drafts_that_are_sometimes_right_cost_at_most_three_percent(row, right, 
     assert Engine([right] * num_requests, row).gain() >= 0.97
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("wait", [0.0, 0.05, 0.2, 1.0])
 @pytest.mark.parametrize("row", [0.02, 0.1])
 @pytest.mark.parametrize("num_right", [0, 1, 4, 16])
@@ -158,9 +162,9 @@ def test_one_has_drafts_alone_where_it_does_not_pay_that_all_wait(wait):
         ([0.4] * 4, 0.5, [False] * 4),
     ],
 )
-def test_whatever_saves_most_tokens_is_done(worth, share, waits):
+def test_whatever_saves_most_tokens_is_done(worth, share, waits, monkeypatch):
     waiting, requests = Waiting(), [DraftedRequest(0.5, 1.0, 10) for _ in worth]
-    waiting._share = share
+    monkeypatch.setattr(waiting, "_share", share)
     for request, tokens in zip(requests, worth, strict=True):
         request.worth = tokens
     waiting.choose(requests[:2], requests[2:], step=7, now=1.0)
@@ -282,12 +286,13 @@ def test_the_cost_of_a_row_is_measured():
 
 def test_a_step_that_begins_behind_another_tells_nothing_of_its_cost():
     engine = Engine([0.5], 0.8)
+    cost = engine.proposer._cost
     for _ in range(30):
         engine.step(is_alone=False)
-    assert engine.proposer._cost.of_draft(1) == 0.3, "as assumed"
+    assert cost.of_draft(1) == 0.3, "as assumed"
     for _ in range(200):
         engine.step()
-    assert engine.proposer._cost.of_draft(1) == pytest.approx(0.8 / 1.8, rel=0.2)
+    assert cost.of_draft(1) == pytest.approx(0.8 / 1.8, rel=0.2)
 
 
 def test_steps_of_one_length_tell_nothing_of_the_cost_of_a_row():

@@ -64,6 +64,8 @@ def run(scheduler, runner, prompt=PROMPT, num_output=NUM_OUTPUT):
     return tokens, logprobs
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "options",
     [

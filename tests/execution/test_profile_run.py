@@ -15,6 +15,7 @@ from step_driver import BLOCK_SIZE, StepDriver, model_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
+from call_through import call_through
 from checkpoints import make_checkpoint
 from host_choice import HostChoice
 from operation_tape import OperationTape
@@ -79,7 +80,6 @@ def test_nothing_is_recorded_whose_kernels_were_never_launched(
 ) -> None:
     """Triton loads a kernel when it is launched for the first time, which CUDA forbids in a recording."""
     is_compiling, launched, num_recorded = [False], [], [0]
-    compute, recorded = StepGraphs._compute, StepGraphs._recorded
 
     @contextlib.contextmanager
     def compiling() -> Iterator[None]:
@@ -87,12 +87,12 @@ def test_nothing_is_recorded_whose_kernels_were_never_launched(
         yield
         is_compiling[0] = False
 
-    def watched(self: StepGraphs, model: Any, graph: Any, batch: AttentionBatch) -> None:
+    def watched(compute: Any, self: StepGraphs, model: Any, graph: Any, batch: AttentionBatch) -> None:
         if not is_compiling[0]:
             launched.append(graph)
         compute(self, model, graph, batch)
 
-    def checked(self: StepGraphs, model: Any, graph: Any, batch: AttentionBatch) -> Any:
+    def checked(recorded: Any, self: StepGraphs, model: Any, graph: Any, batch: AttentionBatch) -> Any:
         assert not is_compiling[0]
         assert any(one is graph for one in launched)
         num_recorded[0] += 1
@@ -100,8 +100,8 @@ def test_nothing_is_recorded_whose_kernels_were_never_launched(
 
     monkeypatch.setattr(Decoder, "compile_only", lambda self: compiling())
     monkeypatch.setattr(type(model.kernels), "compiles_only", property(lambda self: is_compiling[0]))
-    monkeypatch.setattr(StepGraphs, "_compute", watched)
-    monkeypatch.setattr(StepGraphs, "_recorded", checked)
+    call_through(monkeypatch, StepGraphs, "_compute", watched)
+    call_through(monkeypatch, StepGraphs, "_recorded", checked)
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40, draft_length=0)
     profile_run(runner_of(model, limits, record=lambda compute: compute), VOCAB_SIZE, limits)
     assert num_recorded[0] > 1

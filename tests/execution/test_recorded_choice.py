@@ -13,6 +13,7 @@ import pytest
 import torch
 from recorder import Recorder, driver_of
 
+from call_through import call_through
 from checkpoints import make_checkpoint
 from quire.execution import capture_backoff as recording_pauses
 from quire.execution import step_graphs
@@ -82,18 +83,19 @@ def model(tmp_path: Path) -> Decoder:
 
 def replayed_choices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, bool, bool, int]]:
     """Return a list to which the rows and kinds of choices go that are replayed."""
-    replay_of, replayed = RecordedChoice._replay_of, []
+    replayed = []
 
-    def watched(self: RecordedChoice, logits: torch.Tensor, tensors: Any) -> Any:
+    def watched(replay_of: Any, self: RecordedChoice, logits: torch.Tensor, tensors: Any) -> Any:
         replay = replay_of(self, logits, tensors)
         if replay is not None:
             replayed.append((len(logits), *tensors.kind))
         return replay
 
-    monkeypatch.setattr(RecordedChoice, "_replay_of", watched)
+    call_through(monkeypatch, RecordedChoice, "_replay_of", watched)
     return replayed
 
 
+@pytest.mark.interpreter
 def test_requests_that_come_and_go_have_the_tokens_of_others(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,8 @@ def test_random_rows_draw_what_the_plain_loop_draws(vocab_size, spread):
     assert draw_rows(logits, params, numbers).tolist() == expected
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("params", "seed"),
     [

@@ -95,6 +95,8 @@ def drafts_of(expected, kind, seed):
     return draft
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("constrained", [False, True])
 def test_tokens_and_logprobs_are_those_without_drafts(models, prompts, dtype, constrained):
@@ -398,7 +400,7 @@ def test_drafts_of_a_step_in_flight_are_for_those_who_are_still_there(models, pr
     slots = [request.slot for request in driver.requests.values()]
     rows = slots, [1] * 4, [number - 1 for number in known], "abcd"
     new_blocks = [
-        (request.slot, len(request.blocks), driver._free_blocks.pop()) for request in driver.requests.values()
+        (request.slot, len(request.blocks), driver.free_blocks.pop()) for request in driver.requests.values()
     ]
     step = plan(*rows, known=known, blocks=new_blocks)
     step = dataclasses.replace(step, num_drafts_wanted=int_array([2, 2, 0, 3]))

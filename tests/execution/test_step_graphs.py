@@ -16,6 +16,7 @@ import torch
 from recorder import Recorder, driver_of
 from step_driver import BLOCK_SIZE, StepDriver, model_cache
 
+from call_through import call_through
 from checkpoints import make_checkpoint
 from quire.config import SparseAttentionConfig
 from quire.execution import capture_backoff as recording_pauses
@@ -34,6 +35,8 @@ from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, GraphStats
+
+pytestmark = pytest.mark.interpreter
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 
@@ -82,6 +85,7 @@ def outputs(driver: StepDriver, lengths: list[int], num_output: int, **options: 
     return {name: (request.output, request.logprobs) for name, request in driver.requests.items()}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("family", "lengths", "options"),
     [
@@ -161,6 +165,7 @@ def launches(driver: StepDriver, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return steps
 
 
+@pytest.mark.representative
 def test_steps_only_launch_if_each_request_decodes_one_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +233,7 @@ def test_steps_that_report_prompt_logprobs_are_not_recorded(tmp_path: Path) -> N
     assert len(found[1]) == 24 - 1
 
 
+@pytest.mark.representative
 def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class, size_class))
     model = load("qwen3", tmp_path)
@@ -374,16 +380,15 @@ def test_recordings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 1)
     kept: list[int] = []
     counted: list[int] = []
-    graph_of = StepGraphs._graph_of
 
-    def watched(self: StepGraphs, made: Any) -> Any:
+    def watched(graph_of: Any, self: StepGraphs, made: Any) -> Any:
         graph = graph_of(self, made)
         kept.append(len(self._graphs))
         counted.append(self.stats.num_graphs)
         assert counted[-1] == sum(one.replay is not None for one in self._graphs.values())
         return graph
 
-    monkeypatch.setattr(StepGraphs, "_graph_of", watched)
+    call_through(monkeypatch, StepGraphs, "_graph_of", watched)
     model = load("qwen3", tmp_path)
     recorder = Recorder()
     plain, driver = driver_of(model), driver_of(model, recorder.record)
@@ -406,11 +411,13 @@ def test_blocks_that_the_cache_lacks_are_refused_before_a_replay(tmp_path: Path)
         graphs.logits(torch.zeros(1, dtype=torch.int64).numpy(), batch)
 
 
+@pytest.mark.representative
 def test_sizes_are_at_most_a_quarter_more() -> None:
     sizes = [size_class(count) for count in (0, 1, 2, 3, 5, 8, 9, 17, 33, 100)]
     assert sizes == [0, 1, 2, 3, 5, 8, 10, 20, 40, 112]
 
 
+@pytest.mark.representative
 def test_sizes_of_chunks_are_few() -> None:
     assert [coarse_size_class(count) for count in (0, 1, 16, 17, 65)] == [0, 16, 16, 64, 256]
     assert [CHUNK_SIZES.parts(count) for count in (0, 1, 256, 257)] == [0, 256, 256, 1024]

@@ -63,6 +63,8 @@ def forward(model: Decoder, cache: PagedAttentionCache, computed: list[int], cou
     return watched.num_copies
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_pass_stays_on_its_device(load: Any, family: str, dtype: str, tmp_path: Path) -> None:

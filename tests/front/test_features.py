@@ -69,6 +69,8 @@ def expected() -> list[list[list[int]]]:
         return run_batch(llm)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "options",
     [

@@ -29,6 +29,7 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
     assert python_output(code, checkpoint) == "[]\n"
 
 
+@pytest.mark.processes
 def test_the_engine_does_without_slow_modules(checkpoint):
     code = f"""
 import sys

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine_checks import core_of
+from insides import always_load, connector_of
 from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.cli.main import app
 from quire.errors import KVFileError
@@ -25,9 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs
 
 def open_llm(model: str = "mini", **options) -> LLM:
     llm = LLM(model, **{**OPTIONS, **options})
-    connector = core_of(llm)._connector
-    if connector is not None:
-        connector._costs.prefers_loading = lambda *_: True
+    always_load(connector_of(llm))
     return llm
 
 

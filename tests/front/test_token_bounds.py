@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 import quire
+from call_through import call_through
 from quire.front.text.token_bounds import TokenBound
 from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 from quire.models.text.tokenizer import Tokenizer
@@ -109,6 +110,8 @@ texts = st.lists(
 ).map("".join)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=100, deadline=None)
 @given(text=texts, repeats=st.sampled_from([1, 3]))
@@ -121,6 +124,8 @@ def test_no_text_has_fewer_tokens(name, text, repeats):
     assert most is None or len(text) <= most
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("from_end", [False, True])
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=50, deadline=None)
@@ -156,7 +161,11 @@ def test_tokenizers_that_drop_characters_have_no_limit_of_them(name):
 def test_a_long_text_is_not_read_to_its_end(monkeypatch):
     bound = BOUNDS["mini"]
     read = []
-    count = TokenBound._count
-    monkeypatch.setattr(TokenBound, "_count", lambda self, piece: (read.append(piece), count(self, piece))[1])
+
+    def noted(count, self, piece):
+        read.append(piece)
+        return count(self, piece)
+
+    call_through(monkeypatch, TokenBound, "_count", noted)
     assert bound.least_num_tokens("a" * 4_000_000, 4096) > 4096
     assert len("".join(read)) <= 131_072

@@ -95,6 +95,8 @@ def test_tokens_that_are_added_around_a_text_stay():
     assert kept(inputs, "abcdefgh", 2) == [a_to_z[-1], 1]  # there is no room for text
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_tokens", [1, 100, 1_000])
 def test_a_text_far_too_long_is_cut_before_it_is_tokenized(monkeypatch, num_tokens):
     text = WORDS * 20_000  # 1.5 million characters

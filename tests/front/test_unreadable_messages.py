@@ -46,8 +46,9 @@ def engine(monkeypatch):
     monkeypatch.setattr(EngineProcess, "_write", lambda *_: None)
     with contextlib.closing(EngineProcess(EngineConfig(model="mini"), "mini")) as process:
         with zmq.Context() as context, context.socket(zmq.PUSH) as output, context.socket(zmq.PULL) as inbox:
-            inbox.connect(input_address(process._directory))
-            output.connect(output_address(process._directory))
+            directory = process._directory
+            inbox.connect(input_address(directory))
+            output.connect(output_address(directory))
             yield process, output
         process.kill()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from call_through import call_through
 from checkpoints import make_checkpoint
 from quire import LLM, AdaptiveRKVConfig, CacheEvictionConfig, SamplingParams
 from quire.execution.model_runner import ModelRunner
@@ -122,13 +123,12 @@ def test_chunks_of_prompts_are_replayed(
     if has_draft_model:
         options |= {"speculative_method": "draft-model", "draft_model": str(checkpoint)}
     graphs: set[StepGraphs] = set()
-    filled = StepGraphs._filled
 
-    def watched(self: StepGraphs, *step: Any) -> Any:
+    def watched(filled: Any, self: StepGraphs, *step: Any) -> Any:
         graphs.add(self)
         return filled(self, *step)
 
-    monkeypatch.setattr(StepGraphs, "_filled", watched)
+    call_through(monkeypatch, StepGraphs, "_filled", watched)
     monkeypatch.setattr(ModelRunner, "_is_small", lambda _self, _output, sampling: len(sampling.tokens) > 0)
     wanted = [params(number) for number in range(len(PROMPTS))]
     with LLM(str(checkpoint), **{**SETTINGS, **options}) as llm:

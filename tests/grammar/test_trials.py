@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -17,7 +18,7 @@ from quire.grammar.trials import TriedGrammars
 from quire.structured_outputs import StructuredOutputsParams
 from subprocesses import run
 
-pytestmark = pytest.mark.usefixtures("preloaded_engines")
+pytestmark = [pytest.mark.usefixtures("preloaded_engines"), pytest.mark.processes]
 
 PATTERNS = [{"type": "string", "pattern": f"^.*{'ab' * count}.*$"} for count in range(60)]
 BOMB = StructuredOutputsParams(json=json.dumps({"allOf": PATTERNS}))  # takes minutes and gigabytes
@@ -29,7 +30,11 @@ def tried(monkeypatch):
     grammars = TriedGrammars(BACKEND, cpu_seconds=0.4)
     yield grammars
     grammars.close()
-    assert not grammars._all
+    assert not processes_of(grammars)
+
+
+def processes_of(grammars: TriedGrammars) -> set[subprocess.Popen]:
+    return grammars._all
 
 
 def follows(grammars: TriedGrammars, regex: str, text: str) -> bool:
@@ -37,11 +42,13 @@ def follows(grammars: TriedGrammars, regex: str, text: str) -> bool:
     return grammar.accept(TOKENIZER.encode(text, add_special_tokens=False))
 
 
+@pytest.mark.representative
 def test_what_is_compiled_is_what_was_asked_for(tried):
     assert follows(tried, "[a-c]+", "abc")
     assert not follows(tried, "[a-c]+", "abd")
 
 
+@pytest.mark.representative
 def test_grammars_have_sizes(tried):
     small, large = (
         tried.compile(StructuredOutputsParams(choice=[f"word {number}" for number in range(count)]))
@@ -51,6 +58,7 @@ def test_grammars_have_sizes(tried):
     assert large.copy().num_bytes == large.num_bytes
 
 
+@pytest.mark.representative
 def test_what_is_wrong_is_said_as_without_a_trial(tried):
     with pytest.raises(InvalidRequestError) as directly:
         BACKEND.compile(StructuredOutputsParams(regex="a("))
@@ -64,14 +72,14 @@ def test_a_grammar_that_takes_too_much_is_refused_and_the_next_one_compiled(trie
         tried.compile(BOMB)
     with pytest.raises(InvalidRequestError, match=r"took more than .*make it simpler"):
         tried.compile_slowly(BOMB)
-    [process] = tried._all
+    [process] = processes_of(tried)
     assert follows(tried, "[a-c]+", "abc")
-    assert tried._all == {process}
+    assert processes_of(tried) == {process}
 
 
 def test_a_process_that_has_died_is_the_error_of_one_request(tried):
     assert follows(tried, "[a-c]+", "abc")
-    [process] = tried._all
+    [process] = processes_of(tried)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(InvalidRequestError, match="cannot be used"):
         tried.compile(StructuredOutputsParams(regex="a"))
@@ -101,10 +109,11 @@ def test_processes_with_faults_are_the_error_of_one_request(tried, fault, call, 
         )
         with pytest.raises(InvalidRequestError, match=f"cannot be used: .*{message}"):
             getattr(tried, call)(StructuredOutputsParams(regex="a"))
-    assert not tried._all
+    assert not processes_of(tried)
     assert follows(tried, "[a-c]+", "abc")
 
 
+@pytest.mark.representative
 def test_without_descriptors_one_request_fails(tried, monkeypatch):
     def refuse(*arguments, **options):
         raise OSError(24, "Too many open files")
@@ -116,9 +125,10 @@ def test_without_descriptors_one_request_fails(tried, monkeypatch):
     assert follows(tried, "[a-c]+", "abc")
 
 
+@pytest.mark.representative
 def test_a_trial_process_shares_the_session_so_that_its_priority_counts(tried):
     tried.compile(StructuredOutputsParams(regex="a"))
-    [process] = tried._all
+    [process] = processes_of(tried)
     assert os.getsid(process.pid) == os.getsid(0)
     assert os.getpgid(process.pid) == process.pid  # Ctrl-C does not reach it
 

@@ -65,6 +65,8 @@ def test_equals_textbook_attention(
         torch.testing.assert_close(output.double(), expected, atol=5e-6, rtol=0)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pairwise(shape=SHAPES, window=[0, 70])
 def test_bits_do_not_depend_on_chunks_blocks_or_company(shape: tuple[int, int, int], window: int) -> None:
     sequences = Sequences.random(LENGTHS, *shape)

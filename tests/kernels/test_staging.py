@@ -164,6 +164,8 @@ def test_copies_that_are_not_made_end_the_load() -> None:
         memory.close()
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
 def test_a_model_is_loaded_in_pieces(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

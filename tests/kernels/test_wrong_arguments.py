@@ -12,6 +12,8 @@ import wrong_arguments
 from subprocesses import run
 
 
+@pytest.mark.processes
+@pytest.mark.first_case
 @pytest.mark.parametrize("kernel", wrong_arguments.KERNELS)
 def test_wrong_arguments_are_refused(kernel: str) -> None:
     result = run([sys.executable, str(Path(wrong_arguments.__file__)), kernel], preload=True)

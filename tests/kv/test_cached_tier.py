@@ -11,6 +11,7 @@ from hypothesis.stateful import invariant
 from test_disk_tier import CAPACITY, KEYS, LAYOUT, PAYLOAD, DiskMachine, content_of, keys_of, read, write
 from test_disk_tier import open_tier as open_disk_tier
 
+from insides import free_places, memory_of, places_in_memory, tier_of
 from quire.kv.tiers import cached_tier
 from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.disk.tier import DiskTier
@@ -30,13 +31,13 @@ class CachedMachine(DiskMachine):
         return open_tier(self.directory)
 
     def is_in_place(self, tier) -> bool:
-        return tier._tier._file.is_in_place()
+        return super().is_in_place(tier_of(tier))
 
     @invariant()
     def memory_is_bounded(self) -> None:
         for tier in self.tiers:
-            places = sorted([*tier._places.values(), *tier._memory._free])
-            assert places == list(range(tier._memory._num_opened))
+            places = sorted([*places_in_memory(tier).values(), *free_places(tier)])
+            assert places == list(range(memory_of(tier)._num_opened))
             assert len(places) <= NUM_KEPT
 
 
@@ -102,7 +103,7 @@ def test_nothing_is_kept_that_was_read_before_a_reset(tmp_path):
     disk.forget = tier.clear
     assert tier.read(keys[0], np.empty(PAYLOAD, dtype=np.uint8))
     assert not any(read(tier, key) for key in KEYS)
-    assert not tier._places
+    assert not places_in_memory(tier)
 
 
 def test_a_block_that_is_read_keeps_its_place_until_then(tmp_path, monkeypatch):
@@ -116,12 +117,12 @@ def test_a_block_that_is_read_keeps_its_place_until_then(tmp_path, monkeypatch):
         monkeypatch.undo()
         for key in keys[1:]:
             write(tier, key)
-        assert keys[0] not in tier._places
+        assert keys[0] not in places_in_memory(tier)
         copy(into, content)
 
     monkeypatch.setattr(np, "copyto", evict_first)
     assert read(tier, keys[0])
-    assert len(tier._memory._free) + len(tier._places) == NUM_KEPT
+    assert len(free_places(tier)) + len(places_in_memory(tier)) == NUM_KEPT
 
 
 def test_nothing_is_read_that_was_there_before_a_reset_is_over(tmp_path, monkeypatch):
@@ -159,7 +160,7 @@ def test_what_is_damaged_on_the_disk_is_noticed_although_it_is_in_memory(tmp_pat
 
 def test_there_is_no_more_memory_than_the_disk_has_blocks(tmp_path):
     tier = CachedTier(open_disk_tier(tmp_path), 1 << 60)
-    assert tier._memory.blocks.shape == (tier.residents.num_places, PAYLOAD)
+    assert memory_of(tier).blocks.shape == (tier.residents.num_places, PAYLOAD)
 
 
 def test_what_is_in_memory_is_counted(tmp_path):

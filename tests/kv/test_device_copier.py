@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inline_threads import InlineThreads
+from insides import always_load, copier_of
 from late_device import DeviceError, LateDevice
 from quire.kv.tiers import block_copier
 from quire.kv.tiers.connector import TierConnector
@@ -42,9 +43,9 @@ class DeviceBench:
             writer=self.writer,
             copier_of=lambda cache, _: DeviceCopier(cache, self.device),
         )
-        self.connector._costs.prefers_loading = lambda *_: True
+        always_load(self.connector)
         self.connector.register_kv_caches(self.cache)
-        self.copier: DeviceCopier = self.connector._opened.copier
+        self.copier: DeviceCopier = copier_of(self.connector)
         self.num_steps = 0
         self.received: set[str] = set()
         self.failed: set[int] = set()
@@ -132,7 +133,7 @@ class TestDevice(ConnectorContract):
         )
 
     def fail_next_load(self, connector):
-        connector._opened.copier._device.failing["wait"] = 1
+        copier_of(connector)._device.failing["wait"] = 1
 
 
 # -- order with the steps ----------------------------------------------------------------------------------

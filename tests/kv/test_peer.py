@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from insides import lookups_of, readers_of
 from late_device import LateDevice
 from quire.datadist.status import LLMStatusCode, failure
 from quire.datadist.wire.protocol import LoanReport
@@ -98,9 +99,9 @@ def make_peer():
     for one in peers:
         one.close()
         one.join(time.monotonic() + SOON)
-        assert not one._messenger or not one._messenger.is_alive()
-        readers = one._ready_pulls._threads | one._awaited_pulls._threads
-        assert not any(reader.is_alive() for reader in readers)
+        messenger = one._messenger
+        assert not messenger or not messenger.is_alive()
+        assert not any(thread.is_alive() for readers in readers_of(one) for thread in readers._threads)
 
 
 class ConditionWithGap(threading.Condition):
@@ -126,7 +127,7 @@ class ConditionWithGap(threading.Condition):
 def test_a_pull_that_comes_when_the_last_reader_ends_is_read(make_peer, monkeypatch):
     monkeypatch.setattr(pull_readers, "IDLE_TIMEOUT", 0.001)
     peer, first, late = make_peer(Opener()), Pull("first"), Pull("late")
-    peer._awaited_pulls._changed = ConditionWithGap(lambda: peer.pull(late))
+    readers_of(peer)[1]._changed = ConditionWithGap(lambda: peer.pull(late))
     peer.pull(first)
     assert late.ending.wait(SOON)
     assert not late.has_failed
@@ -357,7 +358,7 @@ def test_a_peer_that_is_late_is_not_asked_again_before_it_has_answered(make_peer
     peer.look_up(meanwhile)
     assert meanwhile.is_over
     answers.set()
-    wait_for(lambda: not peer._lookups)
+    wait_for(lambda: not lookups_of(peer))
     peer.look_up(again := lookup())
     wait_for(lambda: again.is_over)
     assert again.best == (("127.0.0.1", 1), 2)
@@ -387,8 +388,8 @@ def test_a_peer_that_does_not_deliver_what_it_has_found_is_asked_more_and_more_r
 
     opener.link.pull_parts = pull_parts
     peer = make_peer(opener)
-    on_end = peer._ready_pulls._on_end
-    peer._ready_pulls._on_end = lambda pull: (on_end(pull), has_ended.set())
+    readers, _ = readers_of(peer)
+    on_end, readers._on_end = readers._on_end, lambda pull: (on_end(pull), has_ended.set())
 
     def is_asked() -> bool:
         peer.look_up(asked := lookup())
@@ -465,7 +466,7 @@ def test_a_lookup_is_not_taken_away_while_its_deadline_is_looked_at(make_peer):
     peer._lookups = GuardedLookups(peer._lock)
     peer.look_up(asked)
     wait_for(lambda: asked.is_over)
-    wait_for(lambda: not peer._lookups)
+    wait_for(lambda: not lookups_of(peer))
 
 
 def test_a_pull_that_is_too_late_says_nothing_about_the_peer():
@@ -487,7 +488,7 @@ def test_a_peer_counts_as_linked_until_its_last_link_is_down(make_peer, monkeypa
     peer, pull = peers.get(("127.0.0.1", 1)), Pull("t")
     assert not peers.transports()
     peer.look_up(lookup())
-    wait_for(lambda: not peer._lookups)
+    wait_for(lambda: not lookups_of(peer))
     peer.pull(pull)
     assert pull.ending.wait(SOON)
     assert peers.transports() == ["fake"]
@@ -500,7 +501,7 @@ def test_a_peer_that_is_gone_does_not_count_as_linked(make_peer):
     peers = KnownPeers(lambda address: make_peer(opener))
     peer = peers.get(("127.0.0.1", 1))
     peer.look_up(lookup())
-    wait_for(lambda: not peer._lookups)
+    wait_for(lambda: not lookups_of(peer))
     assert peers.transports() == ["fake"]
     opener.link.stands = False
     opener.errors.append(OSError("refused"))

@@ -13,6 +13,7 @@ from connector_contract import BLOCK, PROMPT, ConnectorContract, Engine, kv_of, 
 
 from held import num_held
 from inline_threads import InlineThreads
+from insides import check_no_buffer_leaks, memory_of, opened, places_in_memory, tier_of, writer_of
 from quire.kv.tiers import block_copier
 from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import TierConnector
@@ -81,7 +82,7 @@ class TestMemory(ConnectorContract):
         return Bench().connector
 
     def fail_next_load(self, connector):
-        connector._tier.num_reads_to_fail = 1
+        tier_of(connector).num_reads_to_fail = 1
 
 
 class TestDisk(ConnectorContract):
@@ -91,11 +92,11 @@ class TestDisk(ConnectorContract):
             self.path = Path(name)
             yield
 
-    def make(self):
-        def open_tier(num_bytes: int) -> DiskTier:
-            return DiskTier(self.path, 1 << 20, RegionLayout(b"f" * 16, BLOCK, num_bytes), min_uses=1)
+    def open_tier(self, num_bytes):
+        return DiskTier(self.path, 1 << 20, RegionLayout(b"f" * 16, BLOCK, num_bytes), min_uses=1)
 
-        return TierConnector(BLOCK, open_tier, readers=InlineThreads(), writer=InlineThreads())
+    def make(self):
+        return TierConnector(BLOCK, self.open_tier, readers=InlineThreads(), writer=InlineThreads())
 
     def fail_next_load(self, connector):
         [file] = self.path.iterdir()
@@ -107,17 +108,14 @@ class TestDisk(ConnectorContract):
 
 
 class TestDiskBehindMemory(TestDisk):
-    def make(self):
-        connector = super().make()
-        open_disk_tier = connector._open_tier
-        connector._open_tier = lambda num_bytes: CachedTier(open_disk_tier(num_bytes), 1 << 20)
-        return connector
+    def open_tier(self, num_bytes):
+        return CachedTier(super().open_tier(num_bytes), 1 << 20)
 
     def fail_next_load(self, connector):
         super().fail_next_load(connector)
-        tier = connector._tier
-        while tier._places:
-            tier._memory.release(tier._places.popitem()[1])
+        tier = tier_of(connector)
+        while places_in_memory(tier):
+            memory_of(tier).release(places_in_memory(tier).popitem()[1])
 
 
 # -- what is stored ----------------------------------------------------------------------------------------
@@ -309,7 +307,7 @@ class Paced(Bench):
             return read(key, into)
 
         def slow_save(failed_ids):
-            _, num_tokens = self.connector._opened.times._begun
+            _, num_tokens = opened(self.connector).times._begun
             self.clock.advance(per_token * num_tokens)
             save(failed_ids)
 
@@ -395,9 +393,8 @@ def test_a_tier_that_raises_ends_the_transfer_and_holds_nothing(call):
         request = request_of(f"loaded-{number}", PROMPT)
         bench.engine.load(request, BLOCKS)
         bench.engine.finish(request)
-    pool = bench.connector._opened.copier.buffers
-    assert len(pool._free) + pool._num_unmade == block_copier.num_staged_blocks(BLOCK * 8)
-    assert not bench.connector._opened.writer.num_waiting
+    check_no_buffer_leaks(bench.connector, block_copier.num_staged_blocks(BLOCK * 8))
+    assert not opened(bench.connector).writer.num_waiting
     if call == "read":
         assert (bench.engine.failed, bench.stats().num_failed_reads) == ({20, 21, 22}, 120)
     if call == "write":
@@ -419,8 +416,7 @@ def test_blocks_that_cannot_be_copied_are_not_stored_and_hold_nothing(caplog):
     bench.engine.cache.read_block = refuse
     bench.store()
     assert (bench.find(), bench.stats().num_failed_writes) == (0, 3)
-    pool = bench.connector._opened.copier.buffers
-    assert len(pool._free) + pool._num_unmade == block_copier.num_staged_blocks(BLOCK * 8)
+    check_no_buffer_leaks(bench.connector, block_copier.num_staged_blocks(BLOCK * 8))
     assert "3 KV blocks could not be copied" in caplog.text
     bench.engine.cache.read_block = read_block
     bench.store(name="second")
@@ -499,7 +495,7 @@ def test_with_threads_all_that_was_stored_is_loaded_again():
     for number in range(10):
         prompt = [number + 1, *PROMPT]
         engine.compute(request_of(f"first-{number}", prompt), [3, 1, 4, 9])
-    connector._writer.close(60)
+    writer_of(connector).close(60)
     for number in range(10):
         prompt = [number + 1, *PROMPT]
         request = request_of(f"again-{number}", prompt)

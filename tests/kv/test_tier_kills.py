@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tier_soak import damage
 
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.kv.tiers.disk.region import RegionLayout
 from quire.kv.tiers.disk.tier import DiskTier
 from subprocesses import started
+
+pytestmark = pytest.mark.processes
 
 PAYLOAD = 1 << 18
 LAYOUT = RegionLayout(b"k" * 16, 16, PAYLOAD)

@@ -50,6 +50,8 @@ def _assert_same_bits(generated: list[Generated], expected: list[Generated]) -> 
         assert torch.equal(one.logits, other.logits)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("first_chunk", "chunk", "block_size"), [(None, 10_000, 8), (None, 64, 16), (None, 7, 5), (50, 1, 64)]
 )

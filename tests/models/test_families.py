@@ -147,6 +147,8 @@ def test_longrope_takes_the_long_factors_for_a_longer_model(tmp_path: Path) -> N
 BFLOAT16_BOUND = 0.025
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_bfloat16_logits_are_within_the_stated_bound(family: str, tmp_path: Path) -> None:
     model = make_model(family, dtype="bfloat16")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from descriptors import num_open, wait_until_closed
 from quire.config import ChatTemplateConfig
 from quire.errors import InvalidRequestError, QueueFullError, RequestTimeoutError
 from quire.models.text import template_renderer
@@ -94,6 +93,8 @@ def processes() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
+@pytest.mark.processes
+@pytest.mark.first_case
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_conversation_that_takes_too_much_is_refused_and_the_next_one_is_not(shared, patient, bomb):
     renderer = shared if "computing time" in BOMBS[bomb] else patient
@@ -237,16 +238,14 @@ def test_a_machine_without_descriptors_is_busy(renderer, monkeypatch):
 
 
 def test_no_process_outlives_its_renderer():
-    gc.collect()
+    descriptors = num_open()
     before = processes()
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     renderer = renderer_of(TEMPLATE)
     rendered(renderer, "Hi")
     assert processes() != before
     del renderer
-    gc.collect()
+    wait_until_closed(descriptors)
     assert processes() == before
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
 @pytest.mark.parametrize("has_started", [False, True])

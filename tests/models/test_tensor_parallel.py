@@ -44,6 +44,8 @@ VARIANTS: list[tuple[str, str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("family", "size", "overrides"), [v[1:] for v in VARIANTS], ids=[v[0] for v in VARIANTS]
 )
@@ -88,6 +90,8 @@ def _equal(some: list[Generated], others: list[Generated]) -> bool:
     return all(torch.equal(one.logits, other.logits) for one, other in zip(some, others, strict=True))
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("family", "size", "dtype"),
     [

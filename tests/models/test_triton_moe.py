@@ -13,7 +13,10 @@ from quire.kernels.triton.device import is_interpreted
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 
+pytestmark = pytest.mark.interpreter
 
+
+@pytest.mark.first_case
 @pytest.mark.skipif(not is_interpreted, reason="the harness has its cache in the host's memory")
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_logits_equal_those_of_transformers(family: str, tmp_path: Path) -> None:

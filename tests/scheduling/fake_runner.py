@@ -150,7 +150,7 @@ class FakeRunner:
             errors=dict.fromkeys(broken, "broken"),
             error_params={} if self.param_at_fault is None else dict.fromkeys(broken, self.param_at_fault),
             **self._drafts(plan, sampled),
-            kv_connector_output=self._connector_output(plan, failed),
+            kv_connector_output=self.connector_output(plan, failed),
         )
 
     def _run_row(self, plan: SchedulerOutput, row: int, allowed) -> list[int]:
@@ -344,7 +344,7 @@ class FakeRunner:
         width = max(map(len, tables), default=0)
         return np.array([table + [0] * (width - len(table)) for table in tables])
 
-    def _connector_output(self, plan: SchedulerOutput, failed: frozenset[int]) -> KVConnectorOutput | None:
+    def connector_output(self, plan: SchedulerOutput, failed: frozenset[int]) -> KVConnectorOutput | None:
         if self.connector is None:
             return None
         verdict = self.failed_requests.end(KnownErrors(self.fail), lambda: self._block_tables(plan))

@@ -106,6 +106,8 @@ def transformers_search(model, prompt, *, eos, max_tokens, width, n, **settings)
 EARLY_STOPPING = {"early": True, "heuristic": False, "never": "never"}
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
 @pytest.mark.parametrize("stop_criteria", EARLY_STOPPING)
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_a_connector_that_offers_what_is_not_there_keeps_nobody_from_ending(coun
 @pytest.mark.parametrize("number", range(len(NEWS)))
 def test_whatever_the_worker_side_reports_all_end_as_they_should(number, load_steps):
     connector = Lying(4, load_steps=load_steps, send_steps=2)
-    connector_output = fake_runner.FakeRunner._connector_output
+    connector_output = fake_runner.FakeRunner.connector_output
 
     def lying(runner, plan, failed):
         output = connector_output(runner, plan, failed)
@@ -120,7 +120,7 @@ def test_whatever_the_worker_side_reports_all_end_as_they_should(number, load_st
         return dataclasses.replace(output, **{field.name: NEWS[number] for field in silent})
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fake_runner.FakeRunner, "_connector_output", lying)
+        patched.setattr(fake_runner.FakeRunner, "connector_output", lying)
         run_with_lies(connector, "reset", True).check_naive()
 
 

@@ -256,11 +256,15 @@ class OracleMachine(RuleBasedStateMachine):
 
 
 # In parts that run beside each other.
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.histories
+@pytest.mark.first_case
+@pytest.mark.parametrize("part", range(12))
 def test_all_features_at_once(part):
-    run_state_machine_as_test(MixedMachine, settings=settings(MACHINE_SETTINGS, max_examples=18))
+    run_state_machine_as_test(MixedMachine, settings=settings(MACHINE_SETTINGS, max_examples=6))
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.histories
+@pytest.mark.first_case
+@pytest.mark.parametrize("part", range(4))
 def test_the_deterministic_part_against_an_oracle(part):
-    run_state_machine_as_test(OracleMachine, settings=settings(MACHINE_SETTINGS, max_examples=30))
+    run_state_machine_as_test(OracleMachine, settings=settings(MACHINE_SETTINGS, max_examples=15))

@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import openai
+import pytest
 
 import engine_schedulers
 import subprocesses
+
+pytestmark = pytest.mark.processes
 
 PROGRAM = """
 import sys

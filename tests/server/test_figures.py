@@ -16,6 +16,8 @@ from quire import AsyncLLM, EngineConfig
 from quire.config import SchedulerConfig, ServerConfig
 from quire.server.app import create_app
 
+pytestmark = pytest.mark.processes
+
 BLOCK = 16
 NAME = "mini"
 

@@ -59,6 +59,8 @@ def errors_of_events(stream):
     return [event["error"] for event in events + responses if event.get("error")]
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize(("path", "method", "mode"), CASES)
 def test_no_request_breaks_the_server(schema, path, method, mode):
     operation = schema[path][method.upper()]

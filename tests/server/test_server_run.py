@@ -25,6 +25,8 @@ from quire.server.http import stopping
 from quire.server.http.listening import bound_socket
 from quire.server.serve import serve
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = """
 import json
 import sys
@@ -107,6 +109,7 @@ def slow_stream(client, max_tokens=4000):
     return stream
 
 
+@pytest.mark.representative
 def test_answers_and_ends_cleanly(started):
     server = started(preload=False)
     assert server.ready_line.startswith("Ready: http://127.0.0.1:")
@@ -391,6 +394,7 @@ def test_a_model_that_does_not_exist():
         serve(EngineConfig(model="./nowhere"), ServerConfig(port=0))
 
 
+@pytest.mark.representative
 def test_a_certificate_is_checked_before_anything_is_loaded(tmp_path):
     edge = EdgeConfig(ssl_certfile=str(tmp_path / "none.pem"))
     with pytest.raises(ConfigError, match=r"ssl_certfile '.*none\.pem' cannot be read: No such file"):

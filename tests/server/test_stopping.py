@@ -10,9 +10,12 @@ import sys
 
 import httpx
 import psutil
+import pytest
 
 import subprocesses
 from quire.server.http import stopping
+
+pytestmark = pytest.mark.processes
 
 SERVER = """
 import dataclasses, sys, time
@@ -124,6 +127,7 @@ def test_a_second_signal_does_not_wait_for_the_drain_time():
         assert_ends_with_its_stacks(process)
 
 
+@pytest.mark.representative
 def test_an_event_loop_that_turns_ends_by_itself():
     with event_loop(100_000, 100_000, "turning") as process:
         for number, word in ((signal.SIGTERM, "graceful"), (signal.SIGTERM, "immediate")):
@@ -133,6 +137,7 @@ def test_an_event_loop_that_turns_ends_by_itself():
         assert (process.returncode, err) == (0, "")
 
 
+@pytest.mark.representative
 def test_signals_are_as_before_afterwards():
     with event_loop(0, 100_000, "turning") as process:
         for number, word in ((signal.SIGTERM, "graceful"), (signal.SIGTERM, "immediate")):

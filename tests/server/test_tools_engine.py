@@ -16,6 +16,8 @@ from quire.config import ServerConfig
 from quire.dialogue.harmony_messages import MARKS as HARMONY_MARKS
 from quire.server.app import create_app
 
+pytestmark = pytest.mark.processes
+
 TEMPLATE = """{%- if tools %}<|im_start|>system
 Call tools as <tool_call>{"name": ..., "arguments": ...}</tool_call>:
 {%- for tool in tools %}

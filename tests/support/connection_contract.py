@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from call_through import call_through
 from quire.server.http import acceptor
 from raw_http import COMPLETION, RawConnection, completion_head, request
 
@@ -66,13 +67,13 @@ class ConnectionContract:
     @pytest.fixture
     def accepting(self, monkeypatch):
         """An event: as long as it is cleared, no time of connections passes, and what clients send waits."""
-        is_accepting, accept = threading.Event(), acceptor.Acceptor._accept
+        is_accepting = threading.Event()
 
-        def accept_when_it_is_set(self):
+        def accept_when_it_is_set(accept, self):
             is_accepting.wait(60)
             accept(self)
 
-        monkeypatch.setattr(acceptor.Acceptor, "_accept", accept_when_it_is_set)
+        call_through(monkeypatch, acceptor.Acceptor, "_accept", accept_when_it_is_set)
         is_accepting.set()
         yield is_accepting
         is_accepting.set()
@@ -178,14 +179,13 @@ class ConnectionContract:
     ):
         monkeypatch.setattr(acceptor, "RETRY_INTERVAL", 0.01)
         attempts, several = itertools.count(1), threading.Event()
-        pause = acceptor.Acceptor._pause
 
-        def counted(self, error):
+        def counted(pause, self, error):
             pause(self, error)
             if next(attempts) == 5:
                 several.set()
 
-        monkeypatch.setattr(acceptor.Acceptor, "_pause", counted)
+        call_through(monkeypatch, acceptor.Acceptor, "_pause", counted)
         _, new = serving()
         connection = new()
         with caplog.at_level(logging.WARNING), no_descriptors():

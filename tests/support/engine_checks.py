@@ -7,7 +7,7 @@ import select
 from pathlib import Path
 
 import preloaded
-from quire import LLM, ContinuousBatchingPipeline, EngineConfig, SchedulerConfig
+from quire import LLM, AsyncLLM, ContinuousBatchingPipeline, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.front.live_requests import LiveRequests
 
@@ -19,9 +19,9 @@ def tiny_config(model: str, **scheduler) -> EngineConfig:
     return EngineConfig(model=model, num_threads=1, scheduler=SchedulerConfig(**settings))
 
 
-def requests_of(llm: LLM | ContinuousBatchingPipeline) -> LiveRequests:
+def requests_of(llm: LLM | AsyncLLM | ContinuousBatchingPipeline) -> LiveRequests:
     """Return what the front keeps of the requests under way, which no caller would want to see."""
-    return llm._session.requests
+    return llm._requests if isinstance(llm, AsyncLLM) else llm._session.requests
 
 
 def core_of(llm: LLM | ContinuousBatchingPipeline) -> EngineCore:

@@ -23,7 +23,7 @@ class LatePoint:
 
     def __init__(self, device: LateDevice, queue: LateQueue) -> None:
         self._device = device
-        self._queue = queue
+        self.queue = queue
         self.is_reached = False
         self.is_lost = False  # reached, but what was to be done before was not
         self.reached_at = 0
@@ -36,7 +36,7 @@ class LatePoint:
                 if self.is_lost:
                     raise DeviceError("it has failed before")
             except DeviceError:
-                self._queue.lose_up_to(self)
+                self.queue.lose_up_to(self)
                 raise
             self._device.reach(self)
 
@@ -136,8 +136,8 @@ class LateDevice:
     def reach(self, point: LatePoint) -> None:
         """Do what comes before a point, and nothing else."""
         while not point.is_reached:
-            assert point._queue.operations, "a point that was never asked for"
-            point._queue.run()
+            assert point.queue.operations, "a point that was never asked for"
+            point.queue.run()
 
     def run(self, choose: Callable[[list[LateQueue]], LateQueue]) -> bool:
         """Do one operation of the queue that is chosen of those that can go on; False if there is none."""

@@ -32,7 +32,7 @@ class OperationTape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._operations: list[Callable[[], None]] = []
+        self.operations: list[Callable[[], None]] = []
         self._made: set[int] = set()  # addresses of memory
         # By address: memory, and what was in it before.
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -43,22 +43,22 @@ class OperationTape(TorchDispatchMode):
         assert func.overloadpacket not in _FROM_DEVICE, f"{func} makes the host wait for the device"
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            self._keep((args, kwargs))
+            self.keep((args, kwargs))
         result = func(*args, **kwargs)
         given = {storage.data_ptr() for storage in _storages((args, kwargs))}
         self._made.update({storage.data_ptr() for storage in _storages(result)} - given)
         if func.overloadpacket not in _WITHOUT_CONTENT:
-            self._operations.append(lambda: _again(func, args, kwargs, result))
+            self.operations.append(lambda: _again(func, args, kwargs, result))
         return result
 
     def __enter__(self) -> OperationTape:
-        tape, self._call = self, interpreter.GridExecutor.__call__
+        tape, self.call = self, interpreter.GridExecutor.__call__
 
         def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
             with _disable_current_modes():
-                tape._keep((args, kwargs))
-                tape._call(executor, *args, **kwargs)
-            tape._operations.append(lambda: tape._call(executor, *args, **kwargs))
+                tape.keep((args, kwargs))
+                tape.call(executor, *args, **kwargs)
+            tape.operations.append(lambda: tape.call(executor, *args, **kwargs))
 
         interpreter.GridExecutor.__call__ = noted
         OperationTape.current = self
@@ -68,12 +68,12 @@ class OperationTape(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         OperationTape.current = None
-        interpreter.GridExecutor.__call__ = self._call
+        interpreter.GridExecutor.__call__ = self.call
         for storage, content in self._before.values():
             storage.copy_(content)
         self._before.clear()
 
-    def _keep(self, written: Any) -> None:
+    def keep(self, written: Any) -> None:
         """Keep what is in memory that may be written to, unless it is the recording's own."""
         for storage in _storages(written):
             if storage.data_ptr() not in self._made and storage.data_ptr() not in self._before:
@@ -81,11 +81,11 @@ class OperationTape(TorchDispatchMode):
 
     def note(self, operation: Callable[[], None]) -> None:
         """Note down what is no operation of torch."""
-        self._operations.append(operation)
+        self.operations.append(operation)
 
     def replay(self) -> None:
         """Do all operations again, in order, on the same tensors."""
-        for operation in self._operations:
+        for operation in self.operations:
             operation()
 
 

@@ -14,6 +14,8 @@ import subprocesses
 from engine_checks import wait_for_end
 from subprocesses import python_output, run, started
 
+pytestmark = pytest.mark.processes
+
 # A parent and its child that only SIGKILL ends; the parent prints both process ids.
 STUBBORN = """
 import os, signal

@@ -166,6 +166,8 @@ def _matrices(path: Path, shard: Shard | None = None) -> Iterator[tuple[WeightSo
                 yield source, checkpoint.weight(source)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @any_kind
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_weight_is_what_the_checkpoint_stands_for(kind: Kind, size: int, tmp_path: Path) -> None:
@@ -206,6 +208,8 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @any_kind
 def test_the_model_computes_what_transformers_does_with_the_dequantized_one(
     kind: Kind, tmp_path: Path

@@ -232,6 +232,8 @@ def test_a_block_by_hand(kind: str) -> None:
     assert dequantize(KINDS[number].decode(octets)).tolist() == [wanted]
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(("activations", "error"), [("bfloat16", 0.02), ("int8", 0.05)])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q5_1", "Q8_0"])
 def test_the_model_computes_with_few_bits(kind: str, activations: str, error: float, tmp_path: Path) -> None:

@@ -170,6 +170,8 @@ def test_biases_that_the_model_has_are_added(name: str, tmp_path: Path) -> None:
     assert (_logits(path) - products).norm() / products.norm() < 0.05
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_rank_holds_its_part_of_every_weight(kind: Kind, tmp_path: Path) -> None:
     path, twin = kind.write(tmp_path / "model")
@@ -194,6 +196,8 @@ def test_a_part_that_cuts_groups_is_refused(tmp_path: Path) -> None:
         checkpoint.weight(refused)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_the_memory_that_the_weights_will_take_is_known_from_the_config(kind: Kind, tmp_path: Path) -> None:
     path, _ = kind.write(tmp_path / "model")
@@ -210,6 +214,8 @@ def test_the_memory_that_the_weights_will_take_is_known_from_the_config(kind: Ki
     assert (planned < plain) == (form != "none")
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize(
     "kind",
@@ -238,6 +244,8 @@ def test_groups_that_kernels_do_not_have_are_planned_as_they_are_held(
     assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.01)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("floats", ["layers.1.", "self_attn", "q_proj", "mlp"])
 @pytest.mark.parametrize("name", ["gptq", "awq", "pack-quantized, with zeros", "int-quantized", "mixed"])

@@ -1,0 +1,13 @@
+"""Replacing a method by something that calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+
+def call_through(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, replacement: Callable) -> None:
+    """Put `replacement` in the place of a method; its first argument is the method, and then come its own."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
