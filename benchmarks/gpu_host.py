@@ -25,7 +25,7 @@ from gpu_models import model_without_files
 
 from quire import LLM
 from quire.engine.building import runner as runner_building
-from quire.execution.sampling import device_sampling
+from quire.execution.sampling import tokens_in_flight
 from quire.kernels.sampling.token_choice import TokenChoice
 from quire.kernels.size_classes import size_class
 from quire.kernels.triton.kernel_set import TritonKernels
@@ -69,7 +69,7 @@ def engine(max_num_seqs: int) -> Iterator[LLM]:
     """Open an engine that takes it that a GPU computes."""
     with (
         mock.patch.object(TritonKernels, "sampling", OneToken()),
-        mock.patch.object(device_sampling, "HostCopy", ArrivedCopy),
+        mock.patch.object(tokens_in_flight, "HostCopy", ArrivedCopy),
         mock.patch.object(runner_building, "_record", replaying_nothing),
         model_without_files("Qwen3-0.6B", is_tiny=True, num_hidden_layers=1) as directory,
         LLM(

@@ -21,7 +21,7 @@ from quire.engine.building import runner as runner_building
 from quire.engine.core import EngineCore
 from quire.engine.ranks.messages import CompileOnly, Forward, ToRank
 from quire.execution.model_runner import ModelRunner
-from quire.execution.sampling import device_sampling
+from quire.execution.sampling import tokens_in_flight
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.triton.device import is_interpreted
 from quire.kv.eviction.selection import BlockSelection
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pyt
     with LLM("mini", kernels="reference", **options) as llm:
         expected = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
     monkeypatch.setattr(runner_building, "_record", lambda config, model: record)
-    monkeypatch.setattr(device_sampling, "HostCopy", LateCopy)  # of what the next replay overwrites
+    monkeypatch.setattr(tokens_in_flight, "HostCopy", LateCopy)  # of what the next replay overwrites
     threads: list[threading.Thread] = []
     execute = ModelRunner.execute
     monkeypatch.setattr(

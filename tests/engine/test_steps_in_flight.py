@@ -18,7 +18,7 @@ from late_tokens import LateCopy, choose_on_device
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.execution.drafts.adaptive_proposer import DraftedRequest, Waiting
 from quire.execution.persistent_batch import PersistentBatch
-from quire.execution.sampling.device_sampling import DeviceSampler
+from quire.execution.sampling.sampler import Sampler
 from quire.execution.step_graphs import StepLogits
 
 pytestmark = pytest.mark.usefixtures("preloaded_engines")
@@ -210,10 +210,10 @@ def test_penalties_with_preemptions_and_steps_that_fail(
     unknown_tokens: list[int], lost: int | None, drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that go on elsewhere, and tokens that were counted and discarded."""
-    sample = DeviceSampler.sample
+    sample = Sampler.sample
     calls: list[int] = []
 
-    def failing(self: DeviceSampler, logits: StepLogits, *args: Any, **options: Any) -> Any:
+    def failing(self: Sampler, logits: StepLogits, *args: Any, **options: Any) -> Any:
         found = sample(self, logits, *args, **options)
         calls.append(1)
         if lost and len(calls) % 7 == lost and len(logits.rows) > 1:  # one alone would be taken for the cause
@@ -223,7 +223,7 @@ def test_penalties_with_preemptions_and_steps_that_fail(
     options = {"num_kv_blocks": 8, "block_size": 4, "enable_prefix_caching": False, "max_model_len": 32}
     params = [*PENALIZED[:4], PENALIZED[1]]
     expected = tokens(params, **{**options, "num_kv_blocks": 60})
-    monkeypatch.setattr(DeviceSampler, "sample", failing)
+    monkeypatch.setattr(Sampler, "sample", failing)
     assert tokens(params, overlap_steps=True, **options, **drafts) == expected
 
 
@@ -339,10 +339,10 @@ def test_drafts_of_some_with_preemptions_and_steps_that_fail(
     failing: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sample = DeviceSampler.sample
+    sample = Sampler.sample
     calls: list[int] = []
 
-    def faulty(self: DeviceSampler, logits: StepLogits, *args: Any, **options: Any) -> Any:
+    def faulty(self: Sampler, logits: StepLogits, *args: Any, **options: Any) -> Any:
         found = sample(self, logits, *args, **options)
         calls.append(1)
         if failing and len(calls) % 9 == 3 and len(logits.rows) > 4:  # one alone would be taken for the cause
@@ -355,7 +355,7 @@ def test_drafts_of_some_with_preemptions_and_steps_that_fail(
     options = {"num_kv_blocks": 8, "block_size": 4, "enable_prefix_caching": False, "max_model_len": 32}
     expected = tokens(PARAMS, **{**options, "num_kv_blocks": 60})
     preempted.clear()
-    monkeypatch.setattr(DeviceSampler, "sample", faulty)
+    monkeypatch.setattr(Sampler, "sample", faulty)
     assert tokens(PARAMS, overlap_steps=True, **options, **NGRAM) == expected
     assert len(preempted) > 3
     assert sum(split_steps) > 1

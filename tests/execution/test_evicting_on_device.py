@@ -18,7 +18,7 @@ from meta_device import META, MadeUpCopy, MetaKernels, OneDevice
 from quire.config import AdaptiveRKVConfig, CacheEvictionConfig, SchedulerConfig
 from quire.execution.eviction import cache_evictor, evicted_keys
 from quire.execution.model_runner import ModelRunner
-from quire.execution.sampling import device_sampling
+from quire.execution.sampling import tokens_in_flight
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.models.checkpoints import loading
@@ -62,7 +62,7 @@ class Watched:
         for module in (cache_evictor, evicted_keys):
             monkeypatch.setattr(module, "HostCopy", Copy)
         monkeypatch.setattr(Decoder, "forward", watch_forward)
-        monkeypatch.setattr(device_sampling, "HostCopy", MadeUpCopy)
+        monkeypatch.setattr(tokens_in_flight, "HostCopy", MadeUpCopy)
         monkeypatch.setattr(MetaKernels, "paged_attention", self.attention(MetaKernels.paged_attention))
 
     def attention(self, paged_attention: Any) -> Any:

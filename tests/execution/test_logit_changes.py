@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sampling_reference import adjusted
 
+from host_choice import constrained, penalized
 from quire.execution.sampling.constraints import UNTIL_THE_END, Constraints
-from quire.execution.sampling.penalties import Penalties, TokenCounts
 from quire.sampling_params import SamplingParams
 
 VOCAB_SIZE = 60
@@ -27,42 +27,6 @@ def random_row(seed=0):
     return (np.random.default_rng(seed).normal(size=VOCAB_SIZE) * 3).astype(np.float32)
 
 
-def penalized(row, params, prompt, output):
-    changed = row.copy()
-    Penalties.of(params, ids(prompt)).apply(changed, ids(prompt + output))
-    return changed
-
-
-def constrained(row, params, output, eos_token_ids=()):
-    changed = row.copy()
-    constraints = Constraints.of(params, eos_token_ids=eos_token_ids, vocab_size=VOCAB_SIZE)
-    constraints.apply(changed, ids(output))
-    return changed
-
-
-def test_token_counts_grow_with_the_output():
-    rng = np.random.default_rng(2)
-    prompt, output = rng.integers(0, 400, 30).tolist(), rng.integers(0, 400, 500).tolist()
-    counts = TokenCounts(ids(prompt))
-    for length in (0, 1, 2, 40, 40, 499, 500):
-        counts.follow(ids(prompt + output[:length]))
-        found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
-        assert found == {token: output[:length].count(token) for token in set(prompt + output[:length])}
-
-
-@settings(max_examples=100)
-@given(
-    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=5),
-    outputs=st.lists(st.lists(st.integers(0, 9), max_size=12), min_size=1, max_size=8),
-)
-def test_token_counts_follow_an_output_that_changes(prompt, outputs):
-    counts = TokenCounts(ids(prompt))
-    for output in outputs:
-        counts.follow(ids(prompt + output))
-        found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
-        assert found == {token: output.count(token) for token in set(prompt + output)}
-
-
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 7.0])
 def test_repetition_penalty_is_that_of_transformers(penalty):
     row, prompt, output = random_row(), [3, 4, 4, 59], [7, 7, 3, 0]
@@ -80,8 +44,7 @@ def test_presence_and_frequency_count_the_output_only():
     assert {token: d for token, d in difference.items() if d} == {6: 0.75, 8: 1.25}
 
 
-def test_without_penalties_or_constraints_nothing_is_kept():
-    assert Penalties.of(SamplingParams(), ids([1])) is None
+def test_without_constraints_nothing_is_kept():
     assert Constraints.of(SamplingParams(), eos_token_ids=(1,), vocab_size=VOCAB_SIZE) is None
 
 

@@ -19,15 +19,14 @@ from quire.execution import capture_backoff as recording_pauses
 from quire.execution import step_graphs
 from quire.execution.sampling import captured_choice as recorded_choice
 from quire.execution.sampling.captured_choice import (
-    NUM_DRAW_NUMBERS,
     NUM_RECORDED_EDITS,
     ChoiceNumbers,
     ChoiceTensors,
     RecordedChoice,
 )
-from quire.execution.sampling.logit_changes import RowMasks
+from quire.execution.sampling.constraints import RowMasks
 from quire.execution.step_graphs import Record
-from quire.kernels.sampling.token_choice import NUM_EDIT_NUMBERS
+from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS, NUM_EDIT_NUMBERS
 from quire.kernels.size_classes import SizeClasses, size_class
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.models.checkpoints.config_reading import read_model_config

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_reference import adjusted, chosen
 
+from host_choice import HostSampler
 from quire.execution.sampling.rng import uniforms
-from quire.execution.sampling.sampler import Sampler
-from quire.execution.sampling.table import SamplingTable
-from quire.kernels.cpu.sampling import NativeSampling
+from quire.kernels.cpu.sampling import NativeScans
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN
 from unmutated import UNMUTATED
@@ -33,7 +32,7 @@ class Case:
 
 
 def sampler_of(num_slots, vocab_size):
-    return Sampler(SamplingTable(num_slots, vocab_size), NativeSampling())
+    return HostSampler(num_slots, vocab_size, NativeScans())
 
 
 def sample(cases, *, slots=None, sampler=None):
@@ -44,11 +43,10 @@ def sample(cases, *, slots=None, sampler=None):
     token_ids = np.full((slots.max() + 1, max(c.position for c in cases) + 3), 77_777, dtype=np.int32)
     for slot, case in zip(slots.tolist(), cases, strict=True):
         token_ids[slot, : case.position] = case.prompt + case.output
-        prompt = np.array(case.prompt, dtype=np.int32)
-        sampler.table.write(slot, case.params, prompt_token_ids=prompt, eos_token_ids=EOS)
+        sampler.table.write(slot, case.params, num_prompt_tokens=len(case.prompt), eos_token_ids=EOS)
     logits = torch.from_numpy(np.stack([case.logits for case in cases]))
     positions = np.array([case.position for case in cases])
-    return sampler.sample(logits, slots, positions, token_ids)
+    return sampler.sample_known(logits, slots, positions, token_ids)
 
 
 def expected_token(case):

@@ -18,7 +18,7 @@ from checkpoints import FAMILIES, make_checkpoint
 from lockstep_ranks import LockstepRanks
 from meta_device import META, MadeUpCopy, MetaKernels, OneDevice
 from quire.execution.model_runner import ModelRunner
-from quire.execution.sampling import device_sampling, prompt_logprobs
+from quire.execution.sampling import prompt_logprobs, tokens_in_flight
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.devices.device import to_device
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
@@ -118,7 +118,7 @@ def driver(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepDr
     model = load(make_checkpoint("qwen3", tmp_path))
     cache = cache_of(model)
     runner = ModelRunner(model, cache, max_num_seqs=4, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
-    for module in (device_sampling, prompt_logprobs):
+    for module in (tokens_in_flight, prompt_logprobs):
         monkeypatch.setattr(module, "HostCopy", MadeUpCopy)
     return StepDriver(WatchedRunner(runner), cache, max_num_seqs=4)
 

@@ -5,11 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_driver import add_all, int_array, make_driver, plan
 
+from host_choice import HostSampler
+from quire.execution.sampling.constraints import RowMasks
 from quire.execution.sampling.positions import SamplingPositions
-from quire.execution.sampling.sampler import Sampler
-from quire.execution.sampling.table import SamplingTable
-from quire.execution.sampling.token_masks import TokenMasks
-from quire.kernels.cpu.sampling import NativeSampling
+from quire.kernels.cpu.sampling import NativeScans
+from quire.kernels.sampling.host_choice import change_logits
+from quire.kernels.sampling.token_choice import LogitChanges, LogitMasks
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, GrammarOutput
 
@@ -35,15 +36,21 @@ def grammar_of(allowed_by_request, vocab_size):
     )
 
 
+def apply(masks, logits, row):
+    """Forbid what the mask of a row does not allow, in the logits of that row."""
+    of_row = torch.from_numpy(masks.mask_of_row[row : row + 1])
+    change_logits(logits[None], LogitChanges(LogitMasks(torch.from_numpy(masks.bitmask), of_row)))
+
+
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100])
 def test_a_mask_leaves_what_it_allows(vocab_size):
     rng = np.random.default_rng(vocab_size)
     for mask_size in {vocab_size, 32 * (vocab_size // 32) or 32, vocab_size + 40}:
         allowed = {int(token) for token in rng.integers(0, mask_size, 20)}
-        masks = TokenMasks(bitmask_of([allowed], mask_size), np.array([-1, 0]))
+        masks = RowMasks(bitmask_of([allowed], mask_size), np.array([-1, 0]))
         assert masks.is_masked.tolist() == [False, True]
         logits = np.arange(vocab_size, dtype=np.float32)
-        masks.apply(logits, 1)
+        apply(masks, logits, 1)
         assert set(np.flatnonzero(logits >= 0).tolist()) == {t for t in allowed if t < vocab_size}
 
 
@@ -53,27 +60,27 @@ def test_masks_find_the_places_of_their_requests():
     )
     places = SamplingPositions.of(output)  # a: 3, b: none, c: 1, d: 2
     grammar = grammar_of({"d": [{1}, {2}], "b": [{9}], "a": [{3}, {4}, {5}], "gone": [{6}]}, 32)
-    masks = TokenMasks.of(grammar, output, places)
+    masks = RowMasks.of(grammar, output, places)
     assert masks.is_masked.tolist() == [True, True, True, False, True, True]
     found = []
     for place in (0, 1, 2, 4, 5):
         logits = np.zeros(32, dtype=np.float32)
-        masks.apply(logits, place)
+        apply(masks, logits, place)
         found.append(np.flatnonzero(logits == 0).tolist())
     assert found == [[3], [4], [5], [1], [2]]
     with pytest.raises(ValueError, match="'a' samples 3 tokens, but its grammar has 2 masks"):
-        TokenMasks.of(grammar_of({"a": [{1}, {2}]}, 32), output, places)
+        RowMasks.of(grammar_of({"a": [{1}, {2}]}, 32), output, places)
 
 
 def sample(logits, params, allowed, *, prompt=(1, 2), output=(3,)):
     """Sample one row with a mask, or without one for None."""
-    sampler = Sampler(SamplingTable(1, len(logits)), NativeSampling())
+    sampler = HostSampler(1, len(logits), NativeScans())
     known = int_array([*prompt, *output])
-    sampler.table.write(0, params, prompt_token_ids=int_array(prompt), eos_token_ids=(4,))
+    sampler.table.write(0, params, num_prompt_tokens=len(prompt), eos_token_ids=(4,))
     masks = None
     if allowed is not None:
-        masks = TokenMasks(bitmask_of([allowed], len(logits)), np.array([0]))
-    return sampler.sample(
+        masks = RowMasks(bitmask_of([allowed], len(logits)), np.array([0]))
+    return sampler.sample_known(
         torch.from_numpy(logits[None].copy()), np.array([0]), np.array([len(known)]), known[None], masks
     )
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from shapes import LENGTHS, NUM_ROWS, SHAPES, VOCAB_SIZE, Shape
 
 from quire.execution.sampling.rng import uniforms
-from quire.execution.sampling.selection import Filters, draw
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.sparse_prefill import KeySelection
 from quire.kernels.attention.tiles import HeadLayout
@@ -20,7 +19,8 @@ from quire.kernels.dispatch import kernel_set
 from quire.kernels.layers.experts import ExpertWeights, Mixture
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.weights import Float8Weight, dequantize
-from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.sampling.row_scans import ReferenceScans
+from quire.kernels.sampling.selection import Filters, draw
 from quire.kernels.sampling.token_choice import RowDraws
 from quire.kernels.triton.kernel_set import TritonKernels
 from quire.kernels.triton.sampling.token_choice import TritonChoice
@@ -327,7 +327,7 @@ def test_choosing_tokens(kernels: TritonKernels) -> None:
         Filters(*(field[rows] for field in fields[:4])),
         drawn[rows],
         rows=rows,
-        kernels=ReferenceSampling(),
+        scans=ReferenceScans(),
     )
     assert token_ids.cpu().tolist() == expected.tolist()
     assert torch.equal(maxima.cpu(), logits.amax(dim=1))

@@ -8,7 +8,7 @@ from quire.kernels import bounds
 from quire.kernels.attention import paged as attention
 from quire.kernels.attention import tiles
 from quire.kernels.cpu import _native
-from quire.kernels.sampling import rows as sampling
+from quire.kernels.sampling import row_scans as sampling
 
 SHARED = [
     "TILE", "SPAN", "HEAD_DIM_MULTIPLE", "MAX_HEAD_DIM", "MAX_SPAN_BYTES",

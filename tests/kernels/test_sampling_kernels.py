@@ -5,12 +5,12 @@ import pytest
 from native_settings import INSTRUCTION_SETS, instructions, threads
 
 from pairwise import pairwise
-from quire.execution.sampling.logprobs import top_tokens
-from quire.kernels.cpu.sampling import NativeSampling
-from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.cpu.sampling import NativeScans
+from quire.kernels.sampling.host_choice import top_tokens
+from quire.kernels.sampling.row_scans import ReferenceScans
 from triton_scans import TritonSampling
 
-native, reference, in_triton = NativeSampling(), ReferenceSampling(), TritonSampling()
+native, reference, in_triton = NativeScans(), ReferenceScans(), TritonSampling()
 VOCAB_SIZES = [1, 5, 17, 512, 513, 1300, 9000, 40_003]
 
 
@@ -120,8 +120,8 @@ def test_top_tokens_settle_ties_by_id(kernels, levels):
         logits = rows_with_ties(9, vocab_size, levels, seed=3)
         logits[2, 3:] = -np.inf
         expected = [sorted_ids(row)[:20] for row in logits]
-        assert top_tokens(logits, 20, rows=np.arange(9), kernels=kernels).tolist() == expected
-        assert top_tokens(logits, 20, rows=np.array([7, 2]), kernels=kernels).tolist() == [
+        assert top_tokens(logits, 20, rows=np.arange(9), scans=kernels).tolist() == expected
+        assert top_tokens(logits, 20, rows=np.array([7, 2]), scans=kernels).tolist() == [
             expected[7],
             expected[2],
         ]
@@ -130,7 +130,7 @@ def test_top_tokens_settle_ties_by_id(kernels, levels):
 def test_top_tokens_of_a_row_with_fewer_finite_logits_go_on_by_id(kernels):
     logits = np.full((1, 6), -np.inf, dtype=np.float32)
     logits[0, [4, 2]] = 1.0, 2.0
-    assert top_tokens(logits, 5, rows=np.arange(1), kernels=kernels).tolist() == [[2, 4, 0, 1, 3]]
+    assert top_tokens(logits, 5, rows=np.arange(1), scans=kernels).tolist() == [[2, 4, 0, 1, 3]]
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of Triton's interpreter

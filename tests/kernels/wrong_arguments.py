@@ -111,7 +111,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _sampling(name: str) -> Callable[..., Any]:
-    return lambda kernels, **arguments: getattr(kernels.sampling, name)(**arguments)
+    return lambda kernels, **arguments: getattr(kernels.sampling.scans, name)(**arguments)
 
 
 KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from host_choice import HostChoice
-from quire.execution.sampling import device_sampling, prompt_logprobs
-from quire.execution.sampling.device_sampling import DeviceSampler
+from quire.execution.sampling import prompt_logprobs, tokens_in_flight
+from quire.execution.sampling.sampler import Sampler
 from quire.kernels.dispatch import kernel_set
 
 
@@ -33,16 +33,16 @@ class LateCopy:
 def choose_on_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have a device choose; returns how many tokens of each step only the device knew."""
     counts: list[int] = []
-    encoded_ids = DeviceSampler.encoded_ids
+    encoded_ids = Sampler.encoded_ids
 
-    def watched(self: DeviceSampler, known: np.ndarray, last_of: np.ndarray) -> np.ndarray:
+    def watched(self: Sampler, known: np.ndarray, last_of: np.ndarray) -> np.ndarray:
         counts.append(int((last_of >= 0).sum()))
         # What the host does not know must not matter.
         return encoded_ids(self, np.where(last_of >= 0, 10**6, known), last_of)
 
-    monkeypatch.setattr(DeviceSampler, "encoded_ids", watched)
+    monkeypatch.setattr(Sampler, "encoded_ids", watched)
     monkeypatch.setattr(type(kernel_set()), "sampling", HostChoice())
-    for module in (device_sampling, prompt_logprobs):
+    for module in (tokens_in_flight, prompt_logprobs):
         monkeypatch.setattr(module, "HostCopy", LateCopy)
     monkeypatch.setattr(LateCopy, "generator", np.random.default_rng(5))  # whatever tests came before
     return counts

@@ -24,7 +24,7 @@ from operation_tape import OperationTape
 from quire.engine.building import runner as runner_building
 from quire.engine.ranks import connecting, group, nccl, process
 from quire.execution import step_graphs
-from quire.execution.sampling import device_sampling
+from quire.execution.sampling import tokens_in_flight
 from quire.execution.sampling.captured_choice import RecordedChoice
 from quire.kernels.devices import cuda_graphs
 from quire.models.decoder import Decoder
@@ -110,7 +110,7 @@ class TapedRanks:
         for file in self._files:
             file.write_text("")
         _stand_in(patch, self._files[0], failures[0])
-        patch.setattr(device_sampling, "HostCopy", LateCopy)  # of what the next replay overwrites
+        patch.setattr(tokens_in_flight, "HostCopy", LateCopy)  # of what the next replay overwrites
         patch.setattr(
             runner_building,
             "_record",

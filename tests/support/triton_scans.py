@@ -9,12 +9,12 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from quire.kernels.sampling.rows import Float32Array, Float64Array, Head, Int64Array, SamplingKernels
+from quire.kernels.sampling.row_scans import Float32Array, Float64Array, Head, Int64Array, RowScans
 from quire.kernels.triton.device import kernel_device
 from quire.kernels.triton.sampling import row_scans
 
 
-class TritonSampling(SamplingKernels):
+class TritonSampling(RowScans):
     """Computes where the kernels do, and waits for the results.
 
     Raises:

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing_extensions import override
 
 from quire.execution.persistent_batch import UnknownTokens
-from quire.execution.sampling.device_sampling import TokensInFlight
 from quire.execution.sampling.positions import SamplingPositions
 from quire.execution.sampling.prompt_logprobs import StepPromptLogprobs
-from quire.execution.sampling.sampler import SamplerOutput
+from quire.execution.sampling.tokens_in_flight import SamplerOutput, TokensInFlight
 from quire.step import (
     NO_TOKEN,
     DraftTokenIds,

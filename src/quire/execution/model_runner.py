@@ -19,24 +19,15 @@ from quire.execution.eviction.cache_evictor import CacheEvictor
 from quire.execution.failed_requests import KnownErrors, StepErrors
 from quire.execution.model import Model
 from quire.execution.persistent_batch import PersistentBatch, RunnerRequest
-from quire.execution.sampling.device_sampling import TokensInFlight
+from quire.execution.sampling.constraints import RowMasks
 from quire.execution.sampling.positions import SamplingPositions
-from quire.execution.sampling.prompt_logprobs import (
-    NO_PROMPT_LOGPROBS,
-    DevicePositionLogits,
-    HostPositionLogits,
-    PositionLogits,
-    PromptLogprobs,
-    StepPromptLogprobs,
-)
-from quire.execution.sampling.step_sampling import StepSampler
-from quire.execution.sampling.token_masks import TokenMasks
+from quire.execution.sampling.prompt_logprobs import NO_PROMPT_LOGPROBS, PromptLogprobs, StepPromptLogprobs
+from quire.execution.sampling.sampler import Sampler
 from quire.execution.sparse_prefill import SparsePrefill
 from quire.execution.step_graphs import Record, StepGraphs, StepLogits
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.devices.device import array_to_device
-from quire.kernels.sampling.token_choice import TokenChoice
 from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.kv.connectors.interface import KVConnector
 from quire.step import (
@@ -101,16 +92,14 @@ class ModelRunner:
         self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
         is_plain = eviction is None and self._layer_hook is None
         record = record if is_plain else None
-        self._sampler = StepSampler(
-            max_num_seqs, self._vocab_size, max_model_len, model.kernels, record=record
-        )
+        self._sampler = Sampler(max_num_seqs, self._vocab_size, max_model_len, model.kernels, record=record)
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
             num_blocks=kv_cache.num_blocks,
         )
-        self._prompt_logprobs = PromptLogprobs(self._batch, self._position_logits(max_num_seqs))
+        self._prompt_logprobs = PromptLogprobs(self._batch, model, max_num_seqs)
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
         self._in_flight: list[DeviceStep] = []  # whose tokens the batch lacks
         self._newest: SchedulerOutput | None = None  # of the steps with rows
@@ -124,12 +113,6 @@ class ModelRunner:
         self._evictor = None
         if eviction is not None:
             self._evictor = CacheEvictor(eviction, model.config, kv_cache, self._batch, block_size)
-
-    def _position_logits(self, max_num_seqs: int) -> PositionLogits:
-        model, sampling = self._model, self._model.kernels.sampling
-        if isinstance(sampling, TokenChoice):
-            return DevicePositionLogits(model.logits, self._vocab_size, sampling, max_num_seqs)
-        return HostPositionLogits(model.logits, self._vocab_size, sampling)
 
     def compile_only(self) -> AbstractContextManager[None] | None:
         """See `KernelSet.compile_only`; of all ranks."""
@@ -273,7 +256,7 @@ class ModelRunner:
         self._sampler.table.write(
             request.slot,
             request.sampling_params,
-            prompt_token_ids=self._batch.token_ids[request.slot, : request.num_prompt_tokens],
+            num_prompt_tokens=request.num_prompt_tokens,
             eos_token_ids=request.eos_token_ids,
         )
 
@@ -339,10 +322,9 @@ class ModelRunner:
     def _encoded_ids(self, rows: IntArray, positions: Int64Array) -> Int64Array:
         """Return what the sampler makes the token ids of a step of, [T]."""
         known = self._batch.token_ids[rows, positions].astype(np.int64)
-        device = self._sampler.device
-        if device is None:
+        if self._sampler.is_synchronous:
             return known
-        return device.encoded_ids(known, self._batch.slots_of_unknown(rows, positions))
+        return self._sampler.encoded_ids(known, self._batch.slots_of_unknown(rows, positions))
 
     def _attention_batch(self, output: SchedulerOutput) -> AttentionBatch:
         skipped_keys, key_selection = (
@@ -387,18 +369,16 @@ class ModelRunner:
             computed.logits,
             slots_of_rows,
             sampling.positions,
-            None if allowed is None else TokenMasks.of(allowed, output, sampling),
+            None if allowed is None else RowMasks.of(allowed, output, sampling),
             self._batch.known_tokens(slots_of_rows, sampling.positions),
         )
-        if isinstance(sampled, TokensInFlight) and not self._connector_needs_tokens:
+        if not (self._sampler.is_synchronous or self._connector_needs_tokens):
             unknown = self._batch.expect(slots, ~output.awaits_tokens[sampling.rows])
             propose = functools.partial(self._propose_later, output)
             step = DeviceStep(result, sampling, sampled, computed.prompt_logprobs, unknown, propose)
             self._in_flight.append(step)
             return step
-        if isinstance(sampled, TokensInFlight):
-            sampled = sampled.sampled()
-        emitted = report_tokens(result, sampling, sampled)
+        emitted = report_tokens(result, sampling, sampled.sampled())
         self._batch.append(output.slots[sampling.rows], _with_placeholders(emitted))
         return None
 

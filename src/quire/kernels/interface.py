@@ -21,7 +21,6 @@ from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
 from quire.kernels.layers.weights import Weight
-from quire.kernels.sampling.rows import SamplingKernels
 from quire.kernels.sampling.token_choice import TokenChoice
 
 
@@ -29,8 +28,8 @@ class KernelSet(ABC):
     """The compute primitives of one device."""
 
     name: ClassVar[str]
-    sampling: ClassVar[SamplingKernels | TokenChoice]
-    """Chooses tokens where the logits are, or scans logits for the sampler on the host."""
+    sampling: ClassVar[TokenChoice]
+    """Chooses tokens where the logits are."""
     takes_any_value_size: ClassVar[bool] = False
     """Whether heads of values may have other sizes than those of queries and keys."""
     device: torch.device = HOST

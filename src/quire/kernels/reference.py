@@ -34,7 +34,8 @@ from quire.kernels.layers.linear import (
     quantization_of,
 )
 from quire.kernels.layers.weights import Weight
-from quire.kernels.sampling.rows import ReferenceSampling, SamplingKernels
+from quire.kernels.sampling.host_choice import HostChoice
+from quire.kernels.sampling.row_scans import ReferenceScans
 from quire.kernels.sampling.token_choice import TokenChoice
 
 
@@ -43,7 +44,7 @@ class ReferenceKernels(KernelSet):
 
     name = "reference"
     takes_any_value_size = True
-    sampling: ClassVar[SamplingKernels | TokenChoice] = ReferenceSampling()
+    sampling: ClassVar[TokenChoice] = HostChoice(ReferenceScans())
     weight_layout = None
 
     @override

@@ -10,11 +10,10 @@ import pytest
 import torch
 from triton_inputs import DEVICE, strided
 
+from host_choice import HostSampler
+from quire.execution.sampling.constraints import RowMasks
 from quire.execution.sampling.rng import uniforms
-from quire.execution.sampling.sampler import Sampler
-from quire.execution.sampling.table import SamplingTable
-from quire.execution.sampling.token_masks import TokenMasks
-from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.sampling.row_scans import ReferenceScans
 from quire.kernels.sampling.token_choice import (
     NUM_EDIT_NUMBERS,
     LogitChanges,
@@ -65,17 +64,17 @@ class Row:
 
 
 def host_choice(logits: Any, rows: list[Row]) -> tuple[Any, dict[int, str]]:
-    sampler = Sampler(SamplingTable(len(rows), VOCAB_SIZE), ReferenceSampling())
+    sampler = HostSampler(len(rows), VOCAB_SIZE, ReferenceScans())
     for slot, row in enumerate(rows):
-        prompt = np.array([1], dtype=np.int32)
-        sampler.table.write(slot, row.params, prompt_token_ids=prompt, eos_token_ids=(2, 3))
+        sampler.table.write(slot, row.params, num_prompt_tokens=1, eos_token_ids=(2, 3))
     numbers = np.arange(len(rows))
     masked = [number for number, row in enumerate(rows) if row.allowed is not None]
     mask_of_row = np.full(len(rows), -1)
     mask_of_row[masked] = np.arange(len(masked))
-    masks = TokenMasks(bits([rows[number].allowed or [] for number in masked]), mask_of_row)
+    masks = RowMasks(bits([rows[number].allowed or [] for number in masked]), mask_of_row)
     known = np.ones((len(rows), 4), dtype=np.int32)
-    sampled = sampler.sample(torch.from_numpy(logits.copy()), numbers, np.ones_like(numbers), known, masks)
+    copied = torch.from_numpy(logits.copy())
+    sampled = sampler.sample_known(copied, numbers, np.ones_like(numbers), known, masks)
     return sampled.token_ids, sampled.errors
 
 

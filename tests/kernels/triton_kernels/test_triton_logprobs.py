@@ -9,8 +9,8 @@ import pytest
 import torch
 from triton_inputs import DEVICE, strided
 
-from quire.execution.sampling.logprobs import position_logprobs
-from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.sampling.host_choice import HostChoice
+from quire.kernels.sampling.row_scans import ReferenceScans
 from quire.kernels.triton.sampling.token_choice import TritonChoice
 from quire.step import NO_TOKEN
 
@@ -46,15 +46,15 @@ def test_logprobs_are_the_host_s(vocab_size: int, count: int) -> None:
     logits = logits_of_all_kinds(vocab_size)
     rows = np.array([4, 0, 6, 1, 2, 3])
     chosen = np.random.default_rng(1).integers(0, vocab_size, len(rows))
-    expected = position_logprobs(
-        logits, chosen, np.full(len(rows), count), rows=rows, kernels=ReferenceSampling()
+    expected = HostChoice(ReferenceScans()).logprobs(
+        *map(torch.from_numpy, (logits, chosen)), count, torch.from_numpy(rows)
     )
     token_ids, logprobs, ranks, maxima = on_device(logits, chosen, count, rows)
-    assert token_ids.tolist() == [row.token_ids for row in expected]
-    assert ranks.tolist() == [row.ranks[0] for row in expected]
+    assert token_ids.tolist() == expected.token_ids.tolist()
+    assert ranks.tolist() == expected.ranks.tolist()
     assert maxima.tolist() == logits[rows].max(axis=1).tolist()
     assert logprobs.dtype == np.float64
-    np.testing.assert_allclose(logprobs, [row.logprobs for row in expected], rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(logprobs, expected.logprobs.numpy(), rtol=1e-13, atol=1e-13)
 
 
 def test_rows_keep_their_bits_in_any_company() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton_inputs import DEVICE, strided
 
-from quire.execution.sampling.penalties import Penalties
+from host_choice import penalized
 from quire.kernels.sampling.seen_tokens import SeenTokens
 from quire.kernels.sampling.token_choice import RowPenalties
 from quire.kernels.triton.sampling import penalties as penalties_on_device
@@ -60,9 +60,8 @@ def test_penalties_are_the_host_s_as_outputs_grow(
         logits[:, ::5] = -np.inf
         expected = logits.copy()
         for row, params in enumerate(PARAMS):
-            of_row = Penalties.of(params, prompts[row])
-            if of_row is not None:
-                of_row.apply(expected[row], np.concatenate((prompts[row], outputs[row])))
+            if slots[row] >= 0:
+                expected[row] = penalized(logits[row], params, prompts[row], outputs[row])
         changed = strided(torch.from_numpy(logits).to(DEVICE))
         penalize(changed, rows_of(seen, PARAMS, slots))
         assert np.array_equal(changed.cpu().numpy().view(np.int32), expected.view(np.int32))
@@ -87,10 +86,8 @@ def test_drafts_have_been_seen_by_the_rows_behind_them(
     drafts = [int(prompt[0]), 70, 70]  # seen before, new, and again
     logits = (rng.normal(size=(5, VOCAB_SIZE)) * 3).astype(np.float32)
     expected = logits.copy()
-    of_row = Penalties.of(PARAMS[0], prompt)
-    assert of_row is not None
     for row in range(4):
-        of_row.apply(expected[row], np.concatenate((prompt, output, drafts[:row])).astype(np.int32))
+        expected[row] = penalized(logits[row], PARAMS[0], prompt, [*output, *drafts[:row]])
     table = [[*reversed(drafts[:row]), *[NO_TOKEN] * (3 - row)] for row in range(4)] + [[NO_TOKEN] * 3]
     rows = rows_of(seen, [PARAMS[0]] * 4 + [SamplingParams()], [0, 0, 0, 0, -1])
     rows = dataclasses.replace(rows, drafts=torch.tensor(table, device=DEVICE))

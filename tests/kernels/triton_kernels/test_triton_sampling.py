@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.sampling.row_scans import ReferenceScans
 from quire.kernels.triton.sampling import row_scans
 from triton_scans import TritonSampling
 
-kernels, reference = TritonSampling(), ReferenceSampling()
+kernels, reference = TritonSampling(), ReferenceScans()
 
 
 @pytest.mark.parametrize(("vocab_size", "part"), [(2048, 1024), (3001, 512)])

@@ -10,8 +10,8 @@ import torch
 from triton_inputs import DEVICE, strided
 
 from pairwise import pairwise
-from quire.execution.sampling.selection import Filters, draw
-from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.sampling.row_scans import ReferenceScans
+from quire.kernels.sampling.selection import Filters, draw
 from quire.kernels.sampling.token_choice import RowDraws, TokenChoice
 from quire.kernels.triton.sampling import row_scans, tail_search
 from quire.kernels.triton.sampling.token_choice import TritonChoice
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value
 
 DTYPES = [torch.float64, torch.int64, torch.float64, torch.float64, torch.float64]  # of `RowDraws`
 EDGE = np.float64(1 - 2**-53)  # the largest number below 1
-host, choice = ReferenceSampling(), TritonChoice()
+host, choice = ReferenceScans(), TritonChoice()
 
 
 def rows_of_logits(num_rows: int, vocab_size: int, *, spread: float = 3.0, levels: int = 1 << 20) -> Any:
@@ -31,7 +31,7 @@ def rows_of_logits(num_rows: int, vocab_size: int, *, spread: float = 3.0, level
 
 
 def on_host(logits: Any, filters: Filters, uniforms: Any) -> tuple[Any, Any]:
-    """Choose as `Sampler` does."""
+    """Choose as `HostChoice` does."""
     token_ids, maxima = host.largest(logits)
     sound = np.isfinite(maxima)
     token_ids[~sound] = NO_TOKEN
@@ -40,7 +40,7 @@ def on_host(logits: Any, filters: Filters, uniforms: Any) -> tuple[Any, Any]:
         of_rows = Filters(
             filters.temperature[rows], filters.top_k[rows], filters.top_p[rows], filters.min_p[rows]
         )
-        token_ids[rows] = draw(logits, maxima[rows], of_rows, uniforms[rows], rows=rows, kernels=host)
+        token_ids[rows] = draw(logits, maxima[rows], of_rows, uniforms[rows], rows=rows, scans=host)
     return token_ids, maxima
 
 

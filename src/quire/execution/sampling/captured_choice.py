@@ -20,20 +20,17 @@ import torch
 
 from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.capture_backoff import RecordingPause
-from quire.execution.sampling.device_penalties import NO_PENALTIES
-from quire.execution.sampling.logit_changes import NO_EDIT, NO_MASK, RowMasks
+from quire.execution.sampling.constraints import NO_EDIT, NO_MASK, RowMasks
+from quire.execution.sampling.penalties import NO_PENALTIES
 from quire.execution.step_graphs import MAX_GRAPHS, Record
 from quire.kernels.devices.device import array_to_device, copy_to_device
-from quire.kernels.sampling.token_choice import LogitMasks
+from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS, LogitMasks
 from quire.kernels.size_classes import wide_size_class
 
 if TYPE_CHECKING:
     from quire.kernels.interface import KernelSet
 
 logger = logging.getLogger(__name__)
-
-NUM_DRAW_NUMBERS = 5
-"""Numbers of a row that its draw depends on; all 0: its likeliest token is taken."""
 
 NUM_RECORDED_EDITS = 256, 4096
 """Edits of logits that a recording has, most of which may be no edits."""

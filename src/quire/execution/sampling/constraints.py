@@ -1,18 +1,29 @@
-"""Per-request changes to logits: allowed tokens, banned words, a minimum length, and a bias."""
+"""What changes the logits of a step: grammars, allowed tokens, banned words, a minimum length, and biases."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 import numpy as np
 
-from quire.execution.arrays import Float32Array, Int64Array
+from quire.execution.arrays import BoolArray, Float32Array, Float64Array, Int64Array
+from quire.execution.persistent_batch import InconsistentPlanError
+from quire.execution.sampling.positions import SamplingPositions
+from quire.kernels.sampling.token_choice import NUM_EDIT_NUMBERS
 from quire.sampling_params import SamplingParams
-from quire.step import IntArray
+from quire.step import NO_TOKEN, GrammarOutput, IntArray, SchedulerOutput
 
 UNTIL_THE_END = sys.maxsize
+NO_MASK = -1
+
+NO_EDIT = (-1.0, 0.0, 0.0, float(NO_TOKEN))
+"""The numbers of an edit that changes nothing, as in `LogitEdits`."""
+
+_WORD = 32  # tokens
 
 
 class Constraints:
@@ -23,6 +34,8 @@ class Constraints:
     `min_tokens` tokens have been generated, all token ids that would end the request are forbidden.
 
     Attributes:
+        allowed_words: [V / 32] a mask of the only tokens that are allowed; None: all are.
+        biases: token ids, and what is added to their logits.
         until: number of output tokens after which the request is unconstrained.
     """
 
@@ -36,9 +49,9 @@ class Constraints:
         banned = [sequence[0] for sequence in sequences if len(sequence) == 1]
         self._banned_ids: Int64Array = np.array(banned, dtype=np.int64)
         self._completions = _Completions([sequence for sequence in sequences if len(sequence) > 1])
-        self._allowed_ids: Int64Array = np.array(params.allowed_token_ids, dtype=np.int64)
-        self._bias_ids: Int64Array = np.array(list(params.logit_bias), dtype=np.int64)
-        self._bias: Float32Array = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self.allowed_words = _mask_words(params.allowed_token_ids, vocab_size)
+        bias: Float32Array = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self.biases = np.array(list(params.logit_bias), dtype=np.int64), bias
         self._min_tokens = params.min_tokens
         # Models list end-of-sequence ids that their vocabulary does not have; those need no ban.
         ending = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
@@ -54,16 +67,6 @@ class Constraints:
         """Return the request's constraints, or None if it has none."""
         constraints = cls(params, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
         return constraints if constraints.until > 0 else None
-
-    @property
-    def allowed_ids(self) -> Int64Array:
-        """The only tokens that are allowed; empty: all are."""
-        return self._allowed_ids
-
-    @property
-    def biases(self) -> tuple[Int64Array, Float32Array]:
-        """Token ids, and what is added to their logits."""
-        return self._bias_ids, self._bias
 
     def banned_ids(self, num_output_tokens: int) -> Int64Array:
         """Return the tokens that are banned after any output of so many tokens."""
@@ -82,26 +85,6 @@ class Constraints:
             (that token, the banned one), [N] each.
         """
         return self._completions.after_one_more(output_token_ids)
-
-    @property
-    def allows_few(self) -> bool:
-        """Whether only some tokens are allowed."""
-        return self._allowed_ids.size > 0
-
-    def apply(self, logits: Float32Array, output_token_ids: IntArray) -> None:
-        """Change one row of logits in place.
-
-        Args:
-            logits: [V].
-            output_token_ids: the request's output so far.
-        """
-        if self.allows_few:
-            allowed = logits[self._allowed_ids]
-            logits.fill(-np.inf)
-            logits[self._allowed_ids] = allowed
-        logits[self.banned_ids(len(output_token_ids))] = -np.inf
-        logits[self.banned_completions(output_token_ids)] = -np.inf
-        logits[self._bias_ids] += self._bias
 
 
 class _Completions:
@@ -149,3 +132,127 @@ def _begun(
         for sequence in candidates
         if tuple(token_ids[num_missing - len(sequence) :].tolist()) == sequence[:-num_missing]
     ]
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class RowMasks:
+    """Which tokens R rows may choose."""
+
+    bitmask: IntArray  # [N, V / 32 or more] see `LogitMasks`
+    mask_of_row: Int64Array  # [R] the row of `bitmask`; `NO_MASK`: all tokens are allowed
+
+    @classmethod
+    def of(cls, grammar: GrammarOutput, output: SchedulerOutput, sampling: SamplingPositions) -> Self:
+        """Return what grammars allow at a step's sampling positions; requests that do not sample are skipped.
+
+        Raises:
+            InconsistentPlanError: a request does not have one mask for each of its positions.
+        """
+        first_mask = np.cumsum(grammar.num_rows) - grammar.num_rows
+        request_of = {output.request_ids[row]: index for index, row in enumerate(sampling.rows.tolist())}
+        mask_of_row: Int64Array = np.full(len(sampling.request), NO_MASK, dtype=np.int64)
+        for request_id, first, count in zip(
+            grammar.request_ids, first_mask.tolist(), grammar.num_rows.tolist(), strict=True
+        ):
+            if request_id not in request_of:
+                continue
+            start, end = np.searchsorted(sampling.request, request_of[request_id] + np.arange(2)).tolist()
+            if end - start != count:
+                raise InconsistentPlanError(
+                    f"request {request_id!r} samples {end - start} tokens, but its grammar has {count} masks"
+                )
+            mask_of_row[start:end] = np.arange(first, first + count)
+        return cls(grammar.bitmask, mask_of_row)
+
+    @property
+    def is_masked(self) -> BoolArray:
+        """Which rows choose among some tokens only, [R]."""
+        masked: BoolArray = self.mask_of_row != NO_MASK
+        return masked
+
+
+class ChangesOfStep:
+    """Collects what changes the logits of R rows before penalties do.
+
+    Args:
+        masks: of the rows' grammars.
+        num_rows: R.
+        vocab_size: V.
+    """
+
+    def __init__(self, masks: RowMasks | None, num_rows: int, vocab_size: int) -> None:
+        self._mask_of_row: Int64Array = np.full(num_rows, NO_MASK, dtype=np.int64)
+        self._bitmasks: list[IntArray] = []
+        self._num_masks = 0
+        if masks is not None:
+            self._mask_of_row[:] = masks.mask_of_row
+            self._bitmasks.append(np.ascontiguousarray(masks.bitmask[:, : num_mask_words(vocab_size)]))
+            self._num_masks = len(masks.bitmask)
+        self._edits: list[Float64Array] = []
+
+    def constrain(self, row: int, constraints: Constraints, output: IntArray, *, lacks_last: bool) -> None:
+        """Add the constraints of a row's request.
+
+        Args:
+            row: which.
+            constraints: of its request.
+            output: [N] token ids before the one to choose.
+            lacks_last: whether the last of them is known to the device only.
+        """
+        if constraints.allowed_words is not None:
+            self._allow_only(row, constraints.allowed_words)
+        self._edit(row, constraints.banned_ids(len(output)), -np.inf)
+        if lacks_last:
+            before, last = constraints.possible_completions(output[:-1])
+            self._edit(row, last, -np.inf, before)
+        else:
+            self._edit(row, constraints.banned_completions(output), -np.inf)
+        self._edit(row, *constraints.biases)
+
+    def _allow_only(self, row: int, words: IntArray) -> None:
+        """Forbid a row all other tokens, beside those that its grammar forbids."""
+        if self._mask_of_row[row] != NO_MASK:
+            words = words & self._bitmasks[0][self._mask_of_row[row]]
+        self._bitmasks.append(words[None])
+        self._mask_of_row[row] = self._num_masks
+        self._num_masks += 1
+
+    def _edit(
+        self,
+        row: int,
+        token_ids: Int64Array,
+        added: Float32Array | float,
+        after: Int64Array | int = NO_TOKEN,
+    ) -> None:
+        """Add to the logits of some tokens, each if `after` is the row's last token, or `NO_TOKEN`."""
+        if len(token_ids):
+            edits = np.empty((NUM_EDIT_NUMBERS, len(token_ids)))
+            edits[0], edits[1], edits[2], edits[3] = row, token_ids, added, after
+            self._edits.append(edits)
+
+    @property
+    def masks(self) -> RowMasks | None:
+        """Which tokens may be chosen; None: all."""
+        if not self._bitmasks:
+            return None
+        bitmask = self._bitmasks[0] if len(self._bitmasks) == 1 else np.concatenate(self._bitmasks)
+        return RowMasks(bitmask, self._mask_of_row)
+
+    @property
+    def edits(self) -> Float64Array | None:
+        """What is added to single logits, [NUM_EDIT_NUMBERS, E], see `LogitEdits`; None: nothing."""
+        return np.concatenate(self._edits, axis=1) if self._edits else None
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Return how many words say which tokens are allowed."""
+    return -(-vocab_size // _WORD)
+
+
+def _mask_words(token_ids: Sequence[int], vocab_size: int) -> IntArray | None:
+    """Return a mask of tokens, [V / 32]; None: without any."""
+    if not token_ids:
+        return None
+    allowed = np.zeros(num_mask_words(vocab_size) * _WORD, dtype=np.uint8)
+    allowed[list(token_ids)] = 1
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)

@@ -1,115 +1,140 @@
-"""Repetition, presence and frequency penalties.
-
-Repetition (Keskar et al. 2019) concerns tokens of prompt and output: a positive logit is divided by it, any
-other multiplied. Frequency and presence (OpenAI's formula) concern the output only: logit - count *
-frequency - (count > 0) * presence. The distinct tokens of a request are kept and updated with the newest,
-so a step's cost depends on their number, not on the size of the vocabulary.
-"""
+"""What tokens requests with penalties have seen, kept where their next ones are chosen."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
-import numpy.typing as npt
+import torch
 
-from quire.execution.arrays import Float32Array
-from quire.sampling_params import SamplingParams
-from quire.step import IntArray
+from quire.execution.arrays import Float64Array, Int64Array
+from quire.execution.known_tokens import KnownTokens
+from quire.execution.sampling.table import SamplingTable
+from quire.kernels.devices.device import array_to_device
+from quire.kernels.sampling.seen_tokens import SeenTokens
+from quire.kernels.sampling.token_choice import RowPenalties
+from quire.step import NO_TOKEN, IntArray
+
+_NOT_COUNTED = -1
+_NO_SLOT = -1
+
+NO_PENALTIES = (_NO_SLOT, 1.0, 0.0, 0.0, _NO_SLOT)
+"""The numbers of a row without penalties, as in `StepPenalties`."""
 
 
-class TokenCounts:
-    """Distinct tokens of one request, with how often each is in the output.
+@dataclasses.dataclass(slots=True, frozen=True)
+class StepPenalties:
+    """What the rows of a step are penalized by, and for which slots their tokens are counted."""
 
-    Args:
-        prompt_token_ids: [P]; counted 0 times each.
-    """
-
-    def __init__(self, prompt_token_ids: IntArray) -> None:
-        distinct = np.unique(prompt_token_ids)
-        self._num_distinct = self._num_prompt_distinct = len(distinct)
-        self._ids = np.empty(2 * len(distinct) + 64, dtype=np.int64)
-        self._ids[: len(distinct)] = distinct
-        self._counts = np.zeros(len(self._ids), dtype=np.int32)
-        self._index = {token_id: index for index, token_id in enumerate(distinct.tolist())}
-        self._num_prompt_tokens = len(prompt_token_ids)
-        self._counted: IntArray = np.empty(64, dtype=np.int32)
-        self._num_counted = 0
-
-    @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """Distinct token ids, [D]."""
-        return self._ids[: self._num_distinct]
-
-    @property
-    def counts(self) -> npt.NDArray[np.int32]:
-        """Times in the output, [D]."""
-        return self._counts[: self._num_distinct]
-
-    def follow(self, token_ids: IntArray) -> None:
-        """Count the output tokens of `token_ids`, the whole request so far.
-
-        The cost is that of the difference from the last call: newer tokens are added, and discarded ones (a
-        rejected draft, an abandoned beam) are taken back.
-        """
-        output = token_ids[self._num_prompt_tokens :]
-        num_same = min(self._num_counted, len(output))
-        differs = self._counted[:num_same] != output[:num_same]
-        if differs.any():
-            num_same = int(differs.argmax())
-        for token_id in self._counted[num_same : self._num_counted][::-1].tolist():
-            self._take_back(token_id)
-        for token_id in output[num_same:].tolist():
-            self._add(token_id)
-        if len(output) > len(self._counted):
-            self._counted = np.concatenate((self._counted, np.empty(len(output), dtype=np.int32)))
-        self._counted[num_same : len(output)] = output[num_same:]
-        self._num_counted = len(output)
-
-    def _add(self, token_id: int) -> None:
-        index = self._index.get(token_id)
-        if index is None:
-            index = self._index[token_id] = self._num_distinct
-            self._num_distinct += 1
-            if index == len(self._ids):
-                self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
-                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-            self._ids[index] = token_id
-        self._counts[index] += 1
-
-    def _take_back(self, token_id: int) -> None:
-        index = self._index[token_id]
-        self._counts[index] -= 1
-        # Tokens are taken back newest first, so one that is in neither prompt nor output now came in last.
-        if index >= self._num_prompt_distinct and not self._counts[index]:
-            del self._index[token_id]
-            self._num_distinct -= 1
+    numbers: Float64Array
+    """[5, R] the slot that has seen tokens, -1: no penalties; the penalties for repetition, frequency and
+    presence; the slot that the chosen token is counted for, -1: none."""
+    drafts: Int64Array | None  # see `RowPenalties`
 
 
 class Penalties:
-    """The penalties of one request, with the token counts they need; see `of`."""
+    """Counts the tokens of slots with penalties as they are chosen, on the device that chooses them.
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: IntArray) -> None:
-        self._repetition = np.float32(params.repetition_penalty)
-        self._frequency = np.float32(params.frequency_penalty)
-        self._presence = np.float32(params.presence_penalty)
-        self._token_counts = TokenCounts(prompt_token_ids)
+    What is chosen is counted at once, but for slots with drafts. What has become of that afterwards, the host
+    knows: what was not counted is so by the next time, and where more was counted than there is, or its slot
+    was written to, a slot is counted again.
 
-    @classmethod
-    def of(cls, params: SamplingParams, prompt_token_ids: IntArray) -> Penalties | None:
-        """Return the request's penalties, or None if it has none."""
-        has_any = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
-        return cls(params, prompt_token_ids) if has_any else None
+    Args:
+        table: the parameters by slot.
+        max_num_seqs: number of slots.
+        vocab_size: V.
+        max_model_len: maximum number of tokens of a request.
+        device: of the logits.
+    """
 
-    def apply(self, logits: Float32Array, token_ids: IntArray) -> None:
-        """Change one row of logits in place.
+    def __init__(
+        self,
+        table: SamplingTable,
+        max_num_seqs: int,
+        vocab_size: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._table = table
+        self._device = device
+        self._seen = SeenTokens(max_num_seqs, vocab_size, max_model_len, device)
+        self._num_counted: Int64Array = np.full(max_num_seqs, _NOT_COUNTED, dtype=np.int64)
+        self._times_written: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def of_rows(
+        self,
+        slots: Int64Array,
+        positions: Int64Array,
+        known: KnownTokens,
+    ) -> StepPenalties | None:
+        """Return what rows are penalized by; None: nothing.
 
         Args:
-            logits: [V].
-            token_ids: the request's prompt and output so far.
+            slots: [R] the slot of each row; rows of one slot are adjacent, the first of them before its
+                drafts, which are known.
+            positions: [R] absolute index of the token to choose.
+            known: of the rows.
         """
-        self._token_counts.follow(token_ids)
-        ids, counts = self._token_counts.ids, self._token_counts.counts
-        seen = logits[ids]
-        seen = np.where(seen > 0, seen / self._repetition, seen * self._repetition)
-        seen -= self._frequency * counts.astype(np.float32)
-        seen -= self._presence * (counts > 0).astype(np.float32)
-        logits[ids] = seen
+        counted = self._table.is_penalized(slots)
+        if not counted.any():
+            return None
+        begins_slot = np.ones_like(counted)
+        begins_slot[1:] = slots[1:] != slots[:-1]
+        firsts = np.flatnonzero(begins_slot)
+        num_drafts = positions - positions[firsts][np.cumsum(begins_slot) - 1]  # before each row
+        of_slot = np.maximum.reduceat(num_drafts, firsts)  # of its last row
+        firsts, of_slot = firsts[counted[firsts]], of_slot[counted[firsts]]
+        self._catch_up(slots[firsts], positions[firsts], known.times_written[firsts], known.token_ids)
+        # Which of the drafts count is known to the host, and counted by the next time.
+        has_drafts = of_slot > 0
+        self._num_counted[slots[firsts]] = positions[firsts] + ~has_drafts
+        self._times_written[slots[firsts]] = known.times_written[firsts]
+        slots_to_count = np.full_like(slots, _NO_SLOT)
+        slots_to_count[firsts[~has_drafts]] = slots[firsts[~has_drafts]]
+        seen_of_row = np.where(counted, slots, _NO_SLOT)
+        numbers = np.vstack([seen_of_row, self._table.penalties_of(slots), slots_to_count])
+        drafts = None
+        if has_drafts.any():
+            drafts = self._drafts(slots, positions, np.where(counted, num_drafts, 0), known.token_ids)
+        return StepPenalties(numbers, drafts)
+
+    def on_device(self, numbers: torch.Tensor, drafts: torch.Tensor | None = None) -> RowPenalties:
+        """Return what rows are penalized by; the arguments are those of `StepPenalties`, on the device."""
+        seen_of_row, repetition, frequency, presence, _ = numbers
+        penalties = repetition.float(), frequency.float(), presence.float()
+        return RowPenalties(self._seen.counts, seen_of_row.long(), *penalties, drafts)
+
+    def add(self, numbers: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Count the tokens [R] int64 that have been chosen after penalties; see `on_device`."""
+        self._seen.add(numbers[-1].long(), token_ids)
+
+    @staticmethod
+    def _drafts(
+        slots: Int64Array, positions: Int64Array, num_drafts: Int64Array, token_ids: IntArray
+    ) -> Int64Array:
+        """Return the drafts before each row, [R, the most of them], the last one first."""
+        places = positions[:, None] - 1 - np.arange(num_drafts.max())
+        is_draft = places >= (positions - num_drafts)[:, None]
+        drafts = token_ids[slots[:, None], np.maximum(places, 0)].astype(np.int64)
+        return np.where(is_draft, drafts, NO_TOKEN)
+
+    def _catch_up(
+        self, slots: Int64Array, positions: Int64Array, times_written: Int64Array, token_ids: IntArray
+    ) -> None:
+        """Have the tokens before each position counted, and no others."""
+        num_counted = self._num_counted[slots]
+        is_same = (self._times_written[slots] == times_written) & (num_counted <= positions)
+        is_same &= num_counted != _NOT_COUNTED
+        for slot, end in zip(slots[~is_same].tolist(), positions[~is_same].tolist(), strict=True):
+            self._count_again(slot, token_ids[slot, :end])
+        num_new = np.where(is_same, positions - num_counted, 0)
+        if num_new.any():
+            rows = np.repeat(slots, num_new)
+            ends = np.cumsum(num_new)
+            places = np.arange(len(rows)) - np.repeat(ends - num_new - num_counted, num_new)
+            new = token_ids[rows, places].astype(np.int64)
+            self._seen.add(array_to_device(rows, self._device), array_to_device(new, self._device))
+
+    def _count_again(self, slot: int, token_ids: IntArray) -> None:
+        num_prompt_tokens = int(self._table.num_prompt_tokens[slot])
+        self._seen.open(slot, token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:])

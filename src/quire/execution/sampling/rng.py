@@ -11,10 +11,9 @@ import numpy as np
 from quire.execution.arrays import Float64Array, Int64Array, UInt64Array
 
 _ROUNDS = 10
-_MULTIPLIER_0 = np.uint64(0xD2511F53)
-_MULTIPLIER_1 = np.uint64(0xCD9E8D57)
-_WEYL_0 = np.uint64(0x9E3779B9)
-_WEYL_1 = np.uint64(0xBB67AE85)
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+_WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
+_KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None] * _WEYL  # [rounds, 2]
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _WORD_BITS = np.uint64(32)
 
@@ -28,20 +27,14 @@ def philox4x32(counter: Words, key: tuple[UInt64Array, UInt64Array]) -> Words:
         counter: four arrays of 32-bit words, held in uint64, all of one shape.
         key: two arrays of the same kind and shape.
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        product_0 = c0 * _MULTIPLIER_0
-        product_1 = c2 * _MULTIPLIER_1
-        c0, c1, c2, c3 = (
-            (product_1 >> _WORD_BITS) ^ c1 ^ k0,
-            product_1 & _LOW_WORD,
-            (product_0 >> _WORD_BITS) ^ c3 ^ k1,
-            product_0 & _LOW_WORD,
-        )
-        k0 = (k0 + _WEYL_0) & _LOW_WORD
-        k1 = (k1 + _WEYL_1) & _LOW_WORD
-    return c0, c1, c2, c3
+    ones = [1] * counter[0].ndim
+    multipliers = _MULTIPLIERS.reshape(2, *ones)
+    round_keys = (np.stack(key) + _KEY_STEPS.reshape(_ROUNDS, 2, *ones)) & _LOW_WORD
+    even, odd = np.stack(counter[::2]), np.stack(counter[1::2])
+    for round_key in round_keys:
+        products = (even * multipliers)[::-1]
+        even, odd = (products >> _WORD_BITS) ^ odd ^ round_key, products & _LOW_WORD
+    return even[0], odd[0], even[1], odd[1]
 
 
 def uniforms(seeds: UInt64Array, positions: Int64Array) -> Float64Array:

@@ -1,171 +1,203 @@
-"""Choosing the next token of each row from its logits.
+"""Choosing the next token of each row from its logits, on the device where these are.
 
-The order of operations is the one vLLM documents: log-probabilities are of the raw distribution; then the
-grammar's mask, banned words, minimum length, logit bias; then repetition, frequency and presence penalties;
-then greedy choice, or temperature, min-p, top-k, top-p and a draw. A row's result depends on its own logits,
-parameters, tokens and position only: each operation runs along single rows in a fixed order.
+On the host that takes place at once. On another device nothing waits for it: the last token of each slot is
+kept there, where the next step finds it.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from quire.execution.arrays import BoolArray, Float32Array, Int64Array
-from quire.execution.sampling.logprobs import position_logprobs
-from quire.execution.sampling.rng import uniforms
-from quire.execution.sampling.selection import draw
-from quire.execution.sampling.table import SamplingTable
-from quire.execution.sampling.token_masks import TokenMasks
-from quire.kernels.sampling.rows import SamplingKernels
-from quire.step import NO_TOKEN, IntArray, PositionLogprobs
+from quire.execution.arrays import Float64Array, Int64Array
+from quire.execution.known_tokens import KnownTokens
+from quire.execution.sampling.captured_choice import ChoiceNumbers, ChoiceTensors, RecordedChoice
+from quire.execution.sampling.constraints import ChangesOfStep, RowMasks, num_mask_words
+from quire.execution.sampling.penalties import Penalties, StepPenalties
+from quire.execution.sampling.table import CONSTRAINTS, DRAWS, LOGPROBS, PENALTIES, SamplingTable
+from quire.execution.sampling.tokens_in_flight import ReportedLogprobs, TokensInFlight
+from quire.execution.step_graphs import Record, StepLogits
+from quire.kernels.devices.device import array_to_device
+from quire.kernels.interface import KernelSet
+from quire.kernels.sampling.token_choice import LogitChanges, LogitEdits, RowDraws
 
-NO_CHOICE = (
-    "the request's grammar (structured_outputs) or allowed_token_ids leave no token to choose: together "
-    "with min_tokens, bad_words or logit_bias, all are banned here; relax one of them"
-)
+_NO_SLOT = -1
 
 
-@dataclasses.dataclass(slots=True, frozen=True)
-class SamplerOutput:
-    """The tokens of one step; `logprobs` and `errors` by row, for the rows that have them.
+class _RawLogits(NamedTuple):
+    """The logits of S rows that report log-probabilities, as the model gave them."""
 
-    `error_params` is as in `ModelRunnerOutput`.
-    """
-
-    token_ids: Int64Array  # [R], NO_TOKEN for a row with an error
-    logprobs: dict[int, PositionLogprobs]
-    errors: dict[int, str]
-    error_params: dict[int, str]
+    rows: Int64Array  # [S] which
+    counts: Int64Array  # [S] how many of the likeliest tokens each of them reports
+    of_rows: torch.Tensor  # `rows` on the device
+    logits: torch.Tensor
+    places: torch.Tensor  # [S] rows of `logits`
 
 
 class Sampler:
-    """Samples on the host.
+    """Samples with the parameters in its `table`.
 
     Args:
-        table: the parameters by slot.
-        kernels: scan the rows of logits.
+        max_num_seqs: number of slots.
+        vocab_size: V.
+        max_model_len: maximum number of tokens of a request.
+        kernels: of the model.
+        record: records how tokens of recorded steps are chosen; None: nothing is recorded.
     """
 
-    def __init__(self, table: SamplingTable, kernels: SamplingKernels) -> None:
-        self.table = table
-        self._kernels = kernels
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        max_model_len: int,
+        kernels: KernelSet,
+        *,
+        record: Record | None = None,
+    ) -> None:
+        self.table = SamplingTable(max_num_seqs, vocab_size)
+        self._choice = kernels.sampling
+        self._device = kernels.device
+        self._penalties = Penalties(self.table, max_num_seqs, vocab_size, max_model_len, kernels.device)
+        # The one behind the slots' is of rows that are nobody's.
+        self._last = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=kernels.device)
+        self._recorded: RecordedChoice | None = None
+        if record is not None:
+            self._recorded = RecordedChoice(
+                self._choose,
+                record,
+                kernels,
+                max_num_seqs=max_num_seqs,
+                num_words=num_mask_words(vocab_size),
+            )
+
+    @property
+    def is_synchronous(self) -> bool:
+        """See `TokenChoice`."""
+        return self._choice.is_synchronous
 
     def sample(
         self,
-        logits: torch.Tensor,
+        logits: StepLogits,
         slots: Int64Array,
         positions: Int64Array,
-        token_ids: IntArray,
-        masks: TokenMasks | None = None,
-    ) -> SamplerOutput:
+        masks: RowMasks | None,
+        known: KnownTokens,
+    ) -> TokensInFlight:
         """Choose one token per row.
 
         Args:
-            logits: [R, V] float32 in the host's memory; overwritten.
-            slots: [R] the slot of each row; rows of the same slot are at different positions.
-            positions: [R] absolute index of the token to choose; the tokens before it are known.
-            token_ids: [max_num_seqs, more than the largest position] known tokens by slot.
+            logits: of R rows and V tokens; overwritten.
+            slots: [R] the slot of each row; rows of one slot are adjacent.
+            positions: [R] absolute index of the token to choose.
             masks: which tokens the rows' grammars allow.
+            known: of the tokens before.
         """
-        rows = _Rows(logits.numpy(), slots, positions, self._kernels)
-        kept_raw = self._adjust(rows, token_ids, masks)
-        self._draw(rows)
-        return SamplerOutput(rows.chosen, self._logprobs(rows, kept_raw), rows.errors, rows.error_params)
-
-    def _adjust(self, rows: _Rows, token_ids: IntArray, masks: TokenMasks | None) -> dict[int, Float32Array]:
-        """Apply masks, constraints and penalties; return the raw logits of rows that still need theirs."""
-        is_masked = np.zeros(len(rows.slots), dtype=np.bool_) if masks is None else masks.is_masked
-        is_adjusted = self.table.is_adjusted(rows.slots, rows.positions) | is_masked
-        adjusted = np.flatnonzero(is_adjusted & rows.sound)
-        kept_raw = {}
-        for row in adjusted.tolist():
-            slot, position = int(rows.slots[row]), int(rows.positions[row])
-            if self.table.num_logprobs[slot] >= 0:
-                kept_raw[row] = rows.logits[row].copy()
-            constraints, penalties = self.table.constraints[slot], self.table.penalties[slot]
-            known = token_ids[slot, :position]
-            if masks is not None and is_masked[row]:
-                masks.apply(rows.logits[row], row)
-            if constraints is not None:
-                constraints.apply(rows.logits[row], known[self.table.num_prompt_tokens[slot] :])
-            if penalties is not None:
-                penalties.apply(rows.logits[row], known)
-        rows.choose_again(adjusted)
-        rows.refuse_without_choice(is_masked, self.table.allows_few(rows.slots))
-        return kept_raw
-
-    def _draw(self, rows: _Rows) -> None:
-        # Without a mask or allowed tokens, a row where all are banned keeps its most likely token.
-        drawn = np.flatnonzero(self.table.is_random(rows.slots) & rows.sound & np.isfinite(rows.maxima))
-        if drawn.size:
-            slots = rows.slots[drawn]
-            rows.chosen[drawn] = draw(
-                rows.logits,
-                rows.maxima[drawn],
-                self.table.filters(slots),
-                uniforms(self.table.seeds(slots), rows.positions[drawn]),
-                rows=drawn,
-                kernels=self._kernels,
-            )
-
-    def _logprobs(self, rows: _Rows, kept_raw: dict[int, Float32Array]) -> dict[int, PositionLogprobs]:
-        num_logprobs = self.table.num_logprobs[rows.slots]
-        wanted = np.flatnonzero((num_logprobs >= 0) & rows.sound)
-        if not wanted.size:
-            return {}
-        for row in np.intersect1d(wanted, list(kept_raw)).tolist():
-            rows.logits[row] = kept_raw[row]
-        found = position_logprobs(
-            rows.logits, rows.chosen[wanted], num_logprobs[wanted], rows=wanted, kernels=self._kernels
+        needs = self.table.needs(slots)
+        changes = penalties = draws = raw = None
+        if masks is not None or needs & CONSTRAINTS:
+            changes = self._changes(slots, positions, masks, known, logits.rows.shape[1])
+        if needs & PENALTIES:
+            penalties = self._penalties.of_rows(slots, positions, known)
+        if needs & DRAWS:
+            draws = self.table.draws(slots, positions)
+        if needs & LOGPROBS:
+            is_changed = changes is not None or penalties is not None
+            raw = self._raw_logits(logits.rows, slots, is_copied=is_changed)
+        all_masks = None if changes is None else changes.masks
+        numbers = ChoiceNumbers(
+            slots,
+            draws,
+            None if penalties is None else penalties.numbers,
+            all_masks,
+            None if changes is None else changes.edits,
         )
-        return dict(zip(wanted.tolist(), found, strict=True))
+        token_ids, maxima = self._chosen(logits, numbers, penalties)
+        logprobs = None if raw is None else self._logprobs(raw, token_ids)
+        return TokensInFlight(token_ids, maxima, masks=all_masks, grammars=masks, logprobs=logprobs)
 
+    def _changes(
+        self,
+        slots: Int64Array,
+        positions: Int64Array,
+        masks: RowMasks | None,
+        known: KnownTokens,
+        vocab_size: int,
+    ) -> ChangesOfStep | None:
+        """Return what grammars and constraints change; None: nothing."""
+        constrained = np.flatnonzero(self.table.is_constrained(slots, positions)).tolist()
+        if masks is None and not constrained:
+            return None
+        changes = ChangesOfStep(masks, len(slots), vocab_size)
+        for row in constrained:
+            slot = slots[row]
+            constraints = self.table.constraints[slot]
+            assert constraints is not None
+            output = known.token_ids[slot, self.table.num_prompt_tokens[slot] : positions[row]]
+            changes.constrain(row, constraints, output, lacks_last=bool(known.is_missing[row]))
+        return changes
 
-class _Rows:
-    """The rows of one call: logits, slots, and the choice so far, at first the most likely token."""
+    def _chosen(
+        self, logits: StepLogits, numbers: ChoiceNumbers, penalties: StepPenalties | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose tokens, as a recording does if these are the logits of one and it can."""
+        drafts = None if penalties is None else penalties.drafts
+        recorded, rows = self._recorded, logits.recorded
+        if recorded is not None and rows is not None and drafts is None and recorded.has_room(rows, numbers):
+            return recorded.choose(rows, numbers)
+        tensors = numbers.on(self._device)
+        return self._choose(logits.rows, tensors, None if drafts is None else self._to_device(drafts))
 
-    def __init__(
-        self, logits: Float32Array, slots: Int64Array, positions: Int64Array, kernels: SamplingKernels
-    ) -> None:
-        self._kernels = kernels
-        self.logits = logits
-        self.slots = slots
-        self.positions = positions
-        self.chosen, self.maxima = kernels.largest(logits)
-        self.sound = np.isfinite(self.maxima)
-        self.errors = {row: nonfinite_error(self.maxima[row]) for row in np.flatnonzero(~self.sound).tolist()}
-        self.error_params: dict[int, str] = {}
-        self.chosen[~self.sound] = NO_TOKEN
+    def _choose(
+        self, logits: torch.Tensor, tensors: ChoiceTensors, drafts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose tokens for logits [R, V], and keep them as the last ones of their slots; see `Choose`.
 
-    def choose_again(self, rows: Int64Array) -> None:
-        """Update the choice in `rows`, whose logits have changed; those with no token left keep theirs."""
-        if not rows.size:
-            return
-        likeliest, self.maxima[rows] = self._kernels.largest(self.logits, rows)
-        self.chosen[rows] = np.where(np.isfinite(self.maxima[rows]), likeliest, self.chosen[rows])
+        `drafts` are those of `StepPenalties`.
+        """
+        draws = changes = penalties = None
+        if tensors.draws is not None:
+            draws = RowDraws.of(tensors.draws)
+        if tensors.masks is not None or tensors.edits is not None:
+            edits = None
+            if tensors.edits is not None:
+                edits = LogitEdits(tensors.edits, self._last[tensors.slots])
+            changes = LogitChanges(tensors.masks, edits)
+        if tensors.penalties is not None:
+            penalties = self._penalties.on_device(tensors.penalties, drafts)
+        token_ids, maxima = self._choice.choose(logits, draws, changes, penalties)
+        if not self._choice.is_synchronous:
+            self._choice.keep_last(token_ids, tensors.slots, self._last)
+        if tensors.penalties is not None:
+            self._penalties.add(tensors.penalties, token_ids)
+        return token_ids, maxima
 
-    def refuse_without_choice(self, has_grammar: BoolArray, allows_few: BoolArray) -> None:
-        """Turn rows into errors in which these and the other constraints leave no token."""
-        is_empty = (has_grammar | allows_few) & self.sound & ~np.isfinite(self.maxima)
-        for row in np.flatnonzero(is_empty).tolist():
-            self.errors[row] = NO_CHOICE
-            self.error_params[row] = param_without_choice(has_grammar=has_grammar[row])
-            self.chosen[row] = NO_TOKEN
-            self.sound[row] = False
+    def _raw_logits(self, logits: torch.Tensor, slots: Int64Array, *, is_copied: bool) -> _RawLogits:
+        num_logprobs = self.table.num_logprobs[slots]
+        rows = np.flatnonzero(num_logprobs >= 0)
+        of_rows = places = self._to_device(rows)
+        if is_copied:
+            logits, places = logits[of_rows], self._to_device(np.arange(len(rows)))
+        return _RawLogits(rows, num_logprobs[rows], of_rows, logits, places)
 
+    def _logprobs(self, raw: _RawLogits, token_ids: torch.Tensor) -> ReportedLogprobs:
+        most = min(int(raw.counts.max()), raw.logits.shape[1])
+        found = self._choice.logprobs(raw.logits, token_ids[raw.of_rows], most, raw.places)
+        return ReportedLogprobs(raw.rows, raw.counts, found)
 
-def param_without_choice(*, has_grammar: bool | np.bool_) -> str:
-    """Return the parameter at fault where no token is left to choose."""
-    return "structured_outputs" if has_grammar else "allowed_token_ids"
+    def _to_device(self, numbers: Int64Array | Float64Array) -> torch.Tensor:
+        return array_to_device(numbers, self._device)
 
+    def encoded_ids(self, known: Int64Array, last_of: Int64Array) -> Int64Array:
+        """Return what `input_ids` makes token ids of, [T].
 
-def nonfinite_error(largest_logit: float | np.float32) -> str:
-    """Return the error of a row whose largest logit is not a finite number."""
-    kind = "NaN" if np.isnan(largest_logit) else "infinite"
-    return (
-        f"the model produced {kind} logits for this request; the weights may be damaged, "
-        "or the range of EngineConfig.dtype is too small for this model: try bfloat16 or float32"
-    )
+        Args:
+            known: [T] token ids; any number where the host does not know the token yet.
+            last_of: [T] the slot whose last token it is there, -1 elsewhere.
+        """
+        return np.where(last_of == _NO_SLOT, known, -1 - last_of)
+
+    def input_ids(self, encoded: torch.Tensor) -> torch.Tensor:
+        """Return the token ids of a step, [T] int64 on the device, of `encoded_ids` on the device."""
+        return encoded if self.is_synchronous else self._choice.input_ids(encoded, self._last)

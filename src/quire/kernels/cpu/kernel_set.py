@@ -17,7 +17,7 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.layers import LAYER, PLAN, attention_plan, native_key_scores, native_layer
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_step
-from quire.kernels.cpu.sampling import NativeSampling
+from quire.kernels.cpu.sampling import NativeScans
 from quire.kernels.cpu.tensors import (
     Form,
     check_on_cpu,
@@ -34,7 +34,7 @@ from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.linear import Linear
 from quire.kernels.layers.weights import Weight
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.sampling.rows import SamplingKernels
+from quire.kernels.sampling.host_choice import HostChoice
 from quire.kernels.sampling.token_choice import TokenChoice
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class NativeKernels(KernelSet):
     """
 
     name = "native"
-    sampling: ClassVar[SamplingKernels | TokenChoice] = NativeSampling()
+    sampling: ClassVar[TokenChoice] = HostChoice(NativeScans())
 
     @property
     @override

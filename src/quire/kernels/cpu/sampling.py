@@ -1,4 +1,4 @@
-"""Work over whole rows of logits by the native kernels (native/src/sampling.h)."""
+"""Scans of whole rows of logits by the native kernels (native/src/sampling.h)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from quire.kernels.cpu import _native
-from quire.kernels.sampling.rows import Float32Array, Float64Array, Head, Int64Array, SamplingKernels
+from quire.kernels.sampling.row_scans import Float32Array, Float64Array, Head, Int64Array, RowScans
 
 
-class NativeSampling(SamplingKernels):
+class NativeScans(RowScans):
     """In C++.
 
     Raises:

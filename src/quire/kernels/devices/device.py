@@ -19,6 +19,8 @@ LEAST_CAPABILITY = 8, 0
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device: itself if that is the host, else a copy nobody waits for."""
+    if device == HOST:
+        return tensor
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # from other memory, the host would have to wait
     return tensor.to(device, non_blocking=True)

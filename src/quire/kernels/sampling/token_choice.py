@@ -1,11 +1,15 @@
-"""Choosing tokens on the device that logits are on: the interface of kernel sets that can."""
+"""Choosing tokens on the device that logits are on: what host and device kernels implement."""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from typing import ClassVar, Self
 
 import torch
+
+NUM_DRAW_NUMBERS = 5
+"""Of a row: those of `RowDraws`."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -17,6 +21,12 @@ class RowDraws:
     top_p: torch.Tensor  # float64, above 0; 1 keeps all
     min_p: torch.Tensor  # float64; 0 keeps all
     uniforms: torch.Tensor  # float64, in [0, 1)
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor) -> Self:
+        """Return the draws by numbers [NUM_DRAW_NUMBERS, R] float64, in the order of the fields."""
+        temperature, top_k, top_p, min_p, uniforms = numbers
+        return cls(temperature, top_k.long(), top_p, min_p, uniforms)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -79,10 +89,13 @@ class RowLogprobs:
 
 
 class TokenChoice(ABC):
-    """Chooses a token for each row of logits, without anybody waiting for the device.
+    """Chooses a token for each row of logits, without waiting for the device.
 
-    A row's token is the one that the sampler on the host chooses for it, whatever the other rows are.
+    A row's token is the one that `HostChoice` chooses for it, whatever the other rows are.
     """
+
+    is_synchronous: ClassVar[bool] = False
+    """Whether the host knows the tokens as soon as `choose` returns; else the next step may begin before."""
 
     @abstractmethod
     def choose(

@@ -20,7 +20,6 @@ from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
 from quire.kernels.layers.weights import Weight
 from quire.kernels.reference import ReferenceKernels
-from quire.kernels.sampling.rows import SamplingKernels
 from quire.kernels.sampling.token_choice import TokenChoice
 from quire.kernels.triton import rows as row_kernels
 from quire.kernels.triton.attention.paged import paged_attention
@@ -42,7 +41,7 @@ class TritonKernels(KernelSet):
     """
 
     name = "triton"
-    sampling: ClassVar[SamplingKernels | TokenChoice] = TritonChoice()
+    sampling: ClassVar[TokenChoice] = TritonChoice()
     weight_layout = None
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities in Triton: what `quire.execution.sampling.logprobs` computes on the host."""
+"""Log-probabilities in Triton: what `quire.kernels.sampling.host_choice` computes on the host."""
 
 from __future__ import annotations
 

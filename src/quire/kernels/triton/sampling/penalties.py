@@ -1,4 +1,4 @@
-"""Penalties in Triton, with the bits of `quire.execution.sampling.penalties`."""
+"""Penalties in Triton, with the bits of `quire.kernels.sampling.host_choice`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sampling asks of whole rows of logits, in Triton: no row is sorted, and its parts have a program each.
+"""Scans of whole rows of logits in Triton: no row is sorted, and its parts have a program each.
 
 Tensors are on the device, and nothing waits for it. Logits are [R, V] float32; `rows` [S] int64 says which
 of them to work on, None: all. What `likeliest`, `sum_exp` and `ranks` return for a row that is negative means
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
-from quire.kernels.sampling.rows import LOWEST, group_size
+from quire.kernels.sampling.row_scans import LOWEST, group_size
 from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import await_previous, is_interpreted
 from quire.kernels.triton.kernel import kernel
@@ -189,7 +189,7 @@ def _before_kernel(
 def largest(
     logits: torch.Tensor, rows: torch.Tensor | None = None, *, needs_finite: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (token ids, logits), [S] each, as `SamplingKernels.largest` says.
+    """Return (token ids, logits), [S] each, as `RowScans.largest` says.
 
     With `needs_finite`, the token of a row whose largest logit is not finite is `NO_TOKEN`.
     """
@@ -238,7 +238,7 @@ def likeliest(
 def sum_exp(
     logits: torch.Tensor, maxima: torch.Tensor, temperatures: torch.Tensor, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return [S] float64, as `SamplingKernels.sum_exp` says."""
+    """Return [S] float64, as `RowScans.sum_exp` says."""
     num_rows, vocab_size = _num_rows(logits, rows), logits.shape[1]
     parts = logits.new_empty(num_rows, -(-vocab_size // _PART), dtype=torch.float64)
     if num_rows:
@@ -250,7 +250,7 @@ def sum_exp(
 
 
 def ranks(logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Return [S] int64, as `SamplingKernels.ranks` says."""
+    """Return [S] int64, as `RowScans.ranks` says."""
     num_rows, vocab_size = _num_rows(logits, rows), logits.shape[1]
     parts = logits.new_empty(num_rows, -(-vocab_size // _PART), dtype=torch.int64)
     if num_rows:

@@ -1,4 +1,4 @@
-"""Choosing the next token of each row of logits in Triton, as `quire.execution.sampling.selection` does.
+"""Choosing the next token of each row of logits in Triton, as `quire.kernels.sampling.host_choice` does.
 
 Nothing waits for the device, and what is launched depends on the number of rows and the vocabulary only.
 Rows are decided from their likeliest tokens, and the few that cannot be are searched (`tail_search`).

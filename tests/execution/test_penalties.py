@@ -13,8 +13,8 @@ import torch
 
 from quire.execution.known_tokens import KnownTokens
 from quire.execution.persistent_batch import PersistentBatch
-from quire.execution.sampling import device_penalties
-from quire.execution.sampling.device_penalties import DevicePenalties
+from quire.execution.sampling import penalties
+from quire.execution.sampling.penalties import Penalties
 from quire.execution.sampling.table import SamplingTable
 from quire.kernels.devices.device import HOST, array_to_device
 from quire.kernels.sampling import seen_tokens
@@ -32,7 +32,7 @@ class Requests:
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self.rng = np.random.default_rng(seed)
         self.table = SamplingTable(NUM_SLOTS, VOCAB_SIZE)
-        self.device = DevicePenalties(
+        self.device = Penalties(
             self.table, NUM_SLOTS, VOCAB_SIZE, 100 if dtype == torch.int16 else 10**6, HOST
         )
         self.tokens: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
@@ -49,7 +49,7 @@ class Requests:
         prompt = self.ids(int(self.rng.integers(1, 9)))
         self.tokens[slot] = prompt + self.ids(int(self.rng.integers(0, 5)))
         params = PENALIZED if self.rng.random() < 0.8 else SamplingParams(temperature=0.0)
-        self.table.write(slot, params, prompt_token_ids=np.array(prompt, dtype=np.int32), eos_token_ids=())
+        self.table.write(slot, params, num_prompt_tokens=len(prompt), eos_token_ids=())
         self.written[slot] += 1
         self.is_unknown[slot] = False
 
@@ -131,7 +131,7 @@ class Requests:
             return array_to_device(array, device)
 
         with pytest.MonkeyPatch.context() as patch:
-            for module in (device_penalties, seen_tokens):
+            for module in (penalties, seen_tokens):
                 patch.setattr(module, "array_to_device", copy)
             yield
 
@@ -158,7 +158,7 @@ def test_what_was_chosen_before_a_row_is_counted(seed: int, dtype: torch.dtype) 
 
 def test_a_row_without_a_token_counts_nothing() -> None:
     requests = Requests(0, torch.int32)
-    requests.table.write(0, PENALIZED, prompt_token_ids=np.array([3], dtype=np.int32), eos_token_ids=())
+    requests.table.write(0, PENALIZED, num_prompt_tokens=1, eos_token_ids=())
     requests.tokens[0] = [3]
     known = KnownTokens(np.full((NUM_SLOTS, 9), 3, dtype=np.int32), np.array([5]), np.array([False]))
     found = requests.device.of_rows(np.array([0]), np.array([1]), known)

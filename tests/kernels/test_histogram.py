@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sampling_reference import chosen
 
-from quire.execution.sampling.histogram import draw_from_histogram
+from quire.kernels.sampling.selection import draw_from_histogram
 from quire.sampling_params import SamplingParams
 
 

@@ -4,9 +4,9 @@ import torch
 from sampling_reference import chosen, kept_weights
 
 from quire.execution.sampling.rng import uniforms
-from quire.execution.sampling.selection import Filters, draw
-from quire.kernels.cpu.sampling import NativeSampling
-from quire.kernels.sampling.rows import ReferenceSampling
+from quire.kernels.cpu.sampling import NativeScans
+from quire.kernels.sampling.row_scans import ReferenceScans
+from quire.kernels.sampling.selection import Filters, draw
 from quire.sampling_params import SamplingParams
 
 
@@ -24,10 +24,10 @@ def draw_rows(logits, params, numbers):
     numbers = np.asarray(numbers, dtype=np.float64)
     filters = filters_of(params, logits.shape[1])
     maxima, rows = logits.max(axis=1), np.arange(len(logits))
-    drawn = draw(logits, maxima, filters, numbers, rows=rows, kernels=ReferenceSampling())
+    drawn = draw(logits, maxima, filters, numbers, rows=rows, scans=ReferenceScans())
     among_others = np.full((2 * len(logits), logits.shape[1] + 3), np.nan, dtype=np.float32)
     among_others[1::2, :-3] = logits
-    native = draw(among_others[:, :-3], maxima, filters, numbers, rows=2 * rows + 1, kernels=NativeSampling())
+    native = draw(among_others[:, :-3], maxima, filters, numbers, rows=2 * rows + 1, scans=NativeScans())
     assert native.tolist() == drawn.tolist()
     return drawn
 

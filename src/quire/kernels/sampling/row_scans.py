@@ -1,4 +1,4 @@
-"""What sampling asks of whole rows of logits: the interface, and the reference in numpy."""
+"""Scans of whole rows of logits that tokens are chosen by on the host: the interface, and the reference."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Head:
     complete: BoolArray  # [S]
 
 
-class SamplingKernels(ABC):
+class RowScans(ABC):
     """Work over whole rows of logits, [R, V] float32, a row's numbers adjacent.
 
     Every method takes `rows`, [S] int64: which of them to work on; None: all. A row's result has the same
@@ -73,7 +73,7 @@ class SamplingKernels(ABC):
         """Return the place of one token of each row, 1 for the likeliest, [S]; ties go to the lower id."""
 
 
-class ReferenceSampling(SamplingKernels):
+class ReferenceScans(RowScans):
     """In numpy.
 
     Selection algorithms leave the order of equal logits open, and logits computed in bfloat16 are often

@@ -1,0 +1,183 @@
+"""Choosing tokens on the host, where native kernels or numpy scan the logits.
+
+The order of operations is the one vLLM documents: log-probabilities are of the raw distribution; then the
+grammar's mask, banned words, minimum length, logit bias; then repetition, frequency and presence penalties;
+then greedy choice, or temperature, min-p, top-k, top-p and a draw. A row's result depends on its own logits
+and numbers only: each operation runs along single rows in a fixed order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from quire.kernels.sampling.row_scans import BoolArray, Float32Array, Float64Array, Int64Array, RowScans
+from quire.kernels.sampling.seen_tokens import in_prompt
+from quire.kernels.sampling.selection import Filters, draw
+from quire.kernels.sampling.token_choice import (
+    LogitChanges,
+    LogitEdits,
+    LogitMasks,
+    RowDraws,
+    RowLogprobs,
+    RowPenalties,
+    TokenChoice,
+)
+from quire.step import NO_TOKEN
+
+
+class HostChoice(TokenChoice):
+    """Chooses from logits in the host's memory, and returns when it has chosen.
+
+    Args:
+        scans: of the rows of logits.
+    """
+
+    is_synchronous = True
+
+    def __init__(self, scans: RowScans) -> None:
+        self.scans = scans
+
+    @override
+    def choose(
+        self,
+        logits: torch.Tensor,
+        draws: RowDraws | None = None,
+        changes: LogitChanges | None = None,
+        penalties: RowPenalties | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = logits.numpy()
+        token_ids, maxima = self.scans.largest(rows)
+        is_drawable = np.isfinite(maxima)
+        if not is_drawable.all():
+            token_ids[~is_drawable] = NO_TOKEN
+        if changes is not None or penalties is not None:
+            is_changed = change_logits(rows, changes or LogitChanges(), penalties)
+            changed = np.flatnonzero(is_changed & is_drawable)
+            likeliest, largest = self.scans.largest(rows, changed)
+            has_one = is_drawable[changed] = np.isfinite(largest)
+            likeliest[~has_one] = NO_TOKEN
+            # Without a mask, a row where all tokens are banned keeps its likeliest one.
+            is_chosen = has_one
+            if changes is not None and changes.masks is not None:
+                is_chosen = has_one | (changes.masks.mask_of_row.numpy()[changed] >= 0)
+            chosen = changed[is_chosen]
+            token_ids[chosen], maxima[chosen] = likeliest[is_chosen], largest[is_chosen]
+        if draws is not None:
+            drawn = np.flatnonzero((draws.temperature.numpy() > 0) & is_drawable)
+            token_ids[drawn] = self._draw(rows, maxima, draws, drawn)
+        return torch.from_numpy(token_ids), torch.from_numpy(maxima)
+
+    def _draw(
+        self, logits: Float32Array, maxima: Float32Array, draws: RowDraws, rows: Int64Array
+    ) -> Int64Array:
+        numbers = draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms
+        *filters, uniforms = (of_rows.numpy()[rows] for of_rows in numbers)
+        return draw(logits, maxima[rows], Filters(*filters), uniforms, rows=rows, scans=self.scans)
+
+    @override
+    def logprobs(
+        self, logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, rows: torch.Tensor
+    ) -> RowLogprobs:
+        all_rows, wanted = logits.numpy(), rows.numpy()
+        maxima = self.scans.largest(all_rows, wanted)[1]
+        token_ids: Int64Array = np.zeros((len(wanted), 1 + num_likeliest), dtype=np.int64)
+        logprobs: Float64Array = np.zeros(token_ids.shape)
+        ranks: Int64Array = np.zeros(len(wanted), dtype=np.int64)
+        sound = np.flatnonzero(np.isfinite(maxima))
+        if sound.size:
+            where, tokens = wanted[sound], np.maximum(chosen.numpy()[sound], 0)
+            log_mass = maxima[sound] + np.log(
+                self.scans.sum_exp(all_rows, maxima[sound], np.ones(len(sound)), where)
+            )
+            token_ids[sound, 0] = tokens
+            if num_likeliest:
+                token_ids[sound, 1:] = top_tokens(all_rows, num_likeliest, rows=where, scans=self.scans)
+            logprobs[sound] = all_rows[where[:, None], token_ids[sound]] - log_mass[:, None]
+            ranks[sound] = self.scans.ranks(all_rows, tokens, where)
+        return RowLogprobs(*map(torch.from_numpy, (token_ids, logprobs, ranks, maxima)))
+
+
+def top_tokens(logits: Float32Array, count: int, *, rows: Int64Array, scans: RowScans) -> Int64Array:
+    """Return the ids of the `count` (1 to 128) likeliest tokens of each row, in order: [S, min(count, V)]."""
+    count = min(count, logits.shape[1])
+    head = scans.likeliest(logits, rows)
+    top = np.empty((len(rows), count), dtype=np.int64)
+    enough = head.count >= count
+    if enough.any():
+        top[enough] = head.token_ids[enough, :count]
+    for index in np.flatnonzero(~enough).tolist():
+        top[index] = np.argsort(-logits[rows[index]], kind="stable")[:count]
+    return top
+
+
+def change_logits(
+    logits: Float32Array, changes: LogitChanges, penalties: RowPenalties | None = None
+) -> BoolArray:
+    """Change logits [R, V] in place; return which rows are changed, [R]."""
+    is_changed = np.zeros(len(logits), dtype=np.bool_)
+    if changes.masks is not None:
+        is_changed |= _forbid(logits, changes.masks)
+    if changes.edits is not None:
+        is_changed[_edit(logits, changes.edits)] = True
+    if penalties is not None:
+        is_changed |= _penalize(logits, penalties)
+    return is_changed
+
+
+def _forbid(logits: Float32Array, masks: LogitMasks) -> BoolArray:
+    bitmask, mask_of_row = masks.bitmask.numpy(), masks.mask_of_row.numpy()
+    is_masked: BoolArray = mask_of_row >= 0
+    for row in np.flatnonzero(is_masked).tolist():
+        words = np.ascontiguousarray(bitmask[mask_of_row[row]], dtype="<i4")
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=logits.shape[1])
+        allowed = np.flatnonzero(bits.view(np.bool_))
+        if len(allowed) < len(bits) // 4:
+            kept = logits[row, allowed]
+            logits[row] = -np.inf
+            logits[row, allowed] = kept
+        else:
+            np.copyto(logits[row], -np.inf, where=bits == 0)
+    return is_masked
+
+
+def _edit(logits: Float32Array, edits: LogitEdits) -> Int64Array:
+    """Return the rows of the edits."""
+    numbers, before = edits.numbers.numpy(), edits.tokens_before.numpy()
+    rows, token_ids = numbers[:2].astype(np.int64)
+    added, wanted = numbers[2].astype(np.float32), numbers[3]
+    is_made = (rows >= 0) & ((wanted == NO_TOKEN) | (wanted == before[rows]))
+    is_ban = is_made & (added == -np.inf)
+    is_bias = is_made & ~is_ban
+    logits[rows[is_ban], token_ids[is_ban]] = -np.inf
+    logits[rows[is_bias], token_ids[is_bias]] += added[is_bias]
+    edited: Int64Array = rows[is_made]
+    return edited
+
+
+def _penalize(logits: Float32Array, penalties: RowPenalties) -> BoolArray:
+    """Penalize tokens that rows have seen.
+
+    Repetition (Keskar et al. 2019) concerns tokens of prompt and output: a positive logit is divided by it,
+    any other multiplied. Frequency and presence (OpenAI's formula) concern the output only: logit - count *
+    frequency - (count > 0) * presence.
+    """
+    slots, seen = penalties.seen_of_row.numpy(), penalties.seen.numpy()
+    drafts = None if penalties.drafts is None else penalties.drafts.numpy()
+    numbers = (penalties.repetition, penalties.frequency, penalties.presence)
+    repetition, frequency, presence = (of_rows.numpy() for of_rows in numbers)
+    is_penalized: BoolArray = slots >= 0
+    for row in np.flatnonzero(is_penalized).tolist():
+        counts = seen[slots[row]]
+        if drafts is not None:
+            counts = counts.copy()
+            np.add.at(counts, drafts[row][drafts[row] != NO_TOKEN], 1)
+        ids = np.flatnonzero(counts != 0)
+        in_output = counts[ids] & (in_prompt(penalties.seen.dtype) - 1)
+        found = logits[row, ids]
+        found = np.where(found > 0, found / repetition[row], found * repetition[row])
+        found -= frequency[row] * in_output.astype(np.float32)
+        found -= presence[row] * (in_output > 0).astype(np.float32)
+        logits[row, ids] = found
+    return is_penalized
