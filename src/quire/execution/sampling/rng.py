@@ -33,7 +33,10 @@ def philox4x32(counter: Words, key: tuple[UInt64Array, UInt64Array]) -> Words:
     even, odd = np.stack(counter[::2]), np.stack(counter[1::2])
     for round_key in round_keys:
         products = (even * multipliers)[::-1]
-        even, odd = (products >> _WORD_BITS) ^ odd ^ round_key, products & _LOW_WORD
+        even = products >> _WORD_BITS
+        even ^= odd
+        even ^= round_key
+        odd = products & _LOW_WORD
     return even[0], odd[0], even[1], odd[1]
 
 

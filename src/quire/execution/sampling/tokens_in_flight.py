@@ -100,7 +100,7 @@ class TokensInFlight:
         chosen, largest, *of_logprobs = self._wait()
         token_ids, maxima = chosen.numpy(), largest.numpy()
         errors, error_params = {}, {}
-        for row in np.flatnonzero(token_ids == NO_TOKEN).tolist():
+        for row in (token_ids == NO_TOKEN).nonzero()[0].tolist():
             if maxima[row] == -np.inf and self._masks is not None and self._masks.is_masked[row]:
                 has_grammar = self._grammars is not None and self._grammars.is_masked[row]
                 errors[row] = NO_CHOICE

@@ -72,9 +72,14 @@ class HostChoice(TokenChoice):
     def _draw(
         self, logits: Float32Array, maxima: Float32Array, draws: RowDraws, rows: Int64Array
     ) -> Int64Array:
-        numbers = draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms
-        *filters, uniforms = (of_rows.numpy()[rows] for of_rows in numbers)
-        return draw(logits, maxima[rows], Filters(*filters), uniforms, rows=rows, scans=self.scans)
+        filters = Filters(
+            draws.temperature.numpy()[rows],
+            draws.top_k.numpy()[rows],
+            draws.top_p.numpy()[rows],
+            draws.min_p.numpy()[rows],
+        )
+        uniforms = draws.uniforms.numpy()[rows]
+        return draw(logits, maxima[rows], filters, uniforms, rows=rows, scans=self.scans)
 
     @override
     def logprobs(

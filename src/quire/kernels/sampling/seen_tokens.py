@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from quire.kernels.bounds import SHORT_COUNTS_END
-from quire.kernels.devices.device import array_to_device
+from quire.kernels.devices.device import HOST, array_to_device
 from quire.step import IntArray
 
 
@@ -22,7 +22,11 @@ class SeenTokens:
 
     def __init__(self, num_slots: int, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         dtype = torch.int16 if max_model_len < SHORT_COUNTS_END else torch.int32
-        self.counts = torch.zeros(num_slots, vocab_size, dtype=dtype, device=device)
+        if device == HOST:  # numpy takes memory slot by slot, as requests with penalties write to it
+            zeros = np.zeros((num_slots, vocab_size), dtype=np.int16 if dtype == torch.int16 else np.int32)
+            self.counts = torch.from_numpy(zeros)
+        else:
+            self.counts = torch.zeros(num_slots, vocab_size, dtype=dtype, device=device)
         """[N, V] int16 or int32: occurrences in the output, and `in_prompt` added to that."""
 
     @property
