@@ -100,9 +100,7 @@ class Penalties:
 
     def on_device(self, numbers: torch.Tensor, drafts: torch.Tensor | None = None) -> RowPenalties:
         """Return what rows are penalized by; the arguments are those of `StepPenalties`, on the device."""
-        seen_of_row, repetition, frequency, presence, _ = numbers
-        penalties = repetition.float(), frequency.float(), presence.float()
-        return RowPenalties(self._seen.counts, seen_of_row.long(), *penalties, drafts)
+        return RowPenalties(self._seen.counts, numbers[0].long(), *numbers[1:4].float(), drafts)
 
     def add(self, numbers: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Count the tokens [R] int64 that have been chosen after penalties; see `on_device`."""

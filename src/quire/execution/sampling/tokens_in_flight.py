@@ -83,7 +83,7 @@ class TokensInFlight:
         """Whether somebody who waits would be told at once: also if the device cannot say how far it is."""
         try:
             return self._outcome is not None or all(copy.has_arrived for copy in self._copies)
-        except Exception:  # whoever waits is told then, and everybody else the same
+        except Exception:  # which every caller that waits gets
             return True
 
     def token_ids(self) -> Int64Array:

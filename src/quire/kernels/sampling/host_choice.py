@@ -66,7 +66,8 @@ class HostChoice(TokenChoice):
             token_ids[chosen], maxima[chosen] = likeliest[is_chosen], largest[is_chosen]
         if draws is not None:
             drawn = np.flatnonzero((draws.temperature.numpy() > 0) & is_drawable)
-            token_ids[drawn] = self._draw(rows, maxima, draws, drawn)
+            if drawn.size:
+                token_ids[drawn] = self._draw(rows, maxima, draws, drawn)
         return torch.from_numpy(token_ids), torch.from_numpy(maxima)
 
     def _draw(
