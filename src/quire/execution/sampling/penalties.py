@@ -100,7 +100,9 @@ class Penalties:
 
     def on_device(self, numbers: torch.Tensor, drafts: torch.Tensor | None = None) -> RowPenalties:
         """Return what rows are penalized by; the arguments are those of `StepPenalties`, on the device."""
-        return RowPenalties(self._seen.counts, numbers[0].long(), *numbers[1:4].float(), drafts)
+        repetition, frequency, presence = numbers[1:4].float()
+        slots = numbers[0].long()
+        return RowPenalties(self._seen.counts, slots, repetition, frequency, presence, drafts)
 
     def add(self, numbers: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Count the tokens [R] int64 that have been chosen after penalties; see `on_device`."""
