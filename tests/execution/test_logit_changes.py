@@ -3,11 +3,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_reference import adjusted
 
 from host_choice import constrained, penalized
 from quire.execution.sampling.constraints import UNTIL_THE_END, Constraints
 from quire.sampling_params import SamplingParams
+from sampling_reference import adjusted
 
 VOCAB_SIZE = 60
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_reference import adjusted, chosen
 
 from host_choice import HostSampler
 from quire.execution.sampling.rng import uniforms
 from quire.kernels.cpu.sampling import NativeScans
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN
+from sampling_reference import adjusted, chosen
 from unmutated import UNMUTATED
 
 EOS = (1,)

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from sampling_reference import chosen
 
 from quire.kernels.sampling.selection import draw_from_histogram
 from quire.sampling_params import SamplingParams
+from sampling_reference import chosen
 
 
 def draw(row, params, uniform):

@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 import torch
-from sampling_reference import chosen, kept_weights
 
 from quire.execution.sampling.rng import uniforms
 from quire.kernels.cpu.sampling import NativeScans
 from quire.kernels.sampling.row_scans import ReferenceScans
 from quire.kernels.sampling.selection import Filters, draw
 from quire.sampling_params import SamplingParams
+from sampling_reference import chosen, kept_weights
 
 
 def filters_of(params, vocab_size):

@@ -7,9 +7,9 @@ Weights, buffers and KV are where the kernels are (`KernelSet.device`). A step i
 `AttentionBatch` is the host's, and what crosses is copied once for each forward pass
 (`AttentionBatch.on_device`). The device chooses the tokens, too, where its kernels can (`KernelSet.sampling`
 is a `TokenChoice`), and keeps the last one of each slot: the next step's inputs are taken from there
-(`execution/sampling/device_sampling.py`), and `execute` returns a `StepInFlight` that has the tokens once
+(`execution/sampling/sampler.py`), and `execute` returns a `StepInFlight` that has the tokens once
 they have arrived. What grammars and constraints change in the logits goes there as lists
-(`execution/sampling/logit_changes.py`); of a banned sequence that the next token but one may complete, the
+(`execution/sampling/constraints.py`); of a banned sequence that the next token but one may complete, the
 device looks whether the last token is the one that comes before. Penalties need the tokens before, which the
 device counts as it chooses them, and the drafts before each row; where the host has discarded or replaced
 tokens, `DevicePenalties` has them counted again. The host waits only for connectors that do not save before

@@ -3,7 +3,7 @@
 `Decoder.forward` is Python over a handful of kernels for each layer: a fused product for queries, keys and
 values; one kernel that normalizes and rotates them and writes the KV; attention; the output product; a norm
 that first adds to the residual stream; gate and up; activation; down; another norm. Results go into buffers
-that are kept from step to step (`models/workspace.py`); the logits of the rows that sample have a buffer of
+that are kept from step to step (`models/decoder.py`); the logits of the rows that sample have a buffer of
 their own. A layer's matrices are `Linear` objects, which know their own layout. A `KernelSet` is chosen once,
 by `EngineConfig.kernels`: `kernels/interface.py` says what each kernel computes, and `reference.py`,
 `cpu/kernel_set.py` and `triton/kernel_set.py` implement it. `kernels/bounds.py` holds the sizes that the
