@@ -16,8 +16,8 @@ from quire.structured_outputs import (
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
     MAX_SCHEMA_BYTES,
+    ReasoningParams,
     StructuredOutputsParams,
-    ThoughtParams,
 )
 
 OBJECT = {"type": "object"}
@@ -141,9 +141,9 @@ def test_the_pipeline_refuses_another_end_of_sequence_with_it():
 
 
 def test_where_a_structure_may_begin_the_output():
-    thought = ThoughtParams(start="<think>", start_token_ids=(1,), end="</think>")
-    is_open = ThoughtParams(is_open=True, end="</think>")
+    reasoning = ReasoningParams(start="<think>", start_token_ids=(1,), end="</think>")
+    is_open = ReasoningParams(is_open=True, end="</think>")
     assert StructuredOutputsParams(regex="a").may_begin_output
-    assert StructuredOutputsParams(regex="a", thought=thought).may_begin_output
-    assert not StructuredOutputsParams(regex="a", thought=is_open).may_begin_output
-    assert not StructuredOutputsParams(thought=thought).may_begin_output
+    assert StructuredOutputsParams(regex="a", reasoning=reasoning).may_begin_output
+    assert not StructuredOutputsParams(regex="a", reasoning=is_open).may_begin_output
+    assert not StructuredOutputsParams(reasoning=reasoning).may_begin_output

@@ -16,15 +16,15 @@ MAX_CHOICES = 1024
 
 
 @config
-class ThoughtParams:
-    """A thought with which the output may begin; a structure applies to what comes after it.
+class ReasoningParams:
+    """Reasoning with which the output may begin; a structure applies to what comes after it.
 
-    Made where the prompt is tokenized. If `is_open`, the output begins within the thought, otherwise perhaps
-    with `start`; it must if there are `bridge_token_ids`. The thought ends with `end`.
+    Made where the prompt is tokenized. If `is_open`, the output begins within the reasoning, otherwise
+    perhaps with `start`; it must if there are `bridge_token_ids`. The reasoning ends with `end`.
     """
 
-    start: str = knob(default="", help="Text before the thought.")
-    end: str = knob(default="", help="Text after the thought.")
+    start: str = knob(default="", help="Text before the reasoning.")
+    end: str = knob(default="", help="Text after the reasoning.")
     is_open: bool = knob(default=False, help="Whether the prompt ends with the text before it.")
     start_token_ids: tuple[int, ...] = knob(
         default=(), unit="token ids", help="Tokens of the text before it."
@@ -33,14 +33,14 @@ class ThoughtParams:
         default=None, help="The token that is the text after it. None: it consists of several."
     )
     budget: int | None = knob(
-        default=None, unit="tokens", help="Maximum length of the thought. None: as long as it gets."
+        default=None, unit="tokens", help="Maximum length of the reasoning. None: as long as it gets."
     )
     closing_token_ids: tuple[int, ...] = knob(
-        default=(), unit="token ids", help="Tokens that end a thought whose budget is spent."
+        default=(), unit="token ids", help="Tokens that end reasoning whose budget is spent."
     )
 
     bridge_token_ids: tuple[int, ...] = knob(
-        default=(), unit="token ids", help="Tokens that lead from a thought to what comes after it."
+        default=(), unit="token ids", help="Tokens that lead from reasoning to what comes after it."
     )
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class ThoughtParams:
             or (self.budget is not None and (self.budget < 0 or not self.closing_token_ids))
         ):
             raise _invalid_structure(
-                f"structured_outputs.thought has the end {self.end!r:.80}, the budget {self.budget} and "
+                f"structured_outputs.reasoning has the end {self.end!r:.80}, the budget {self.budget} and "
                 f"{len(self.closing_token_ids)} closing tokens; it needs marks, and a budget must be at "
                 "least 0 and needs closing tokens"
             )
@@ -78,13 +78,13 @@ class StructuredOutputsParams:
     grammar: str | None = knob(
         default=None, help="Context-free grammar, in Lark or GBNF notation; at most 16 KiB."
     )
-    thought: ThoughtParams | None = knob(
+    reasoning: ReasoningParams | None = knob(
         default=None, help="What may come before; set by the server for models that think."
     )
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(given) != 1 and (given or self.thought is None):
+        if len(given) != 1 and (given or self.reasoning is None):
             raise _invalid_structure(
                 f"structured_outputs has {', '.join(given) or 'no field'}; it must have exactly one of json, "
                 "regex, choice and grammar"
@@ -99,16 +99,16 @@ class StructuredOutputsParams:
 
     @property
     def structure(self) -> StructuredOutputsParams | None:
-        """What must come after the thought; None: anything may."""
-        if self.thought is None:
+        """What must come after the reasoning; None: anything may."""
+        if self.reasoning is None:
             return self
         has_structure = any(getattr(self, name) is not None for name in _KINDS)
-        return dataclasses.replace(self, thought=None) if has_structure else None
+        return dataclasses.replace(self, reasoning=None) if has_structure else None
 
     @property
     def may_begin_output(self) -> bool:
         """Whether a structure may apply from the first token on."""
-        return self.structure is not None and not (self.thought is not None and self.thought.is_open)
+        return self.structure is not None and not (self.reasoning is not None and self.reasoning.is_open)
 
 
 _KINDS = ("json", "regex", "choice", "grammar")

@@ -1,4 +1,4 @@
-"""Answers in harmony: published and crafted ones at every split, random ones, their thoughts and tokens."""
+"""Answers in harmony: published and crafted ones at every split, random ones, their reasoning and tokens."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from quire.dialogue.events import ArgumentsDelta, CallBegin, CallEnd, ContentDel
 from quire.dialogue.formats import FORMATS, format_of_template
 from quire.dialogue.harmony_messages import MARKS, MAX_HEADER_LENGTH
 from quire.dialogue.reasoning.formats import (
-    THOUGHT_FORMATS,
-    ExpectedThought,
-    expected_thought,
-    thought_format_of_template,
+    REASONING_FORMATS,
+    ExpectedReasoning,
+    expected_reasoning,
+    reasoning_format_of_template,
 )
-from quire.dialogue.reasoning.text import ThoughtText
-from quire.dialogue.reasoning.tokens import ThoughtTokens
+from quire.dialogue.reasoning.text import ReasoningText
+from quire.dialogue.reasoning.tokens import ReasoningTokens
 
 HARMONY = FORMATS["harmony"]
-THOUGHT = THOUGHT_FORMATS["harmony"]
+REASONING = REASONING_FORMATS["harmony"]
 ASSISTANT = "<|start|>assistant"
 WEATHER = {"city": TRICKY + "<|call|><|end|>", "days": 2}
 FORECAST = json.dumps(WEATHER, ensure_ascii=False)
 
 
 def told(pieces, *, has_tools=True, is_open=False, reasons=True, is_cut_off=False):
-    """(thought, content, calls) of an answer in these pieces."""
-    thought = ExpectedThought(THOUGHT, is_open) if reasons else None
-    parser = AnswerParser(HARMONY if has_tools else None, SCHEMAS, thought)
+    """(reasoning, content, calls) of an answer in these pieces."""
+    reasoning = ExpectedReasoning(REASONING, is_open) if reasons else None
+    parser = AnswerParser(HARMONY if has_tools else None, SCHEMAS, reasoning)
     events = [event for piece in pieces for event in parser.feed(piece)]
     events += parser.finish(is_cut_off=is_cut_off)
     calls = [(one.name, []) for one in events if isinstance(one, CallBegin)]
@@ -65,7 +65,7 @@ ACTION_PLAN = """**Action plan**:
 ---
 Will start executing the plan step by step"""
 
-# answer, thought, content, calls
+# answer, reasoning, content, calls
 PUBLISHED = [
     ('<|channel|>analysis<|message|>User asks: "What is 2 + 2?" Simple arithmetic. Provide answer.<|end|>\n'
      "<|start|>assistant<|channel|>final<|message|>2 + 2 = 4.<|return|>",
@@ -73,10 +73,10 @@ PUBLISHED = [
     ("<|channel|>analysis<|message|>Need to use function get_weather.<|end|><|start|>assistant<|channel|>"
      'commentary to=functions.get_weather <|constrain|>json<|message|>{"location":"San Francisco"}<|call|>',
      "Need to use function get_weather.", "", [("get_weather", '{"location":"San Francisco"}')]),
-    ("<|channel|>analysis<|message|>{long chain of thought}<|end|><|start|>assistant<|channel|>commentary"
+    ("<|channel|>analysis<|message|>{long chain of reasoning}<|end|><|start|>assistant<|channel|>commentary"
      f"<|message|>{ACTION_PLAN}<|end|><|start|>assistant<|channel|>commentary to=functions.generate_file"
      '<|constrain|>json<|message|>{"template": "basic_html", "path": "index.html"}<|call|>',
-     "{long chain of thought}", ACTION_PLAN,
+     "{long chain of reasoning}", ACTION_PLAN,
      [("generate_file", '{"template": "basic_html", "path": "index.html"}')]),
 ]  # fmt: skip
 """Of OpenAI's description of the format."""
@@ -87,7 +87,7 @@ CRAFTED = [
      [("get_weather", FORECAST)]),
     (f"<|channel|>analysis<|message|>a<|end|>{ASSISTANT} to=functions.ping<|channel|>commentary<|message|>"
      "{}<|call|>", "a", "", [("ping", "{}")]),
-    # several thoughts, also after a preamble
+    # several reasoning, also after a preamble
     (f"<|channel|>analysis<|message|>a<|end|>{ASSISTANT}<|channel|>analysis<|message|>b<|end|>{ASSISTANT}"
      f"<|channel|>commentary<|message|>Well.<|end|>{ASSISTANT}<|channel|>analysis<|message|> c <|end|>"
      f"{ASSISTANT}<|channel|>commentary to=functions.ping code<|message|> {{}} <|call|>",
@@ -103,7 +103,7 @@ CRAFTED = [
     ("<|channel|>commentary to=functions.ping<|channel|>commentary json<|message|>{}<|call|>", "", "",
      [("ping", "{}")]),
     ("<|channel|>final <|constrain|>json<|message|>{}", "", "{}", []),
-    ("<|channel|>thoughts<|message|>b", "", "b", []),
+    ("<|channel|>reasoning<|message|>b", "", "b", []),
     ("a<|end|>b<|end|> \n<|return|>", "", "a\n\nb", []),
     (" to=be or not", "", " to=be or not", []),
     ("to=be <|end|>", "", "to=be ", []),
@@ -122,17 +122,17 @@ CRAFTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("answer", "thought", "content", "calls"), [*PUBLISHED, *CRAFTED])
-def test_a_sample_at_every_split(answer, thought, content, calls):
-    at_every_split(answer, (thought, content, calls))
+@pytest.mark.parametrize(("answer", "reasoning", "content", "calls"), [*PUBLISHED, *CRAFTED])
+def test_a_sample_at_every_split(answer, reasoning, content, calls):
+    at_every_split(answer, (reasoning, content, calls))
 
 
-@pytest.mark.parametrize(("answer", "thought", "content", "calls"), PUBLISHED)
-def test_an_answer_may_be_cut_off_anywhere(answer, thought, content, calls):
+@pytest.mark.parametrize(("answer", "reasoning", "content", "calls"), PUBLISHED)
+def test_an_answer_may_be_cut_off_anywhere(answer, reasoning, content, calls):
     tokens = re.findall(r"<\|\w+\|>|.", answer, re.DOTALL)
     for count in range(len(tokens)):
-        some_thought, some_content, some_calls = told(tokens[:count], is_cut_off=True)
-        assert thought.startswith(some_thought)
+        some_reasoning, some_content, some_calls = told(tokens[:count], is_cut_off=True)
+        assert reasoning.startswith(some_reasoning)
         assert content.startswith(some_content)
         for (name, arguments), (whole_name, whole_arguments) in zip(some_calls, calls, strict=False):
             assert (name, whole_arguments[: len(arguments)]) == (whole_name, arguments)
@@ -144,12 +144,12 @@ def test_without_tools_a_call_is_text():
     at_every_split(answer, (PUBLISHED[1][1], '{"location":"San Francisco"}', []), has_tools=False)
 
 
-def test_without_reasoning_a_thought_is_content():
-    answer, thought, content, _ = PUBLISHED[0]
-    at_every_split(answer, ("", f"{thought}\n\n{content}", []), reasons=False)
+def test_without_reasoning_a_reasoning_is_content():
+    answer, reasoning, content, _ = PUBLISHED[0]
+    at_every_split(answer, ("", f"{reasoning}\n\n{content}", []), reasons=False)
 
 
-def test_a_thought_may_have_begun():
+def test_a_reasoning_may_have_begun():
     at_every_split(f"Hm<|end|>{ASSISTANT}<|channel|>final<|message|>b", ("Hm", "b", []), is_open=True)
 
 
@@ -202,29 +202,29 @@ def test_each_message_is_told_as_what_it_is(messages, called, is_in_role, data):
     ends = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=4)))
     pieces = [answer[a:b] for a, b in zip([0, *ends], [*ends, len(answer)], strict=True)]
     bodies = [
-        "\n\n".join(body for channel, body in messages if body and (channel == "analysis") == is_thought)
-        for is_thought in (True, False)
+        "\n\n".join(body for channel, body in messages if body and (channel == "analysis") == is_reasoning)
+        for is_reasoning in (True, False)
     ]
     assert told(pieces) == (*bodies, [] if called is None else [("ping", json.dumps(called))])
 
 
 @given(st.lists(PARTS, max_size=20), st.booleans(), st.data())
-def test_parts_that_are_thought_or_not_are_the_whole_text(parts, is_open, data):
+def test_parts_that_are_reasoning_or_not_are_the_whole_text(parts, is_open, data):
     answer = "".join(parts)
     ends = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=4)))
-    reading = ThoughtText(ExpectedThought(THOUGHT, is_open))
+    reading = ReasoningText(ExpectedReasoning(REASONING, is_open))
     pieces = [answer[a:b] for a, b in zip([0, *ends], [*ends, len(answer)], strict=True)]
     known = [part for piece in pieces for part in reading.feed(piece)] + reading.finish()
     assert "".join(text for text, _ in known) == answer
     _, content, calls = told([answer], has_tools=False, is_open=is_open)
     assert not calls
-    assert "".join(text for text, is_thought in known if not is_thought) == content.replace("\n\n", "") or (
-        "\n\n" in content
-    )
+    assert "".join(text for text, is_reasoning in known if not is_reasoning) == content.replace(
+        "\n\n", ""
+    ) or ("\n\n" in content)
 
 
 @pytest.mark.parametrize("are_tokens", [True, False])
-def test_tokens_of_thoughts_are_counted(are_tokens):
+def test_tokens_of_reasoning_are_counted(are_tokens):
     counted = ["We", " need", " <", "b>", "So", "!"]
     tokens = [
         "<|channel|>", "analysis", "<|message|>", *counted[:4], "<|end|>", "<|start|>", "assistant",
@@ -233,7 +233,7 @@ def test_tokens_of_thoughts_are_counted(are_tokens):
         "<|channel|>", "final", "<|message|>", "Yes", "<|return|>",
     ]  # fmt: skip
     num_expected = len(counted)
-    if not are_tokens:  # of the two marks that end a thought, all tokens but the last
+    if not are_tokens:  # of the two marks that end reasoning, all tokens but the last
         tokens = [
             part for token in tokens for part in (["<", "|end|", ">"] if token == "<|end|>" else [token])
         ]
@@ -241,12 +241,12 @@ def test_tokens_of_thoughts_are_counted(are_tokens):
     texts = sorted(set(tokens))
     ids = [texts.index(token) for token in tokens]
     for step in (1, 3, len(ids)):
-        counter = ThoughtTokens(ExpectedThought(THOUGHT, is_open=False), texts.__getitem__, {}.get)
+        counter = ReasoningTokens(ExpectedReasoning(REASONING, is_open=False), texts.__getitem__, {}.get)
         for end in range(0, len(ids), step):
             counter.update(ids[:end])
         assert counter.update(ids) == num_expected
     after_header = ids[3:]
-    counter = ThoughtTokens(ExpectedThought(THOUGHT, is_open=True), texts.__getitem__, {}.get)
+    counter = ReasoningTokens(ExpectedReasoning(REASONING, is_open=True), texts.__getitem__, {}.get)
     assert counter.update(after_header) == num_expected
 
 
@@ -259,13 +259,13 @@ def test_tokens_of_thoughts_are_counted(are_tokens):
     ],
 )
 def test_what_a_prompt_begins(prompt, is_open):
-    expected = None if is_open is None else ExpectedThought(THOUGHT, is_open)
-    assert expected_thought(THOUGHT, prompt) == expected
+    expected = None if is_open is None else ExpectedReasoning(REASONING, is_open)
+    assert expected_reasoning(REASONING, prompt) == expected
 
 
 def test_the_format_is_known_from_the_template():
     template = '{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}'
-    assert format_of_template(template) == thought_format_of_template(template) == "harmony"
+    assert format_of_template(template) == reasoning_format_of_template(template) == "harmony"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_the_format_is_known_from_the_template():
 @pytest.mark.parametrize("size", [1, 7])
 def test_the_cost_is_linear_in_the_text(begin, repeated, size):
     def cost(times):
-        parser = AnswerParser(HARMONY, SCHEMAS, ExpectedThought(THOUGHT, is_open=False))
+        parser = AnswerParser(HARMONY, SCHEMAS, ExpectedReasoning(REASONING, is_open=False))
         text = begin + times * repeated
 
         def read():
@@ -307,10 +307,10 @@ def result(call_id):
 
 def test_earlier_turns_have_one_call_each_followed_by_its_results():
     user = {"role": "user", "content": "Hi"}
-    thought = {"reasoning": "Hm", "thinking": "Hm"}
-    turn = {"role": "assistant", "content": "Well.", **thought, "tool_calls": [call("a"), call("b")]}
+    reasoning = {"reasoning": "Hm", "thinking": "Hm"}
+    turn = {"role": "assistant", "content": "Well.", **reasoning, "tool_calls": [call("a"), call("b")]}
     results = [result("b"), result("x"), result("a")]
-    answer = {"role": "assistant", "content": "Yes.", **thought}
+    answer = {"role": "assistant", "content": "Yes.", **reasoning}
     joined = {"reasoning": "Hm\n\nWell.", "thinking": "Hm\n\nWell."}
     assert turns_for_template([user, turn, *results, answer, user], HARMONY) == [
         user,

@@ -1,4 +1,4 @@
-"""Thoughts with a budget, and grammars after them, through the whole engine with the built-in model."""
+"""Reasoning with a budget, and grammars after them, through the whole engine with the built-in model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 import quire
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.dialogue.reasoning.formats import THOUGHT_FORMATS
-from quire.front.text.reasoning import ThoughtControl
+from quire.dialogue.reasoning.formats import REASONING_FORMATS
+from quire.front.text.reasoning import ReasoningControl
 
 pytestmark = pytest.mark.usefixtures("preloaded_engines")
 
@@ -23,7 +23,7 @@ BUDGETS = [5, 0, 12]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The built-in model with a template that opens a thought."""
+    """The built-in model with a template that opens reasoning."""
     path = tmp_path_factory.mktemp("thinking") / "mini"
     shutil.copytree(MINI, path)
     settings = json.loads((path / "tokenizer_config.json").read_text())
@@ -46,9 +46,9 @@ def answers(model, *, together, **options):
             SamplingParams(max_tokens=80, seed=2, structured_outputs=structure),
         ]
         for (messages, budget), one in zip(requests, params, strict=True):
-            control = ThoughtControl(THOUGHT_FORMATS["think"], budget, " Enough.")
+            control = ReasoningControl(REASONING_FORMATS["think"], budget, " Enough.")
             batch = [messages] * 3 if together else [messages]
-            outputs = llm.chat(batch, one, thought=control)
+            outputs = llm.chat(batch, one, reasoning=control)
             assert len({tuple(tuple(each.token_ids) for each in output.outputs) for output in outputs}) == 1
             texts.append([(each.text, list(each.token_ids)) for each in outputs[0].outputs])
     return texts
@@ -58,10 +58,10 @@ def test_the_same_answers_alone_together_and_with_drafts(model):
     alone = answers(model, together=False)
     for texts, budget in zip(alone, BUDGETS, strict=True):
         for text, token_ids in texts:
-            thought, _, after = text.partition(" Enough.\n</think>\n\n")
+            reasoning, _, after = text.partition(" Enough.\n</think>\n\n")
             assert after
             assert len(token_ids) > budget
-            assert thought or not budget
+            assert reasoning or not budget
     for text, _ in alone[0] + alone[2]:
         assert set(text.partition("</think>\n\n")[2].replace("yes", "").replace("no", "")) == set()
     assert answers(model, together=True, max_num_batched_tokens=16) == alone
@@ -69,15 +69,15 @@ def test_the_same_answers_alone_together_and_with_drafts(model):
     assert answers(model, together=True, speculative_method="ngram", ngram_min=1) == alone
 
 
-def test_stop_strings_count_after_the_thought(model):
-    control = ThoughtControl(THOUGHT_FORMATS["think"], 0, " Enough.")
+def test_stop_strings_count_after_the_reasoning(model):
+    control = ReasoningControl(REASONING_FORMATS["think"], 0, " Enough.")
     messages = [{"role": "user", "content": QUESTIONS[1]}]
     with LLM(str(model), num_threads=1, num_kv_blocks=64) as llm:
         free, stopped = (
-            llm.chat(messages, SamplingParams(max_tokens=30, temperature=0, stop=stop), thought=control)[0]
+            llm.chat(messages, SamplingParams(max_tokens=30, temperature=0, stop=stop), reasoning=control)[0]
             for stop in ((), ("e", "\n"))
         )
-    thought, mark, after = free.outputs[0].text.partition("</think>\n\n")
-    assert "Enough" in thought
+    reasoning, mark, after = free.outputs[0].text.partition("</think>\n\n")
+    assert "Enough" in reasoning
     assert "e" in after
-    assert stopped.outputs[0].text == thought + mark + re.split("[e\n]", after)[0]
+    assert stopped.outputs[0].text == reasoning + mark + re.split("[e\n]", after)[0]

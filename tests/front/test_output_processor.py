@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from test_input_processor import INFO, TOKENIZER
 
-from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, ExpectedThought
+from quire.dialogue.reasoning.formats import REASONING_FORMATS, ExpectedReasoning
 from quire.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError, RequestTimeoutError
 from quire.front.process.resumption import continuation
 from quire.front.text.input_processor import InputProcessor
@@ -69,11 +69,11 @@ def test_a_stop_string_in_the_engines_last_output_wins():
     assert (table.first.finish_reason, table.first.stop_reason) == (FinishReason.STOP, "y")
 
 
-def test_stop_strings_wait_for_the_end_of_each_thought_also_in_another_engine():
+def test_stop_strings_wait_for_the_end_of_each_reasoning_also_in_another_engine():
     table = Table(stop="y", n=2)
-    thought = ExpectedThought(THOUGHT_FORMATS["exaone"], is_open=True)
+    reasoning = ExpectedReasoning(REASONING_FORMATS["exaone"], is_open=True)
     table.outputs = OutputProcessor(TOKENIZER)
-    table.state = table.outputs.add(dataclasses.replace(table.prepared(stop="y", n=2), thought=thought))
+    table.state = table.outputs.add(dataclasses.replace(table.prepared(stop="y", n=2), reasoning=reasoning))
     table.ids = table.state.processed.core_request.sequence_ids
     assert table.say("xy</thou") == []
     assert table.say("y</thought>zy", 1) == [table.ids[1]]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opcodes import num_opcodes
-from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, ExpectedThought
-from quire.dialogue.reasoning.text import ThoughtText
+from quire.dialogue.reasoning.formats import REASONING_FORMATS, ExpectedReasoning
+from quire.dialogue.reasoning.text import ReasoningText
 from quire.front.text.stop_strings import StoppableText, StopStrings
 
 
@@ -104,13 +104,13 @@ def test_the_cost_does_not_grow_with_the_length_of_stop_strings():
     assert cost(1000) < 1.5 * cost(10)
 
 
-THINK = THOUGHT_FORMATS["think"]
+THINK = REASONING_FORMATS["think"]
 
 
 def run_thinking(pieces, stop, *, is_open=False, include=False):
     """Return the final text, the stop string and the text after each token."""
-    thought = ThoughtText(ExpectedThought(THINK, is_open))
-    text = StoppableText(Pieces(pieces), StopStrings(stop), include_stop=include, thought=thought)
+    reasoning = ReasoningText(ExpectedReasoning(THINK, is_open))
+    text = StoppableText(Pieces(pieces), StopStrings(stop), include_stop=include, reasoning=reasoning)
     shown = []
     for index in range(len(pieces)):
         word = text.push(index, may_stop=True)
@@ -122,7 +122,7 @@ def run_thinking(pieces, stop, *, is_open=False, include=False):
 
 
 def naive_thinking(whole, stop, is_open, include):
-    """The thought by regular expressions on the whole text, and the naive search in what follows."""
+    """The reasoning by regular expressions on the whole text, and the naive search in what follows."""
     start = "" if is_open else r"\s*<think>"
     if not is_open and not re.match(start, whole):
         return naive(whole, stop, include)
@@ -137,7 +137,7 @@ ANSWERS = [
     ("a</thinkST</think>OPbSTOc", True),  # the second spans the end mark
     ("a</think>ink>b", True),
     ("\n\n<thinSTOP", False),
-    ("\n\nno thought\n\nhere", False),
+    ("\n\nno reasoning\n\nhere", False),
     ("STOP", False),
     ("<think>STOP", False),
     (" \n", False),
@@ -146,7 +146,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize(("whole", "is_open"), ANSWERS)
-def test_they_do_not_count_in_a_thought_at_any_split(whole, is_open, include):
+def test_they_do_not_count_in_a_reasoning_at_any_split(whole, is_open, include):
     stop = ["STOP", "\n\n", "</think>\n", "nk>b"]
     expected = naive_thinking(whole, stop, is_open, include)
     for first, second in itertools.combinations_with_replacement(range(len(whole) + 1), 2):
@@ -161,7 +161,7 @@ def test_they_do_not_count_in_a_thought_at_any_split(whole, is_open, include):
     st.booleans(),
     st.booleans(),
 )
-def test_thoughts_equal_the_naive_search(pieces, stop, is_open, include):
+def test_reasoning_equal_the_naive_search(pieces, stop, is_open, include):
     text, word, shown = run_thinking(pieces, stop, is_open=is_open, include=include)
     assert (text, word) == naive_thinking("".join(pieces), stop, is_open, include)
     for before, after in itertools.pairwise(shown):
@@ -176,19 +176,19 @@ SEVERAL = (
 
 
 @pytest.mark.parametrize(("between", "num_shown"), [("", -4), (".", None)])
-def test_in_harmony_they_do_not_count_in_any_thought_or_header(between, num_shown):
+def test_in_harmony_they_do_not_count_in_any_reasoning_or_header(between, num_shown):
     whole = SEVERAL.format(between)
     expected = (whole[:num_shown], "STOP" if num_shown else None)
     stop = ["STOP", "assistant", "final<", "|>", "<"]
     for pieces in ([whole], list(whole), *([whole[:at], whole[at:]] for at in range(len(whole)))):
-        reading = ThoughtText(ExpectedThought(THOUGHT_FORMATS["harmony"], is_open=False))
-        text = StoppableText(Pieces(pieces), StopStrings(stop), include_stop=False, thought=reading)
+        reading = ReasoningText(ExpectedReasoning(REASONING_FORMATS["harmony"], is_open=False))
+        text = StoppableText(Pieces(pieces), StopStrings(stop), include_stop=False, reasoning=reading)
         words = [text.push(index, may_stop=True) for index in range(len(pieces))]
         words.append(None if any(words) else text.finish(may_stop=True))
         assert (text.text, next(filter(None, words), None)) == expected
 
 
-def test_a_thought_is_shown_as_it_comes():
+def test_a_reasoning_is_shown_as_it_comes():
     *_, shown = run_thinking(["<think>", "S", "T", "</think>", "S", "x"], ["STOP"])
     assert shown[:3] == ["<think>", "<think>S", "<think>ST"]
     assert shown[3:] == [f"<think>ST</think>{rest}" for rest in ("", "", "Sx", "Sx")]

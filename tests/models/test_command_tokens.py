@@ -139,16 +139,16 @@ def test_nothing_that_a_client_gives_makes_commands(kind):
 
 SPLITTING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
-    "{% set text, thought = m.content, '' %}{% if '</think>' in text %}"
-    "{% set thought = text.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set text, reasoning = m.content, '' %}{% if '</think>' in text %}"
+    "{% set reasoning = text.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
     "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{{ '<think>\n' + thought + '\n</think>\n\n' + text }}{% else %}{{ m.content }}{% endif %}"
+    "{{ '<think>\n' + reasoning + '\n</think>\n\n' + text }}{% else %}{{ m.content }}{% endif %}"
     "{{ '<|im_end|>\n' }}{% endfor %}"
 )
 
 
 def test_a_template_may_act_on_spellings_in_content():
-    """It writes the marks of a thought anew, which are then its own; elsewhere they are text."""
+    """It writes the marks of reasoning anew, which are then its own; elsewhere they are text."""
     made, render = tokenizer("byte-level", SPLITTING)
     messages = [
         {"role": "user", "content": "What does </think> mean?"},

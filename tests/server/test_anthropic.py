@@ -188,13 +188,13 @@ async def test_a_second_turn_with_results(claude, llm):
         {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "Warm."}]},
         {"type": "text", "text": "And now?", "cache_control": {"type": "ephemeral"}},
     ]
-    thought = {"type": "thinking", "thinking": "Ask.", "signature": "s"}
+    reasoning = {"type": "thinking", "thinking": "Ask.", "signature": "s"}
     await create(
         claude,
         system=[{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}],
         messages=[
             USER,
-            {"role": "assistant", "content": [thought, {"type": "text", "text": "Let me see."}, call]},
+            {"role": "assistant", "content": [reasoning, {"type": "text", "text": "Let me see."}, call]},
             {"role": "user", "content": results},
         ],
     )
@@ -351,11 +351,11 @@ async def test_a_strict_server_refuses_it(strict_http, field, word):
     assert word in answer.json()["error"]["message"]
 
 
-async def test_a_thought_is_a_block_before_the_others(claude, llm):
+async def test_a_reasoning_is_a_block_before_the_others(claude, llm):
     llm.tokenizer.chat_template_source += "<think>{% if enable_thinking %}"
     llm.reply = f"<think>\nHm, hm.\n</think>\n\n{CALLS}"
-    thought = (await create(claude, thinking={"type": "enabled", "budget_tokens": 1024})).content[0]
-    assert (thought.type, thought.thinking, thought.signature) == ("thinking", "Hm, hm.", "")
+    reasoning = (await create(claude, thinking={"type": "enabled", "budget_tokens": 1024})).content[0]
+    assert (reasoning.type, reasoning.thinking, reasoning.signature) == ("thinking", "Hm, hm.", "")
     assert llm.seen[-1].options["chat_template_kwargs"] == {"enable_thinking": True}
     stream = await create(claude, stream=True)
     events = [event async for event in stream if event.type.startswith("content_block")]

@@ -29,7 +29,7 @@ REPLY = (
     f"{START}<|channel|>analysis<|message|>So?<|end|>"
     f"{START}<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{ARGUMENTS}"
 )
-NUM_THOUGHT_TOKENS = len("Hm.<|end|") + len("So?<|end|")  # one for each character; of marks, not the last
+NUM_REASONING_TOKENS = len("Hm.<|end|") + len("So?<|end|")  # one for each character; of marks, not the last
 IDS = dict(zip(MARKS, range(900_000, 900_100), strict=False))
 
 
@@ -91,7 +91,7 @@ async def test_a_chat_completion(client, llm):
     [call] = message.tool_calls
     assert (call.function.name, call.function.arguments) == ("ping", ARGUMENTS)
     assert choice.finish_reason == "tool_calls"
-    assert answer.usage.completion_tokens_details.reasoning_tokens == NUM_THOUGHT_TOKENS
+    assert answer.usage.completion_tokens_details.reasoning_tokens == NUM_REASONING_TOKENS
     assert set(llm.conversation[2]) == set(MARKS)
     assert llm.seen[0].params.stop_token_ids == (IDS["<|call|>"],)  # the other ends a sequence already
 
@@ -147,18 +147,18 @@ async def test_the_template_is_told_an_effort_that_the_models_know(client, llm, 
     assert llm.seen[0].options["chat_template_kwargs"] == {"reasoning_effort": told}
 
 
-async def test_what_must_be_called_is_called_after_the_thought(client, llm):
+async def test_what_must_be_called_is_called_after_the_reasoning(client, llm):
     await create(client, tool_choice="required")
     seen = llm.seen[0]
     assert "commentary to=functions.ping " in seen.params.structured_outputs.grammar
-    assert not seen.options["thought"].leads_to_content
+    assert not seen.options["reasoning"].leads_to_content
 
 
 @pytest.mark.parametrize("tools", [[PING], openai.NOT_GIVEN], ids=["tools", "no tools"])
 async def test_after_a_budget_comes_content_or_a_call(client, llm, tools):
     await create(client, tools=tools, extra_body={"thinking_token_budget": 9})
     seen = llm.seen[0]
-    assert seen.options["thought"].leads_to_content == (tools is openai.NOT_GIVEN)
+    assert seen.options["reasoning"].leads_to_content == (tools is openai.NOT_GIVEN)
     assert (seen.params.structured_outputs is None) == (tools is openai.NOT_GIVEN)
 
 
@@ -167,7 +167,7 @@ async def test_a_schema_is_enforced_in_the_content(client, llm):
     llm.reply = '<|channel|>final<|message|>{"city": "x"}'
     [choice] = (await create(client, tools=openai.NOT_GIVEN, response_format=form)).choices
     assert choice.message.content == '{"city": "x"}'
-    assert llm.seen[0].options["thought"].leads_to_content
+    assert llm.seen[0].options["reasoning"].leads_to_content
 
 
 async def test_earlier_turns_have_what_the_template_takes(client, llm):
@@ -187,7 +187,7 @@ async def test_either_flag_sets_both_formats(field):
     assert len(choice.message.tool_calls) == 1
 
 
-async def test_without_a_reasoning_format_a_thought_is_content():
+async def test_without_a_reasoning_format_a_reasoning_is_content():
     [choice] = (await create(client_of(HarmonyLLM(), reasoning_format="none"))).choices
     assert choice.message.content == "Hm.\n\nI look.\n\nSo?"
     assert len(choice.message.tool_calls) == 1
@@ -195,7 +195,7 @@ async def test_without_a_reasoning_format_a_thought_is_content():
 
 @pytest.mark.parametrize(
     ("config", "which"),
-    [({"tool_call_format": "hermes"}, "thoughts"), ({"reasoning_format": "think"}, "calls")],
+    [({"tool_call_format": "hermes"}, "reasoning"), ({"reasoning_format": "think"}, "calls")],
 )
 def test_only_one_of_the_formats_cannot_be_harmony(config, which):
     with pytest.raises(ConfigError, match=f"only the format of the model's {which} is harmony"):

@@ -199,7 +199,7 @@ def test_results_belong_to_calls_by_id_by_name_or_by_order():
     ]  # fmt: skip
 
 
-async def test_a_thought(client, llm):
+async def test_a_reasoning(client, llm):
     llm.tokenizer.chat_template_source += "<think>{% if enable_thinking %}{{ reasoning_effort }}"
     llm.reply = "<think>\nHm.\n</think>\n\nWarm."
     answer = await chat(client)

@@ -87,7 +87,7 @@ async def test_a_strict_server_refuses_documents_without_effect(strict_http):
     assert response.json()["error"]["param"] == "documents"
 
 
-async def test_a_thought_that_is_continued_is_no_content():
+async def test_a_reasoning_that_is_continued_is_no_content():
     llm = ScriptedLLM()
     llm.tokenizer = ShowingTokenizer()
     llm.reply = "hm</think>Yes."

@@ -15,9 +15,9 @@ TEMPLATE = (
 )
 USER = {"role": "user", "content": "Hi"}
 PING = {"type": "function", "function": {"name": "ping"}}
-THOUGHT = "Hm, <tool_call>?"
+REASONING = "Hm, <tool_call>?"
 CALL = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
-REPLY = f"<think>\n{THOUGHT}\n</think>\n\nWell.\n{CALL}"
+REPLY = f"<think>\n{REASONING}\n</think>\n\nWell.\n{CALL}"
 
 
 class ThinkingTokenizer(FakeTokenizer):
@@ -51,16 +51,16 @@ def client_of(llm, **config):
     return openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
 
 
-async def test_thought_content_and_calls_apart(client, llm):
+async def test_reasoning_content_and_calls_apart(client, llm):
     answer = await create(client, tools=[PING])
     [choice] = answer.choices
     message = choice.message
-    assert (message.reasoning_content, message.reasoning, message.content) == (THOUGHT, THOUGHT, "Well.")
+    assert (message.reasoning_content, message.reasoning, message.content) == (REASONING, REASONING, "Well.")
     assert [call.function.name for call in message.tool_calls] == ["ping"]
     assert choice.finish_reason == "tool_calls"
     assert set(llm.conversation[2]) >= {"<think>", "</think>", "<tool_call>"}
     # a token for each character: of the end mark of several tokens, only the last does not count
-    assert answer.usage.completion_tokens_details.reasoning_tokens == len(f"\n{THOUGHT}\n</think>") - 1
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len(f"\n{REASONING}\n</think>") - 1
 
 
 async def test_a_stream_says_the_same(client):
@@ -76,13 +76,13 @@ async def test_a_stream_says_the_same(client):
                     text[field] += piece
                     order.append(field)
             names += [call.function.name for call in choice.delta.tool_calls or [] if call.function.name]
-    assert text == {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "content": "Well."}
+    assert text == {"reasoning_content": REASONING, "reasoning": REASONING, "content": "Well."}
     assert order.index("content") == len(order) - order.count("content")
     assert names == ["ping"]
     assert usage.completion_tokens_details.reasoning_tokens > 0
 
 
-async def test_a_thought_that_is_cut_off(client):
+async def test_a_reasoning_that_is_cut_off(client):
     choice = (await create(client, max_tokens=12)).choices[0]
     assert (choice.message.content, choice.finish_reason) == (None, "length")
     assert choice.message.reasoning == "Hm,"
@@ -109,10 +109,10 @@ async def test_the_format_can_be_set():
         0
     ].message.content == REPLY
     message = (await create(client_of(ThinkingLLM("no"), reasoning_format="think"))).choices[0].message
-    assert message.reasoning == THOUGHT
+    assert message.reasoning == REASONING
 
 
-async def test_what_an_earlier_answer_thought_reaches_the_template(client, llm):
+async def test_what_an_earlier_answer_reasoning_reaches_the_template(client, llm):
     for field in ("reasoning_content", "reasoning"):
         await create(client, messages=[USER, {"role": "assistant", "content": "Yo", field: "Hm"}, USER])
         sent = llm.conversation[0][1]
@@ -161,12 +161,12 @@ async def test_a_budget_and_its_message():
     llm = ThinkingLLM()
     client = client_of(llm, thinking_budget_message="Enough.")
     await create(client, extra_body={"thinking_token_budget": 9})
-    control = llm.seen[0].options["thought"]
+    control = llm.seen[0].options["reasoning"]
     assert (control.format.end, control.budget, control.budget_message) == ("</think>", 9, "Enough.")
     await create(client)
-    assert "thought" not in llm.seen[1].options
+    assert "reasoning" not in llm.seen[1].options
     await create(client, response_format={"type": "json_object"})
-    assert llm.seen[2].options["thought"].budget is None
+    assert llm.seen[2].options["reasoning"].budget is None
 
 
 async def test_a_budget_for_a_model_that_does_not_think():
@@ -175,9 +175,9 @@ async def test_a_budget_for_a_model_that_does_not_think():
     assert caught.value.param == "thinking_token_budget"
 
 
-async def test_stop_strings_are_told_of_the_thought(client, llm):
+async def test_stop_strings_are_told_of_the_reasoning(client, llm):
     await create(client, stop=["Hm"])
-    control = llm.seen[-1].options["thought"]
+    control = llm.seen[-1].options["reasoning"]
     assert (control.format.end, control.budget) == ("</think>", None)
     await create(client)
-    assert "thought" not in llm.seen[-1].options
+    assert "reasoning" not in llm.seen[-1].options

@@ -129,26 +129,26 @@ async def test_logprobs_of_the_text(client, http, llm):
     assert [entry["token"] for entries in streamed for entry in entries] == list("Yes.")
 
 
-async def test_a_thought_is_an_item_before_the_others(client, http, llm):
+async def test_a_reasoning_is_an_item_before_the_others(client, http, llm):
     llm.tokenizer.chat_template_source += "<think>{% if enable_thinking %}"
     llm.reply = f"<think>\nHm, hm.\n</think>\n\n{CALLS}"
     answer = await create(client, reasoning={"effort": "high"})
-    thought, *others = answer.output
-    assert (thought.type, thought.content[0].text, thought.summary) == ("reasoning", "Hm, hm.", [])
+    reasoning, *others = answer.output
+    assert (reasoning.type, reasoning.content[0].text, reasoning.summary) == ("reasoning", "Hm, hm.", [])
     assert [item.type for item in others] == ["message", "function_call", "function_call"]
     assert answer.usage.output_tokens_details.reasoning_tokens > 0
     assert llm.seen[-1].options["chat_template_kwargs"] == {"enable_thinking": True}
     events = await raw_events(http)
-    about_thought = [event for event in events if event.get("output_index") == 0]
-    kinds = [event["type"].removeprefix("response.") for event in about_thought]
+    about_reasoning = [event for event in events if event.get("output_index") == 0]
+    kinds = [event["type"].removeprefix("response.") for event in about_reasoning]
     assert list(dict.fromkeys(kinds)) == [
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done",
         "content_part.done", "output_item.done",
     ]  # fmt: skip
-    assert "".join(event["delta"] for event in about_thought if "delta" in event) == "Hm, hm."
+    assert "".join(event["delta"] for event in about_reasoning if "delta" in event) == "Hm, hm."
     await create(
         client,
-        input=[{"role": "user", "content": "Hi"}, thought.to_dict(), {"role": "user", "content": "So?"}],
+        input=[{"role": "user", "content": "Hi"}, reasoning.to_dict(), {"role": "user", "content": "So?"}],
     )
     assert llm.conversation[0][1]["reasoning_content"] == "Hm, hm."
 

@@ -142,7 +142,7 @@ async def test_a_schema_that_cannot_be_enforced_is_refused(client):
 
 @pytest.mark.parametrize("client", ["auto", "harmony"], indirect=True)
 @pytest.mark.parametrize("required", [True, False], ids=["a call", "a schema"])
-async def test_a_grammar_applies_after_the_thought_and_its_budget(client, required):
+async def test_a_grammar_applies_after_the_reasoning_and_its_budget(client, required):
     schema = {"name": "s", "schema": TOOL["function"]["parameters"]}
     form = {"type": "json_schema", "json_schema": schema}
     structure = (

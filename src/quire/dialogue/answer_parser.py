@@ -1,10 +1,10 @@
-"""The parser of answers: which of a text is thought, which is content, and which is calls of tools.
+"""The parser of answers: which of a text is reasoning, which is content, and which is calls of tools.
 
 A call begins, for whoever reads the events, when its name is known, and is complete when all of it has come
 and its arguments are an object in JSON. What turns out to be malformed before that is content, with the marks
 around it, even if its beginning has been told as a call. Where an answer is cut off, the beginning of a call
-is neither call nor content: no one knows what it would be. White space beside a call or a thought is neither
-content nor thought.
+is neither call nor content: no one knows what it would be. White space beside a call or reasoning is neither
+content nor reasoning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.dialogue.events import AnswerEvent, ArgumentsDelta, ContentDelta, Rea
 from quire.dialogue.harmony_messages import ANALYSIS, FUNCTIONS, HarmonyMessages
 from quire.dialogue.incoming_text import IncomingText, Reading
 from quire.dialogue.marked_answer import MarkedAnswer
-from quire.dialogue.reasoning.formats import ExpectedThought
+from quire.dialogue.reasoning.formats import ExpectedReasoning
 
 
 class AnswerParser:
@@ -31,32 +31,32 @@ class AnswerParser:
     Args:
         call_format: in which the model calls tools; None: it has none to call.
         tools: JSON schema of each tool's arguments, by the tool's name.
-        thought: with which the answer may begin; None: with none.
+        reasoning: with which the answer may begin; None: with none.
     """
 
     def __init__(
         self,
         call_format: ToolCallFormat | None,
         tools: Mapping[str, Mapping[str, Any]],
-        thought: ExpectedThought | None = None,
+        reasoning: ExpectedReasoning | None = None,
     ) -> None:
         self._events: list[AnswerEvent] = []
         self._text = IncomingText()
         known_only = call_format is not None and call_format.known_only
         self._calls = CallReader(self._text, tools, known_only, self._events)
-        self._reading = self._answer(call_format, thought).read()
+        self._reading = self._answer(call_format, reasoning).read()
 
     def _answer(
-        self, call_format: ToolCallFormat | None, thought: ExpectedThought | None
+        self, call_format: ToolCallFormat | None, reasoning: ExpectedReasoning | None
     ) -> MarkedAnswer | HarmonyAnswer:
         """Return what reads answers in these formats."""
         in_harmony = call_format is not None and call_format.in_messages
-        if in_harmony or (thought is not None and thought.format.in_messages):
+        if in_harmony or (reasoning is not None and reasoning.format.in_messages):
             return HarmonyAnswer(
-                self._text, self._calls, self._events.append, thought, reads_calls=in_harmony
+                self._text, self._calls, self._events.append, reasoning, reads_calls=in_harmony
             )
         marked = call_format if isinstance(call_format, MarkedCallFormat) else None
-        return MarkedAnswer(self._text, self._calls, self._events.append, marked, thought)
+        return MarkedAnswer(self._text, self._calls, self._events.append, marked, reasoning)
 
     @property
     def has_calls(self) -> bool:
@@ -101,14 +101,14 @@ _PARAGRAPH = "\n\n"
 
 
 class HarmonyAnswer:
-    """Reads an answer. Its thoughts are paragraphs of one thought, and its content of one content.
+    """Reads an answer. All analysis messages are joined as paragraphs, and so are all final ones.
 
     Args:
         text: of the answer.
         calls: reads each call.
         emit: takes each event.
         reads_calls: whether messages to a recipient are calls; otherwise they are like others.
-        thought: with which the answer may begin; None: what it thinks is content.
+        reasoning: with which the answer may begin; None: what it thinks is content.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class HarmonyAnswer:
         text: IncomingText,
         calls: CallReader,
         emit: Callable[[AnswerEvent], None],
-        thought: ExpectedThought | None,
+        reasoning: ExpectedReasoning | None,
         *,
         reads_calls: bool,
     ) -> None:
@@ -124,8 +124,8 @@ class HarmonyAnswer:
         self._calls = calls
         self._emit = emit
         self._reads_calls = reads_calls
-        self._tells_thoughts = thought is not None
-        self._messages = HarmonyMessages(text, in_analysis=thought is not None and thought.is_open)
+        self._tells_reasoning = reasoning is not None
+        self._messages = HarmonyMessages(text, in_analysis=reasoning is not None and reasoning.is_open)
         self._said: set[type[ContentDelta | ReasoningDelta]] = set()
 
     def read(self) -> Reading[None]:
@@ -135,7 +135,7 @@ class HarmonyAnswer:
             if name and self._reads_calls and (yield from self._read_call(name)):
                 while (yield from self._messages.body()):
                     pass
-            elif header.channel == ANALYSIS and self._tells_thoughts:
+            elif header.channel == ANALYSIS and self._tells_reasoning:
                 yield from self._say(ReasoningDelta)
             else:
                 yield from self._say(ContentDelta)

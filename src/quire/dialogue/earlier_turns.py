@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.dialogue.calls.tool_call_format import ToolCallFormat
 
-NAMES_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # in templates
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # in templates
 
 
 def text_of(content: str | Sequence[Mapping[str, str]] | None) -> str:
@@ -62,10 +62,10 @@ def _turns_of_one_call(message: dict[str, Any], results: list[dict[str, Any]]) -
 
 
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in which what was said follows what was thought, if there are both."""
-    thoughts = {name: message[name] for name in NAMES_OF_THOUGHTS if message.get(name)}
+    """Return a message in which the content follows the reasoning, if there are both."""
+    given = {name: message[name] for name in REASONING_KEYS if message.get(name)}
     said = text_of(message["content"])
-    if not thoughts or not said:
+    if not given or not said:
         return message
-    joined = {name: f"{thought}\n\n{said}" for name, thought in thoughts.items()}
+    joined = {name: f"{reasoning}\n\n{said}" for name, reasoning in given.items()}
     return {**message, **joined, "content": ""}

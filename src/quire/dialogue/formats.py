@@ -55,7 +55,7 @@ class HarmonyCallFormat(ToolCallFormat):
 
     @override
     def answer_grammar(self, writer: GrammarWriter, use: ToolUse, content: str | None) -> str:
-        """See `ToolCallFormat.answer_grammar`; thoughts are not in it, and come before."""
+        """See `ToolCallFormat.answer_grammar`; reasoning is not in it, and comes before."""
         call = writer.one_of(_call_grammar(writer, tool) for tool in use.callable_tools)
         if use.must_call:
             return call

@@ -1,4 +1,4 @@
-"""Answers with a thought first, then content, and calls between marks."""
+"""Answers with reasoning first, then content, and calls between marks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.dialogue.calls.marked_call_format import MarkedCallFormat
 from quire.dialogue.calls.reading import CallReader, NotACallError
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
 from quire.dialogue.incoming_text import SPACE, IncomingText, Reading
-from quire.dialogue.reasoning.formats import ExpectedThought
+from quire.dialogue.reasoning.formats import ExpectedReasoning
 
 
 class MarkedAnswer:
@@ -19,7 +19,7 @@ class MarkedAnswer:
         calls: reads each call.
         emit: takes each event.
         call_format: in which the model calls tools; None: it has none to call.
-        thought: with which the answer may begin; None: with none.
+        reasoning: with which the answer may begin; None: with none.
     """
 
     def __init__(
@@ -28,21 +28,21 @@ class MarkedAnswer:
         calls: CallReader,
         emit: Callable[[AnswerEvent], None],
         call_format: MarkedCallFormat | None,
-        thought: ExpectedThought | None,
+        reasoning: ExpectedReasoning | None,
     ) -> None:
         self._text = text
         self._calls = calls
         self._emit = emit
         self._format = call_format
-        self._thought = thought
+        self._reasoning = reasoning
         self._space: list[str] = []  # after content, or before anything
         self._has_content = False
         self._follows_call = False
 
     def read(self) -> Reading[None]:
         """Read the whole answer."""
-        if self._thought is not None:
-            yield from self._read_thought(self._thought)
+        if self._reasoning is not None:
+            yield from self._read_reasoning(self._reasoning)
         if self._format is None:
             yield from self._read_content()
         else:
@@ -51,11 +51,11 @@ class MarkedAnswer:
         if not self._follows_call and any(self._space):
             self._emit(ContentDelta("".join(self._space)))
 
-    def _read_thought(self, thought: ExpectedThought) -> Reading[None]:
-        """Read the thought that begins the answer, if one does."""
+    def _read_reasoning(self, reasoning: ExpectedReasoning) -> Reading[None]:
+        """Read the reasoning that begins the answer, if one does."""
         space = yield from self._text.whole_run(SPACE)
-        has_start = yield from self._text.match(thought.format.start)
-        if not thought.is_open and not has_start:
+        has_start = yield from self._text.match(reasoning.format.start)
+        if not reasoning.is_open and not has_start:
             self._add_content(space)
             return
         yield from self._text.skip_space()
@@ -63,7 +63,7 @@ class MarkedAnswer:
         marker = ""
         while not marker:
             self._text.mark()
-            piece, marker = yield from self._text.piece_before((thought.format.end,))
+            piece, marker = yield from self._text.piece_before((reasoning.format.end,))
             if not piece and not marker:
                 return
             if said := piece.rstrip():

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.dialogue.calls.tool_call_format import ToolCallFormat
-from quire.dialogue.earlier_turns import NAMES_OF_THOUGHTS, text_of, turns_for_template
+from quire.dialogue.earlier_turns import REASONING_KEYS, text_of, turns_for_template
 from quire.errors import InvalidRequestError, nearest_name
 
 ROLE_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
@@ -16,7 +16,7 @@ MAX_CALLS = 128  # in one message
 MAX_NAME_LENGTH = 512  # of a called tool; whatever a model wrote
 MAX_ID_LENGTH = 256  # of a call
 
-_KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *NAMES_OF_THOUGHTS})
+_KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
 _IGNORED = frozenset({"annotations", "refusal"})
 
 
@@ -60,13 +60,13 @@ def _template_message(
         shown["tool_calls"] = calls
         if call_format is not None and call_format.null_content and not text_of(shown["content"]):
             shown["content"] = None
-    thought = ""
-    for key in NAMES_OF_THOUGHTS:
+    reasoning = ""
+    for key in REASONING_KEYS:
         if message.get(key) is not None:
             said = _text(message, key, path)
-            thought = thought or said
-    if thought:
-        shown.update(dict.fromkeys(NAMES_OF_THOUGHTS, thought))
+            reasoning = reasoning or said
+    if reasoning:
+        shown.update(dict.fromkeys(REASONING_KEYS, reasoning))
     name = None
     if message.get("tool_call_id") is not None:
         shown["tool_call_id"] = _text(message, "tool_call_id", path, most=MAX_ID_LENGTH)

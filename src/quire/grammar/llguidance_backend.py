@@ -14,7 +14,7 @@ import numpy as np
 from quire.errors import InvalidRequestError
 from quire.grammar.gbnf import is_gbnf, lark_of
 from quire.grammar.llguidance_tokens import GrammarTokens
-from quire.grammar.thought import Spelling
+from quire.grammar.reasoning import Spelling
 from quire.schemas.json_schemas import enforceable_schema
 from quire.schemas.wide_numbers import SPACING, has_wide_numbers, json_rules
 from quire.step import IntArray

@@ -22,10 +22,10 @@ import msgspec
 from quire.errors import InvalidRequestError
 from quire.grammar.interface import Grammar, SlowGrammarError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
-from quire.grammar.thought import ThoughtEnd, ThoughtGrammar
+from quire.grammar.reasoning import ReasoningEnd, ReasoningGrammar
 from quire.grammar.time_limit import TimeLimitedGrammar
 from quire.grammar.trial_process import LONGEST_ANSWER, Trial, TrialAnswer, TrialStart
-from quire.structured_outputs import StructuredOutputsParams, ThoughtParams
+from quire.structured_outputs import ReasoningParams, StructuredOutputsParams
 
 QUICK_CPU_SECONDS = 0.03  # more than most grammars take
 CPU_SECONDS = 0.5  # that compiling one grammar may take
@@ -70,8 +70,8 @@ class TriedGrammars:
             InvalidRequestError: what is wrong with the specification, or that it exceeds a limit.
             SlowGrammarError: it takes longer than most.
         """
-        if spec.thought is not None:
-            return self._after_thought(spec.thought, spec.structure, self.compile)
+        if spec.reasoning is not None:
+            return self._after_reasoning(spec.reasoning, spec.structure, self.compile)
         answer = self._try(spec, QUICK_CPU_SECONDS, QUICK_NICENESS)
         if answer.is_slow:
             raise SlowGrammarError
@@ -83,8 +83,8 @@ class TriedGrammars:
         Raises:
             InvalidRequestError: as `compile` does.
         """
-        if spec.thought is not None:
-            return self._after_thought(spec.thought, spec.structure, self.compile_slowly)
+        if spec.reasoning is not None:
+            return self._after_reasoning(spec.reasoning, spec.structure, self.compile_slowly)
         return self._compiled(spec, self._try(spec, self._cpu_seconds, NICENESS))
 
     def close(self) -> None:
@@ -95,15 +95,15 @@ class TriedGrammars:
         for process in processes:
             _end(process)
 
-    def _after_thought(
+    def _after_reasoning(
         self,
-        thought: ThoughtParams,
+        reasoning: ReasoningParams,
         structure: StructuredOutputsParams | None,
         compile_structure: Callable[[StructuredOutputsParams], Grammar],
     ) -> Grammar:
         grammar = None if structure is None else compile_structure(structure)
         spelling = self._backend.spelling
-        return ThoughtGrammar(thought, grammar, ThoughtEnd(thought, spelling), spelling)
+        return ReasoningGrammar(reasoning, grammar, ReasoningEnd(reasoning, spelling), spelling)
 
     def _compiled(self, spec: StructuredOutputsParams, answer: TrialAnswer) -> Grammar:
         if answer.error is not None:

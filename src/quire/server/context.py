@@ -13,7 +13,7 @@ import quire
 from quire.config import ServerConfig
 from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.formats import FORMATS, format_of_template
-from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, ThoughtFormat, thought_format_of_template
+from quire.dialogue.reasoning.formats import REASONING_FORMATS, ReasoningFormat, reasoning_format_of_template
 from quire.errors import ConfigError, InvalidRequestError
 from quire.server.live_calls import LiveCalls
 from quire.server.metrics.registry import Metrics
@@ -109,9 +109,9 @@ class ServerContext:
         return _tool_call_format(self.config, self.chat_template)
 
     @functools.cached_property
-    def thought_format(self) -> ThoughtFormat | None:
+    def reasoning_format(self) -> ReasoningFormat | None:
         """The format of what the served model thinks; None: it does not, or that is content."""
-        return _thought_format(self.config, self.chat_template)
+        return _reasoning_format(self.config, self.chat_template)
 
     @property
     def chat_template(self) -> str:
@@ -159,20 +159,20 @@ def _tool_call_format(config: ServerConfig, template: str) -> ToolCallFormat | N
     return None if name is None else FORMATS[name]
 
 
-def _thought_format(config: ServerConfig, template: str) -> ThoughtFormat | None:
+def _reasoning_format(config: ServerConfig, template: str) -> ReasoningFormat | None:
     name: str | None = config.reasoning_format
     if name == "auto":
-        name = "harmony" if config.tool_call_format == "harmony" else thought_format_of_template(template)
-    return None if name is None or name == "none" else THOUGHT_FORMATS[name]
+        name = "harmony" if config.tool_call_format == "harmony" else reasoning_format_of_template(template)
+    return None if name is None or name == "none" else REASONING_FORMATS[name]
 
 
 def _require_formats_that_go_together(config: ServerConfig, template: str) -> None:
-    """Raise `ConfigError` if only one of the formats of calls and thoughts is harmony."""
-    call_format, thought_format = _tool_call_format(config, template), _thought_format(config, template)
-    if call_format is None or thought_format is None:
+    """Raise `ConfigError` if only one of the formats of calls and reasoning is harmony."""
+    call_format, reasoning_format = _tool_call_format(config, template), _reasoning_format(config, template)
+    if call_format is None or reasoning_format is None:
         return
-    if call_format.in_messages != thought_format.in_messages:
-        harmonic = "calls" if call_format.in_messages else "thoughts"
+    if call_format.in_messages != reasoning_format.in_messages:
+        harmonic = "calls" if call_format.in_messages else "reasoning"
         raise ConfigError(
             f"only the format of the model's {harmonic} is harmony, in which both are messages; set both of "
             "--tool-call-format and --reasoning-format, or neither"

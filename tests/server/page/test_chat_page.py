@@ -7,8 +7,8 @@ import pytest
 from fake_llm import REPLY
 from playwright.async_api import expect
 from scripted_llm import CALLS
-from test_reasoning import REPLY as THOUGHTFUL
-from test_reasoning import THOUGHT, ThinkingLLM
+from test_reasoning import REASONING, ThinkingLLM
+from test_reasoning import REPLY as REASONINGFUL
 
 from quire.server.app import ENDPOINTS
 from quire.server.wire.openapi import openapi_document
@@ -138,15 +138,15 @@ async def test_tools_are_folded_and_their_results_go_back(site):
 
 async def test_what_the_model_thinks_is_folded(site):
     site.llm = ThinkingLLM()
-    assert THOUGHT in THOUGHTFUL
+    assert REASONING in REASONINGFUL
     page = await site.open()
     await page.locator("[name=tools]").fill(json.dumps([PING]))
     await ask(page, "Think")
     fold = answers(page).locator("details.reasoning")
-    await expect(fold.locator("summary")).to_have_text("Thought")
+    await expect(fold.locator("summary")).to_have_text("Reasoning")
     await expect(fold.locator(".text")).to_be_hidden()
     await fold.locator("summary").click()
-    await expect(fold.locator(".text")).to_have_text(THOUGHT)
+    await expect(fold.locator(".text")).to_have_text(REASONING)
     await expect(answers(page).locator("> .text")).to_have_text("Well.")
 
 

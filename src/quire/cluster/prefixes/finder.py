@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from quire.cluster.prefixes.block_index import EngineBlocks
 from quire.dialogue.formats import call_format_of_template
 from quire.dialogue.messages import template_messages
-from quire.dialogue.reasoning.formats import THOUGHT_FORMATS, thought_format_of_template
+from quire.dialogue.reasoning.formats import REASONING_FORMATS, reasoning_format_of_template
 from quire.errors import InvalidRequestError
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.models.text.tokenizer import Tokenizer
@@ -118,13 +118,13 @@ class PrefixFinder:
         """Return the length of a prompt, in characters or ids, and the ids of what is looked at of it."""
         if isinstance(request, ChatCompletionRequest):
             template = self.tokenizer.chat_template_source or ""
-            thought_name = thought_format_of_template(template)
-            thought_format = None if thought_name is None else THOUGHT_FORMATS[thought_name]
+            reasoning_name = reasoning_format_of_template(template)
+            reasoning_format = None if reasoning_name is None else REASONING_FORMATS[reasoning_name]
             use = request.tool_use()
             chat = self.tokenizer.render_chat(
                 template_messages(request.given_messages(), call_format_of_template(template)),
                 tools=None if use is None else [tool.for_template() for tool in use.tools],
-                variables=request.thinking_options().variables(template, thought_format),
+                variables=request.thinking_options().variables(template, reasoning_format),
             )
             return len(chat.text), self.tokenizer.tokenize_chat(chat.part(0, MAX_CHARACTERS)).ids
         if len(request.prompts) > 1:

@@ -1,35 +1,35 @@
-"""Which of an answer's text is thought."""
+"""Which of an answer's text is reasoning."""
 
 from __future__ import annotations
 
 from quire.dialogue.harmony_messages import ANALYSIS, HarmonyMessages
 from quire.dialogue.incoming_text import SPACE, IncomingText, Reading
-from quire.dialogue.reasoning.formats import ExpectedThought
+from quire.dialogue.reasoning.formats import ExpectedReasoning
 
 
-class ThoughtText:
-    """Tells the thought of one answer, as the text comes, from what follows it.
+class ReasoningText:
+    """Tells the reasoning of one answer, as the text comes, from what follows it.
 
-    To the thought belong its marks and the white space after it; in harmony, the headers of all messages.
-    While the answer may still turn out to begin with no thought, its text is neither.
+    To the reasoning belong its marks and the white space after it; in harmony, the headers of all messages.
+    While the answer may still turn out to begin with no reasoning, its text is neither.
 
     Args:
-        thought: with which the answer may begin.
+        reasoning: with which the answer may begin.
 
     Attributes:
-        is_over: whether all further text follows the thought.
+        is_over: whether all further text follows the reasoning.
     """
 
-    def __init__(self, thought: ExpectedThought) -> None:
+    def __init__(self, reasoning: ExpectedReasoning) -> None:
         self.is_over = False
-        self._format = thought.format
-        self._is_open = thought.is_open
+        self._format = reasoning.format
+        self._is_open = reasoning.is_open
         self._text = IncomingText()
         self._parts: list[tuple[str, bool]] = []  # since the last call
         self._reading = self._read_messages() if self._format.in_messages else self._read()
 
     def feed(self, added: str) -> list[tuple[str, bool]]:
-        """Add a piece of the answer; return the parts that have come, and of each whether it is thought."""
+        """Add a piece of the answer; return the parts that have come, each with whether it is reasoning."""
         self._text.add(added)
         return self._advance()
 
@@ -45,7 +45,7 @@ class ThoughtText:
 
     def _read(self) -> Reading[None]:
         if self._is_open or (yield from self._begins()):
-            yield from self._read_thought()
+            yield from self._read_reasoning()
         self.is_over = True
         while piece := (yield from self._text.piece()):
             self._text.mark()
@@ -65,7 +65,7 @@ class ThoughtText:
         self._parts.append((space + start, bool(start)))
         return bool(start)
 
-    def _read_thought(self) -> Reading[None]:
+    def _read_reasoning(self) -> Reading[None]:
         marker = ""
         while not marker:
             self._text.mark()

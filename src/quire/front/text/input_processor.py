@@ -17,11 +17,11 @@ from quire.dialogue.calls.tools import tool_of
 from quire.dialogue.earlier_turns import text_of
 from quire.dialogue.formats import call_format_of_template
 from quire.dialogue.messages import template_messages
-from quire.dialogue.reasoning.formats import ExpectedThought, expected_thought
+from quire.dialogue.reasoning.formats import ExpectedReasoning, expected_reasoning
 from quire.engine.messages import EngineCoreRequest, EngineInfo
 from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids, require_chat
-from quire.front.text.reasoning import ThoughtControl, params_with_thought
+from quire.front.text.reasoning import ReasoningControl, params_with_reasoning
 from quire.front.text.token_bounds import TokenBound
 from quire.front.text.truncation import MARGIN, Truncation, TruncationSide, truncation_of
 from quire.models.text.template_messages import RenderedChat
@@ -44,7 +44,7 @@ class ProcessedRequest:
 
     `params` are the caller's, with all defaults resolved; those of `core_request` may ask for additional
     log-probabilities. `shown_token_ids` are special tokens that are part of the text all the same.
-    `thought` is what the answer may begin with; stop strings do not count in it.
+    `reasoning` is what the answer may begin with; stop strings do not count in it.
     """
 
     request_id: str
@@ -53,7 +53,7 @@ class ProcessedRequest:
     core_request: EngineCoreRequest
     arrival_time: float  # seconds on this process's monotonic clock
     shown_token_ids: frozenset[int] = frozenset()
-    thought: ExpectedThought | None = None
+    reasoning: ExpectedReasoning | None = None
 
 
 class InputProcessor:
@@ -127,7 +127,7 @@ class InputProcessor:
         truncate_prompt_tokens: int | None = None,
         truncation_side: TruncationSide = "left",
         marks: Iterable[str] = (),
-        thought: ThoughtControl | None = None,
+        reasoning: ReasoningControl | None = None,
         call_format: ToolCallFormat | Literal["auto"] | None = "auto",
         **options: Any,
     ) -> ProcessedRequest:
@@ -146,7 +146,7 @@ class InputProcessor:
             truncate_prompt_tokens: as for `process`.
             truncation_side: as for `process`.
             marks: texts that are shown in the output even if they are special tokens.
-            thought: what is asked of the thought that the answer may begin with; None: nothing.
+            reasoning: what is asked of the reasoning that the answer may begin with; None: nothing.
             call_format: of the model's calls; None: it is unknown; auto: as the chat template tells.
             options: as for `process`.
 
@@ -178,17 +178,17 @@ class InputProcessor:
             variables=chat_template_kwargs,
         )
         token_ids, text = self._encode_prompt(chat, truncation, add_special_tokens)
-        expected: ExpectedThought | None = None
-        if thought is not None:
-            expected = expected_thought(thought.format, text, thought.continued)
-        if thought is not None and expected is not None:
-            params = params_with_thought(params, thought, expected, self._tokenizer)
+        expected: ExpectedReasoning | None = None
+        if reasoning is not None:
+            expected = expected_reasoning(reasoning.format, text, reasoning.continued)
+        if reasoning is not None and expected is not None:
+            params = params_with_reasoning(params, reasoning, expected, self._tokenizer)
         processed = self._request(token_ids, text, params, begun_at, **options)
         found = map(self._tokenizer.added_token_id, marks)
         shown = frozenset([token_id for token_id in found if token_id is not None]) if marks else frozenset()
         if not shown and expected is None:
             return processed
-        return dataclasses.replace(processed, shown_token_ids=shown, thought=expected)
+        return dataclasses.replace(processed, shown_token_ids=shown, reasoning=expected)
 
     def _request(
         self,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.dialogue.reasoning.text import ThoughtText
+from quire.dialogue.reasoning.text import ReasoningText
 from quire.engine.messages import ErrorInfo
 from quire.errors import DuplicateRequestError, QuireError
 from quire.front.text.detokenizer import DecoderFactory
@@ -381,12 +381,12 @@ class OutputProcessor:
             shown=processed.shown_token_ids,
             is_verbatim=params.is_verbatim,
         )
-        thought = processed.thought if params.stop else None
+        reasoning = processed.reasoning if params.stop else None
         return StoppableText(
             decoder,
             stop,
             include_stop=params.include_stop_str_in_output,
-            thought=None if thought is None else ThoughtText(thought),
+            reasoning=None if reasoning is None else ReasoningText(reasoning),
         )
 
     def _apply_one(

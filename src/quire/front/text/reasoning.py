@@ -1,48 +1,48 @@
-"""What a chat asks of the thought that its answer may begin with, as the engine must know it."""
+"""What a chat asks of the reasoning that its answer may begin with, as the engine must know it."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
 
-from quire.dialogue.reasoning.formats import ExpectedThought, ThoughtFormat
+from quire.dialogue.reasoning.formats import ExpectedReasoning, ReasoningFormat
 from quire.sampling_params import SamplingParams
-from quire.structured_outputs import StructuredOutputsParams, ThoughtParams
+from quire.structured_outputs import ReasoningParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from quire.models.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ThoughtControl:
-    """What a chat asks of the thought.
+class ReasoningControl:
+    """What a chat asks of the reasoning.
 
     Args:
-        format: of the model's thoughts.
+        format: of the model's reasoning.
         budget: maximum number of tokens; None: as many as it takes.
-        budget_message: said before the thought is ended because the budget is spent.
+        budget_message: said before the reasoning is ended because the budget is spent.
         continued: the beginning of the answer that is in the prompt already.
         leads_to_content: whether content must follow, where that is a message of its own; otherwise the
             structure tells which message it is.
     """
 
-    format: ThoughtFormat
+    format: ReasoningFormat
     budget: int | None = None
     budget_message: str = ""
     continued: str = ""
     leads_to_content: bool = True
 
 
-def params_with_thought(
-    params: SamplingParams, control: ThoughtControl, expected: ExpectedThought, tokenizer: Tokenizer
+def params_with_reasoning(
+    params: SamplingParams, control: ReasoningControl, expected: ExpectedReasoning, tokenizer: Tokenizer
 ) -> SamplingParams:
-    """Return `params` whose structure applies after the thought, which may have a budget.
+    """Return `params` whose structure applies after the reasoning, which may have a budget.
 
     They are unchanged if there is neither.
 
     Args:
         params: of the answer.
-        control: of its thought.
+        control: of its reasoning.
         expected: with which the answer may begin.
         tokenizer: of the model.
     """
@@ -52,7 +52,7 @@ def params_with_thought(
     marks = control.format
     bridge = marks.message_start + (marks.content_header if control.leads_to_content else "")
     closing = f"{control.budget_message}{marks.space_before_end}{marks.end}{marks.space_after_end}{bridge}"
-    thought = ThoughtParams(
+    reasoning = ReasoningParams(
         start=marks.start,
         end=marks.end,
         is_open=expected.is_open,
@@ -63,7 +63,7 @@ def params_with_thought(
         bridge_token_ids=tuple(tokenizer.encode(bridge, add_special_tokens=False)),
     )
     if structure is None:
-        with_thought = StructuredOutputsParams(thought=thought)
+        with_reasoning = StructuredOutputsParams(reasoning=reasoning)
     else:
-        with_thought = dataclasses.replace(structure, thought=thought)
-    return dataclasses.replace(params, structured_outputs=with_thought)
+        with_reasoning = dataclasses.replace(structure, reasoning=reasoning)
+    return dataclasses.replace(params, structured_outputs=with_reasoning)

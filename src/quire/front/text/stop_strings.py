@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from quire.dialogue.reasoning.text import ThoughtText
+from quire.dialogue.reasoning.text import ReasoningText
 from quire.front.text.detokenizer import TokenDecoder
 
 
@@ -57,14 +57,14 @@ class StoppableText:
     """The text of one completion; the end of it is withheld while it may be the start of a stop string.
 
     The result does not depend on how the text is split into tokens: the stop string that is complete first
-    counts, and of several that end at the same character the longest. None counts in a thought, nor one that
+    counts, and of several that end at the same character the longest. None counts in reasoning, nor one that
     begins in it.
 
     Args:
         decoder: of the completion's tokens.
         stop: strings that end the text.
         include_stop: keep the stop string at the end of the text.
-        thought: which the text may begin with; None: with none.
+        reasoning: which the text may begin with; None: with none.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StoppableText:
         stop: StopStrings,
         *,
         include_stop: bool,
-        thought: ThoughtText | None = None,
+        reasoning: ReasoningText | None = None,
     ) -> None:
         self.text = ""
         self._withheld = ""
@@ -81,7 +81,7 @@ class StoppableText:
         self._stop = stop
         self._matched = [0] * len(stop.strings)  # characters of each that the text ends with
         self._include_stop = include_stop
-        self._thought = thought
+        self._reasoning = reasoning
 
     def push(self, token_id: int, *, may_stop: bool) -> str | None:
         """Add a token; return the stop string that it completed, if any, after which the text is final.
@@ -89,28 +89,28 @@ class StoppableText:
         With `may_stop` False, stop strings that end in this token's text are ignored.
         """
         added = self._decoder.push(token_id)
-        if self._thought is None:
+        if self._reasoning is None:
             return self._add(added, may_stop)
-        return self._add_parts(self._thought, self._thought.feed(added), may_stop)
+        return self._add_parts(self._reasoning, self._reasoning.feed(added), may_stop)
 
     def finish(self, *, may_stop: bool) -> str | None:
         """Release the withheld text; return the stop string found in it, if any."""
         added = self._decoder.flush()
-        if self._thought is None:
+        if self._reasoning is None:
             stopped_by = self._add(added, may_stop)
         else:
-            parts = self._thought.feed(added) + self._thought.finish()
-            stopped_by = self._add_parts(self._thought, parts, may_stop)
+            parts = self._reasoning.feed(added) + self._reasoning.finish()
+            stopped_by = self._add_parts(self._reasoning, parts, may_stop)
         self.text += self._withheld
         self._withheld = ""
         return stopped_by
 
-    def _add_parts(self, reading: ThoughtText, parts: list[tuple[str, bool]], may_stop: bool) -> str | None:
-        """Add parts of the text, of each of which is told whether it is thought."""
+    def _add_parts(self, reading: ReasoningText, parts: list[tuple[str, bool]], may_stop: bool) -> str | None:
+        """Add parts of the text, each with whether it is reasoning."""
         if reading.is_over:
-            self._thought = None
-        for text, is_thought in parts:
-            if is_thought:
+            self._reasoning = None
+        for text, is_reasoning in parts:
+            if is_reasoning:
                 self._pass_by(text)
             elif (word := self._add(text, may_stop)) is not None:
                 return word

@@ -85,7 +85,7 @@ class TextDelta(Struct, tag_field="type", tag="text_delta"):
 
 
 class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta"):
-    """More of a thought."""
+    """More reasoning."""
 
     thinking: str
 

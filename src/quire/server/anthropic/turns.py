@@ -37,7 +37,7 @@ class ThinkingBlock(StrictModel):
 
 
 class RedactedThinkingBlock(StrictModel):
-    """A thought that only another service can read; the model is not shown it."""
+    """Reasoning that only another service can read; the model is not shown it."""
 
     path_prefix = "messages[].content[]."
 
@@ -171,14 +171,14 @@ def _assistant_message(content: str | list[Any], call_ids: set[str]) -> dict[str
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     texts: list[TextBlock] = []
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in content:
         match block:
             case TextBlock():
                 texts.append(block)
             case ThinkingBlock():
-                thoughts.append(block.thinking)
+                reasoning.append(block.thinking)
             case ToolUseBlock():
                 call_ids.add(block.id)
                 function = {"name": block.name, "arguments": block.input}
@@ -188,8 +188,8 @@ def _assistant_message(content: str | list[Any], call_ids: set[str]) -> dict[str
                     "an assistant's message has a tool_result block; results are the user's", param="messages"
                 )
     given: dict[str, Any] = {"role": "assistant", "content": _content_of(texts)}
-    if thoughts:
-        given["reasoning_content"] = "\n".join(thoughts)
+    if reasoning:
+        given["reasoning_content"] = "\n".join(reasoning)
     if calls:
         given["tool_calls"] = calls
     return given

@@ -22,7 +22,7 @@ from quire.dialogue.events import (
     ContentDelta,
     ReasoningDelta,
 )
-from quire.dialogue.reasoning.formats import ExpectedThought
+from quire.dialogue.reasoning.formats import ExpectedReasoning
 from quire.request_output import CompletionOutput
 from quire.server.calls.outputs import is_cut_off
 from quire.status import FinishReason
@@ -102,23 +102,23 @@ class AnswerReader:
     Args:
         call_format: in which the model calls tools; None: it calls none.
         use: of tools by the answer.
-        thought: with which the answer may begin; None: with none.
-        shows_thought: whether the client sees it.
+        reasoning: with which the answer may begin; None: with none.
+        shows_reasoning: whether the client sees it.
     """
 
     def __init__(
         self,
         call_format: ToolCallFormat | None = None,
         use: ToolUse | None = None,
-        thought: ExpectedThought | None = None,
+        reasoning: ExpectedReasoning | None = None,
         *,
-        shows_thought: bool = True,
+        shows_reasoning: bool = True,
     ) -> None:
         self._parser: AnswerParser | None = None
         self._must_call = use is not None and use.must_call
-        if call_format is not None or thought is not None:
-            self._parser = AnswerParser(call_format, {} if use is None else use.schemas, thought)
-        self._shows_thought = shows_thought
+        if call_format is not None or reasoning is not None:
+            self._parser = AnswerParser(call_format, {} if use is None else use.schemas, reasoning)
+        self._shows_reasoning = shows_reasoning
         self._short_ids = call_format is not None and call_format.short_ids
         self._blocks: list[Block] = []
         self._is_open = False  # the last block
@@ -135,7 +135,7 @@ class AnswerReader:
             match event:
                 case ContentDelta(text=text) if not self._must_call:  # else it is the beginning of a call
                     events += self._more(BlockKind.TEXT, text)
-                case ReasoningDelta(text=text) if self._shows_thought:
+                case ReasoningDelta(text=text) if self._shows_reasoning:
                     events += self._more(BlockKind.REASONING, text)
                 case CallBegin(index=index, name=name):
                     events += self._begin(BlockKind.CALL, name, index)

@@ -12,10 +12,10 @@ from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.calls.tools import ToolUse
 from quire.dialogue.earlier_turns import text_of
 from quire.dialogue.formats import has_place_for_tools
-from quire.dialogue.reasoning.formats import ExpectedThought, expected_thought
-from quire.dialogue.reasoning.tokens import ThoughtTokens
+from quire.dialogue.reasoning.formats import ExpectedReasoning, expected_reasoning
+from quire.dialogue.reasoning.tokens import ReasoningTokens
 from quire.errors import InvalidRequestError
-from quire.front.text.reasoning import ThoughtControl
+from quire.front.text.reasoning import ReasoningControl
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.schemas.json_schemas import enforceable_schema
@@ -49,16 +49,16 @@ class Conversation:
     ) -> None:
         self._context = context
         self._template = context.chat_template
-        self._thought_format = context.thought_format
+        self._reasoning_format = context.reasoning_format
         call_format = context.tool_call_format
         self._messages = messages
         self._tool_use = body.tool_use()
         self._call_format: ToolCallFormat | None = None
         self._thinking = body.thinking_options()
         self._prompt_options = body.prompt_options()
-        self._thought: ExpectedThought | None = None  # known with the first output
+        self._reasoning: ExpectedReasoning | None = None  # known with the first output
         self._readers: dict[int, AnswerReader] = {}  # by index of the completion
-        self._thought_tokens: dict[int, ThoughtTokens] = {}  # likewise
+        self._reasoning_tokens: dict[int, ReasoningTokens] = {}  # likewise
         self.params = asked = SamplingParams() if params is None else params
         if self._tool_use is not None:
             self._call_format = _required_format(context)
@@ -70,9 +70,9 @@ class Conversation:
             self.params = _params_with_ends(self.params, call_format, context)
 
     def _needs_tool_grammar(self, use: ToolUse, call_format: ToolCallFormat) -> bool:
-        """Whether a grammar must lay out the answer: its calls, or the message after a thought."""
-        must_follow_thought = call_format.in_messages and self._thinking.budget is not None
-        return use.needs_grammar or must_follow_thought or self.params.structured_outputs is not None
+        """Whether a grammar must lay out the answer: its calls, or the message after reasoning."""
+        must_follow_reasoning = call_format.in_messages and self._thinking.budget is not None
+        return use.needs_grammar or must_follow_reasoning or self.params.structured_outputs is not None
 
     @property
     def is_structured_by_tools(self) -> bool:
@@ -92,7 +92,7 @@ class Conversation:
         Raises:
             InvalidRequestError: the server is strict.
         """
-        template, can_think = self._template, self._thought_format is not None
+        template, can_think = self._template, self._reasoning_format is not None
         self._prompt_options.note_documents_without_effect(template, leniency)
         self._thinking.note_effort_without_effect(template, leniency, can_think=can_think, param=effort_field)
         if switch_field is not None:
@@ -112,7 +112,7 @@ class Conversation:
             self.params,
             request_id=request_id,
             marks=tuple(self._marks()),
-            **self._thought_options(),
+            **self._reasoning_options(),
             **self._template_options(),
             **options,
         )
@@ -121,22 +121,22 @@ class Conversation:
         """Return the tokens of the prompt."""
         return await self._context.llm.tokenize_chat(self._messages, **self._template_options())
 
-    def _thought_options(self) -> dict[str, Any]:
-        thought_format = self._thought_format
+    def _reasoning_options(self) -> dict[str, Any]:
+        reasoning_format = self._reasoning_format
         budget = self._thinking.budget
-        if thought_format is None or (
+        if reasoning_format is None or (
             budget is None and self.params.structured_outputs is None and not self.params.stop
         ):
             return {}
         message = self._context.config.thinking_budget_message
-        control = ThoughtControl(
-            thought_format,
+        control = ReasoningControl(
+            reasoning_format,
             budget,
             message,
             self._continued,
             leads_to_content=not self._has_tool_grammar,
         )
-        return {"thought": control}
+        return {"reasoning": control}
 
     @property
     def _continued(self) -> str:
@@ -148,15 +148,15 @@ class Conversation:
         """Yield the texts that are read in answers, also where they are special tokens."""
         if self._call_format is not None:
             yield from self._call_format.marks
-        if (thought_format := self._thought_format) is not None:
-            yield from thought_format.marks
+        if (reasoning_format := self._reasoning_format) is not None:
+            yield from reasoning_format.marks
 
     def _template_options(self) -> dict[str, Any]:
         """Return what the chat template gets to see besides the messages."""
         options = {"call_format": self._context.tool_call_format, **self._prompt_options.given()}
         if self._tool_use is not None:
             options["tools"] = [tool.for_template() for tool in self._tool_use.tools]
-        variables = self._thinking.variables(self._template, self._thought_format)
+        variables = self._thinking.variables(self._template, self._reasoning_format)
         if self._prompt_options.documents is not None:
             variables = {"documents": self._prompt_options.documents, **variables}
         if variables:
@@ -165,31 +165,31 @@ class Conversation:
 
     def observe(self, prompt_index: int, output: RequestOutput) -> None:
         """Note, before an output is read, what its prompt says of reasoning."""
-        thought_format = self._thought_format
-        if thought_format is not None and self._thought is None:
-            self._thought = expected_thought(thought_format, output.prompt or "", self._continued)
+        reasoning_format = self._reasoning_format
+        if reasoning_format is not None and self._reasoning is None:
+            self._reasoning = expected_reasoning(reasoning_format, output.prompt or "", self._continued)
 
     def reader(self, completion: CompletionOutput) -> AnswerReader:
         """Return what reads the text of one completion."""
         reader = self._readers.get(completion.index)
         if reader is None:
             reader = AnswerReader(
-                self._call_format, self._tool_use, self._thought, shows_thought=self._thinking.is_shown
+                self._call_format, self._tool_use, self._reasoning, shows_reasoning=self._thinking.is_shown
             )
             self._readers[completion.index] = reader
         return reader
 
-    def num_thought_tokens(self, completion: CompletionOutput) -> int | None:
-        """Return how many tokens of a completion so far are thought; None: of this model, that is unknown."""
-        if self._thought_format is None:
+    def num_reasoning_tokens(self, completion: CompletionOutput) -> int | None:
+        """Return the number of reasoning tokens of a completion so far; None: unknown of this model."""
+        if self._reasoning_format is None:
             return None
-        if self._thought is None:
+        if self._reasoning is None:
             return 0
-        counter = self._thought_tokens.get(completion.index)
+        counter = self._reasoning_tokens.get(completion.index)
         if counter is None:
             tokenizer = self._context.llm.tokenizer
-            counter = ThoughtTokens(self._thought, tokenizer.token_text, tokenizer.added_token_id)
-            self._thought_tokens[completion.index] = counter
+            counter = ReasoningTokens(self._reasoning, tokenizer.token_text, tokenizer.added_token_id)
+            self._reasoning_tokens[completion.index] = counter
         return counter.update(completion.token_ids)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from quire.dialogue.formats import uses_name
-from quire.dialogue.reasoning.formats import ThoughtFormat
+from quire.dialogue.reasoning.formats import ReasoningFormat
 from quire.errors import InvalidRequestError
 from quire.server.wire.leniency import Leniency
 
@@ -26,8 +26,8 @@ class Thinking:
         is_on: whether it is to; None: as the chat template has it by default.
         effort: how much; None: likewise.
         template_kwargs: variables for the chat template, which win over the effort.
-        is_shown: whether the client gets the thought.
-        budget: maximum number of tokens of the thought; None: as many as it takes.
+        is_shown: whether the client gets the reasoning.
+        budget: maximum number of tokens of the reasoning; None: as many as it takes.
     """
 
     is_on: bool | None = None
@@ -36,18 +36,18 @@ class Thinking:
     is_shown: bool = True
     budget: int | None = None
 
-    def variables(self, template: str, thought_format: ThoughtFormat | None = None) -> dict[str, Any]:
+    def variables(self, template: str, reasoning_format: ReasoningFormat | None = None) -> dict[str, Any]:
         """Return the variables for a chat template.
 
         There is a switch that turns thinking on and off, and `reasoning_effort`, as far as the template uses
-        these names. An effort that models of `thought_format` do not know becomes the nearest that they do.
+        these names. An effort that models of `reasoning_format` do not know becomes the nearest that they do.
         """
         variables: dict[str, Any] = {}
         if self.is_on is not None:
             variables = {name: self.is_on for name in _SWITCHES if uses_name(template, name)}
         effort = None if self.effort == "none" and variables else self.effort
         if effort is not None and uses_name(template, "reasoning_effort"):
-            known = () if thought_format is None else thought_format.efforts
+            known = () if reasoning_format is None else reasoning_format.efforts
             variables["reasoning_effort"] = _nearest(effort, known)
         return {**variables, **self.template_kwargs}
 

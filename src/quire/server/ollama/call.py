@@ -78,7 +78,7 @@ class _OllamaCall(ConversationCall[BodyT]):
         """Note that the model is to think, which it cannot, unless the server is strict."""
         thinking, leniency = self._body.thinking_options(), self._leniency
         template = self._context.chat_template if self._raw_prompt is None else ""
-        can_think = self._raw_prompt is None and self._context.thought_format is not None
+        can_think = self._raw_prompt is None and self._context.reasoning_format is not None
         thinking.note_effort_without_effect(template, leniency, can_think=can_think, param="think")
         if self._body.think is not True or can_think or thinking.variables(template):
             return

@@ -138,7 +138,7 @@ def _capabilities(context: ServerContext) -> list[_CAPABILITY]:
     capabilities: list[_CAPABILITY] = ["completion"]
     if context.tool_call_format is not None and has_place_for_tools(context.chat_template):
         capabilities.append("tools")
-    if context.thought_format is not None:
+    if context.reasoning_format is not None:
         capabilities.append("thinking")
     return capabilities
 

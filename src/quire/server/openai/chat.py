@@ -50,7 +50,7 @@ class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCom
         super().__init__(request, body)
         self._opening_fields: dict[str, Any] = {}  # of the event that a streamed choice begins with
         self._converse(body, body.given_messages())
-        if body.thinking_token_budget is not None and self._context.thought_format is None:
+        if body.thinking_token_budget is not None and self._context.reasoning_format is None:
             raise InvalidRequestError(
                 f"thinking_token_budget is {body.thinking_token_budget}, but the model's chat template does "
                 "not tell how it thinks; leave it out, or start the server with --reasoning-format",
@@ -68,7 +68,9 @@ class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCom
     @override
     def _usage(self, outputs: Sequence[RequestOutput]) -> TokenUsage:
         usage = super()._usage(outputs)
-        counts = [self._conversation.num_thought_tokens(one) for output in outputs for one in output.outputs]
+        counts = [
+            self._conversation.num_reasoning_tokens(one) for output in outputs for one in output.outputs
+        ]
         known = [count for count in counts if count is not None]
         if not known:
             return usage

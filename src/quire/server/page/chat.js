@@ -12,7 +12,7 @@ let messages = []; // as the API takes them, without the system message
 let openCalls = []; // tool calls whose results the user still has to write
 let running = null; // the AbortController of the answer that is being streamed
 
-/** An answer that grows: its thought and its tool calls can be folded away. */
+/** An answer that grows: its reasoning and its tool calls can be folded away. */
 class Answer {
   constructor() {
     this.content = "";
@@ -42,7 +42,7 @@ class Answer {
   /** Shows how the answer ended, and its figures. */
   end(reason, ignored) {
     this.node.classList.add("ended");
-    if (this.thought) setText(this.thought.summary, "Thought");
+    if (this.reasoning) setText(this.reasoning.summary, "Reasoning");
     const seconds = (performance.now() - (this.firstAt ?? this.startedAt)) / 1000;
     const { usage } = this;
     const parts = [];
@@ -74,14 +74,14 @@ class Answer {
 
   #takeReasoning(text) {
     this.reasoning += text;
-    this.thought ??= this.#fold("Thinking …", "reasoning");
-    this.thought.text.appendData(text);
+    this.reasoning ??= this.#fold("Thinking …", "reasoning");
+    this.reasoning.text.appendData(text);
   }
 
   #takeContent(text) {
     this.content += text;
     if (!this.text) {
-      if (this.thought) setText(this.thought.summary, "Thought");
+      if (this.reasoning) setText(this.reasoning.summary, "Reasoning");
       this.text = new Text();
       this.#insert(element("div", { class: "text" }, this.text));
     }

@@ -66,7 +66,7 @@ class InputTokensDetails(Struct):
 
 
 class OutputTokensDetails(Struct):
-    """Of the output tokens, those before the end of a thought."""
+    """Of the output tokens, those before the end of reasoning."""
 
     reasoning_tokens: int
 
@@ -206,14 +206,14 @@ class ItemDone(ResponseEvent, kw_only=True, tag="response.output_item.done"):
 
 
 class PartAdded(ItemEvent, kw_only=True, tag="response.content_part.added"):
-    """A part of a message or a thought begins."""
+    """A part of a message or reasoning begins."""
 
     content_index: int = 0
     part: OutputText | ReasoningText
 
 
 class PartDone(ItemEvent, kw_only=True, tag="response.content_part.done"):
-    """A part of a message or a thought is complete."""
+    """A part of a message or reasoning is complete."""
 
     content_index: int = 0
     part: OutputText | ReasoningText
@@ -236,14 +236,14 @@ class TextDone(ItemEvent, kw_only=True, tag="response.output_text.done"):
 
 
 class ReasoningDelta(ItemEvent, kw_only=True, tag="response.reasoning_text.delta"):
-    """More of a thought."""
+    """More of reasoning."""
 
     content_index: int = 0
     delta: str
 
 
 class ReasoningDone(ItemEvent, kw_only=True, tag="response.reasoning_text.done"):
-    """A thought is complete."""
+    """Reasoning is complete."""
 
     content_index: int = 0
     text: str

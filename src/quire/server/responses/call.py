@@ -152,7 +152,9 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
             input_tokens=num_input,
             input_tokens_details=InputTokensDetails(output.num_cached_tokens),
             output_tokens=num_output,
-            output_tokens_details=OutputTokensDetails(self._conversation.num_thought_tokens(completion) or 0),
+            output_tokens_details=OutputTokensDetails(
+                self._conversation.num_reasoning_tokens(completion) or 0
+            ),
             total_tokens=num_input + num_output,
         )
         if self._keeping is not None:

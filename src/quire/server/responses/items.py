@@ -132,7 +132,7 @@ class ReasoningItem(StrictModel):
 
     @property
     def text(self) -> str:
-        """What the model thought; of a thought without content, the summary."""
+        """What the model thought; of reasoning without content, the summary."""
         return "\n".join(part.text for part in self.content or self.summary or ())
 
 
@@ -186,7 +186,7 @@ Items = Annotated[
 def messages_of(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
     """Return a conversation in OpenAI's form of messages.
 
-    Thoughts, text and calls of the model that follow one another are one message. Instructions, and what
+    Reasoning, text and calls of the model that follow one another are one message. Instructions, and what
     the system says before anybody else, are one message too.
 
     Args:
@@ -236,7 +236,7 @@ class _Turns:
             self.messages.append({"role": role, "content": content})
 
     def think(self, text: str) -> None:
-        """Begin a turn of the model's with a thought."""
+        """Begin a turn of the model's with reasoning."""
         self._begin()["reasoning_content"] = text
 
     def answer(self, content: _Text) -> None:

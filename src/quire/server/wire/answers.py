@@ -24,7 +24,7 @@ class PromptTokensDetails(Struct, frozen=True):
 
 
 class CompletionTokensDetails(Struct, frozen=True):
-    """Of the output tokens, those before the end of a thought."""
+    """Of the output tokens, those before the end of reasoning."""
 
     reasoning_tokens: int
 
@@ -130,7 +130,7 @@ class ToolCall(Struct, kw_only=True):
 
 
 class AssistantMessage(Struct, kw_only=True):
-    """The model's message; `content` is null if it is nothing but thought or calls of tools.
+    """The model's message; `content` is null if it is nothing but reasoning or calls of tools.
 
     `reasoning` is the newer name of `reasoning_content`; both are there if the model has thought.
     """
@@ -185,7 +185,7 @@ class ToolCallDelta(Struct, kw_only=True):
 
 
 class ChatDelta(Struct, kw_only=True):
-    """What is new in a streamed message: its role, then thought, content or calls, and nothing at the end."""
+    """What is new in a streamed message: role, then reasoning, content or calls; nothing at the end."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET

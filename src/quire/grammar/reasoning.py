@@ -1,4 +1,4 @@
-"""A thought before structured output: free up to its end, which a budget may force.
+"""Reasoning before structured output: free up to its end, which a budget may force.
 
 The budget counts tokens. When it is spent, one token after the other is the only one allowed: a forced end
 needs nothing else from scheduler and sampler than a grammar does.
@@ -13,9 +13,9 @@ import numpy as np
 
 from quire.grammar.interface import Grammar
 from quire.step import IntArray
-from quire.structured_outputs import ThoughtParams
+from quire.structured_outputs import ReasoningParams
 
-_NUM_BYTES = 1_000  # of a thought without a structure after it
+_NUM_BYTES = 1_000  # of reasoning without a structure after it
 _ALL = -1  # a word of a bitmask that allows all of its tokens
 
 
@@ -45,17 +45,17 @@ class Spelling:
         return [self._decode(token_id) for token_id in range(self._num_tokens)]
 
 
-class ThoughtEnd:
-    """The mark that ends a thought: one token, or a text that tokens share with what stands around it.
+class ReasoningEnd:
+    """The mark that ends reasoning: one token, or a text that tokens share with what stands around it.
 
     Args:
-        thought: whose end it is.
+        reasoning: whose end it is.
         spelling: of the tokens.
     """
 
-    def __init__(self, thought: ThoughtParams, spelling: Spelling) -> None:
-        self._token_id = thought.end_token_id
-        self._text = thought.end.encode()
+    def __init__(self, reasoning: ReasoningParams, spelling: Spelling) -> None:
+        self._token_id = reasoning.end_token_id
+        self._text = reasoning.end.encode()
         self._spelling = spelling
         self._overlong: dict[int, list[int]] = {}
 
@@ -95,33 +95,33 @@ class ThoughtEnd:
         return 0 <= at < len(together) - len(self._text)
 
 
-class ThoughtGrammar(Grammar):
-    """A thought, and then what a structure allows; anything if there is none.
+class ReasoningGrammar(Grammar):
+    """Reasoning, and then what a structure allows; anything if there is none.
 
-    With a structure, tokens that end the sequence are not allowed in a thought, nor tokens that have its end
-    and more, of which the structure could not know. A thought that is not open may be left out; it begins
+    With a structure, tokens that end the sequence are not allowed in reasoning, nor tokens that have its end
+    and more, of which the structure could not know. Reasoning that is not open may be left out; it begins
     with just the tokens of `start` then, since whatever else comes is the structure's. Where tokens must lead
-    from the thought to what comes after it, the thought must be there, and has such an end without a
+    from the reasoning to what comes after it, the reasoning must be there, and has such an end without a
     structure, too.
 
     Args:
-        thought: that may come first.
+        reasoning: that may come first.
         structure: in its initial state; None: none.
-        end: of the thought, shared by the grammars of equal ones.
+        end: of the reasoning, shared by the grammars of equal ones.
         spelling: of the model's tokens.
     """
 
     def __init__(
-        self, thought: ThoughtParams, structure: Grammar | None, end: ThoughtEnd, spelling: Spelling
+        self, reasoning: ReasoningParams, structure: Grammar | None, end: ReasoningEnd, spelling: Spelling
     ) -> None:
-        self._thought = thought
+        self._reasoning = reasoning
         self._structure = structure
         self._end = end
         self._spelling = spelling
-        self._head: list[int] = []  # tokens of the mark that begins the thought
-        self._has_begun = thought.is_open
-        self._matched: list[int] = []  # bytes of the mark that ends it, after each token of the thought
-        self._ended_at: int | None = None  # tokens of the thought when its end had come unforced
+        self._head: list[int] = []  # tokens of the mark that begins the reasoning
+        self._has_begun = reasoning.is_open
+        self._matched: list[int] = []  # bytes of the mark that ends it, after each token of the reasoning
+        self._ended_at: int | None = None  # tokens of the reasoning when its end had come unforced
         self._is_over = False
         self._num_after = 0  # tokens accepted since
 
@@ -178,12 +178,12 @@ class ThoughtGrammar(Grammar):
         else:
             self._structure.fill_bitmask(row)
             if not self._is_over:
-                _set(row, self._thought.start_token_ids[0])
+                _set(row, self._reasoning.start_token_ids[0])
 
-    def copy(self) -> ThoughtGrammar:
+    def copy(self) -> ReasoningGrammar:
         """Return an independent grammar in the same state."""
         structure = None if self._structure is None else self._structure.copy()
-        other = ThoughtGrammar(self._thought, structure, self._end, self._spelling)
+        other = ReasoningGrammar(self._reasoning, structure, self._end, self._spelling)
         other._head, other._matched = self._head.copy(), self._matched.copy()
         other._has_begun, other._is_over, other._num_after = self._has_begun, self._is_over, self._num_after
         other._ended_at = self._ended_at
@@ -191,21 +191,21 @@ class ThoughtGrammar(Grammar):
 
     @property
     def _num_matched(self) -> int:
-        """Bytes of the mark that ends the thought which have come."""
+        """Bytes of the mark that ends the reasoning which have come."""
         return self._matched[-1] if self._matched else 0
 
     @property
     def _forced_token(self) -> int | None:
-        """The only token that may come before the thought is over, if there is only one."""
+        """The only token that may come before the reasoning is over, if there is only one."""
         if not self._has_begun:
-            is_forced = self._thought.bridge_token_ids or (self._structure is not None and self._head)
-            return self._thought.start_token_ids[len(self._head)] if is_forced else None
+            is_forced = self._reasoning.bridge_token_ids or (self._structure is not None and self._head)
+            return self._reasoning.start_token_ids[len(self._head)] if is_forced else None
         if self._ended_at is not None:
-            return self._thought.bridge_token_ids[len(self._matched) - self._ended_at]
-        budget = self._thought.budget
+            return self._reasoning.bridge_token_ids[len(self._matched) - self._ended_at]
+        budget = self._reasoning.budget
         if budget is None or len(self._matched) < budget:
             return None
-        return self._thought.closing_token_ids[len(self._matched) - budget]
+        return self._reasoning.closing_token_ids[len(self._matched) - budget]
 
     def _advance(self, token_ids: Sequence[int]) -> int:
         """Accept tokens up to the first that is not allowed; return how many."""
@@ -213,7 +213,7 @@ class ThoughtGrammar(Grammar):
             if self._is_over:
                 accepted = self._accept_after(token_id)
             elif self._has_begun:
-                accepted = self._accept_thought(token_id)
+                accepted = self._accept_reasoning(token_id)
             else:
                 accepted = self._accept_head(token_id)
             if not accepted:
@@ -230,17 +230,17 @@ class ThoughtGrammar(Grammar):
     def _accept_head(self, token_id: int) -> bool:
         if not self._has_strict_end:
             return self._accept_free_head(token_id)
-        start = self._thought.start_token_ids
+        start = self._reasoning.start_token_ids
         if token_id == start[len(self._head)]:
             self._head.append(token_id)
             self._has_begun = len(self._head) == len(start)
             return True
-        may_be_left_out = not self._head and not self._thought.bridge_token_ids
+        may_be_left_out = not self._head and not self._reasoning.bridge_token_ids
         return may_be_left_out and self._accept_after(token_id)
 
     def _accept_free_head(self, token_id: int) -> bool:
         """Accept any token; white space may stand before the mark, and anything after it in one token."""
-        start = self._thought.start.encode()
+        start = self._reasoning.start.encode()
         text = b"".join(map(self._spelling.text, (*self._head, token_id))).lstrip()
         self._has_begun = text.startswith(start)
         if not self._has_begun and not start.startswith(text):
@@ -248,7 +248,7 @@ class ThoughtGrammar(Grammar):
         self._head.append(token_id)
         return True
 
-    def _accept_thought(self, token_id: int) -> bool:
+    def _accept_reasoning(self, token_id: int) -> bool:
         forced = self._forced_token
         if forced is not None:
             matched = 0
@@ -260,7 +260,7 @@ class ThoughtGrammar(Grammar):
             matched = 0 if after is None else after
             accepted = not self._has_strict_end or not self._hides_end(token_id)
             ends = after is None
-            is_last = ends and not self._thought.bridge_token_ids
+            is_last = ends and not self._reasoning.bridge_token_ids
         if accepted:
             self._matched.append(matched)
             self._is_over = is_last
@@ -270,18 +270,18 @@ class ThoughtGrammar(Grammar):
 
     @property
     def _closed_length(self) -> int:
-        """Tokens of a thought whose end is being forced, and of what leads from it to the rest."""
+        """Tokens of reasoning whose end is being forced, and of what leads from it to the rest."""
         if self._ended_at is not None:
-            return self._ended_at + len(self._thought.bridge_token_ids)
-        return (self._thought.budget or 0) + len(self._thought.closing_token_ids)
+            return self._ended_at + len(self._reasoning.bridge_token_ids)
+        return (self._reasoning.budget or 0) + len(self._reasoning.closing_token_ids)
 
     @property
     def _has_strict_end(self) -> bool:
-        """Whether the thought must have an end after which something else can begin."""
-        return self._structure is not None or bool(self._thought.bridge_token_ids)
+        """Whether the reasoning must have an end after which something else can begin."""
+        return self._structure is not None or bool(self._reasoning.bridge_token_ids)
 
     def _hides_end(self, token_id: int) -> bool:
-        """Whether a structure could not begin where the thought ends with this token."""
+        """Whether a structure could not begin where the reasoning ends with this token."""
         return token_id in self._spelling.eos_token_ids or self._end.is_overlong(self._num_matched, token_id)
 
 

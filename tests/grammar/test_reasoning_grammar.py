@@ -1,4 +1,4 @@
-"""Thoughts before structured output, against their definition and grammars that are not rolled back."""
+"""Reasoning before structured output, against their definition and grammars that are not rolled back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_llguidance_backend import BACKEND, EOS, NUM_TOKENS, TOKENIZER, VOCAB, allowed
 
 from quire.errors import InvalidRequestError
-from quire.grammar.thought import ThoughtEnd, ThoughtGrammar
+from quire.grammar.reasoning import ReasoningEnd, ReasoningGrammar
 from quire.sampling_params import SamplingParams
-from quire.structured_outputs import StructuredOutputsParams, ThoughtParams
+from quire.structured_outputs import ReasoningParams, StructuredOutputsParams
 
 SCHEMA = (
     '{"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], '
@@ -29,8 +29,8 @@ def encode(text):
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
-def thought(end=TEXT, **fields):
-    return ThoughtParams(
+def reasoning(end=TEXT, **fields):
+    return ReasoningParams(
         **{
             "start": "<think>",
             "end": end,
@@ -45,7 +45,7 @@ def thought(end=TEXT, **fields):
 
 def grammar_of(params, structure=SCHEMA):
     inner = None if structure is None else BACKEND.compile(StructuredOutputsParams(json=structure))
-    return ThoughtGrammar(params, inner, ThoughtEnd(params, BACKEND.spelling), BACKEND.spelling)
+    return ReasoningGrammar(params, inner, ReasoningEnd(params, BACKEND.spelling), BACKEND.spelling)
 
 
 def accepts(grammar, token):
@@ -57,7 +57,7 @@ def accepts(grammar, token):
 
 
 PARAMS = st.builds(
-    thought,
+    reasoning,
     end=st.sampled_from([TEXT, TOKEN]),
     is_open=st.booleans(),
     budget=st.sampled_from([None, 0, 1, 4]),
@@ -95,7 +95,7 @@ def test_a_grammar_that_goes_back_is_like_one_that_did_not(params, structure, da
 def test_what_it_lets_a_model_write(end, is_open, seed):
     """A model that writes at random, now and then the end, and otherwise what is allowed."""
     rng = random.Random(seed)
-    grammar, tokens = grammar_of(thought(end, is_open=is_open, budget=9)), []
+    grammar, tokens = grammar_of(reasoning(end, is_open=is_open, budget=9)), []
     if not is_open and seed:
         tokens += encode("<think>")
         assert grammar.accept(tokens)
@@ -119,7 +119,7 @@ def test_what_it_lets_a_model_write(end, is_open, seed):
 @pytest.mark.parametrize("budget", [0, 1, 5])
 @pytest.mark.parametrize("structure", [SCHEMA, None])
 def test_a_budget_forces_the_end(budget, structure):
-    params = thought(budget=budget)
+    params = reasoning(budget=budget)
     grammar = grammar_of(params, structure)
     for _ in range(budget):
         assert len(allowed(grammar)) > 1000
@@ -135,9 +135,9 @@ def test_a_budget_forces_the_end(budget, structure):
 @pytest.mark.parametrize("end", [TEXT, TOKEN])
 @pytest.mark.parametrize("budget", [None, 30])
 @pytest.mark.parametrize("structure", [SCHEMA, None])
-def test_what_leads_from_a_thought_to_the_rest(structure, budget, end, is_open):
+def test_what_leads_from_a_reasoning_to_the_rest(structure, budget, end, is_open):
     bridge = tuple(encode("<|start|>then: "))
-    params = thought(end, is_open=is_open, budget=budget, bridge_token_ids=bridge)
+    params = reasoning(end, is_open=is_open, budget=budget, bridge_token_ids=bridge)
     grammar = grammar_of(params, structure)
     for token in () if is_open else params.start_token_ids:  # it cannot be left out
         assert allowed(grammar) == {token}
@@ -156,29 +156,29 @@ def test_what_leads_from_a_thought_to_the_rest(structure, budget, end, is_open):
         assert grammar.accept([*encode('{"a": 22}'), EOS[0]])
 
 
-def test_a_thought_may_end_before_its_budget():
-    grammar = grammar_of(thought(budget=20), None)
+def test_a_reasoning_may_end_before_its_budget():
+    grammar = grammar_of(reasoning(budget=20), None)
     assert grammar.accept([*encode("Hm.</think>"), *encode("x" * 60)])
     assert allowed(grammar) == ALL
 
 
 @pytest.mark.parametrize("text", ["Hello", " <thin", "\n\nyes<think>"])
-def test_an_output_without_a_thought_is_free(text):
-    grammar = grammar_of(thought(is_open=False, budget=0), None)
+def test_an_output_without_a_reasoning_is_free(text):
+    grammar = grammar_of(reasoning(is_open=False, budget=0), None)
     assert grammar.accept(encode(text + "!"))
     assert allowed(grammar) == ALL
 
 
-def test_white_space_before_a_thought():
-    grammar = grammar_of(thought(is_open=False, budget=0), None)
+def test_white_space_before_a_reasoning():
+    grammar = grammar_of(reasoning(is_open=False, budget=0), None)
     assert grammar.accept(encode("\n <think>"))
     assert len(allowed(grammar)) == 1
 
 
 def test_no_token_has_more_than_the_end():
     """Of which the structure would not know: `>` is allowed behind `</think`, and `>"` is not."""
-    grammar = grammar_of(thought("</x", closing_token_ids=()))
-    end = ThoughtEnd(thought("</x"), BACKEND.spelling)
+    grammar = grammar_of(reasoning("</x", closing_token_ids=()))
+    end = ReasoningEnd(reasoning("</x"), BACKEND.spelling)
     texts = [BACKEND.spelling.text(token) for token in range(NUM_TOKENS)]
     for before in ("", "a <", "a </", "<</"):
         state = grammar.copy()
@@ -193,23 +193,23 @@ def test_no_token_has_more_than_the_end():
 
 
 def test_ids_beyond_the_tokenizer_are_no_text():
-    grammar = grammar_of(thought(), None)
+    grammar = grammar_of(reasoning(), None)
     assert grammar.accept([VOCAB - 1, *encode("</think>")])
     assert allowed(grammar) == ALL
 
 
 @pytest.mark.parametrize("fields", [{"end": ""}, {"budget": -1}, {"budget": 1, "closing_token_ids": ()}])
-def test_unusable_thoughts(fields):
-    with pytest.raises(InvalidRequestError, match="thought"):
-        thought(**fields)
+def test_unusable_reasoning(fields):
+    with pytest.raises(InvalidRequestError, match="reasoning"):
+        reasoning(**fields)
 
 
-def test_a_thought_alone_is_a_specification():
-    params = StructuredOutputsParams(thought=thought(budget=3))
+def test_a_reasoning_alone_is_a_specification():
+    params = StructuredOutputsParams(reasoning=reasoning(budget=3))
     assert params.structure is None
     SamplingParams(structured_outputs=params, min_tokens=3, ignore_eos=True)
-    both = StructuredOutputsParams(thought=thought(), json=SCHEMA)
+    both = StructuredOutputsParams(reasoning=reasoning(), json=SCHEMA)
     assert both.structure == StructuredOutputsParams(json=SCHEMA)
     with pytest.raises(InvalidRequestError, match="min_tokens"):
         SamplingParams(structured_outputs=both, min_tokens=3)
-    assert np.isfinite(grammar_of(thought()).num_bytes)
+    assert np.isfinite(grammar_of(reasoning()).num_bytes)

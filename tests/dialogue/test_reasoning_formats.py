@@ -16,22 +16,22 @@ from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.events import ArgumentsDelta, CallBegin, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import FORMATS
 from quire.dialogue.reasoning.formats import (
-    THOUGHT_FORMATS,
-    ExpectedThought,
-    expected_thought,
-    thought_format_of_template,
+    REASONING_FORMATS,
+    ExpectedReasoning,
+    expected_reasoning,
+    reasoning_format_of_template,
 )
-from quire.dialogue.reasoning.tokens import ThoughtTokens
+from quire.dialogue.reasoning.tokens import ReasoningTokens
 
-MARKED = [name for name, one in THOUGHT_FORMATS.items() if not one.in_messages]
+MARKED = [name for name, one in REASONING_FORMATS.items() if not one.in_messages]
 TRICKY = 'a < b, <tool_call> is {"name": "ping"}, </thin\n\n[/THINK <| é漢🙂 <|END'
 CALL = '<tool_call>\n{"name": "ping", "arguments": {"a": "<think>"}}\n</tool_call>'
 
 
 def told(name, pieces, *, is_open=False, tools=None):
-    """(thought, content, calls) of an answer in these pieces, in which the thought comes first."""
-    thought = ExpectedThought(THOUGHT_FORMATS[name], is_open)
-    parser = AnswerParser(None if tools is None else FORMATS[tools], SCHEMAS, thought)
+    """(reasoning, content, calls) of an answer in these pieces, in which the reasoning comes first."""
+    reasoning = ExpectedReasoning(REASONING_FORMATS[name], is_open)
+    parser = AnswerParser(None if tools is None else FORMATS[tools], SCHEMAS, reasoning)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     kinds = [isinstance(event, ReasoningDelta) for event in events]
     assert kinds == sorted(kinds, reverse=True)
@@ -54,17 +54,17 @@ def at_every_split(name, answer, expected, **fields):
 
 @pytest.mark.parametrize("name", MARKED)
 def test_each_format_at_every_split(name):
-    one = THOUGHT_FORMATS[name]
-    thought = TRICKY.replace(one.end, "")
-    answer = f"{thought}\n{one.end}\n\nIt is {one.end} fine.\n"
-    expected = (thought, f"It is {one.end} fine.\n", [])
+    one = REASONING_FORMATS[name]
+    reasoning = TRICKY.replace(one.end, "")
+    answer = f"{reasoning}\n{one.end}\n\nIt is {one.end} fine.\n"
+    expected = (reasoning, f"It is {one.end} fine.\n", [])
     at_every_split(name, f"{one.start}\n{answer}", expected)
     at_every_split(name, answer, expected, is_open=True)
     at_every_split(name, f"\n{one.start}{answer}", expected, is_open=True)
 
 
 @pytest.mark.parametrize("tools", ["hermes", "llama3_json", "pythonic"])
-def test_a_thought_before_content_and_calls(tools):
+def test_a_reasoning_before_content_and_calls(tools):
     calls = {
         "hermes": f"Well.\n{CALL}",
         "llama3_json": '{"name": "ping", "parameters": {}}',
@@ -97,21 +97,21 @@ def test_unusual_answers(answer, is_open, expected):
 @pytest.mark.parametrize("name", MARKED)
 @given(st.data())
 @settings(max_examples=25)
-def test_nothing_of_a_thought_is_content_nor_the_other_way_round(name, data):
-    one = THOUGHT_FORMATS[name]
+def test_nothing_of_a_reasoning_is_content_nor_the_other_way_round(name, data):
+    one = REASONING_FORMATS[name]
     part = st.sampled_from(
         [one.start, one.end[:-1], one.end[1:], one.end[:3], "\n", "<tool_call>"]
     ) | st.text(max_size=5)
     text = st.lists(part, max_size=8).map("".join)
-    thought = data.draw(text.filter(lambda text: one.end not in text + one.end[:-1])).strip()
+    reasoning = data.draw(text.filter(lambda text: one.end not in text + one.end[:-1])).strip()
     content = data.draw(text).strip()
     is_open = data.draw(st.booleans())
-    if is_open and thought.startswith(one.start):
-        thought = "x" + thought
-    answer = f"{'' if is_open else one.start}{thought} {one.end}\n{content}"
+    if is_open and reasoning.startswith(one.start):
+        reasoning = "x" + reasoning
+    answer = f"{'' if is_open else one.start}{reasoning} {one.end}\n{content}"
     ends = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
     pieces = [answer[a:b] for a, b in zip([0, *ends], [*ends, len(answer)], strict=True)]
-    assert told(name, pieces, is_open=is_open) == (thought, content, [])
+    assert told(name, pieces, is_open=is_open) == (reasoning, content, [])
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_nothing_of_a_thought_is_content_nor_the_other_way_round(name, data):
     ],
 )
 def test_what_a_prompt_begins(prompt, is_open):
-    one = THOUGHT_FORMATS["think"]
-    expected = None if is_open is None else ExpectedThought(one, is_open)
-    assert expected_thought(one, prompt) == expected
+    one = REASONING_FORMATS["think"]
+    expected = None if is_open is None else ExpectedReasoning(one, is_open)
+    assert expected_reasoning(one, prompt) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_what_a_prompt_begins(prompt, is_open):
     [("", False), ("\n", False), ("Well", None), ("<think>Hm", True), ("<think>Hm</think>So", None)],
 )
 def test_what_the_beginning_of_an_answer_begins(continued, is_open):
-    one = THOUGHT_FORMATS["think"]
-    expected = None if is_open is None else ExpectedThought(one, is_open)
-    assert expected_thought(one, f"<|im_start|>assistant\n{continued}", continued) == expected
+    one = REASONING_FORMATS["think"]
+    expected = None if is_open is None else ExpectedReasoning(one, is_open)
+    assert expected_reasoning(one, f"<|im_start|>assistant\n{continued}", continued) == expected
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_what_the_beginning_of_an_answer_begins(continued, is_open):
     [
         ("{%- if enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}", "think"),
         ("{{ '<|Assistant|><think>\\n' }}", "think"),
-        ("[SYSTEM_PROMPT]Draft in [THINK] your thoughts [/THINK]", "mistral"),
-        ("Write your thoughts after 'Here is my thought process:' and", "granite"),
+        ("[SYSTEM_PROMPT]Draft in [THINK] your reasoning [/THINK]", "mistral"),
+        ("Write your reasoning after 'Here is my thought process:' and", "granite"),
         ("<seed:think>", "seed"),
         ("<|START_THINKING|><|END_THINKING|>", "cohere"),
         ("{{ '<|channel>thought\\n<channel|>' }}", "gemma4"),
@@ -154,31 +154,31 @@ def test_what_the_beginning_of_an_answer_begins(continued, is_open):
     ],
 )
 def test_the_format_of_a_template(template, name):
-    assert thought_format_of_template(template) == name
+    assert reasoning_format_of_template(template) == name
 
 
 def test_each_format_can_be_configured():
-    assert {"auto", "none", *THOUGHT_FORMATS} == set(typing.get_args(ReasoningFormatName))
+    assert {"auto", "none", *REASONING_FORMATS} == set(typing.get_args(ReasoningFormatName))
 
 
 @given(st.data())
-def test_tokens_of_thoughts_are_counted(data):
+def test_tokens_of_reasoning_are_counted(data):
     is_open, is_token = data.draw(st.booleans()), data.draw(st.booleans())
     marks = ["<think>", "</think>"] if is_token else ["<th", "ink>", "</", "think", ">", "</think>b"]
     tokens = data.draw(st.lists(st.sampled_from([*marks, "a", " ", "\n", "b</"]), max_size=12))
     texts = sorted(set(tokens))
     ids = [texts.index(token) for token in tokens]
-    counter = ThoughtTokens(
-        ExpectedThought(THOUGHT_FORMATS["think"], is_open),
+    counter = ReasoningTokens(
+        ExpectedReasoning(REASONING_FORMATS["think"], is_open),
         texts.__getitem__,
         lambda text: texts.index(text) if is_token and text in texts else None,
     )
     for end in sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=3))):
         counter.update(ids[:end])
-    assert counter.update(ids) == num_thought_tokens(tokens, is_open)
+    assert counter.update(ids) == num_reasoning_tokens(tokens, is_open)
 
 
-def num_thought_tokens(tokens, is_open):
+def num_reasoning_tokens(tokens, is_open):
     """From the definition: those that end behind the first mark and before the second is complete."""
     num_begun = 0
     if not is_open:
@@ -187,8 +187,8 @@ def num_thought_tokens(tokens, is_open):
         if not begun:
             return 0
         num_begun = begun[0]
-    thought = tokens[num_begun:]
-    counts = [count for count in range(len(thought) + 1) if "</think>" not in "".join(thought[:count])]
+    reasoning = tokens[num_begun:]
+    counts = [count for count in range(len(reasoning) + 1) if "</think>" not in "".join(reasoning[:count])]
     return counts[-1]
 
 
@@ -196,7 +196,7 @@ def num_thought_tokens(tokens, is_open):
 @pytest.mark.parametrize("repeated", ["word </thi ", "\n "])
 def test_the_cost_is_linear_in_the_text(repeated, size):
     def cost(times):
-        parser = AnswerParser(None, {}, ExpectedThought(THOUGHT_FORMATS["think"], is_open=True))
+        parser = AnswerParser(None, {}, ExpectedReasoning(REASONING_FORMATS["think"], is_open=True))
         text = times * repeated + "</think>" + times * repeated
 
         def read():
