@@ -3,7 +3,7 @@
 An engine is killed (SIGKILL) or aborted (SIGABRT) while it decodes. The time until the stream's next token is
 divided where the front hears of the next engine: that it runs, that it reads weights, and that it is ready;
 the rest is the prompt, which is computed again or loaded from a KV tier. The tokens must be those of a run
-that nothing disturbs. Engines with and without a spare process (`spare_engine`) take turns.
+that nothing disturbs. Engines with and without a standby process (`standby_engine`) take turns.
 
     python benchmarks/recovery.py [--model mini] [--prompt-len 1000] [--rounds 3] [--json]
 
@@ -41,8 +41,8 @@ TOKENS_BEFORE = 4  # of the stream, before the engine is struck
 TOKENS_AFTER = 16  # that are compared
 TIERS = ("none", "memory", "disk")
 SIGNALS = (signal.SIGKILL, signal.SIGABRT)
-SPARE_MODES = {"with": True, "without": False}
-TIMEOUT = 60.0  # of storing a prompt, and of starting a spare
+STANDBY_MODES = {"with": True, "without": False}
+TIMEOUT = 60.0  # of storing a prompt, and of starting a standby
 PARAMS = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
 
 
@@ -99,10 +99,10 @@ class Recovery:
 
 
 Recoveries = dict[str, dict[str, dict[str, list[Recovery]]]]
-"""By tier, spare and the signal's name."""
+"""By tier, standby and the signal's name."""
 
 
-def open_llm(model: str, tier: str, directory: str, *, has_spare: bool) -> AsyncLLM:
+def open_llm(model: str, tier: str, directory: str, *, has_standby: bool) -> AsyncLLM:
     """Return an engine in a process of its own, with a tier that stores each prompt at once."""
     options: dict[str, Any] = {}
     if tier != "none":
@@ -110,7 +110,7 @@ def open_llm(model: str, tier: str, directory: str, *, has_spare: bool) -> Async
     if tier == "disk":
         options["kv_tier_path"] = directory
     scheduler = SchedulerConfig(block_size=BLOCK_SIZE, num_kv_blocks=256)
-    supervision = SupervisionConfig(spare_engine=has_spare)
+    supervision = SupervisionConfig(standby_engine=has_standby)
     return AsyncLLM(EngineConfig(model=model, scheduler=scheduler, supervision=supervision, **options))
 
 
@@ -125,10 +125,10 @@ async def wait_until_stored(llm: AsyncLLM, num_blocks: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def wait_for_spare(llm: AsyncLLM) -> None:
+async def wait_for_standby(llm: AsyncLLM) -> None:
     """Return when the process that is to become the next engine has imported everything."""
     async with asyncio.timeout(TIMEOUT):
-        while not llm._engine._spare.is_ready():
+        while not llm._engine._standby.is_ready():
             await asyncio.sleep(0.01)
 
 
@@ -137,8 +137,8 @@ async def measure(
 ) -> Recovery:
     """Strike the engine with a signal while it has a stream, and return how that goes on."""
     await llm.wait_until_ready()
-    if llm.config.supervision.spare_engine:
-        await wait_for_spare(llm)
+    if llm.config.supervision.standby_engine:
+        await wait_for_standby(llm)
     recorder = Recorder(llm)
     with mock.patch.object(llm._engine, "receive", recorder.receive):
         async with contextlib.aclosing(llm.generate(prompt, PARAMS)) as stream:
@@ -176,27 +176,27 @@ async def measure(
 async def measure_tier(
     model: str, tier: str, prompt: list[int], undisturbed: list[int], rounds: int
 ) -> dict[str, dict[str, list[Recovery]]]:
-    """Return the recoveries of engines with one kind of tier, by spare and the signal's name."""
+    """Return the recoveries of engines with one kind of tier, by standby and the signal's name."""
     recoveries: dict[str, dict[str, list[Recovery]]] = {
-        spare: {number.name: [] for number in SIGNALS} for spare in SPARE_MODES
+        standby: {number.name: [] for number in SIGNALS} for standby in STANDBY_MODES
     }
     async with contextlib.AsyncExitStack() as stack:
         llms = {}
-        for spare, has_spare in SPARE_MODES.items():
+        for standby, has_standby in STANDBY_MODES.items():
             directory = stack.enter_context(tempfile.TemporaryDirectory())
-            llms[spare] = open_llm(model, tier, directory, has_spare=has_spare)
-            stack.push_async_callback(llms[spare].shutdown)
+            llms[standby] = open_llm(model, tier, directory, has_standby=has_standby)
+            stack.push_async_callback(llms[standby].shutdown)
         for _ in range(rounds):
             for number in SIGNALS:
-                for spare, llm in llms.items():
+                for standby, llm in llms.items():
                     recovery = await measure(llm, prompt, undisturbed, number, tier != "none")
-                    recoveries[spare][number.name].append(recovery)
+                    recoveries[standby][number.name].append(recovery)
     return recoveries
 
 
 async def tokens_undisturbed(model: str, prompt: list[int]) -> list[int]:
     """Return the tokens of a stream whose engine does not die."""
-    llm = open_llm(model, "none", "", has_spare=False)
+    llm = open_llm(model, "none", "", has_standby=False)
     try:
         async for output in llm.generate(prompt, PARAMS):
             tokens = output.outputs[0].token_ids
@@ -217,24 +217,24 @@ def report(recoveries: Recoveries) -> str:
     """Return a table of medians in Markdown."""
     fields = [field.name for field in dataclasses.fields(Recovery) if field.name != "is_equal"]
     lines = [
-        "| tier | spare | signal | next token, s | start | import | load | prompt "
+        "| tier | standby | signal | next token, s | start | import | load | prompt "
         "| computed | loaded | same |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for tier, spare, name, rounds in each_kind(recoveries):
+    for tier, standby, name, rounds in each_kind(recoveries):
         medians = [statistics.median(getattr(one, field) for one in rounds) for field in fields]
         cells = [f"{value:.2f}" for value in medians[:5]] + [f"{value:.0f}" for value in medians[5:]]
         num_equal = sum(one.is_equal for one in rounds)
-        lines.append(f"| {tier} | {spare} | {name} | {' | '.join(cells)} | {num_equal} of {len(rounds)} |")
+        lines.append(f"| {tier} | {standby} | {name} | {' | '.join(cells)} | {num_equal} of {len(rounds)} |")
     return "\n".join(lines)
 
 
 def each_kind(recoveries: Recoveries) -> Iterator[tuple[str, str, str, list[Recovery]]]:
-    """Yield (tier, spare, the signal's name, recoveries)."""
-    for tier, by_spare in recoveries.items():
-        for spare, by_signal in by_spare.items():
+    """Yield (tier, standby, the signal's name, recoveries)."""
+    for tier, by_standby in recoveries.items():
+        for standby, by_signal in by_standby.items():
             for name, rounds in by_signal.items():
-                yield tier, spare, name, rounds
+                yield tier, standby, name, rounds
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ nearest known name. Of the environment, `quire serve` and `quire route` read `QU
 
 - `LLM(model, **options)` and `AsyncLLM(EngineConfig(...))` take the fields of `EngineConfig` and its parts.
 - Every command that runs a model has these as flags. `quire serve` adds those of `ServerConfig`,
-  `ConnectionConfig`, `EdgeConfig` and `BatchConfig`, and its default of `spare_engine` is on;
+  `ConnectionConfig`, `EdgeConfig` and `BatchConfig`, and its default of `standby_engine` is on;
   `quire generate` and `quire chat` add those of `SamplingParams`, with a default temperature of 0;
   `quire kv save` has a tier in memory by default (`kv_tier`), and `quire kv restore` one on disk.
 - The fields of `TenantConfig` stand in the file of `--api-keys-file` ([tenants.md](tenants.md)).

@@ -12,7 +12,7 @@ from quire import LLM
 
 def test_a_stream_goes_on_with_the_same_tokens_and_the_tiers_blocks(monkeypatch, preloaded_engines):
     monkeypatch.setattr(recovery, "SIGNALS", (signal.SIGKILL,))
-    monkeypatch.setattr(recovery, "SPARE_MODES", {"with": True})
+    monkeypatch.setattr(recovery, "STANDBY_MODES", {"with": True})
     prompt = list(range(10, 60))
     with LLM("mini") as llm:
         [output] = llm.generate([prompt], recovery.PARAMS)

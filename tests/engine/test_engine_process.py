@@ -30,8 +30,7 @@ from quire.engine.messages import GetStats, Ready, StepOutputs, encode, input_ad
 from quire.engine.process import main as process
 from quire.engine.process.main import Connection
 from quire.errors import ConfigError, EngineDeadError, ModelError
-from quire.front.process import standby as spare
-from quire.front.process import supervision
+from quire.front.process import standby, supervision
 from quire.front.process.client import EngineProcess
 from quire.structured_outputs import StructuredOutputsParams
 from subprocesses import python_output, started
@@ -46,11 +45,11 @@ import preloaded
 from quire import LLM, AsyncLLM, SamplingParams, EngineConfig, SchedulerConfig
 from quire.config import SupervisionConfig
 from insides import supervised_pid
-from quire.front.process import standby as spare
+from quire.front.process import standby
 from engine_checks import engine_pid, tiny_config
 model, how = sys.argv[1:]
 long = SamplingParams(max_tokens=450, ignore_eos=True)
-spare.START_DELAY = 0.0
+standby.START_DELAY = 0.0
 if how == "launching":
     import zmq
     def pause(socket, address):  # the engine runs, and has not been told what to do
@@ -62,18 +61,18 @@ if how in ("launching", "starting"):
     print(engine_pid(), flush=True)
     signal.pause()
 async def main():
-    supervision = SupervisionConfig(spare_engine=how.endswith("spare"))
+    supervision = SupervisionConfig(standby_engine=how.endswith("standby"))
     llm = AsyncLLM(dataclasses.replace(tiny_config(model), supervision=supervision))
     stream = llm.generate("the", long)
     await anext(stream)
-    if how.endswith("spare"):
+    if how.endswith("standby"):
         engine = supervised_pid(llm)
         async for output in llm.generate("endless", long):
-            spares = [child.pid for child in preloaded.other_children() if child.pid != engine]
-            if spares:
+            standbys = [child.pid for child in preloaded.other_children() if child.pid != engine]
+            if standbys:
                 break
-        print(*spares, flush=True)  # while it imports
-        if how == "forked spare" and not os.fork():
+        print(*standbys, flush=True)  # while it imports
+        if how == "forked standby" and not os.fork():
             signal.pause()
     else:
         print(engine_pid(), flush=True)
@@ -127,13 +126,13 @@ def started_front(checkpoint: str, how: str) -> Iterator[tuple[subprocess.Popen,
         ("launching", signal.SIGKILL),
         ("starting", signal.SIGKILL),
         ("forked", signal.SIGKILL),
-        ("spare", signal.SIGKILL),
-        ("forked spare", signal.SIGKILL),
+        ("standby", signal.SIGKILL),
+        ("forked standby", signal.SIGKILL),
         ("exception", None),
         ("exit", None),
     ],
 )
-def test_the_engine_and_its_spare_end_with_their_front(checkpoint, sockets, how, number):
+def test_the_engine_and_its_standby_end_with_their_front(checkpoint, sockets, how, number):
     with started_front(checkpoint, how) as (front, engine):
         if number is not None:
             os.kill(front.pid, number)
@@ -309,18 +308,20 @@ async def test_a_crash_and_a_hang_are_pauses(checkpoint, sockets, preloaded_engi
     await llm.shutdown()
 
 
-async def test_the_spare_becomes_the_engine(checkpoint, sockets, preloaded_engines, slow_steps, monkeypatch):
-    monkeypatch.setattr(spare, "START_DELAY", 0.0)
+async def test_the_standby_becomes_the_engine(
+    checkpoint, sockets, preloaded_engines, slow_steps, monkeypatch
+):
+    monkeypatch.setattr(standby, "START_DELAY", 0.0)
     with LLM(checkpoint, **TINY) as undisturbed:
         [expected] = undisturbed.generate(["the"], LONG)
     config = slow_config(checkpoint)
-    llm = AsyncLLM(dataclasses.replace(config, supervision=SupervisionConfig(spare_engine=True)))
+    llm = AsyncLLM(dataclasses.replace(config, supervision=SupervisionConfig(standby_engine=True)))
     await llm.wait_until_ready()
     pid = supervised_pid(llm)
     num_descriptors = []
-    async with asyncio.timeout(220):  # the spare imports at idle priority
+    async with asyncio.timeout(220):  # the standby imports at idle priority
         for _ in range(2):
-            await until_spare_is_ready(llm)
+            await until_standby_is_ready(llm)
             num_descriptors.append(num_open())
             [next_pid] = {child.pid for child in preloaded.other_children()} - {pid}
             slow_steps.touch()
@@ -341,9 +342,9 @@ async def test_the_spare_becomes_the_engine(checkpoint, sockets, preloaded_engin
     assert preloaded.other_children() == []
 
 
-async def until_spare_is_ready(llm):
-    """Keep the engine busy until its spare has imported everything; then nothing else happens."""
-    while not supervised(llm)._spare.is_ready():
+async def until_standby_is_ready(llm):
+    """Keep the engine busy until its standby has imported everything; then nothing else happens."""
+    while not supervised(llm)._standby.is_ready():
         async for _ in llm.generate("the", LONG):
             pass
 

@@ -9,7 +9,7 @@ import pytest
 
 from quire.front.process import launch as engine_launch
 from quire.front.process.launch import is_readable
-from quire.front.process.standby import SpareProcess
+from quire.front.process.standby import StandbyProcess
 
 LARGE = 1500
 
@@ -51,12 +51,12 @@ def test_the_end_of_an_engine_process_is_seen(monkeypatch):
         assert engine_launch.has_ended(process, 10)
 
 
-def test_a_spare_is_checked(monkeypatch):
-    spare = SpareProcess.__new__(SpareProcess)
+def test_a_standby_is_checked(monkeypatch):
+    standby = StandbyProcess.__new__(StandbyProcess)
     read_end, write_end = os.pipe()
     read_end = moved_up(read_end)
-    monkeypatch.setattr(SpareProcess, "event_fd", read_end)
-    assert spare.check()
+    monkeypatch.setattr(StandbyProcess, "event_fd", read_end)
+    assert standby.check()
     os.close(write_end)
-    assert not spare.check()
+    assert not standby.check()
     os.close(read_end)

@@ -32,11 +32,11 @@ def started(monkeypatch):
         end_process(os.getpid(), process)
 
 
-def test_it_becomes_the_first_engine_and_no_spare(started):
+def test_it_becomes_the_first_engine_and_no_standby(started):
     with started_ahead():
         assert len(started) == 1
-        spare, first, second = start_process(is_spare=True), start_process(), start_process()
-    assert started == [first, spare, second]
+        standby, first, second = start_process(is_standby=True), start_process(), start_process()
+    assert started == [first, standby, second]
     assert not any(has_ended(process, 0) for process in started)
 
 

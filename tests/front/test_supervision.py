@@ -27,8 +27,8 @@ class FakeProcess:
     started: list[FakeProcess]
     cannot_start: int
 
-    def __init__(self, config, model_path, num_blocks_before=0, spare=None):
-        self.spare = spare
+    def __init__(self, config, model_path, num_blocks_before=0, standby=None):
+        self.standby = standby
         self.num_blocks_before = num_blocks_before
         if FakeProcess.cannot_start:
             FakeProcess.cannot_start -= 1

@@ -1,7 +1,7 @@
 """A server under mixed traffic and faults, for as long as one likes: `make soak-server`.
 
 Clients ask without pause for what they know the answer of, and also disconnect, read slowly, and send what is
-refused. Meanwhile engines are killed and stopped, and a spare takes the place of each. Every answer must be
+refused. Meanwhile engines are killed and stopped, and a standby takes the place of each. Every answer must be
 that of an undisturbed run, or an error that names its cause; in the end the server must hold what it held at
 the start, and its memory must not grow.
 """
@@ -133,7 +133,7 @@ class Soak:
             self._compare(name, await self._ask(name, streamed=True))
         for name in REFUSED:
             await self._be_refused(name)
-        while len(engines_of(self._front)) < 2:  # a spare starts some time later
+        while len(engines_of(self._front)) < 2:  # a standby starts some time later
             await asyncio.sleep(0.1)
         await asyncio.sleep(SAMPLE_INTERVAL)
         held = held_by(self._front)
@@ -290,7 +290,7 @@ def answer_of(parts: list[dict[str, Any]]) -> Answer:
 
 
 def engines_of(front: psutil.Process) -> list[psutil.Process]:
-    """Return the engine processes of a server, oldest first: its engine, and the spare."""
+    """Return the engine processes of a server, oldest first: its engine, and the standby."""
     engines = []
     for child in front.children():
         try:

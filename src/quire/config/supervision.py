@@ -41,7 +41,7 @@ class SupervisionConfig:
         default=300.0, unit="seconds", help="Time within which max_engine_crashes counts."
     )
 
-    spare_engine: bool = knob(
+    standby_engine: bool = knob(
         default=False,
         help="Keep a process that has imported what an engine imports and becomes the next engine. It takes "
         "160 MB of memory, and saves nearly all of the time that a restart takes with a small model.",

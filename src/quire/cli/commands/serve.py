@@ -8,7 +8,7 @@ from quire.errors import QuireError
 
 
 @config_options(
-    positional=("model",), defaults={"spare_engine": True}, engine=EngineConfig, server=ServerConfig
+    positional=("model",), defaults={"standby_engine": True}, engine=EngineConfig, server=ServerConfig
 )
 def serve(engine: EngineConfig, server: ServerConfig) -> None:
     """Serve MODEL over HTTP, in OpenAI's API.

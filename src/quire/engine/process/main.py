@@ -1,9 +1,9 @@
-"""The engine process: `python -m quire.engine.process.main [--spare]`; `quire.front` starts it.
+"""The engine process: `python -m quire.engine.process.main [--standby]`; `quire.front` starts it.
 
 Standard input carries two lines, the private directory of the sockets and the start message, and then stays
 open as the *lifeline*: when it closes, the front has ended, and this process exits immediately, even within a
-step. With `--spare`, the lines come when an engine is needed, if ever, and this process imports torch before.
-Standard output is kept open so that the front notices when this process ends, and says when a spare has
+step. With `--standby`, the lines come when an engine is needed, if ever; until then it imports torch.
+Standard output is kept open so that the front notices when this process ends, and says when a standby has
 imported everything; anything printed goes to standard error. SIGINT and SIGTERM are
 ignored: the front receives them too, and decides between draining and stopping. `STACKS_SIGNAL`, and every
 signal that a fault of the program raises, has the stacks of all threads written to standard error.
@@ -51,7 +51,7 @@ from quire.engine.messages import (
     refusal_of,
 )
 from quire.engine.process.output_window import OutputWindow
-from quire.engine.process.standby_signs import SPARE_IMPORTED, SPARE_OPTION
+from quire.engine.process.standby_signs import STANDBY_IMPORTED, STANDBY_OPTION
 from quire.errors import EngineDeadError, QuireError
 from quire.state_directory import state_directory
 
@@ -146,8 +146,8 @@ def main() -> None:
     logging.getLogger("quire.engine").setLevel(logging.INFO)
     front = os.getppid()
     has_front = not _has_ended(int(sys.argv[1]))  # else the parent is another by now, whose end says nothing
-    if has_front and SPARE_OPTION in sys.argv:
-        has_front = _wait_as_spare(front, output)
+    if has_front and STANDBY_OPTION in sys.argv:
+        has_front = _wait_as_standby(front, output)
     path = sys.stdin.buffer.readline() if has_front or _has_input() else b""
     if not path:  # the front has ended in the meantime
         os._exit(0)
@@ -212,7 +212,7 @@ def _exit_with_front(directory: Path, front: int) -> None:
     _remove_and_exit(directory)
 
 
-def _wait_as_spare(front: int, output: int) -> bool:
+def _wait_as_standby(front: int, output: int) -> bool:
     """Import what an engine imports, and return when the front has written to standard input, or closed it.
 
     If something cannot be imported, the process exits.
@@ -243,9 +243,9 @@ def _import_when_idle(output: int) -> None:
         from quire.engine.building.assembly import import_ahead
 
         import_ahead()
-        os.write(output, SPARE_IMPORTED)
+        os.write(output, STANDBY_IMPORTED)
     except BaseException:
-        logger.exception("a spare engine process cannot import what engines need")
+        logger.exception("a standby engine process cannot import what engines need")
         os._exit(1)
 
 

@@ -15,8 +15,8 @@ monitoring port, a thread of the front with an event loop of its own answers pro
 The engine process ignores SIGINT and SIGTERM (the front decides between draining and stopping) and holds the
 read end of a pipe from the front; when the pipe closes, for whatever reason, it exits at once. The front
 watches the engine through its standard output, and through the steps that it finishes. If the engine dies or
-hangs, `EngineSupervisor` (`front/process/supervision.py`) starts another, or has the spare become it that it
-keeps with `spare_engine` (`front/process/standby.py`, `engine/process/main.py`), and `Resumption`
+hangs, `EngineSupervisor` (`front/process/supervision.py`) starts another, or promotes the standby that it
+keeps with `standby_engine` (`front/process/standby.py`, `engine/process/main.py`), and `Resumption`
 (`front/process/resumption.py`) sends it the live requests, each with its tokens so far
 (`EngineCoreRequest.resumed_outputs`): to the scheduler, such a request is one that was preempted. Requests
 that repeatedly crash the engine are found and ended; docs/recovery.md has the rules. An engine that sleeps

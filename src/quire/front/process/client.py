@@ -62,7 +62,7 @@ class EngineProcess:
         config: of the engine.
         model_path: directory of the model that `config.model` names.
         num_blocks_before: KV blocks of the engine that this one replaces; 0: it replaces none.
-        spare: a process that becomes the engine; None: one is started.
+        standby: a process that becomes the engine; None: one is started.
 
     Attributes:
         has_more: whether more messages may be there already than `receive` has returned.
@@ -77,7 +77,7 @@ class EngineProcess:
         config: EngineConfig,
         model_path: Path,
         num_blocks_before: int = 0,
-        spare: subprocess.Popen[bytes] | None = None,
+        standby: subprocess.Popen[bytes] | None = None,
     ) -> None:
         # Before the process is started: this rejects what cannot be sent to it.
         start = encode_start(
@@ -94,7 +94,7 @@ class EngineProcess:
         self._ready = False
         self._failure = ""
         self._is_unreadable = False
-        self._process = start_process() if spare is None else spare
+        self._process = start_process() if standby is None else standby
         try:
             context = zmq.Context(io_threads=1)
             self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700

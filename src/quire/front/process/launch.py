@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from quire.engine.process.standby_signs import SPARE_OPTION
+from quire.engine.process.standby_signs import STANDBY_OPTION
 
 _ahead: list[subprocess.Popen[bytes]] = []  # one at most
 
@@ -38,14 +38,14 @@ def started_ahead() -> Iterator[None]:
             end_process(os.getpid(), process)
 
 
-def start_process(*, is_spare: bool = False) -> subprocess.Popen[bytes]:
+def start_process(*, is_standby: bool = False) -> subprocess.Popen[bytes]:
     """Start an engine process, which waits for the lines that say what it is to build.
 
     Args:
-        is_spare: let it import what it needs while it waits.
+        is_standby: let it import what it needs while it waits.
     """
-    if is_spare:
-        return _start([SPARE_OPTION])
+    if is_standby:
+        return _start([STANDBY_OPTION])
     return _ahead.pop() if _ahead else _start([])
 
 
@@ -84,7 +84,7 @@ def end_process(owner: int, process: subprocess.Popen[bytes]) -> None:
 
     Args:
         owner: process id of the front; in a fork of it, which must not end the engine, nothing happens.
-        process: of an engine, or a spare.
+        process: of an engine, or a standby.
     """
     if os.getpid() != owner:
         return

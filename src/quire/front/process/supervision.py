@@ -18,7 +18,7 @@ from quire.engine.messages import FromEngine, Ready, StartupFailed, StepOutputs,
 from quire.errors import CrashLoopError, EngineDeadError
 from quire.front.interrupt import interruptible
 from quire.front.process.client import SHUTDOWN_TIMEOUT, EngineProcess
-from quire.front.process.standby import SpareKeeper
+from quire.front.process.standby import StandbyKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ class EngineSupervisor:
         self._extension: tuple[float, float] | None = None  # (when it was due, when it is due instead)
         self._reason = ""  # why the engine ends, if that is known before it does
         self._events = select.epoll()
-        is_spare_wanted = config.supervision.spare_engine and not self._is_final
-        self._spare = SpareKeeper(self._events, is_wanted=is_spare_wanted)
+        is_standby_wanted = config.supervision.standby_engine and not self._is_final
+        self._standby = StandbyKeeper(self._events, is_wanted=is_standby_wanted)
         self._process: EngineProcess | None = EngineProcess(config, model_path)
         self._watch(self._process)
 
@@ -158,9 +158,9 @@ class EngineSupervisor:
         if self._process is None:
             return self._start_at
         due = self._kill_at if self._kill_at is not None else self._overdue_at()
-        if self._spare.start_at is None:
+        if self._standby.start_at is None:
             return due
-        return self._spare.start_at if due is None else min(due, self._spare.start_at)
+        return self._standby.start_at if due is None else min(due, self._standby.start_at)
 
     @property
     def is_suspended(self) -> bool:
@@ -214,7 +214,7 @@ class EngineSupervisor:
             )
         if self._process is None:
             return self._start_when_due(timeout)
-        self._spare.attend(self._read_clock)
+        self._standby.attend(self._read_clock)
         try:
             messages = self._process.receive(timeout)
         except EngineDeadError as error:
@@ -230,7 +230,7 @@ class EngineSupervisor:
         self._is_final = True
         self._is_suspended = False
         self._start_at = None
-        self._spare.close()
+        self._standby.close()
 
     def close(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Tell the engine to end, kill it after `timeout` seconds, and clean up."""
@@ -249,7 +249,7 @@ class EngineSupervisor:
         if self._is_suspended:
             return EngineSuspended()
         if self._is_final or not self._has_been_ready:
-            self._spare.close()
+            self._standby.close()
             raise EngineDeadError(reason)
         return self._plan_start(reason)
 
@@ -257,7 +257,7 @@ class EngineSupervisor:
         now = self._read_clock()
         delay = self._history.note_crash(now)
         if delay is None:
-            self._spare.close()
+            self._standby.close()
             raise CrashLoopError(f"{self._history.describe_loop()}; the last reason: {reason}")
         self._start_at = now + delay
         logger.error("the engine has died and is started again in %g s: %s", delay, reason)
@@ -267,7 +267,7 @@ class EngineSupervisor:
         if self._is_suspended:
             with interruptible():
                 self._events.poll(timeout)
-            self._spare.attend(self._read_clock)
+            self._standby.attend(self._read_clock)
             return []
         if self._start_at is None:
             raise EngineDeadError("the engine has been shut down")
@@ -279,9 +279,9 @@ class EngineSupervisor:
         if wait > 0:
             return []
         self._num_started += 1
-        spare = self._spare.take()
+        standby = self._standby.take()
         try:
-            process = EngineProcess(self._config_of_restart(), self._model_path, self._num_blocks, spare)
+            process = EngineProcess(self._config_of_restart(), self._model_path, self._num_blocks, standby)
         except Exception as error:  # no process, no memory, no descriptor: later there may be
             logger.exception("the engine process could not be started")
             return [self._plan_start(f"the engine process could not be started: {error!r}")]
@@ -315,7 +315,7 @@ class EngineSupervisor:
             case Ready(info):
                 self._is_ready = self._has_been_ready = True
                 self._num_blocks = self._num_blocks or info.num_blocks
-                self._spare.plan(self._last_message)
+                self._standby.plan(self._last_message)
             case StartupFailed(error) if self._has_been_ready:
                 self._reason = f"the engine could not be built: {error.message}"
             case StepOutputs(outputs) if any(output.new_token_ids for output in outputs):

@@ -1,4 +1,4 @@
-"""The spare that is kept beside an engine, on a clock that tests set; a shell takes the place of Python."""
+"""The standby that is kept beside an engine, on a clock that tests set; a shell takes the place of Python."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import ClassVar
 import pytest
 
 from engine_checks import is_zombie
-from quire.front.process import standby as spare
-from quire.front.process.standby import START_DELAY, SpareKeeper
+from quire.front.process import standby
+from quire.front.process.standby import START_DELAY, StandbyKeeper
 
 READY = "printf +; read line; exit 3"
 IMPORTS = "read line"
@@ -24,12 +24,12 @@ class Scene:
     def __init__(self, **options):
         self.now = 100.0
         self.events = select.epoll()
-        self.keeper = SpareKeeper(self.events, **{"is_wanted": True, **options})
+        self.keeper = StandbyKeeper(self.events, **{"is_wanted": True, **options})
 
     def attend(self):
         self.keeper.attend(lambda: self.now)
 
-    def start_spare(self, then_wait=True):
+    def start_standby(self, then_wait=True):
         self.keeper.plan(self.now)
         self.now += START_DELAY
         self.attend()
@@ -37,7 +37,7 @@ class Scene:
             self.wait()
 
     def wait(self):
-        """Wait for an event of the spare, and attend to it."""
+        """Wait for an event of the standby, and attend to it."""
         assert self.events.poll(60)
         self.attend()
 
@@ -50,8 +50,8 @@ def shell(monkeypatch):
         program = READY
         started: ClassVar[list[subprocess.Popen[bytes]]]
 
-    def start_process(*, is_spare):
-        assert is_spare
+    def start_process(*, is_standby):
+        assert is_standby
         if not Shell.program:
             raise OSError(11, "no process for you")
         command = ["/bin/sh", "-c", Shell.program]
@@ -60,7 +60,7 @@ def shell(monkeypatch):
         return Shell.started[-1]
 
     Shell.started = []
-    monkeypatch.setattr(spare, "start_process", start_process)
+    monkeypatch.setattr(standby, "start_process", start_process)
     return Shell
 
 
@@ -77,7 +77,7 @@ def scene(shell):
         yield make
 
 
-def test_a_spare_is_started_some_time_after_the_engine_is_ready(scene, shell):
+def test_a_standby_is_started_some_time_after_the_engine_is_ready(scene, shell):
     one = scene()
     one.attend()
     assert one.keeper.start_at is None
@@ -103,18 +103,18 @@ def test_a_spare_is_started_some_time_after_the_engine_is_ready(scene, shell):
 
 
 @pytest.mark.parametrize("program", [IMPORTS, BROKEN])
-def test_a_spare_that_has_not_imported_everything_is_not_used(scene, shell, program):
+def test_a_standby_that_has_not_imported_everything_is_not_used(scene, shell, program):
     shell.program = program
     one = scene()
-    one.start_spare(then_wait=False)
+    one.start_standby(then_wait=False)
     assert one.keeper.take() is None
     assert shell.started[0].returncode is not None
     assert not one.events.poll(0)
 
 
-def test_a_spare_that_dies_is_not_replaced_before_the_next_engine_is_ready(scene, shell, caplog):
+def test_a_standby_that_dies_is_not_replaced_before_the_next_engine_is_ready(scene, shell, caplog):
     one = scene()
-    one.start_spare()
+    one.start_standby()
     os.kill(shell.started[0].pid, signal.SIGKILL)
     one.wait()
     assert "SIGKILL; the next recovery will take longer" in caplog.text
@@ -124,16 +124,16 @@ def test_a_spare_that_dies_is_not_replaced_before_the_next_engine_is_ready(scene
         one.attend()
     assert len(shell.started) == 1
     assert one.keeper.take() is None
-    one.start_spare()
+    one.start_standby()
     assert one.keeper.is_ready()
 
 
-def test_a_spare_that_cannot_be_started_is_done_without(scene, shell, caplog):
+def test_a_standby_that_cannot_be_started_is_done_without(scene, shell, caplog):
     shell.program = ""
     one = scene()
-    one.start_spare(then_wait=False)
+    one.start_standby(then_wait=False)
     one.attend()
-    assert caplog.text.count("no spare engine process can be started") == 1
+    assert caplog.text.count("no standby engine process can be started") == 1
     assert one.keeper.take() is None
     assert one.keeper.start_at is None
 
@@ -145,22 +145,22 @@ def test_an_engine_that_dies_early_takes_the_plan_with_it(scene, shell):
     assert one.keeper.start_at is None
 
 
-def test_a_spare_ends_with_its_keeper_and_its_owner(scene, shell):
+def test_a_standby_ends_with_its_keeper_and_its_owner(scene, shell):
     one = scene()
-    one.start_spare()
+    one.start_standby()
     one.keeper.close()
     assert shell.started[0].returncode == -signal.SIGKILL
     one.keeper.plan(one.now)
     assert one.keeper.start_at is None
     lost = Scene()
-    lost.start_spare()
+    lost.start_standby()
     lost.events.close()
     del lost
     assert shell.started[1].returncode == -signal.SIGKILL
 
 
-def test_without_a_wish_there_is_no_spare(scene, shell):
+def test_without_a_wish_there_is_no_standby(scene, shell):
     one = scene(is_wanted=False)
-    one.start_spare(then_wait=False)
+    one.start_standby(then_wait=False)
     assert not shell.started
     assert one.keeper.take() is None
