@@ -150,8 +150,6 @@ class AttentionBatch:
 
     def positions_on(self, device: torch.device) -> torch.Tensor:
         """Return the positions [T] on a device, copied once."""
-        if device == HOST:
-            return self.positions
         return self.on_device("positions", _positions, device).arrays[0]
 
     @property
