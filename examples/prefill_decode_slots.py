@@ -187,7 +187,8 @@ def add_model(dist: LLMDataDist, num_slots: int) -> LLMModel:
     """Add the model, to be computed on caches of so many slots."""
     config = ModelConfig()
     num_tensors = 2 * MODEL.num_layers
-    config.kv_shapes = [f"{num_slots},{MODEL.num_kv_heads},{SLOT_TOKENS},{MODEL.head_dim}"] * num_tensors
+    spec = MODEL.kv_specs[0]  # all layers are alike
+    config.kv_shapes = [f"{num_slots},{spec.num_kv_heads},{SLOT_TOKENS},{spec.key_head_dim}"] * num_tensors
     config.kv_dtypes = [DataType.DT_BF16] * num_tensors
     config.kv_seq_len_dim_index = 2
     return dist.add_model(config.generate_options(), SlotRunner(dist.kv_cache_manager))

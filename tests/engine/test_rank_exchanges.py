@@ -281,7 +281,7 @@ def test_what_a_step_gives_after_a_failure_is_nobody_s(checkpoint: str) -> None:
                 raise EngineDeadError("rank 1 failed")
 
         stepper.step = fails_late
-        core.raise_rank_failure = raise_failure
+        core.ranks = Mock(raise_failure=raise_failure)
         with pytest.raises(EngineDeadError, match="rank 1 failed"):
             llm.generate("the")
         assert len(failures) == 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ModelError
 from quire.models.families import ARCHITECTURES, model_config
+from quire.models.layers.attention import AttentionConfig
 from quire.models.rotary import inverse_frequencies
 
 MAX_LEN, HEAD_DIM = 256, 16
@@ -144,11 +145,13 @@ def test_frequencies_are_those_of_transformers_or_refused(architecture: str, con
         event("transformers refuses")
         return
     try:
-        ropes = model_config(config).ropes
+        layers = model_config(config).parts
     except ModelError:
         event("Quire refuses")
         return
     event("read")
+    attention = {part.window > 0: part.rope for part in layers if isinstance(part, AttentionConfig)}
+    ropes = [attention[key] for key in sorted(attention)] if len(wanted) > 1 else list({*attention.values()})
     for rope, (short, long, scale) in zip(ropes, wanted, strict=True):
         assert rope.attention_factor == pytest.approx(scale)
         for length, frequencies in ((0, short), (10**6 if rope.kind == "longrope" else MAX_LEN, long)):

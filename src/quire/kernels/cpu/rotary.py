@@ -63,6 +63,10 @@ class RotaryLayer:
         self.native, self.shape = layer.native, layer.shape
         if heads.num_heads < 1:
             raise ValueError(f"there are {heads.num_heads} query heads; there must be at least 1")
+        if heads.value_dim not in (0, heads.head_dim):
+            raise ValueError(
+                f"{heads} has values of another size than keys, which native kernels do not compute"
+            )
         self.width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
         self.heads, self.q_norm, self.k_norm = heads, q_norm, k_norm
         self.q_norm_address, self.k_norm_address = address(q_norm), address(k_norm)
