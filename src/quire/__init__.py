@@ -6,6 +6,7 @@ The public names are imported when first used, so that `import quire` costs mill
 from __future__ import annotations
 
 from quire.lazy_attributes import lazy_attributes
+from quire.version import __version__
 
 TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from quire.sampling_params import SamplingParams
     from quire.structured_outputs import StructuredOutputsParams
 
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -81,6 +81,7 @@ __all__ = [
     "StructuredOutputConfig",
     "StructuredOutputsParams",
     "TextStreamer",
+    "__version__",
 ]
 
 _HOMES = {

@@ -20,6 +20,7 @@ from quire.server.batches import handlers, input_lines, job, records, service, u
 from quire.server.batches.directory import BatchDirectory
 from quire.server.batches.input_lines import InputCheck
 from quire.server.batches.results import ResultFile
+from quire.server.serve import close_state, start_state
 from quire.server.wire.leniency import HEADER
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -40,7 +41,7 @@ async def serving(llm, directory, *, log=None, strict=False, **config):
     """Yield a client of a server with files and batches in `directory`, and its application."""
     batches = BatchConfig(batch_dir=str(directory), **config)
     app = create_app(llm, ServerConfig(batches=batches, strict=strict), log=log)
-    await app.state.context.start(app)
+    await start_state(app)
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
     client = openai.AsyncOpenAI(
         base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
@@ -49,7 +50,7 @@ async def serving(llm, directory, *, log=None, strict=False, **config):
     try:
         yield client
     finally:
-        await app.state.context.close()
+        await close_state(app)
 
 
 @pytest.fixture
@@ -247,7 +248,7 @@ async def test_a_client_that_leaves_within_an_upload(client, tmp_path):
     await client.app(scope, receive, send)
     assert sent[0]["status"] == 499
     assert not list((tmp_path / "batches" / "files").iterdir())
-    assert client.app.state.context.batches.stored.has_room("", BatchConfig().max_stored_file_bytes)
+    assert client.app.state.batches.stored.has_room("", BatchConfig().max_stored_file_bytes)
 
 
 async def test_files_are_bounded(llm, tmp_path, monkeypatch):
@@ -515,7 +516,7 @@ async def test_tenants_see_their_own(llm, tmp_path):
         api_keys_file=str(tmp_path / "keys.toml"), batches=BatchConfig(batch_dir=str(tmp_path / "batches"))
     )
     app = create_app(llm, config)
-    await app.state.context.start(app)
+    await start_state(app)
     transport = httpx.ASGITransport(app=app)
     a, b = (
         openai.AsyncOpenAI(
@@ -542,7 +543,7 @@ async def test_tenants_see_their_own(llm, tmp_path):
             await call(theirs)
     assert [one.id for one in (await b.batches.list()).data] == [other.id]
     assert {one.id for one in (await b.files.list()).data} == {other.input_file_id, other.output_file_id}
-    await app.state.context.close()
+    await close_state(app)
 
 
 async def test_a_batch_goes_on_after_a_restart(llm, tmp_path):
@@ -596,7 +597,7 @@ async def test_a_batch_goes_on_when_the_disk_does(client, llm, monkeypatch):
     assert not faults
     assert batch.request_counts.to_dict() == {"total": 6, "completed": 6, "failed": 0}
     assert len(await results(client, batch.output_file_id)) == 6
-    used = client.app.state.context.batches.stored
+    used = client.app.state.batches.stored
     files = [file async for file in await client.files.list()]
     assert used.has_room("", used.limit - sum(file.bytes for file in files))
     assert not used.has_room("", used.limit - sum(file.bytes for file in files) + 1)

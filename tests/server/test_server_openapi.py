@@ -17,6 +17,7 @@ from schemathesis.specs.openapi.checks import (
 
 from quire.config import BatchConfig, ServerConfig
 from quire.server.app import ENDPOINTS, create_app
+from quire.server.serve import start_state
 from quire.server.wire.openapi import limits_in_words, openapi_document
 from unmutated import UNMUTATED
 
@@ -27,7 +28,7 @@ CHECKS = [status_code_conformance, content_type_conformance, response_schema_con
 def schema(tmp_path_factory):
     batches = BatchConfig(batch_dir=str(tmp_path_factory.mktemp("batches")))
     app = create_app(FakeLLM(), ServerConfig(batches=batches))
-    with served(app, start=lambda: app.state.context.start(app)) as url:
+    with served(app, start=lambda: start_state(app)) as url:
         yield schemathesis.openapi.from_url(f"{url}/openapi.json")
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from typing_extensions import override
 
-import quire
 from quire.cli.manual import ManualCommand, ManualGroup
+from quire.version import __version__
 
 MANUAL = """
 Quire serves large language models: paged KV cache, continuous batching, one command.
@@ -92,7 +92,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"quire {quire.__version__}")
+        typer.echo(f"quire {__version__}")
         raise typer.Exit
 
 

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-import quire
 from quire.config import ServerConfig
 from quire.errors import nearest_name
 from quire.server.anthropic.call import MESSAGE_ENDPOINTS
@@ -40,6 +39,7 @@ from quire.server.wire.answers import encode
 from quire.server.wire.errors import OPENAI_ERRORS, ApiError, as_api_error, error_shape_of
 from quire.server.wire.openapi import Endpoint, docs_page, openapi_document
 from quire.server.wire.paths import MONITORING_PATHS, CanonicalPath
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
@@ -58,8 +58,9 @@ def create_app(
 ) -> Starlette:
     """Return the application that serves `llm`, which must be ready; the caller shuts it down.
 
-    The server's state is at `app.state.context` (`ServerContext`), the log at `app.state.access_log`. The
-    state is to be started before the first request, and closed after the last one.
+    The state is at `app.state.context` (`ServerContext`), the batches are at `app.state.batches`, the log is
+    at `app.state.access_log`. `serve.start_state` comes before the first request,
+    `serve.close_state` after the last one.
 
     Args:
         llm: the engine's front door.
@@ -76,7 +77,7 @@ def create_app(
     """
     directory = batch_directory or opened_directory(config)
     batches = None if directory is None else Batches(directory, config.batches)
-    context = ServerContext(llm, config, tenants, sampling_defaults, tracing=tracing, batches=batches)
+    context = ServerContext(llm, config, tenants, sampling_defaults, tracing=tracing)
     openapi, docs = api_documents(config.root_path)
     page = page_files(needs_key=context.tenants.needs_key) if config.page else {}
     routes = [
@@ -91,7 +92,7 @@ def create_app(
         exception_handlers={HTTPException: _answer_unrouted},
     )
     app.router.redirect_slashes = False
-    app.state.context = context
+    app.state.context, app.state.batches = context, batches
     app.state.access_log = log
     return app
 
@@ -99,7 +100,7 @@ def create_app(
 @functools.cache
 def api_documents(root_path: str) -> tuple[bytes, str]:
     """Return what is at /openapi.json and at /docs. Making them takes a tenth of a second, once."""
-    document = openapi_document(ENDPOINTS, quire.__version__, root_path)
+    document = openapi_document(ENDPOINTS, __version__, root_path)
     return encode(document), docs_page(document)
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-import quire
 from quire.config import ServerConfig
 from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.formats import FORMATS, format_of_template
@@ -24,12 +23,10 @@ from quire.server.storage.response_store import ResponseStore
 from quire.server.tenancy.tenants import Tenant, Tenants
 from quire.server.wire.errors import ApiError
 from quire.server.wire.leniency import IgnoredNames, Leniency
+from quire.version import __version__
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
     from quire.front.async_llm import AsyncLLM
-    from quire.server.batches.service import Batches
     from quire.server.metrics.tracing import Tracing
 
 
@@ -52,7 +49,6 @@ class ServerContext:
         tenants: that `config` names; None: they are read here.
         sampling_defaults: likewise.
         tracing: traces calls; None: they are not traced.
-        batches: files and batches; None: there are none.
     """
 
     def __init__(
@@ -63,13 +59,12 @@ class ServerContext:
         sampling_defaults: SamplingDefaults | None = None,
         *,
         tracing: Tracing | None = None,
-        batches: Batches | None = None,
     ) -> None:
         self.llm = llm
         self.config = config
         self.sampling_defaults = sampling_defaults or read_sampling_defaults(config, llm.model_path)
         self.model_names = tuple(dict.fromkeys(config.served_model_name)) or (llm.info.model,)
-        self.version = quire.__version__
+        self.version = __version__
         self.started_at = int(time.time())
         self.calls = LiveCalls()
         self.ignored_names = IgnoredNames()
@@ -80,23 +75,11 @@ class ServerContext:
         self.background = BackgroundResponses()
         self.event_logs = EventLogs()
         self.responses = _response_store(config)
-        self.batches = batches
         identity = f"{self.version}|{llm.info.model}|{llm.info.dtype}|{llm.info.vocab_size}"
         self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()
 
-    async def start(self, app: Starlette) -> None:
-        """Go on with what a server before this one has left; `app` is the one whose context this is.
-
-        Raises:
-            ApiError, OSError: it cannot be read.
-        """
-        if self.batches is not None:
-            await self.batches.start(app)
-
     async def close(self) -> None:
         """Store what is still being generated, and close what is open."""
-        if self.batches is not None:
-            await self.batches.close()
         await self.background.close()
         if self.responses is not None:
             await self.responses.close()

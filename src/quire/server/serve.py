@@ -148,13 +148,30 @@ async def _serve_until_stopped(
         try:
             if await finished_unless_set(stop.graceful, llm.wait_until_ready()):
                 app = make_app()
-                await app.state.context.start(app)
+                await start_state(app)
                 spare_full_collections()
                 async with listening.with_current_certificate(), _monitored(app.state.context, monitoring):
                     await _serve_engine(app, listening, stop)
-                    await app.state.context.close()
+                    await close_state(app)
         finally:
             await llm.shutdown(end_timeout=0.0 if stop.immediate.is_set() else _END_TIMEOUT)
+
+
+async def start_state(app: Starlette) -> None:
+    """Go on with the batches that a server before this one has left.
+
+    Raises:
+        ApiError, OSError: they cannot be read.
+    """
+    if app.state.batches is not None:
+        await app.state.batches.start(app)
+
+
+async def close_state(app: Starlette) -> None:
+    """Store what is still being generated, and close what is open."""
+    if app.state.batches is not None:
+        await app.state.batches.close()
+    await app.state.context.close()
 
 
 def spare_full_collections() -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-import quire
 from quire.cli.bench.measurements import RequestRecord
 from quire.cli.console import in_flags
 from quire.errors import ConfigError
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -75,7 +75,7 @@ class BenchmarkReport:
             "benchmark": self.benchmark,
             "model": self.model,
             "versions": {
-                "quire": quire.__version__,
+                "quire": __version__,
                 "torch": version("torch"),
                 "python": platform.python_version(),
             },

@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-import quire
 from quire.kernels.devices.memory import map_large_pages
 from quire.models.checkpoints.gguf.location import find_gguf, parts_of
 from quire.models.checkpoints.safetensors import weight_files
+from quire.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def cache_key(path: Path, **settings: Any) -> str:
     files = [path / "config.json", *weight_files(path)] if gguf is None else parts_of(gguf)
     identity = {
         "files": [_identity(file.resolve()) for file in files],
-        "version": (quire.__version__, PACKING_VERSION),
+        "version": (__version__, PACKING_VERSION),
         "torch": torch.__version__,
         **settings,
     }

@@ -23,7 +23,7 @@ from quire.server.batches.answers import (
 from quire.server.batches.body import BatchQuery, BatchRequest, FileQuery, FileUpload
 from quire.server.batches.directory import disk_failure
 from quire.server.batches.service import Batches
-from quire.server.context import context_of, leniency_of, tenant_of
+from quire.server.context import leniency_of, tenant_of
 from quire.server.wire.answers import json_response
 from quire.server.wire.errors import ApiError
 from quire.server.wire.leniency import Leniency
@@ -257,7 +257,7 @@ def _current(batches: Batches, tenant: str, batch: Batch) -> Batch:
 
 
 def _batches_of(request: Request) -> Batches:
-    batches = context_of(request).batches
+    batches: Batches | None = request.app.state.batches
     if batches is None:
         raise ApiError(
             404,

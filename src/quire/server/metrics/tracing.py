@@ -17,9 +17,9 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from typing_extensions import override
 
-import quire
 from quire.request_output import RequestOutput
 from quire.server.wire.errors import ApiError
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -174,5 +174,5 @@ class _OncePerInterval(logging.Filter):
 
 def _resource() -> Resource:
     """Return what all spans are of; the environment may name the service otherwise (OTEL_SERVICE_NAME)."""
-    own = {"service.name": "quire", "service.version": quire.__version__}
+    own = {"service.name": "quire", "service.version": __version__}
     return Resource.create(own).merge(OTELResourceDetector().detect())
