@@ -159,7 +159,7 @@ def test_layers_that_differ_are_replaced_with_the_numbers_that_depend_on_them():
     assert odd.replace(batch_size=7).layers == odd.layers
     with pytest.raises(ValueError, match="layers has 2 entries, and num_hidden_layers is 5"):
         odd.replace(num_hidden_layers=5)
-    with pytest.raises(ValueError, match="num_kv_heads is 4, and the most of any of the layers is 2"):
+    with pytest.raises(ValueError, match="num_kv_heads is 4, and the maximum over the layers is 2"):
         odd.replace(num_kv_heads=4)
 
 

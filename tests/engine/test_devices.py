@@ -177,7 +177,7 @@ def test_float8_is_for_gpus_that_have_it(mini: ModelConfig, monkeypatch: pytest.
         ):
             chosen(**{name: "fp8"})
     capabilities(monkeypatch, (9, 0), (8, 6))
-    with pytest.raises(ConfigError, match=r"from compute capability 8\.9 on, and this one's is 8\.6"):
+    with pytest.raises(ConfigError, match=r"needs compute capability 8\.9, but this GPU has 8\.6"):
         chosen(quantization="fp8", tensor_parallel_size=2)
     assert chosen(quantization="fp8") == ("cuda", "triton")
     config = on_one_device(EngineConfig(kv_cache_dtype="fp8", dtype="bfloat16"))

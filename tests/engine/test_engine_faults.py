@@ -193,7 +193,7 @@ def test_a_scheduler_in_disorder_ends_the_engine(engine, monkeypatch):
 
     monkeypatch.setattr(engine.core.scheduler, "schedule", faulty)
     engine.loop.handle(request("a"))
-    with pytest.raises(EngineDeadError, match="in disorder: ZeroDivisionError: no luck; then Asser"):
+    with pytest.raises(EngineDeadError, match="inconsistent: ZeroDivisionError: no luck; then Asser"):
         engine.core.step()
 
 

@@ -296,4 +296,4 @@ def test_a_thread_that_fails_blocks_neither_publishing_nor_closing(caplog, monke
     assert num_queued(publisher) <= 3
     publisher.close()
     publisher.close()
-    assert "not published any more" in caplog.text
+    assert "no longer published" in caplog.text

@@ -516,7 +516,7 @@ def test_a_transfer_id_is_used_once(pair):
         ({"use_cache_eviction": True}, "role is 'decode', but"),
         ({"kv_transports": "pigeon"}, "kv_transports is 'pigeon'"),
         ({"role": "prefill", "kv_transfer_host": "0.0.0.0"}, "cannot connect to"),
-        ({"role": "prefill", "kv_transfer_host": "here"}, "no IPv4 address"),
+        ({"role": "prefill", "kv_transfer_host": "here"}, "not an IPv4 address"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, message):
@@ -638,7 +638,7 @@ def test_addresses_of_equals_are_checked(value):
 
 
 def test_at_most_so_many_equals_are_asked():
-    with pytest.raises(ConfigError, match="has 17 addresses, but at most 16"):
+    with pytest.raises(ConfigError, match="has 17 addresses; the maximum is 16"):
         LLM("mini", kv_peers=",".join(["10.0.0.2:7000"] * 17), **OPTIONS)
 
 

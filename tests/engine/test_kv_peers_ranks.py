@@ -181,7 +181,7 @@ def test_engines_of_other_kv_are_not_linked(checkpoint, alone, caplog):
 
 
 def test_kv_heads_must_divide():
-    reason = "tensor_parallel_size is 4, among which the 2 KV heads .* cannot be divided .* set it to 1, 2$"
+    reason = "tensor_parallel_size is 4, which does not divide the 2 KV heads .* set it to 1, 2$"
     for options in ({"role": "decode"}, {"kv_transfer_port": 7000}):
         with pytest.raises(ConfigError, match=reason):
             LLM("mini", tensor_parallel_size=4, **OPTIONS, **options)

@@ -252,7 +252,7 @@ def test_the_engine_after_one_has_as_many_blocks_if_they_fit(qwen: ModelConfig, 
     assert not caplog.text
     fewer = plan_memory_again(EngineConfig(), qwen, before.num_blocks, available_bytes=3 * GB)
     assert fewer == plan(qwen, gigabytes=3)
-    assert "smaller than that of the engine before" in caplog.text
+    assert "smaller than the previous engine's" in caplog.text
 
 
 def test_a_given_size_is_that_of_each_engine(qwen: ModelConfig):

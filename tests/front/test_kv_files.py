@@ -134,9 +134,9 @@ def test_kv_that_was_computed_otherwise_is_refused_with_the_reason(saved, tmp_pa
     made = options.get("model")
     options = {**options, **({"model": made(tmp_path)} if made else {})}
     with open_llm(**options) as llm:
-        with pytest.raises(KVFileError, match=r"computed otherwise: ") as refused:
+        with pytest.raises(KVFileError, match=r"does not belong to this engine; different: ") as refused:
             llm.restore_kv(saved[0])
-        reasons = str(refused.value).split("computed otherwise: ")[1]
+        reasons = str(refused.value).split("does not belong to this engine; different: ")[1]
         assert f"{differing} (" in reasons
         assert ("block size (" in reasons) == (differing == "block size")
         assert llm.stats().kv_connector.num_stored_blocks == 0
@@ -229,7 +229,7 @@ def test_only_regular_files_are_read_and_replaced(tmp_path):
     os.mkfifo(pipe)
     with open_llm() as llm:
         for call in (lambda: llm.save_kv(PROMPT, pipe), lambda: llm.restore_kv(pipe)):
-            with pytest.raises(KVFileError, match="pipe is no regular file"):
+            with pytest.raises(KVFileError, match="pipe is not a regular file"):
                 call()
     assert pipe.is_fifo()
 

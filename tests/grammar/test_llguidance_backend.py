@@ -271,7 +271,7 @@ def test_a_finished_grammar_allows_only_the_end():
 
 def test_a_token_that_ends_the_output_is_no_part_of_it():
     end = TOKENIZER.token_text(EOS[0])
-    with pytest.raises(InvalidRequestError, match="only a token that ends the output can follow"):
+    with pytest.raises(InvalidRequestError, match="allows only a token that ends the output"):
         compiled(grammar=f"start: {end}")
     assert walk(compiled(choice=[end]), random.Random(1)) == end, "spelled with other tokens"
     grammar = compiled(grammar=f'start: "a" {end} | "ab"')

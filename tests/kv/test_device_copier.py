@@ -310,7 +310,7 @@ def test_where_the_device_cannot_be_held_the_host_waits(caplog):
     assert (bench.cache[20].view(torch.uint8) == 9).all()
     bench.device.failing = {"hold": 1, "wait": 1}
     copy.hold_steps()
-    assert "could not be held" in caplog.text
+    assert "could not make the device wait" in caplog.text
 
 
 def test_a_step_that_the_device_refuses_fails_and_the_next_one_is_as_any():

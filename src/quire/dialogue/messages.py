@@ -107,7 +107,7 @@ def _part(part: Any, path: str) -> dict[str, str]:
     if kind not in ("text", "refusal"):
         told = f"the type {kind!r:.80}" if isinstance(part, Mapping) else f"the value {part!r:.80}"
         raise _refusal(
-            f"{path} has {told}; its type must be text, as images, audio, video and files are not taken"
+            f"{path} has {told}; its type must be text; images, audio, video and files are not supported"
         )
     return {"type": "text", "text": _text(part, kind, path)}
 

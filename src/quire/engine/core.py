@@ -168,8 +168,8 @@ class EngineCore:
         _refuse_if_never_queued(request, len(queued), self._scheduler_config)
         if request.sampling_params.structured_outputs is not None and not self._reads_grammars:
             raise InvalidRequestError(
-                "the engine's scheduler does not define get_grammar_bitmask(), without which there are no "
-                "structured outputs; use another scheduler_cls",
+                "the engine's scheduler does not define get_grammar_bitmask(), which structured outputs "
+                "need; use another scheduler_cls",
                 param="structured_outputs",
             )
         admitted: list[str] = []
@@ -202,7 +202,7 @@ class EngineCore:
         try:
             return self.finish(sequence_ids, status)
         except Exception:
-            logger.exception("the scheduler could not end requests; whatever it makes of them is dropped")
+            logger.exception("the scheduler could not end requests; their later outputs are dropped")
             asked = self._requests if sequence_ids is None else sequence_ids
             return self._requests.end(asked, FinishReason.of(status), None)
 
@@ -221,10 +221,7 @@ class EngineCore:
             self.ranks.raise_failure()
         num_failed = self._stepper.num_failed_steps
         if num_failed > MOST_FAILED_STEPS:
-            raise EngineDeadError(
-                f"{num_failed} steps have failed in a row, and none computed anything in between; the log "
-                "has the reason of each"
-            )
+            raise EngineDeadError(f"{num_failed} steps have failed in a row; the log has the reasons")
         try:
             outputs, progressed = self._stepper.step()
             is_failed = self._stepper.num_failed_steps > num_failed
@@ -254,7 +251,7 @@ class EngineCore:
         try:
             self.scheduler.add_request(Request(PROBE_ID, [0], params, is_resumed=True))
         except Exception:
-            logger.exception("the scheduler does not take the request by which a failed step is tried again")
+            logger.exception("the scheduler refused the probe after a failed step")
             return
         self._probes = True
         self._requests[PROBE_ID] = [PROBE_ID]
@@ -278,7 +275,7 @@ class EngineCore:
         self._stepper.num_failed_steps += 1
         is_withdrawn = isinstance(error, StepWithdrawnError)
         if is_withdrawn and self._stepper.num_failed_steps < MOST_WITHDRAWN_STEPS:
-            logger.error("a step was taken back; its requests go on", exc_info=error)
+            logger.error("a step was rolled back; its requests continue", exc_info=error)
             return []
         logger.error("a step could not be planned or applied; all requests end", exc_info=error)
         try:
@@ -287,7 +284,7 @@ class EngineCore:
             self.scheduler.check_invariants()
         except Exception as consequence:
             raise EngineDeadError(
-                f"a step failed and has left the scheduler in disorder: {type(error).__name__}: {error}; "
+                f"a step failed and left the scheduler inconsistent: {type(error).__name__}: {error}; "
                 f"then {type(consequence).__name__}: {consequence}"
             ) from error
         return outputs
@@ -315,7 +312,7 @@ class EngineCore:
         try:
             return ask()
         except Exception:
-            logger.exception("the scheduler does not say what there is to do")
+            logger.exception("the scheduler could not report whether it has work")
             return default
 
     def stats(self) -> SchedulerStats:
@@ -413,7 +410,7 @@ class EngineCore:
         except Exception:
             if not self._stats_failure_is_logged:
                 self._stats_failure_is_logged = True
-                logger.exception("the KV connector has no statistics")
+                logger.exception("the KV connector could not report its statistics")
             return None
 
     def _close_ranks(self) -> None:
@@ -424,7 +421,7 @@ class EngineCore:
         try:
             self._warmer.resume()
         except Exception:  # no thread can be started, for one
-            logger.exception("the KV blocks that come next get no memory ahead of time")
+            logger.exception("could not touch the memory of the next KV blocks")
 
     def _publish_kv_events(self) -> None:
         if self._kv_events is not None and self._publisher is not None:

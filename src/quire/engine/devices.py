@@ -132,8 +132,8 @@ def _check_gpus(config: EngineConfig) -> None:
         )
     if not has_nccl():
         raise ConfigError(
-            f"EngineConfig.tensor_parallel_size is {size}, but this build of torch has no NCCL, through "
-            "which GPUs exchange tensors; set it to 1, install torch's build for CUDA on Linux, or set "
+            f"EngineConfig.tensor_parallel_size is {size}, but this build of torch lacks NCCL, which "
+            "GPUs need to exchange tensors; set it to 1, install torch's build for CUDA on Linux, or set "
             "EngineConfig.device to 'cpu'"
         )
 
@@ -145,7 +145,7 @@ def _refuse_kernels_elsewhere(obstacle: str) -> None:
 
     if kernel_set("triton").device != HOST:
         raise ConfigError(
-            f"EngineConfig.kernels is 'triton', which compute on a GPU, but {obstacle}; set kernels to 'auto'"
+            f"EngineConfig.kernels is 'triton', which needs a GPU, but {obstacle}; set kernels to 'auto'"
         )
 
 
@@ -154,7 +154,7 @@ def _refuse_float8(config: EngineConfig, obstacle: str) -> None:
     for name in ("quantization", "kv_cache_dtype"):
         if getattr(config, name) == "fp8":
             raise ConfigError(
-                f"EngineConfig.{name} is 'fp8', with which only the kernels for GPUs compute, but "
+                f"EngineConfig.{name} is 'fp8', which only the kernels for GPUs support, but "
                 f"{obstacle}; set {name} to 'int8'"
             )
 
@@ -169,8 +169,8 @@ def _refuse_float8_on_older_gpus(config: EngineConfig) -> None:
         capability = cuda_capability(config.tensor_parallel_size)
         if capability < _FLOAT8_CAPABILITY:
             raise ConfigError(
-                f"EngineConfig.{name} is 'fp8', which GPUs have from compute capability "
-                f"{dotted(_FLOAT8_CAPABILITY)} on, and this one's is {dotted(capability)}; set it to 'int8'"
+                f"EngineConfig.{name} is 'fp8', which needs compute capability "
+                f"{dotted(_FLOAT8_CAPABILITY)}, but this GPU has {dotted(capability)}; set it to 'int8'"
             )
 
 
@@ -180,7 +180,7 @@ def _refuse_beside_cuda(config: EngineConfig) -> None:
         [shares_by] = config.moves_kv_by
         raise ConfigError(
             f"EngineConfig.tensor_parallel_size is {config.tensor_parallel_size} and "
-            f"EngineConfig.{shares_by} is {getattr(config, shares_by)!r}, but one process moves what engines "
-            "share, and reaches the KV of one GPU only; set one of them to its default, or "
+            f"EngineConfig.{shares_by} is {getattr(config, shares_by)!r}, but engines can "
+            "share the KV of one GPU only; set one of them to its default, or "
             "EngineConfig.device to 'cpu'"
         )

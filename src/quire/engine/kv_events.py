@@ -146,7 +146,7 @@ class KVEventPublisher:
         try:
             self._serve()
         except Exception:
-            logger.exception("KV events are not published any more")
+            logger.exception("KV events are no longer published")
         finally:
             self._is_closing = True
             self._live.close(linger=LINGER)
@@ -174,7 +174,7 @@ class KVEventPublisher:
         try:
             message = (number.to_bytes(8, "big"), self._encode(batch))
         except Exception:
-            logger.exception("a batch of KV events cannot be encoded, and is lost")
+            logger.exception("a batch of KV events could not be encoded, and is lost")
             return
         self._buffer.append(message)
         self._live.send_multipart((TOPIC, *message))

@@ -210,7 +210,7 @@ class EngineLoop:
             self._stats_due = now + STATS_INTERVAL
             return self.core.stats()
         except Exception:  # the outputs of the step are not to be lost
-            logger.exception("there are no statistics of a step")
+            logger.exception("could not collect the statistics of a step")
             return SchedulerStats() if progressed or idle else None
 
     def _answer(self, call_id: int, make_reply: Callable[[], Reply]) -> None:

@@ -71,7 +71,7 @@ class OwnedRequests(dict[str, Sequence[str]]):
     def _log_fault(self) -> None:
         if not self._has_logged:
             self._has_logged = True
-            logger.exception("the scheduler does not say which requests it has; no more of this is logged")
+            logger.exception("the scheduler could not list its requests; logged once")
 
     def end(
         self, request_ids: Iterable[str], reason: FinishReason, error: str | None

@@ -261,7 +261,7 @@ def describe_failure(error: Exception) -> str:
 
 def _failed(scheduled: SchedulerOutput, error: Exception) -> ModelRunnerOutput:
     logger.error(
-        "computing a step failed; its %d requests are tried again, in parts",
+        "computing a step failed; its %d requests are retried in parts",
         len(scheduled.request_ids),
         exc_info=error,
     )

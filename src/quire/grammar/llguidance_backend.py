@@ -91,7 +91,7 @@ class LLGuidanceBackend:
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
             if any(token >= num_tokens for token in matcher.compute_ff_tokens()):
-                raise ValueError("the model has no tokens for the text with which the output must begin")
+                raise ValueError("the model has no tokens for the required beginning of the output")
             grammar = LLGuidanceGrammar(
                 matcher, eos_token_ids, num_tokens, tokenizer.vocab_size, num_bytes=num_bytes
             )
@@ -267,7 +267,7 @@ class LLGuidanceGrammar:
             row.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
         if not row.any():
             raise InvalidRequestError(
-                "only a token that ends the output can follow, where the output is not complete; leave such "
+                "the grammar allows only a token that ends the output before it is complete; leave such "
                 "tokens out of the grammar",
                 param="structured_outputs",
             )

@@ -136,7 +136,7 @@ def _refuse_what_is_not_computed(hf: HFConfig, layer_types: Sequence[str]) -> No
         raise ModelError("config.json asks for bidirectional attention; Quire serves causal decoders only")
     if hf.get("per_layer_config"):
         raise ModelError(
-            "config.json has a per_layer_config; Quire reads no layers that differ in other entries"
+            "config.json has a per_layer_config; layers that differ in other entries are not supported"
         )
     for name in _COUNTS:
         if hf.get(name) is None:
@@ -182,12 +182,12 @@ def _check(config: ModelConfig) -> None:
 def _check_experts(experts: ExpertsConfig, num_layers: int) -> None:
     if num_layers * experts.num_experts > MAX_LAYERS_TIMES_EXPERTS:
         raise ModelError(
-            f"{num_layers} layers of {experts.num_experts} experts are more than the "
-            f"{MAX_LAYERS_TIMES_EXPERTS} in all that Quire loads"
+            f"{num_layers} layers of {experts.num_experts} experts exceed the limit of "
+            f"{MAX_LAYERS_TIMES_EXPERTS} in total"
         )
     if experts.experts_per_token > experts.num_experts:
         raise ModelError(
-            f"each token goes to {experts.experts_per_token} experts, of which there are "
+            f"each token goes to {experts.experts_per_token} experts, but there are only "
             f"{experts.num_experts}"
         )
 
@@ -344,9 +344,7 @@ def _gemma2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _gemma3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     if hf.get("attn_logit_softcapping"):
-        raise ModelError(
-            "config.json has attn_logit_softcapping, which Gemma 3 in transformers computes without"
-        )
+        raise ModelError("config.json has attn_logit_softcapping, which Gemma 3 in transformers ignores")
     pattern = hf.get("sliding_window_pattern", 6)
     normed = _gemma2(hf, base).changed(AttentionConfig, qk_norm="head")
     return _with_two_ropes(hf, normed, _layer_windows(hf, lambda layer: (layer + 1) % pattern != 0))

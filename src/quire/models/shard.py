@@ -82,8 +82,8 @@ def check_divisible(config: ModelConfig, size: int) -> None:
     smallest = min([config.vocab_size, *(length for weight in weights for length, _ in weight.sections)])
     if smallest < size:
         raise ConfigError(
-            f"EngineConfig.tensor_parallel_size is {size}, more than the {smallest} features or tokens that "
-            "the smallest matrix of this model has; lower it to that"
+            f"EngineConfig.tensor_parallel_size is {size}, but the smallest matrix of this model has only "
+            f"{smallest} features or tokens; lower it to that"
         )
 
 
@@ -98,7 +98,7 @@ def check_kv_divisible(config: ModelConfig, size: int) -> None:
     if odd:
         possible = [str(n) for n in range(1, min(counts) + 1) if not any(count % n for count in counts)]
         raise ConfigError(
-            f"EngineConfig.tensor_parallel_size is {size}, among which the {odd[0]} KV heads of this model "
-            "cannot be divided evenly, as they must be to share KV with other engines (EngineConfig.role, "
+            f"EngineConfig.tensor_parallel_size is {size}, which does not divide the {odd[0]} KV heads of "
+            "this model, as sharing KV with other engines requires (EngineConfig.role, "
             f"kv_peers, kv_transfer_port); set it to {', '.join(possible)}"
         )

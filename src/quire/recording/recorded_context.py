@@ -113,7 +113,7 @@ class ContextPlayer(ContextAnswers):
             raise self._diverged
         if self._position < len(self._answers):
             recorded = self._answers[self._position]
-            raise DivergedError(f"asked for nothing more; when recorded, for {_named(recorded)}")
+            raise DivergedError(f"asked for nothing more; the recording has {_named(recorded)}")
 
     @override
     def ask(self, question: str, subject: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -133,10 +133,10 @@ class ContextPlayer(ContextAnswers):
     def _next_answer(self, question: str, subject: str) -> Answer:
         asked = _named(Answer(question, subject))
         if self._position >= len(self._answers):
-            raise self._diverge(f"asked for {asked}; when recorded, for nothing more")
+            raise self._diverge(f"asked for {asked}; the recording has nothing more")
         answer = self._answers[self._position]
         if (question, subject) != (answer.question, answer.subject):
-            raise self._diverge(f"asked for {asked}; when recorded, for {_named(answer)}")
+            raise self._diverge(f"asked for {asked}; the recording has {_named(answer)}")
         self._position += 1
         return answer
 

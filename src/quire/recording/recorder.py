@@ -213,7 +213,7 @@ class RecordingScheduler(SchedulerInterface):
         try:
             return record()
         except Exception:
-            logger.exception("the recording ends here, because it cannot be written; serving goes on")
+            logger.exception("the recording stops, because it cannot be written; serving continues")
             writer, self._writer = self._writer, None
             with contextlib.suppress(OSError):  # it writes its buffer once more
                 writer.close()

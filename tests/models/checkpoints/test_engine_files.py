@@ -62,10 +62,10 @@ def test_a_given_template_is_used(is_file: bool, tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "refusal"),
     [
-        ("no-such.jinja", "is no file and no template"),
+        ("no-such.jinja", "neither a file nor a template"),
         ("{% if %}", "not valid jinja2"),
         ("{{ x }}" * MAX_TEMPLATE_BYTES, "characters; at most"),
-        (str(MINI), "is no file and no template"),
+        (str(MINI), "neither a file nor a template"),
         (str(MINI / "model.safetensors"), "at most 262144 are read"),
     ],
     ids=["missing", "invalid", "long", "directory", "large"],

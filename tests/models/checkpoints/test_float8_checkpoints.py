@@ -319,9 +319,9 @@ def model(tmp_path: Path) -> Path:
     [
         ("weight_scale_inv", torch.ones(2, 2), r"weight_scale_inv has shape \[2, 2\]; \[3, 2\] is needed"),
         ("weight_scale_inv", torch.tensor(1.0), r"weight_scale_inv has shape \[\]; \[3, 2\] is needed"),
-        ("weight_scale_inv", torch.full((3, 2), torch.nan), "no scales: infinite or NaN"),
-        ("weight_scale_inv", torch.full((3, 2), torch.inf), "no scales: infinite or NaN"),
-        ("weight_scale_inv", torch.full((3, 2), -1.0), "no scales: negative"),
+        ("weight_scale_inv", torch.full((3, 2), torch.nan), "invalid scales: infinite or NaN"),
+        ("weight_scale_inv", torch.full((3, 2), torch.inf), "invalid scales: infinite or NaN"),
+        ("weight_scale_inv", torch.full((3, 2), -1.0), "invalid scales: negative"),
         (
             "weight_scale_inv",
             torch.full((3, 2), 127).byte(),

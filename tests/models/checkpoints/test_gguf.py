@@ -206,7 +206,7 @@ def test_scales_of_blocks_are_finite_numbers(number: int, wrong: float, tmp_path
         with np.errstate(invalid="ignore"):
             meant = gguf.quants.dequantize(octets.reshape(5, -1), quantization)
         assert not np.isfinite(meant[3]).all()
-        message = rf"blk\.0\.ffn_down\.weight in .*m\.gguf .*{kind.name} have numbers that are no scales"
+        message = rf"blk\.0\.ffn_down\.weight in .*m\.gguf .*{kind.name} have invalid scales"
         with pytest.raises(ModelError, match=message):
             GGUFWeights(tmp_path / "m.gguf").read("model.layers.0.mlp.down_proj.weight", meant.shape)
 

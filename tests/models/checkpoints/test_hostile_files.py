@@ -86,7 +86,7 @@ def test_links_that_leave_the_directory_are_refused(name: str, target: str, copy
 def test_only_regular_files_are_read(name: str, make: Callable[[Path], None], copy: Path) -> None:
     (copy / name).unlink(missing_ok=True)
     make(copy / name)
-    with pytest.raises(ModelError, match="no regular file"):
+    with pytest.raises(ModelError, match="not a regular file"):
         read_all(copy)
 
 

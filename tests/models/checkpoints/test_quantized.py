@@ -521,8 +521,8 @@ def test_packed_numbers_of_another_type_are_refused(gptq_model: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "dtype", "message"),
     [
-        (torch.nan, torch.float16, "numbers that are no scales: infinite or NaN"),
-        (-torch.inf, torch.float32, "numbers that are no scales: infinite or NaN"),
+        (torch.nan, torch.float16, "invalid scales: infinite or NaN"),
+        (-torch.inf, torch.float32, "invalid scales: infinite or NaN"),
         (127, torch.uint8, r"stored as torch\.uint8; a floating-point type is needed"),
     ],
 )

@@ -63,9 +63,9 @@ def copy_blocks_between(
             f"{source.desc} cannot be copied to {target.desc}: tensors, data type or size of blocks differ"
         )
     if len(np.unique(to_blocks)) != len(to_blocks):
-        raise invalid("a block is a destination twice")
+        raise invalid("two blocks have the same destination")
     for cache, blocks in ((source, from_blocks), (target, to_blocks)):
         if int(blocks.max(initial=0)) >= cache.desc.batch_size:
-            raise invalid(f"there is a block {blocks.max()}, which is not among {cache.desc.batch_size}")
+            raise invalid(f"block {blocks.max()} is out of range: there are {cache.desc.batch_size}")
     block_bytes = source.desc.slot_bytes
     target.memory.copy_blocks_from(source.memory, block_bytes, from_blocks.tolist(), to_blocks.tolist())

@@ -67,7 +67,9 @@ def _require_apart(desc: CacheDesc, addresses: Sequence[int]) -> None:
         raise invalid(f"there are {len(addresses)} addresses for a cache of {desc.num_tensors} tensors")
     for one in addresses:
         if not 0 < one <= 2**64 - desc.tensor_bytes or one % desc.data_type.itemsize:
-            raise invalid(f"{one:#x} is no address of a tensor of {desc.tensor_bytes} bytes, or not aligned")
+            raise invalid(
+                f"{one:#x} is not the address of a tensor of {desc.tensor_bytes} bytes, or not aligned"
+            )
     for one, following in itertools.pairwise(sorted(addresses)):
         if following - one < desc.tensor_bytes:
             raise invalid(f"the tensors of {desc.tensor_bytes} bytes at {one:#x} and {following:#x} overlap")
@@ -103,7 +105,7 @@ def _device_bytes(address: int, num_bytes: int, device: torch.device) -> torch.T
     try:
         tensor = torch.as_tensor(_CudaArray(address, num_bytes), device=device)
     except RuntimeError as error:
-        raise invalid(f"{address:#x} is no address on {device}: {error}") from error
+        raise invalid(f"{address:#x} is not an address on {device}: {error}") from error
     if tensor.data_ptr() != address:
         raise invalid(f"{address:#x} is memory of another device than {device}")
     return tensor

@@ -130,7 +130,7 @@ class LLMDataDist:
         checked, deadline = _checked_link_arguments(clusters, timeout)
         session = self._opened()
         if self._role is LLMRole.PROMPT:
-            logger.warning("a PROMPT is linked to; call link_clusters on the DECODER")
+            logger.warning("a PROMPT makes no links; call link_clusters on the DECODER")
             return one_for_all(LLMStatusCode.LLM_PARAM_INVALID, checked)
         if len(checked) > MAX_CLUSTERS:
             return one_for_all(LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT, checked)

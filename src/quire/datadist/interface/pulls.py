@@ -64,7 +64,7 @@ class Pull:
         if self.cache.memory.is_lost:
             raise failure(
                 LLMStatusCode.LLM_FAILED,
-                f"cache {self.cache.cache_id} may still be written to by a transfer that could not be ended; "
+                f"cache {self.cache.cache_id} may still be written to by a transfer that was not cancelled; "
                 "use another cache, and restart this process soon",
             )
         link.pull(self.request, self.cache.memory, self.spans, deadline)
@@ -167,7 +167,7 @@ def _paired_pulls(
     if len(source_blocks) != len(target_blocks):
         raise invalid(f"there are {len(source_blocks)} source blocks for {len(target_blocks)} destinations")
     if len(source_blocks) and int(source_blocks.max()) > OFFSET.greatest:
-        raise invalid(f"there is a source block {source_blocks.max()}, which no cache has")
+        raise invalid(f"source block {source_blocks.max()} is out of range")
     tensors, source_layers = transferred_layers(cache, options, is_source=False)
     order = np.argsort(target_blocks)  # so that neighbours stand beside each other
     sources = source_blocks[order].astype(np.int64)
@@ -222,7 +222,7 @@ def _require_blocks(cache: Cache, target_blocks: npt.NDArray[np.uint64]) -> None
     if len(target_blocks) and int(target_blocks.max()) >= cache.desc.batch_size:
         raise invalid(f"there is a destination block {target_blocks.max()} of {cache.desc.batch_size} blocks")
     if len(np.unique(target_blocks)) != len(target_blocks):
-        raise invalid("a block is a destination twice")
+        raise invalid("two blocks have the same destination")
 
 
 def transferred_layers(

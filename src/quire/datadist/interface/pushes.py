@@ -153,9 +153,9 @@ def _require_blocks(
     if len(source_blocks) and int(source_blocks.max()) >= cache.desc.batch_size:
         raise invalid(f"there is a source block {source_blocks.max()} of {cache.desc.batch_size} blocks")
     if len(target_blocks) and int(target_blocks.max()) > OFFSET.greatest:
-        raise invalid(f"there is a destination block {target_blocks.max()}, which no cache has")
+        raise invalid(f"destination block {target_blocks.max()} is out of range")
     if len(np.unique(target_blocks)) != len(target_blocks):
-        raise invalid("a block is a destination twice")
+        raise invalid("two blocks have the same destination")
 
 
 def layer_transfers(
@@ -178,7 +178,7 @@ def layer_transfers(
         LLMException: LLM_PARAM_INVALID.
     """
     if (blocks is not None) != cache.is_blocks:
-        raise invalid("block indices are given for a blocks cache, and for no other")
+        raise invalid("block indices are for blocks caches, which must have them")
     if dst_block_bytes is not None and dst_block_bytes != cache.desc.slot_bytes:
         raise invalid(
             f"dst_block_memory_size is {dst_block_bytes}; blocks have {cache.desc.slot_bytes} bytes"

@@ -145,7 +145,7 @@ class Session:
         """Take another role; listen at an address, and nowhere else."""
         if not self._linking.acquire(timeout=self._options.timeout):
             raise failure(
-                LLMStatusCode.LLM_PROCESSING_LINK, "another call that links or unlinks took all the time"
+                LLMStatusCode.LLM_PROCESSING_LINK, "timed out waiting for another call that links or unlinks"
             )
         try:
             self._switch(role, dataclasses.replace(self._options, address=address))

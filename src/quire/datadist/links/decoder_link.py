@@ -372,7 +372,7 @@ class DecoderLink:
             self._channel.send(Unlink(), deadline)
             self._channel.expect(Unlinked, deadline)
         except OSError as error:
-            logger.warning("PROMPT %s could not be told of the unlinking: %s", self.cluster_id, error)
+            logger.warning("could not tell PROMPT %s about the unlinking: %s", self.cluster_id, error)
             return LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
         return LLMStatusCode.LLM_SUCCESS
 

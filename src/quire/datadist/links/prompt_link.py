@@ -301,7 +301,7 @@ class PromptLink:
                 raise LinkRefusedError(f"the KV differs in {name}: PROMPT {here}, DECODER {there}")
         if self._block_size and request.block_size % self._block_size:
             raise LinkRefusedError(
-                f"blocks of {self._block_size} tokens cannot be put together to the DECODER's of "
+                f"blocks of {self._block_size} tokens cannot be combined into the DECODER's of "
                 f"{request.block_size}: its block_size must be a multiple of the PROMPT's"
             )
 
@@ -339,7 +339,7 @@ class PromptLink:
 
     def _open_reading(self, request: LoanRequest | PrefixRequest) -> LoanReading | CachedReading:
         if self._shared is None:
-            raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "the PROMPT lends nothing")
+            raise failure(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "the PROMPT lends no blocks")
         require_epoch(self._epoch, request.epoch)
         if isinstance(request, PrefixRequest):
             digests = decode_digests(request.digests)

@@ -122,7 +122,7 @@ def _tensors(desc: CacheDesc, request: PullRequest | PushRequest, layer_argument
     require_data_type(desc, request)
     tensors = layer_tensors(layer_argument, request.layers, desc.num_tensors)
     if len(tensors) != request.num_tensors:
-        raise invalid(f"{len(tensors)} tensors of the peer's cache stand against {request.num_tensors}")
+        raise invalid(f"{len(tensors)} tensors of the peer's cache do not match {request.num_tensors}")
     return tensors
 
 
@@ -170,7 +170,7 @@ def block_spans_of(
     num_blocks = desc.batch_size
     is_within = (starts >= 0) & (counts > 0) & (counts <= num_blocks) & (starts <= num_blocks - counts)
     if not is_within.all():
-        raise invalid(f"a block is named that is not among the {num_blocks} of the peer's cache")
+        raise invalid(f"a block is out of range: the peer's cache has {num_blocks}")
     if int(counts.sum()) * desc.slot_bytes != num_bytes:
         raise invalid(f"{int(counts.sum())} blocks are not {num_bytes} bytes")
     return block_spans(tensors, starts, counts, desc.slot_bytes)

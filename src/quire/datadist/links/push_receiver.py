@@ -143,10 +143,12 @@ def hold_target(pool: CachePool[CacheMemory], request: PushRequest) -> SourceHol
         return hold
     hold.end(consume=False)
     if takes_pushes:
-        raise failure(LLMStatusCode.LLM_FAILED, f"cache {cache.cache_id} may still be written to otherwise")
+        raise failure(
+            LLMStatusCode.LLM_FAILED, f"cache {cache.cache_id} may still be written to by another transfer"
+        )
     raise invalid(
-        f"cache {cache.cache_id} was allocated; by keys only registered caches take pushes, others "
-        "by their addresses (transfer_cache_async)"
+        f"cache {cache.cache_id} was allocated; pushes by key need a registered cache, others go "
+        "by address (transfer_cache_async)"
     )
 
 
@@ -162,7 +164,7 @@ def target_spans(hold: SourceHold[CacheMemory], request: PushRequest) -> ByteSpa
         spans = spans_of(hold, request.target, request, layer_argument="dst_layer_range")
     order = np.argsort(spans.offsets)
     if (np.diff(spans.offsets[order]) < spans.lengths[order][:-1]).any():
-        raise invalid("a block is a destination twice")
+        raise invalid("two blocks have the same destination")
     return spans
 
 
@@ -191,14 +193,14 @@ def _addressed_spans(
     tensors, offset = place
     require_data_type(desc, request)
     if request.layers is not None or len(tensors) != request.num_tensors:
-        raise invalid(f"{len(tensors)} addresses stand against {request.num_tensors} tensors")
+        raise invalid(f"there are {len(tensors)} addresses for {request.num_tensors} tensors")
     if cache.is_blocks:
         if offset or not target.runs:
-            raise invalid(f"blocks are named by indices, not from byte {offset} of their tensors on")
+            raise invalid(f"blocks are addressed by index, not by byte offset {offset}")
         return block_spans_of(desc, tensors, target, request.num_bytes)
     left = desc.slot_bytes - offset % desc.slot_bytes
     if target.runs or not 1 <= request.num_bytes <= left:
-        raise invalid(f"{request.num_bytes} bytes do not fit the {left} that are left of the peer's slot")
+        raise invalid(f"{request.num_bytes} bytes do not fit: the peer's slot has {left} left")
     return slot_spans(tensors, offset, request.num_bytes)
 
 

@@ -44,10 +44,10 @@ class ArrivingBlocks:
         start = part.first_block - self._first_block
         stop = start + part.num_blocks
         if not (0 <= start < stop <= len(self._filled)) or part.num_bytes < 1:
-            raise ValueError(f"{part} is not among the blocks that were asked for")
+            raise ValueError(f"{part} is not among the requested blocks")
         filled = self._filled[start:stop]
         if (filled != part.offset).any() or part.offset + part.num_bytes > self._block_bytes:
-            raise ValueError(f"{part} does not continue what has come")
+            raise ValueError(f"{part} does not continue the received blocks")
         filled += part.num_bytes
         return slice(start, stop)
 

@@ -61,7 +61,7 @@ class CachedBlocks:
             if entry is None:
                 raise failure(
                     LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-                    f"of {len(digests)} blocks that were asked for, only the first {len(found)} are cached",
+                    f"only the first {len(found)} of {len(digests)} requested blocks are cached",
                 )
             found.append(entry)
         return CachedReading(self, digests, found, block_bytes)
@@ -109,5 +109,5 @@ class CachedReading:
         """Do as `require_held` says, for some of the blocks."""
         if not self._cached._holds(self._digests[blocks], self._found[blocks]):
             raise failure(
-                LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "a cached block was given up before it was read"
+                LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "a cached block was evicted before it was read"
             )

@@ -211,7 +211,7 @@ class Loans:
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST (there is no such loan), LLM_PARAM_INVALID.
-            ConnectionError: the loan is wanted no more.
+            ConnectionError: the loan is no longer needed.
         """
         with self._changed:
             self._wait_for_offer(name, self._clock() + patience, is_wanted)
@@ -228,7 +228,7 @@ class Loans:
     def _wait_for_offer(self, name: str, deadline: float, is_wanted: Callable[[], bool]) -> None:
         while not self._is_decided(name) and (left := deadline - self._clock()) > 0:
             if not is_wanted():
-                raise ConnectionError(f"loan {name!r} is wanted no more")
+                raise ConnectionError(f"loan {name!r} is no longer needed")
             self._changed.wait(min(left, _CHECK_INTERVAL))
 
     def _is_decided(self, name: str) -> bool:
@@ -279,7 +279,7 @@ class Loans:
                 if left <= 0:
                     raise TimeoutError(f"blocks of loan {reading.name!r} were not computed in time")
                 if not is_wanted():
-                    raise ConnectionError(f"loan {reading.name!r} is wanted no more")
+                    raise ConnectionError(f"loan {reading.name!r} is no longer needed")
                 self._changed.wait(min(left, _CHECK_INTERVAL))
 
     def _end_reading(self, loan: _Loan) -> None:
@@ -308,7 +308,7 @@ class LoanReading:
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST (the loan has ended).
-            OSError: the rest was not ready in time, or is wanted no more.
+            OSError: the rest was not ready in time, or is no longer needed.
         """
         while self._next < self._stop:
             yield self._loans._next_part(self, deadline, is_wanted)

@@ -205,7 +205,7 @@ class NixlDestinationEnd(DestinationEnd):
         held = self._channel.expect(SourceHeld, deadline)
         require_transfer(held.transfer_id, transfer_id)
         if self._use_checksum and held.checksum != checksum:
-            raise ChecksumError(f"{spans.num_bytes} bytes of a transfer have changed on their way")
+            raise ChecksumError(f"{spans.num_bytes} bytes of a transfer have the wrong checksum")
 
     @override
     def shut_down(self) -> None:

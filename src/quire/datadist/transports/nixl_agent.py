@@ -117,7 +117,7 @@ class CallThread:
         """
         overdue = self._overdue
         if overdue is not None and not overdue.done():
-            raise CallFailedError("an earlier call of NIXL has not returned yet")
+            raise CallFailedError("an earlier call of NIXL is still running")
         return self.result(self.submit(function, *arguments), deadline)
 
     def result(self, future: Future[T], deadline: float) -> T:
@@ -128,7 +128,7 @@ class CallThread:
             if future.done():
                 raise  # the function's own
             self._overdue = future
-        raise CallFailedError("a call of NIXL has not returned in time")
+        raise CallFailedError("a call of NIXL timed out")
 
     def end(self) -> None:
         """Let the thread end after the calls that were submitted."""
@@ -187,7 +187,7 @@ class NixlAgent:
         if self._closing is None:
             self._thread.call(deadline, self._forget, memory)
         elif not self.close():
-            raise CallFailedError("NIXL has not ended")
+            raise CallFailedError("NIXL did not shut down")
 
     def connection(self, deadline: float) -> bytes:
         """Return what a peer must load before any region."""
@@ -327,7 +327,7 @@ class NixlAgent:
                 time.sleep(POLL_INTERVAL)
             state = self._agent.check_xfer_state(self._transfer)
         if state != "DONE":
-            raise CallFailedError(f"NIXL says {state!r} of a read")
+            raise CallFailedError(f"NIXL reports {state!r} for a read")
         self._agent.release_xfer_handle(self._transfer)
         self._transfer = None
 

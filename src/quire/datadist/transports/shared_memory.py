@@ -95,7 +95,7 @@ class SharedMemoryTransport(Transport):
     @override
     def open_destination(self, terms: LinkTerms, peer: bytes, deadline: float) -> SharedMemoryDestinationEnd:
         if not peer.startswith(b"\0"):
-            raise ValueError("the peer's address is no abstract name")
+            raise ValueError("the peer's address is not an abstract socket name")
         connection = unix_sockets.connect(peer, deadline)
         try:
             unix_sockets.require_same_user(connection)

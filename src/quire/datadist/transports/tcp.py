@@ -161,7 +161,7 @@ class TcpDestinationEnd(DestinationEnd):
                 memory.arrived(window, views)
             (expected,) = _CHECKSUM.unpack(sockets.receive(connection, _CHECKSUM.size, deadline))
             if checksum.value != expected:
-                raise ChecksumError(f"bytes {start} to {stop} of a transfer have changed on their way")
+                raise ChecksumError(f"bytes {start} to {stop} of a transfer have the wrong checksum")
 
         _move_shares(self._connections, spans.num_bytes, receive_share)
         memory.synchronize()

@@ -68,7 +68,7 @@ def receive_descriptor(connection: socket.socket, deadline: float) -> int:
         OSError: something else came, or the connection has ended.
     """
     if not sockets.is_readable(connection, sockets.seconds_left(deadline)):
-        raise TimeoutError("the peer gave no sign within the time limit")
+        raise TimeoutError("timed out waiting for the peer")
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not descriptors:
         raise ConnectionError("the peer has sent no descriptor")

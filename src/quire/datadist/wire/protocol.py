@@ -427,7 +427,7 @@ def expected(kind: type[M], message: object) -> M:
 def require_transfer(transfer_id: int, expected_id: int) -> None:
     """Raise `ProtocolError` if a message of the peer is about another transfer."""
     if transfer_id != expected_id:
-        raise ProtocolError(f"the peer speaks of transfer {transfer_id}, not {expected_id}")
+        raise ProtocolError(f"the peer names transfer {transfer_id}, not {expected_id}")
 
 
 def _frame(message: msgspec.Struct) -> tuple[bytes, bytes]:

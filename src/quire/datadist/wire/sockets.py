@@ -77,7 +77,7 @@ def seconds_left(deadline: float) -> float:
     """Return the seconds before a deadline; raise `TimeoutError` if it has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("the time limit has passed")
+        raise TimeoutError("timed out")
     return left
 
 
@@ -162,7 +162,7 @@ def _limit(connection: socket.socket, option: int, deadline: float | None) -> No
 
 def _wait(connection: socket.socket, event: int, deadline: float | None) -> None:
     if not _poll(connection, event, None if deadline is None else seconds_left(deadline)):
-        raise TimeoutError("the peer gave no sign within the time limit")
+        raise TimeoutError("timed out waiting for the peer")
 
 
 def _poll(connection: socket.socket, event: int, seconds: float | None) -> bool:

@@ -55,7 +55,7 @@ def _content(writer: GrammarWriter, content: StructuredOutputsParams) -> str:
     """
     if content.json is None:
         raise InvalidRequestError(
-            "structured_outputs and tools go together only where it is a JSON schema; leave out one of them, "
+            "structured_outputs can be combined with tools only if it is a JSON schema; leave one out, "
             "or set tool_choice to none",
             param="structured_outputs",
         )

@@ -146,17 +146,17 @@ def checked_parameters(name: str, parameters: Any) -> Mapping[str, Any]:
         )
     if not isinstance(parameters.get("properties", {}), Mapping):
         raise InvalidRequestError(
-            f"the parameters of tool {name!r} have properties that are no object", param="tools"
+            f"in the parameters of tool {name!r}, properties must be an object", param="tools"
         )
     if not isinstance(parameters.get("required", []), list):
         raise InvalidRequestError(
-            f"the parameters of tool {name!r} have a required that is no list", param="tools"
+            f"in the parameters of tool {name!r}, required must be a list", param="tools"
         )
     try:
         size = len(json.dumps(parameters, allow_nan=False).encode())
     except ValueError:
         raise InvalidRequestError(
-            f"the parameters of tool {name!r} have a number beyond 1.8e308, which is the limit",
+            f"the parameters of tool {name!r} have a number above the limit of 1.8e308",
             param="tools",
         ) from None
     except TypeError as error:

@@ -47,8 +47,8 @@ def loaded_kv_identity(
     identity = kv_identity(config, model_path, model_config, plan)
     if model_files_key(model_path) != files:
         raise KVFileError(
-            f"the files of {model_path} have been replaced since the engine loaded them, so that nobody can "
-            "say what its KV was computed by; start the engine again"
+            f"the files of {model_path} have been replaced since the engine loaded them, so its KV "
+            "cannot be identified; restart the engine"
         )
     return identity
 

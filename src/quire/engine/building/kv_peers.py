@@ -106,7 +106,7 @@ def _asked_addresses(setting: str) -> list[tuple[str, int]]:
     addresses = [_peer_address(setting, part) for part in setting.split(",") if setting]
     if len(addresses) > MAX_ASKED_PEERS:
         raise ConfigError(
-            f"EngineConfig.kv_peers has {len(addresses)} addresses, but at most {MAX_ASKED_PEERS} are asked"
+            f"EngineConfig.kv_peers has {len(addresses)} addresses; the maximum is {MAX_ASKED_PEERS}"
         )
     return addresses
 
@@ -139,7 +139,7 @@ def _address(config: EngineConfig) -> tuple[str, int]:
     try:
         address = ipaddress.IPv4Address(host)
     except ValueError as error:
-        raise ConfigError(f"EngineConfig.kv_transfer_host is {host!r}, which is no IPv4 address") from error
+        raise ConfigError(f"EngineConfig.kv_transfer_host is {host!r}, not an IPv4 address") from error
     if address.is_unspecified:
         raise ConfigError(
             f"EngineConfig.kv_transfer_host is {host!r}, which peers cannot connect to; give the address "

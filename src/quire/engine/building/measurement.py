@@ -128,5 +128,5 @@ def _computed_steps(
         runner = build_runner(config, models, small, connector=None)
         most_recorded_tokens = profile_run(runner, models.target.config.vocab_size, limits)
     if runner.records:
-        logger.info("recording steps with prompts pays up to %d tokens", most_recorded_tokens)
+        logger.info("capturing steps with prompts is worthwhile up to %d tokens", most_recorded_tokens)
     return memory.peak - small.kv_bytes + runner.most_array_bytes, most_recorded_tokens

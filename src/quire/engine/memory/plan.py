@@ -231,7 +231,7 @@ def plan_memory_again(
         try:
             return plan(dataclasses.replace(config, scheduler=pinned))
         except ConfigError as error:
-            logger.warning("the KV cache becomes smaller than that of the engine before: %s", error)
+            logger.warning("the KV cache is smaller than the previous engine's: %s", error)
     return plan(config)
 
 

@@ -239,7 +239,7 @@ class RankedBlocks(IdleBlocks):
             form = _form(rank)
             if form != self._form:
                 if self._form is not None:
-                    raise TypeError(f"it returned {rank!r}, a rank of another form than before")
+                    raise TypeError(f"it returned {rank!r}, which does not compare with its earlier ranks")
                 self._form = form
         except Exception:
             self._replace_policy()
@@ -248,7 +248,7 @@ class RankedBlocks(IdleBlocks):
 
     def _replace_policy(self) -> None:
         logger.exception(
-            "%s %s failed in rank(); until the engine ends, LeastRecentlyUsed takes its place",
+            "%s %s failed in rank(); LeastRecentlyUsed replaces it until the engine ends",
             RETENTIONS.field,
             type(self._policy).__qualname__,
         )

@@ -82,7 +82,7 @@ def kv_head_axis_size(mesh: DeviceMesh | None, partition_axis: PartitionAxis) ->
     if mesh is None or axis is None:
         return 1
     if mesh.device_type != "cpu":
-        raise ValueError(f"mesh is of devices {mesh.device_type!r}; Quire keeps KV in the memory of CPUs")
+        raise ValueError(f"mesh has {mesh.device_type!r} devices; Quire keeps KV in CPU memory")
     names = mesh.mesh_dim_names or ()
     if axis not in names:
         raise ValueError(f"partition_axis.kv_head_axis is {axis!r}; the mesh has the axes {list(names)}")

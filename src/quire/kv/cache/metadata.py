@@ -386,8 +386,8 @@ class PagedAttentionCacheMetaData(PlainData):
         for name, most in _most_of(self.layers).items():
             if getattr(self, name) != most:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}, and the most of any of the layers is {most}; layers "
-                    "that differ from these numbers must be given with them"
+                    f"{name} is {getattr(self, name)}, and the maximum over the layers is {most}; "
+                    "when layers differ, give that maximum"
                 )
 
 

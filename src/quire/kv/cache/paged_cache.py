@@ -143,7 +143,7 @@ class PagedAttentionCache(TensorData):
     def metadata(self) -> PagedAttentionCacheMetaData:
         """What the cache is."""
         if not self.views:
-            raise AttributeError("the cache has no views, so nothing is known of it")
+            raise AttributeError("the cache has no views, so its layout is unknown")
         return self.views[0].metadata
 
     @property

@@ -77,7 +77,7 @@ class BorrowedPrompts:
         num_blocks = -(-(request.num_prompt_tokens - 1) // self._block_size)
         self._borrowed[request.request_id] = _Borrowed(params, peer, num_blocks)
         if peer is None:
-            logger.warning("KV is read from %d peers already, which is the limit", MAX_PEERS)
+            logger.warning("KV is already read from %d peers, the maximum", MAX_PEERS)
         else:
             is_offered = bool(params.remote_engine_id)
             peer.keep(params.transfer_id, request.request_id, is_offered=is_offered)

@@ -237,7 +237,7 @@ class PeerConnector(KVConnector):
         """Raise `EngineDeadError` if a read that could not be ended may still write anywhere in the cache."""
         if self._parts.memory.is_lost:
             raise EngineDeadError(
-                "a read of a peer's KV could not be ended, and may still write to the cache; restart the "
+                "a read of a peer's KV could not be cancelled, and may still write to the cache; restart the "
                 "engine (kv_transports without nixl avoids this)"
             )
         if isinstance(metadata, PeerMetadata):

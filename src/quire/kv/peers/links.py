@@ -68,7 +68,7 @@ class PeerLinks:
             OSError: the peer cannot be linked to, or could not a moment ago.
         """
         if self.is_down:
-            raise ConnectionError("it could not be linked to a moment ago")
+            raise ConnectionError("linking to it has just failed")
         limit = time.monotonic() + LINK_TIMEOUT
         try:
             link = self._open_link(min(deadline, limit))

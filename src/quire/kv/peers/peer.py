@@ -258,9 +258,9 @@ class Peer:
                 for name in released[start:stop]:
                     del untold[name]
         except (LLMException, OSError) as error:
-            logger.warning("peer %s could not be told which loans are needed: %s", self.name, error)
+            logger.warning("could not tell peer %s which loans are needed: %s", self.name, error)
         except Exception:
-            logger.exception("peer %s could not be told which loans are needed", self.name)
+            logger.exception("could not tell peer %s which loans are needed", self.name)
             link.drop()
         finally:
             self._tell_again(untold)
@@ -300,9 +300,9 @@ class Peer:
                 return 0
             return linked.find_prefix(lookup.digests(), deadline)
         except (LLMException, OSError) as error:
-            logger.warning("peer %s could not be asked what it has cached: %s", self.name, error)
+            logger.warning("could not ask peer %s what it has cached: %s", self.name, error)
         except Exception:
-            logger.exception("peer %s could not be asked what it has cached", self.name)
+            logger.exception("could not ask peer %s what it has cached", self.name)
             link.drop()
         return 0
 

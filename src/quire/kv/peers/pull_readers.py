@@ -125,7 +125,7 @@ class PullReaders:
             pull.was_refused = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
             logger.warning("peer %s: the KV of a prompt could not be read: %s", self._peer_name, error)
         except OSError as error:
-            logger.warning("peer %s cannot be linked to: %s", self._peer_name, error)
+            logger.warning("cannot link to peer %s: %s", self._peer_name, error)
         except Exception:
             logger.exception("peer %s: the KV of a prompt could not be read", self._peer_name)
             link.drop()

@@ -74,7 +74,7 @@ def borrowing_params(params: Mapping[str, Any] | None) -> BorrowingParams | None
         ipaddress.IPv4Address(read.remote_host)
     except ValueError as error:
         raise InvalidRequestError(
-            f"remote_host is {read.remote_host!r}, which is no IPv4 address", param="kv_transfer_params"
+            f"remote_host is {read.remote_host!r}, not an IPv4 address", param="kv_transfer_params"
         ) from error
     return read
 

@@ -175,7 +175,7 @@ class BlockMemory:
         try:
             mapping = mmap.mmap(-1, num_places * bytes_per_block, flags=flags)
         except OverflowError as error:
-            raise OSError(f"{num_places * bytes_per_block} bytes are more than can be mapped") from error
+            raise OSError(f"{num_places * bytes_per_block} bytes cannot be mapped") from error
         self.blocks: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8).reshape(num_places, -1)
         self._num_opened = 0  # places that have been taken at least once
         self._free: list[int] = []  # of those

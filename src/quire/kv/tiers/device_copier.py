@@ -152,7 +152,7 @@ class _ArrivingBlock(Generic[Point]):
         try:
             self._device.hold(self._end)
         except Exception:  # then the host has to wait, or the copy has failed and writes nothing any more
-            logger.exception("the device could not be held until a KV block is in place")
+            logger.exception("could not make the device wait for a KV block")
             with contextlib.suppress(Exception):
                 self._end.wait()
 

@@ -78,7 +78,7 @@ class WorkerThreads:
                 thread.start()
             except RuntimeError:  # the system has none to spare; what is submitted next tries again
                 if not self._threads:
-                    logger.warning("no thread of %s can be started; its tasks wait", self._name)
+                    logger.warning("cannot start a thread of %s; its tasks wait", self._name)
                 return
             self._threads.append(thread)
 

@@ -59,7 +59,7 @@ def _template_text(given: str) -> str:
             raise ConfigError(f"ChatTemplateConfig.chat_template: {error}") from None
     if not _ONLY_IN_TEXT & set(given):
         raise ConfigError(
-            f"ChatTemplateConfig.chat_template is {given!r:.200}, which is no file and no template: a "
+            f"ChatTemplateConfig.chat_template is {given!r:.200}, neither a file nor a template: a "
             "template has braces"
         )
     if len(given) > MAX_TEMPLATE_BYTES:

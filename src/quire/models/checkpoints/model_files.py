@@ -41,7 +41,7 @@ def find_file(directory: Path, name: str) -> Path | None:
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise ModelError(f"{file} leads to {real}, outside of the model's directory; copy that file into it")
     if not stat.S_ISREG(state.st_mode):
-        raise ModelError(f"{file} is no regular file")
+        raise ModelError(f"{file} is not a regular file")
     return file
 
 

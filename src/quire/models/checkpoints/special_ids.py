@@ -24,7 +24,7 @@ def special_ids(value: Any, *, source: str, vocab_size: int) -> list[int]:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise ModelError(
-                f"{source} has {token_id!r:.100}, which is no token id: the vocabulary has ids 0 to "
+                f"{source} has {token_id!r:.100}, not a token id: the vocabulary has ids 0 to "
                 f"{vocab_size - 1}; correct the entry, or remove it"
             )
     return ids

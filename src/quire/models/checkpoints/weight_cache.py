@@ -63,7 +63,7 @@ class WeightCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            logger.warning("packed weights in %s are not used and will be written anew: %s", file, error)
+            logger.warning("packed weights in %s are ignored, and will be rewritten: %s", file, error)
             return None
         return found
 

@@ -115,8 +115,8 @@ class AttentionConfig(SubLayerConfig):
         if self.num_heads % size:
             possible = [str(n) for n in range(1, self.num_heads + 1) if not self.num_heads % n]
             raise ConfigError(
-                f"EngineConfig.tensor_parallel_size is {size}, among which the {self.num_heads} query heads "
-                f"of this model cannot be divided evenly; set it to {', '.join(possible)}"
+                f"EngineConfig.tensor_parallel_size is {size}, which does not divide the {self.num_heads} "
+                f"query heads of this model; set it to {', '.join(possible)}"
             )
 
     @override
@@ -239,8 +239,8 @@ def _check(config: AttentionConfig, loader: LayerLoader) -> None:
     if config.value_size != config.head_dim and not loader.kernels.takes_any_value_size:
         raise ModelError(
             f"layer {loader.index} has keys of {config.head_dim} and values of {config.value_size} features "
-            f"in each head; the {loader.kernels.name} kernels compute attention with both of one size only, "
-            "those of EngineConfig.kernels 'reference' with any"
+            f"in each head; the {loader.kernels.name} kernels need both to be of one size; "
+            "EngineConfig.kernels 'reference' takes any"
         )
     if config.kv_source is None:
         return

@@ -180,7 +180,7 @@ class CommandTokens:
             mask += [is_around] * (len(ids) - len(mask))
         if num_own:
             raise InvalidRequestError(
-                "a message spells a special token of the model in a way that its tokenizer cannot take for "
+                "a message contains a special token of the model that its tokenizer cannot encode as "
                 "text; leave it out, or start with special_tokens_in_content",
                 param="messages",
             )

@@ -203,7 +203,7 @@ class _Process:
                 )
             except OSError as error:
                 raise QueueFullError(
-                    f"no process can be started that renders the chat template: {error}; try again later"
+                    f"cannot start a process that renders the chat template: {error}; try again later"
                 ) from error
             self._socket = ours.dup()
 
@@ -224,7 +224,7 @@ class _Process:
         except TimeoutError:
             raise RequestTimeoutError(
                 f"the chat template was not rendered within {WALL_SECONDS:g} s; try again when the machine "
-                "has less to do"
+                "is less busy"
             ) from None
         except (OSError, EOFError, ValueError, TypeError):
             raise self._error_of_end() from None

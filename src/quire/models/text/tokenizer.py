@@ -221,8 +221,7 @@ class Tokenizer:
         taken = sorted(_TEMPLATES_OWN & variables.keys())
         if taken:
             raise InvalidRequestError(
-                f"chat_template_kwargs has {taken[0]!r}, which the chat template gets from elsewhere; leave "
-                "it out",
+                f"chat_template_kwargs has {taken[0]!r}, which Quire sets itself; leave it out",
                 param="chat_template_kwargs",
             )
         render = functools.partial(self._template_renderer.render, tools=tools, variables=variables)

@@ -72,7 +72,9 @@ class KVFile:
             if self.identity.get(name) != identity.get(name)
         ]
         if differing:
-            raise KVFileError(f"the KV in {self._path} was computed otherwise: {', '.join(differing)}")
+            raise KVFileError(
+                f"the KV in {self._path} does not belong to this engine; different: {', '.join(differing)}"
+            )
 
     def read(self, index: int, key: BlockKey, into: ByteArray) -> None:
         """Read a block.
@@ -177,7 +179,7 @@ def prompt_keys(token_ids: list[int], block_size: int, cache_salt: str = "") -> 
 def _require_regular(path: Path) -> None:
     """Refuse what opening could wait for, such as a pipe, and what no file may take the place of."""
     if path.exists() and not path.is_file():
-        raise KVFileError(f"{path} is no regular file")
+        raise KVFileError(f"{path} is not a regular file")
 
 
 def _layout(identity: Mapping[str, str], block_size: int, bytes_per_block: int) -> RegionLayout:

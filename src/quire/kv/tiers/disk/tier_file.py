@@ -138,7 +138,7 @@ def _lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        logger.warning("a KV tier is only read, because its file cannot be locked: %s", error)
+        logger.warning("a KV tier is read-only, because its file cannot be locked: %s", error)
         return False
     return True
 

@@ -44,7 +44,7 @@ class Kind:
         """
         halves = octets.view(torch.int16)[..., slice(*self.steps)]
         if not bool(((halves & _HALF_EXPONENT) != _HALF_EXPONENT).all()):  # isfinite takes four times as long
-            raise ValueError(f"its blocks of {self.name} have numbers that are no scales: infinite or NaN")
+            raise ValueError(f"its blocks of {self.name} have invalid scales: infinite or NaN")
 
 
 def _as_type(dtype: torch.dtype) -> _Decode:

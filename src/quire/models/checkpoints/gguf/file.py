@@ -150,7 +150,7 @@ class GGUFFile:
             )
         for name, info in infos:
             if info.start % alignment:
-                raise ValueError(f"tensor {name} begins at byte {info.start}, no multiple of {alignment}")
+                raise ValueError(f"tensor {name} begins at byte {info.start}, not a multiple of {alignment}")
         return -(-self._place // alignment) * alignment
 
     def _check_places(self) -> None:

@@ -34,7 +34,7 @@ def decode_float8(parts: Parts, shape: Shape, *, scale: str, block: Block | None
     if values.dtype != torch.float8_e4m3fn:
         raise ValueError(f"its weight is stored as {values.dtype}; only float8_e4m3fn is supported")
     if bool((scales < 0).any()):
-        raise ValueError(f"its {scale} has numbers that are no scales: negative")
+        raise ValueError(f"its {scale} has invalid scales: negative")
     if block is None:
         block = (rows, inputs) if scales.numel() == 1 else (1, inputs)
         if scales.ndim < 2:

@@ -51,9 +51,7 @@ def _decode_awq(parts: Parts, shape: Shape) -> Weight:
     rows, inputs = shape
     groups = len(parts["scales"])
     if rows % 8:
-        raise ValueError(
-            f"it has {rows} output features, which are no multiple of the 8 that AWQ packs together"
-        )
+        raise ValueError(f"it has {rows} output features, not a multiple of the 8 that AWQ packs together")
     require_shape(parts, "qweight", (inputs, rows // 8))
     require_shape(parts, "scales", (groups, rows))
     require_shape(parts, "qzeros", (groups, rows // 8))

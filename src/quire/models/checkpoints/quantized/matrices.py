@@ -81,7 +81,7 @@ def scales_of(parts: Parts, name: str) -> torch.Tensor:
         raise ValueError(f"its {name} is stored as {scales.dtype}; a floating-point type is needed")
     wide = scales.float()
     if not bool(wide.isfinite().all()):
-        raise ValueError(f"its {name} has numbers that are no scales: infinite or NaN")
+        raise ValueError(f"its {name} has invalid scales: infinite or NaN")
     return wide
 
 
