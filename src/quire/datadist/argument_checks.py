@@ -1,4 +1,4 @@
-"""The one way in which arguments are checked: types first, then the values by themselves."""
+"""Argument checks: types first, then values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names a request, and what names a peer."""
+"""Identifiers of requests and peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's answer says: content and calls of tools, in the formats that models were trained on.
+"""Parsing of model answers: reasoning, content and tool calls, in the formats that models were trained on.
 
 A protocol translates its fields into a `ToolUse` (`dialogue/calls/tools.py`): which tools there are, which
 may be called, and whether one must be. `formats.FORMATS` is the table of formats. Each has a *notation*,

@@ -1,6 +1,6 @@
-"""The parser of answers: which of a text is reasoning, which is content, and which is calls of tools.
+"""The parser of answers: splits text into reasoning, content and tool calls.
 
-A call begins, for whoever reads the events, when its name is known, and is complete when all of it has come
+A call's event is emitted when its name is known, and is complete when all of it has come
 and its arguments are an object in JSON. What turns out to be malformed before that is content, with the marks
 around it, even if its beginning has been told as a call. Where an answer is cut off, the beginning of a call
 is neither call nor content: no one knows what it would be. White space beside a call or reasoning is neither
@@ -85,7 +85,7 @@ class AnswerParser:
 
 
 def _merged(events: list[AnswerEvent]) -> list[AnswerEvent]:
-    """Return events of which those that continue one another are one."""
+    """Return the events with consecutive ones merged."""
     merged: list[AnswerEvent] = []
     for _, group in itertools.groupby(events, key=type):
         first, *more = group

@@ -23,7 +23,7 @@ def turns_for_template(
     """Return a conversation, in which the model calls as many tools in a turn as its template has place for.
 
     Where that is one, each call of a turn is followed by its own results, and what the model said before it
-    is the end of what it thought: templates refuse a call with both.
+    is the end of its reasoning: templates refuse a call with both.
 
     Args:
         messages: of the conversation.

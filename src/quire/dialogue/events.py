@@ -1,4 +1,4 @@
-"""What an answer turns out to say, piece by piece; protocols translate these into their own events."""
+"""Events of an answer, piece by piece; protocols translate them into their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Harmony, the format of gpt-oss: an answer is messages, each with a header that says what it is for.
+"""Harmony, the format of gpt-oss: an answer is a list of messages with headers for their channels.
 
 A call: `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>`.
 The first message's role is in the prompt, and a recipient stands before the channel or after it. Source:

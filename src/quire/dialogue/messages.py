@@ -13,7 +13,7 @@ from quire.errors import InvalidRequestError, nearest_name
 
 ROLE_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
 MAX_CALLS = 128  # in one message
-MAX_NAME_LENGTH = 512  # of a called tool; whatever a model wrote
+MAX_NAME_LENGTH = 512  # of a called tool; any text of a model
 MAX_ID_LENGTH = 256  # of a call
 
 _KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})

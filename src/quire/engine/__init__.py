@@ -1,4 +1,4 @@
-"""What runs beside the model: the step loop, the engine process, the memory plan and KV events.
+"""The engine: the step loop, the engine process, the memory plan and KV events.
 
 **Owners.** `EngineCore` keeps the ids of the requests that it was given and that have not had their terminal
 output (`engine/owned_requests.py`). If the scheduler has another number of them after a step, it looks who is

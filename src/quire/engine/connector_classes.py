@@ -1,4 +1,4 @@
-"""The classes of KV connectors of one's own, and what the memory plan has to know of them."""
+"""Custom KV connector classes, and what the memory plan needs of them."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class EngineCore:
         context = build_context(config, model_path, model_config, plan, self._kv_events)
         self._connector = context.connector
         self._grammars = context.grammars
-        # An error in the scheduler's name is told before the weights are loaded.
+        # An error in the scheduler's name is reported before the weights are loaded.
         defined = scheduler_class(config).get_grammar_bitmask
         self._reads_grammars = defined is not SchedulerInterface.get_grammar_bitmask
         files = model_files_key(model_path)
@@ -267,7 +267,7 @@ class EngineCore:
     def _end_requests_after(self, error: Exception) -> list[EngineCoreOutput]:
         """End all requests because a step could not be planned or applied; return their terminal outputs.
 
-        A step that was taken back ends nobody, unless that has happened too often.
+        A step that was rolled back ends no request, unless that has happened too often.
 
         Raises:
             EngineDeadError: the requests cannot be ended, or something is left of them.

@@ -34,7 +34,7 @@ class ErrorInfo(msgspec.Struct, array_like=True, gc=False):
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
-        """Describe `error`, whatever it is."""
+        """Describe any `error`."""
         param, retry_after = getattr(error, "param", None), getattr(error, "retry_after", None)
         return cls(
             kind=type(error).__name__,
@@ -71,7 +71,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     `kv_events_ports` are the TCP ports of KV events, live and replayed; None: they do not have one each.
     `reads_priority`: whether any policy does; if none does, requests with a priority are refused.
     `reads_kv_transfer_params`: whether a KV connector may; if none does, they have no effect.
-    `device`: what the model runs on, for people to read.
+    `device`: a readable name of what the model runs on.
     `cache_knob`: the field that makes the KV cache too small for sequences as long as the model's maximum;
     empty: none does.
     """
@@ -204,7 +204,7 @@ class RestoreKV(msgspec.Struct, tag=9, array_like=True, gc=False):
 
 
 class Acknowledge(msgspec.Struct, tag=10, array_like=True, gc=False):
-    """The front has processed messages of so many bytes, see `OutputWindow`."""
+    """The front has processed messages of this many bytes, see `OutputWindow`."""
 
     num_bytes: int
 

@@ -1,4 +1,4 @@
-"""The requests that the engine was given and has not ended: none is forgotten, whatever goes wrong."""
+"""The engine's unfinished requests: none is lost on any failure."""
 
 from __future__ import annotations
 

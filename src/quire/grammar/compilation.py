@@ -17,7 +17,7 @@ from quire.structured_outputs import StructuredOutputsParams
 COMPILE_TIMEOUT = 30.0
 """Seconds that a request waits for its grammar before it ends with an error."""
 
-NUM_COMPILERS = 2  # of which slow grammars have one
+NUM_COMPILERS = 2  # slow grammars have one of these
 COMPILER_STACK_BYTES = 64 * 2**20  # compilers recurse as deep as a grammar's rules nest
 
 

@@ -1,4 +1,4 @@
-"""What a grammar, and a backend that compiles grammars, must do."""
+"""The interfaces of grammars and of grammar backends."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class GrammarManager:
     def bitmask(self, plan: SchedulerOutput) -> GrammarOutput | None:
         """Return which tokens the requests of a step may sample; None if none of them has a grammar.
 
-        A grammar that can no longer be followed allows every token here; `accept` refuses whatever comes.
+        A grammar that can no longer be followed allows every token here; `accept` refuses every token.
         """
         followed = self._followed
         if not followed:

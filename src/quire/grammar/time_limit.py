@@ -15,7 +15,7 @@ BURST = 50  # tokens whose time one token may take, if those before it were quic
 
 
 class TimeLimitedGrammar(Grammar):
-    """A grammar that may take so much computing time for each mask, and for each token that it follows.
+    """A grammar with a limit on the computing time per mask and per accepted token.
 
     The limit holds on average: a few slow tokens among quick ones are accepted (a leaky bucket). `accept`,
     `num_valid` and `fill_bitmask` raise InvalidRequestError once it is exceeded.

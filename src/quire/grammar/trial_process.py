@@ -2,7 +2,7 @@
 
 Standard input has a `TrialStart` and then `Trial`s, one JSON document on each line. Standard output has a
 `TrialAnswer` to each; to the start when the tokenizer has been read.
-Each specification is compiled in a fork of this process, which may take so much time and memory and no more.
+Each specification is compiled in a fork of this process, with limits of time and memory.
 When standard input closes, the process and its fork end.
 """
 
@@ -97,7 +97,7 @@ def _tried(backend: LLGuidanceBackend, trial: Trial, start: TrialStart) -> Trial
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if 0 in readable and not answer:
-        sys.exit()  # nobody waits for the answer any more
+        sys.exit()  # the answer is no longer awaited
     if answer:
         return msgspec.json.decode(answer, type=TrialAnswer)
     return _limit(os.waitstatus_to_exitcode(status), trial, start)

@@ -1,4 +1,4 @@
-"""Grammars are tried out in another process first, with limits of time and memory, and then compiled here.
+"""Tries grammars out in another process, with limits of time and memory, before they are compiled here.
 
 What llguidance compiles cannot be sent from one process to another, so a grammar is compiled twice; the
 second time it is known to take little. A few kilobytes of JSON schema could take minutes and all memory.
@@ -129,7 +129,7 @@ class TriedGrammars:
         return answer
 
     def _take(self) -> subprocess.Popen[bytes]:
-        """Return a process that nobody else uses."""
+        """Return an unused process."""
         with self._lock:
             if self._is_closed:
                 raise ConnectionError("the engine ends")

@@ -1,4 +1,4 @@
-"""What a decoder is, in numbers: its layers, and what they have in common, without any tensor."""
+"""The configuration of a decoder: its layers and their common settings, without any tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The entries of a config.json: those that Quire reads, and those that it may pass over.
+"""The entries of a config.json: those that Quire reads, and those that it may ignore.
 
 Everything that follows from the numbers that it reads takes memory and time in proportion to them, so they
-are checked before anything is built. Entries that nobody reads are logged, unless they are harmless.
+are checked before anything is built. Unread entries are logged, unless they are harmless.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ HARMLESS = frozenset(
 
 
 class Entries(Mapping[str, Any]):
-    """Entries of a model's config, of which it is known later which were read; null counts as missing.
+    """A model's config entries, with a record of which were read; null counts as missing.
 
     Args:
         values: as they are in the file.
@@ -270,7 +270,7 @@ class Entries(Mapping[str, Any]):
         return len(self._values)
 
     def unread(self) -> list[str]:
-        """Return the names of entries that nobody has read and that may mean something."""
+        """Return the names of unread entries that may matter."""
         return sorted(
             key
             for key, value in self._given.items()
@@ -278,7 +278,7 @@ class Entries(Mapping[str, Any]):
         )
 
     def warn_of_unread(self, where: str) -> None:
-        """Log, once, which entries nobody has read; `where` says for the message what they are of."""
+        """Log the unread entries once; `where` names their origin in the message."""
         if unread := self.unread():
             names = ", ".join(unread)[:_SHOWN_NAMES].encode("unicode_escape").decode()
             warn_once(f"{where} has entries that Quire does not read: {names}; it computes without them")

@@ -1,4 +1,4 @@
-"""The one decoder: every family is this loop over other layers."""
+"""The decoder of all families: one loop over layers."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Compute one step's tokens, writing their keys and values to the cache.
 
-        Nobody waits for the device in here, nor in `logits`, unless the kernels' `experts` do.
+        Neither this nor `logits` waits for the device, unless the kernels' `experts` do.
 
         Args:
             token_ids: [T] int64, in the batch's order and on the device.

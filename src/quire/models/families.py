@@ -84,7 +84,7 @@ class Family:
     where that differs from its own `weight_names`, to a sub-layer; these end before ".weight" or ".bias".
     `defaults` count where config.json lacks an entry, `activation` is the entry that names the activation,
     `model_type` stands in config.json if it is not the family's name, `layer_types` are those that it may
-    name, and `ropes` reads the sets of rotary frequencies for heads of so many features.
+    name, and `ropes` reads the sets of rotary frequencies for a head size.
     """
 
     specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
@@ -263,7 +263,7 @@ def _all_sliding(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _qwen2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    hf.get("attention_bias")  # in whatever form it is there, these layers have biases
+    hf.get("attention_bias")  # these layers have biases if it is there in any form
     return base.changed(AttentionConfig, qkv_bias=True, window=_qwen_windows(hf))
 
 

@@ -1,4 +1,4 @@
-"""What a layer of a decoder is: sub-layers that know their weights, cache, memory and sums.
+"""The layers of a decoder: sub-layers with their weights, cache, memory and reductions.
 
 Nothing here, nor where a sub-layer is described, needs torch: only what a checkpoint is loaded into does.
 """

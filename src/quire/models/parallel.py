@@ -2,7 +2,7 @@
 
 Method: Shoeybi et al. 2019, Megatron-LM. A layer divided by outputs feeds one divided by inputs; only the
 latter's results are summed over the ranks. Every sum is in the order of the ranks, so that all of them have
-the same bits, and a row has the same whatever the other rows are.
+the same bits, and a row's bits do not depend on the other rows (batch-invariant).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Communicator(ABC):
     """Exchanges tensors among the ranks, which all make the same calls in the same order.
 
     A tensor has the same shape and type on all ranks. On the host, a call raises `ExchangeError` if a rank
-    does not take part. On a device, nobody waits for an exchange: it is done in the order of what else the
+    does not take part. On a device, nothing waits for an exchange: it is done in the order of what else the
     device is asked for.
     """
 
@@ -47,7 +47,7 @@ class Communicator(ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """This rank's place among those that compute a model together."""
+    """This rank's place in its tensor-parallel group."""
 
     shard: Shard
     communicator: Communicator

@@ -1,4 +1,4 @@
-"""The weights of a model: what each of the decoder's tensors is made of, by name and shape."""
+"""The weights of a model: names, shapes and sources of the decoder's tensors."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Recording what decides a scheduler's steps, repeating it exactly, and looking at it."""
+"""Records a scheduler's inputs, replays them exactly, and shows the recording."""

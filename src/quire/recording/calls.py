@@ -1,4 +1,4 @@
-"""The calls that decide what a scheduler does, as data that can be written down and made again."""
+"""The calls that determine a scheduler's behaviour, as data to record and replay."""
 
 from __future__ import annotations
 

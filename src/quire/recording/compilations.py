@@ -82,7 +82,7 @@ class CompilationPlayer(Executor):
         return future
 
     def deliver(self, compiled: list[Compiled]) -> None:
-        """Hand over recorded outcomes; those that nobody has asked for or wants any more are passed over."""
+        """Hand over recorded outcomes; those not requested or no longer needed are skipped."""
         for outcome in compiled:
             future = self._futures.pop(outcome.number, None)
             if future is None or future.cancelled():

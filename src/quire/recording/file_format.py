@@ -1,4 +1,4 @@
-"""The file that a recorded scheduler leaves: every call with its answers and results, as framed msgpack.
+"""The file format of recordings: every call with its answers and results, as framed msgpack.
 
 After `MAGIC` come frames: 4 bytes of length, little-endian, then msgpack. The first is a `Header`, all others
 are `Frame`s. A file may end in the middle of a frame, if the engine was killed.

@@ -1,4 +1,4 @@
-"""What a scheduler is told when it asks its surroundings: recorded while it runs, and replayed later.
+"""A scheduler's queries to its context: recorded while it runs, replayed later.
 
 A scheduler's plans depend on the calls it gets and on the answers to its own questions: the time, what a
 connector can load, whether tokens follow a grammar. With both on record it can be run again and must do the

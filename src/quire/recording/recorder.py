@@ -1,4 +1,4 @@
-"""A scheduler that writes down all that decides what it does: the run can be repeated and looked at."""
+"""A scheduler that records all its inputs, so that the run can be replayed and inspected."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class RecordingScheduler(SchedulerInterface):
             self._writer = None
 
     def _record(self, call: Call, make: Callable[[], T], describe: Callable[[T], object] = _nothing) -> T:
-        """Make a call and write it down, with what it was told and what came of it or what it raised."""
+        """Make a call and record it: arguments, result or exception."""
         start = self._clock()
         encoded = self._unless_it_fails(lambda: file_format.raw(call))  # before the call can change anything
         compiled = self._compilations.deliver() if isinstance(call, calls.ScheduleCall) else []
@@ -207,7 +207,7 @@ class RecordingScheduler(SchedulerInterface):
             self._writer.write(frame)
 
     def _unless_it_fails(self, record: Callable[[], T]) -> T | None:
-        """Do a part of the recording; if that fails, whatever the reason, record no more and go on."""
+        """Do a part of the recording; if it fails, stop recording and continue serving."""
         if self._writer is None:
             return None
         try:

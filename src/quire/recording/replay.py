@@ -1,4 +1,4 @@
-"""Runs a recorded scheduler again, without model, connector or clock, and compares everything it does."""
+"""Replays a recorded scheduler without model, connector or clock, and compares all it does."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Caches of one side: descriptions, memory, and which parts of it are moved."""
+"""The caches of one side: descriptions, memory, and the spans of bytes to transfer."""

@@ -1,4 +1,4 @@
-"""What a cache consists of."""
+"""The description of a cache: its tensors and their shape."""
 
 from __future__ import annotations
 

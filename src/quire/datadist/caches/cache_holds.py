@@ -1,4 +1,4 @@
-"""A cache of a pool, and what holds it."""
+"""A cache of a pool, and its holders."""
 
 from __future__ import annotations
 

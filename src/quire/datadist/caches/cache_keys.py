@@ -1,4 +1,4 @@
-"""What names a slot or a blocks cache of a PROMPT."""
+"""Keys of slots and blocks caches of a PROMPT."""
 
 from __future__ import annotations
 

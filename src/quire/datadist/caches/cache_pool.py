@@ -1,4 +1,4 @@
-"""Which caches there are, and what keeps each of them: pure bookkeeping, without sockets.
+"""The pool of caches and their holders: pure bookkeeping, without sockets.
 
 A cache is held by its handle, by the keys that are bound to its slots, and by transfers that read it. When
 the last of them is gone, its memory is no longer counted. A blocks cache is held by its handle and by
@@ -183,7 +183,7 @@ class CachePool(Generic[M]):
         self._release_dropped()
 
     def remove_key(self, key: CacheKey) -> None:
-        """Let a key be pulled no more; unknown keys and placeholders are ignored."""
+        """Remove a key, so that it can no longer be pulled; unknown keys and placeholders are ignored."""
         with self._exclusive():
             self._unbind(slot_name(key))
 
@@ -255,7 +255,7 @@ class CachePool(Generic[M]):
         raise _no_cache("no cache of this side has these addresses")
 
     def close(self) -> None:
-        """Forget every cache and key, whatever holds them."""
+        """Forget every cache and key, even if held."""
         with self._exclusive():
             self._is_closed = True
             self._used_bytes -= sum(cache.num_bytes for cache in self._caches.values())

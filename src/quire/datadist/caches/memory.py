@@ -1,4 +1,4 @@
-"""The memory of caches, on the host or on a device: little else here knows what a device is."""
+"""The memory of caches, on the host or on a device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CacheMemory(ABC):
         self._users: list[weakref.WeakMethod[Forget]] = []
 
     def add_user(self, forget: Forget) -> None:
-        """Note what has this memory forgotten by a library that knows it; the method's owner is not kept."""
+        """Register a method that makes a library forget this memory; the method's owner is not kept alive."""
         self._users.append(weakref.WeakMethod(forget))
 
     def be_forgotten(self, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""Memory of the host that other processes may map, to read."""
+"""Host memory that other processes may map read-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes of a cache are moved, and in which order."""
+"""The spans of bytes of a cache to transfer, in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Int64Array = npt.NDArray[np.int64]
 Window = list[tuple[int, int, int]]
 """Parts that are moved by one system call: tensor, offset and length in bytes."""
 
-WINDOW_BYTES = 4 << 20  # so much that the calls themselves cost next to nothing
+WINDOW_BYTES = 4 << 20  # large enough that the cost of the calls is negligible
 WINDOW_PARTS = 512  # a system call takes at most 1,024
 
 

@@ -1,4 +1,4 @@
-"""Tensors, and what describes one."""
+"""Tensors and their descriptions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TensorDesc:
 
     @property
     def shape(self) -> list[int]:
-        """Dimensions, as a list of the caller's own."""
+        """Dimensions, as a new list."""
         return list(self._shape)
 
     @override

@@ -1,4 +1,4 @@
-"""Transfers that go on beside the computation, layer by layer."""
+"""Asynchronous transfers, layer by layer, during the computation."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class CacheTask:
         return failures[0] if failures else LLMStatusCode.LLM_SUCCESS
 
     def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
-        """Wait for the end, and return what has become of each configuration.
+        """Wait for the end, and return the result of each configuration.
 
         Args:
             timeout_in_millis: None: for as long as it takes.

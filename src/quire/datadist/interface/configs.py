@@ -1,4 +1,4 @@
-"""What a user sets, as objects that turn into the options of `LLMDataDist.init` and `add_model`."""
+"""Configuration objects that produce the options of `LLMDataDist.init` and `add_model`."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class _Config:
 
     @property
     def ge_options(self) -> dict[str, str]:
-        """Further options; what the other properties set wins over equal keys here."""
+        """Further options; other properties take precedence over equal keys here."""
         return dict(self._ge_options)
 
     @ge_options.setter

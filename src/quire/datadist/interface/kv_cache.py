@@ -1,4 +1,4 @@
-"""A cache as its user holds it."""
+"""The user's handle of a cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KvCache:
 
     @staticmethod
     def create_cpu_cache(cache_desc: CacheDesc, addrs: list[int] | list[list[int]]) -> KvCache:
-        """Make a blocks cache of the host's memory that there is already, to swap or copy blocks.
+        """Make a blocks cache of existing host memory, to swap or copy blocks.
 
         It belongs to no manager, and nothing is copied or zeroed.
 

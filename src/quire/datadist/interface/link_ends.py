@@ -1,4 +1,4 @@
-"""What a side has by its role: links that it makes, and a service for those that others make."""
+"""Both kinds of link ends of a side: links that it has made, and a service for links from others."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class LinkEnds:
             transport.close()
 
     def _dropped(self, code: LLMStatusCode, cluster_id: int) -> LLMStatusCode:
-        """Drop the end of a link that another side has made, too; `code` says what became of one's own."""
+        """Also drop the end of a link made by another side; `code` is the result for this side's link."""
         if self.service is None:
             return code
         dropped = self.service.unlink(cluster_id)

@@ -45,7 +45,7 @@ class LLMDataDist:
 
     @property
     def role(self) -> LLMRole:
-        """As it was given, or as `switch_role` was told last."""
+        """The initial role, or that of the last `switch_role`."""
         return self._role
 
     @property
@@ -170,7 +170,7 @@ class LLMDataDist:
         return session.with_links(checked, deadline, lambda: [session.unlink(one, deadline) for one in ids])
 
     def check_link_status(self, remote_cluster_id: int) -> None:
-        """Return if a link is usable; a peer that this side has linked to is asked, within `sync_kv_timeout`.
+        """Check that a link is usable; a peer that this side has linked to is asked, for `sync_kv_timeout`.
 
         Raises:
             LLMException: LLM_ENGINE_FINALIZED, LLM_NOT_YET_LINK (there is no link, or it is broken),

@@ -44,7 +44,7 @@ class LLMModel:
         Raises:
             LLMException: LLM_PARAM_INVALID (number or place of requests), LLM_REPEAT_REQUEST,
                 LLM_PREFIX_NOT_EXIST, LLM_FEATURE_NOT_ENABLED (prefixes), LLM_SEQ_LEN_OVER_LIMIT,
-                LLM_DEVICE_OUT_OF_MEMORY; and whatever the runner raises: then no key can be pulled.
+                LLM_DEVICE_OUT_OF_MEMORY; and any error of the runner: then no key can be pulled.
         """
         requests = [llm_req] if isinstance(llm_req, LLMReq) else llm_req
         with ArgumentChecks() as check:
@@ -126,7 +126,7 @@ class LLMModel:
             self._model.complete(llm_req)
 
     def close(self) -> None:
-        """Let every further call fail; `LLMDataDist.finalize` calls it when the caches are released."""
+        """Make every further call fail; `LLMDataDist.finalize` calls it when the caches are released."""
         self._is_open = False
         self._model.close()
 

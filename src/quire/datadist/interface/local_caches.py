@@ -1,4 +1,4 @@
-"""The caches of one side, as far as no peer is involved."""
+"""The local operations on the caches of one side: no peer is involved."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class LocalCaches:
         return kv_cache
 
     def register_cache(self, cache_desc: CacheDesc, addrs: list[int]) -> KvCache:
-        """Make a contiguous cache of memory that there is already; it is neither copied nor zeroed.
+        """Make a contiguous cache of existing memory; it is neither copied nor zeroed.
 
         Args:
             cache_desc: what it consists of; dimension 0 counts slots.
@@ -115,7 +115,7 @@ class LocalCaches:
     def register_blocks_cache(
         self, cache_desc: CacheDesc, addrs: list[int], blocks_cache_key: BlocksCacheKey | None = None
     ) -> KvCache:
-        """Make a blocks cache of memory that there is already; it is neither copied nor zeroed.
+        """Make a blocks cache of existing memory; it is neither copied nor zeroed.
 
         Args:
             cache_desc: what it consists of; dimension 0 counts blocks.
@@ -170,7 +170,7 @@ class LocalCaches:
         self._deallocate(cache, is_blocks=True)
 
     def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Let a key be pulled no more. Unknown keys and placeholders are ignored. On a PROMPT."""
+        """Stop pulls by a key. Unknown keys and placeholders are ignored. On a PROMPT."""
         with ArgumentChecks() as check:
             check.instance("cache_key", cache_key, CacheKey)
         with self.call(LLMRole.PROMPT):
@@ -274,7 +274,7 @@ class LocalCaches:
 
     @contextlib.contextmanager
     def call(self, role: LLMRole | None = None) -> Iterator[float]:
-        """Let other calls wait; gives the deadline of this one on the monotonic clock.
+        """Make other calls wait; yields the deadline of this one on the monotonic clock.
 
         Raises:
             LLMException: LLM_ENGINE_FINALIZED, LLM_PARAM_INVALID (another role than `role`),
@@ -294,7 +294,7 @@ class LocalCaches:
             self._lock.release()
 
     def close(self) -> None:
-        """Let every further call fail."""
+        """Make every further call fail."""
         self._is_open = False
 
     def _deallocate(self, cache: KvCache, *, is_blocks: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What computes a model, given by the user or by a registered factory."""
+"""Model runners, given by the user or made by a registered factory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _default_factory: RunnerFactory | None = None
 
 
 def set_default_runner_factory(factory: RunnerFactory) -> None:
-    """Set what makes the runner of a model that is added without one."""
+    """Set the factory of runners for models that are added without one."""
     global _default_factory  # noqa: PLW0603 - one for the process, as the interface has it
     if not callable(factory):
         raise TypeError(f"factory must be callable, not {type(factory).__name__}")

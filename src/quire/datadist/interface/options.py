@@ -1,4 +1,4 @@
-"""Options as `LLMDataDist.init` and `add_model` read them."""
+"""Parsing of the options of `LLMDataDist.init` and `add_model`."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class PromptModel:
             self._pool.remove_key(key)
 
     def close(self) -> None:
-        """There is nothing to tell the runner."""
+        """Nothing to do: the runner is not notified."""
 
     def _allocate_blocks(self) -> KvCache:
         key = BlocksCacheKey(self._cluster_id, self._model_id)

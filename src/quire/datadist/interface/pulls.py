@@ -1,4 +1,4 @@
-"""Pulls as a DECODER asks for them: what fits the destination, and the messages to the PROMPT."""
+"""Pulls by a DECODER: checks against the destination, and the messages to the PROMPT."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _require_blocks(cache: Cache, target_blocks: npt.NDArray[np.uint64]) -> None
 def transferred_layers(
     cache: Cache, options: TransferOptions, *, is_source: bool
 ) -> tuple[range, LayerRange | None]:
-    """Return the tensors of one's own cache, and the layers of the peer's.
+    """Return the tensors of this side's cache, and the layers of the peer's.
 
     Raises:
         LLMException: LLM_PARAM_INVALID.

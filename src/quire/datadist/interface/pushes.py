@@ -1,4 +1,4 @@
-"""Pushes as a PROMPT asks for them: the bytes and the messages to the DECODER, at once or layer by layer."""
+"""Pushes by a PROMPT: the bytes and the messages to the DECODER, at once or layer by layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Blocks = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
 
 @dataclasses.dataclass(frozen=True)
 class Addresses:
-    """Names the destination's tensors by what the peer has told of them."""
+    """Names the destination's tensors by addresses that the peer has announced."""
 
     values: tuple[int, ...]
 

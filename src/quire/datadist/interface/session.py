@@ -1,4 +1,4 @@
-"""What an `LLMDataDist` has from `init` to `finalize`, and an engine that shares KV as long as it runs."""
+"""A session: the state of an `LLMDataDist` from `init` to `finalize`, or of an engine that shares KV."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Session:
         return self._ends.service
 
     def open_link(self, address: tuple[str, int], deadline: float) -> DecoderLink:
-        """Return a link of the caller's own to a session with the same cluster id, to read what that shares.
+        """Return a new link to a session with the same cluster id, to read what it shares.
 
         A side may have any number of them to one address. `close` needs them dropped.
 

@@ -137,7 +137,7 @@ class DecoderLink:
             require_transfer(confirmed.transfer_id, transfer_id)
 
     def exchange_news(self, renewed: list[str], released: list[str], deadline: float) -> LoanReport:
-        """Tell the PROMPT which loans are waited for and which are given back; return how the former stand.
+        """Send the PROMPT the loans waited for and those given back; return the state of the former.
 
         Raises:
             LLMException: as `pull`.
@@ -183,7 +183,7 @@ class DecoderLink:
                 raise
 
     def take_pushes(self, pool: CachePool[CacheMemory], deadline: float) -> None:
-        """Let the PROMPT push into caches of this side from now on.
+        """Allow the PROMPT to push into caches of this side from now on.
 
         Raises:
             OSError: it cannot be reached, does not answer in time, or has dropped the link.

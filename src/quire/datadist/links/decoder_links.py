@@ -1,4 +1,4 @@
-"""The links of a DECODER, and how each is made."""
+"""The links of a DECODER."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class DecoderLinks:
         return DecoderLink(prompt_cluster_id, channel, destination_end, offer, terms)
 
     def link(self, clusters: Sequence[LLMClusterInfo], deadline: float) -> list[LLMStatusCode]:
-        """Link to each PROMPT, all at a time, and return how that ended for each."""
+        """Link to all PROMPTs concurrently, and return the result of each."""
         results = [LLMStatusCode.LLM_FAILED] * len(clusters)
 
         def link_one(index: int) -> None:
@@ -169,7 +169,7 @@ class DecoderLinks:
         return results
 
     def take_pushes(self, deadline: float) -> None:
-        """Let all PROMPTs push into caches of this side, those that can be told."""
+        """Allow all reachable PROMPTs to push into caches of this side."""
         with self._lock:
             links = list(self._links.values())
         for link in links:

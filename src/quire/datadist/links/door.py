@@ -1,4 +1,4 @@
-"""Who may come in: connections that prove themselves, and how long they may take.
+"""Authentication of incoming connections, within a time limit.
 
 Until it is proved, a connection costs a descriptor and less than 100 bytes, which a peer that says nothing
 keeps for `HALF_OPEN_LIMIT` seconds at most; nothing waits for it.
@@ -50,7 +50,7 @@ class _Unproved:
 
 
 class Door:
-    """Has connections prove themselves, without ever waiting for any of them.
+    """Authenticates connections without blocking on any of them.
 
     Args:
         listeners: listening sockets.

@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkRefusedError(Exception):
-    """A DECODER asks for a link that it cannot have; the message says why."""
+    """The link that a DECODER asks for is refused; the message says why."""
 
 
 class PromptLink:
@@ -120,13 +120,13 @@ class PromptLink:
         self._pushes: PushSender | None = None
         self._back_pushes: PushReceiver | None = None
         self._changing = threading.Lock()
-        self._sending = threading.Lock()  # a DECODER that keeps to the protocol never lets anybody wait
+        self._sending = threading.Lock()  # a DECODER that follows the protocol never causes a wait
 
     def establish(self, deadline: float, register: Callable[[PromptLink], None]) -> None:
         """Agree on the link; `register` makes it one of this PROMPT's.
 
         Raises:
-            LinkRefusedError: the DECODER cannot have it, and has been told why.
+            LinkRefusedError: the link is refused, and the DECODER has received the reason.
             OSError: the DECODER did not go on in time, or its connection has ended.
         """
         try:
@@ -209,7 +209,7 @@ class PromptLink:
         pushes.push(request, memory, spans, deadline)
 
     def drop(self, reason: str) -> None:
-        """End the link from another thread, and tell the DECODER if that can be done at once."""
+        """End the link from another thread, and notify the DECODER if that does not block."""
         if self.source_end is not None:
             self.source_end.shut_down()  # before the source of a transfer may be released
         if self._pushes is not None:
@@ -322,7 +322,7 @@ class PromptLink:
         self._channel.send(PullConfirmed(request.transfer_id), time.monotonic() + FRAME_LIMIT)
 
     def _serve_parts(self, request: LoanRequest | PrefixRequest) -> None:
-        """Send what is lent, or cached; confirm it only if it was that to the end."""
+        """Send lent or cached blocks; confirm only if they stayed so to the end."""
         deadline = time.monotonic() + request.timeout_ms / 1e3
         try:
             reading = self._open_reading(request)

@@ -1,4 +1,4 @@
-"""The listening side: a thread at the door, and one for each link."""
+"""The listening side: one thread that accepts connections, and one for each link."""
 
 from __future__ import annotations
 

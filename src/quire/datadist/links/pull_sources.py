@@ -1,4 +1,4 @@
-"""What a request for a pull names on the PROMPT, checked against the caches that there are."""
+"""The source of a pull on the PROMPT, checked against its caches."""
 
 from __future__ import annotations
 

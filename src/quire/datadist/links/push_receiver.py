@@ -1,4 +1,4 @@
-"""The taking end of a link's pushes: a thread that takes what fits a cache of its own.
+"""The receiving end of a link's pushes: a thread that accepts what fits a cache of this side.
 
 A push may name tensors of a cache by their addresses. These are the peer's words, and only looked up: which
 bytes are written follows from the cache itself.
@@ -189,7 +189,7 @@ def _addressed_spans(
         LLMException: LLM_PARAM_INVALID.
     """
     desc, place = cache.desc, _addressed_place(cache, target)
-    assert place is not None  # or it would not be held
+    assert place is not None  # otherwise it would not be held
     tensors, offset = place
     require_data_type(desc, request)
     if request.layers is not None or len(tensors) != request.num_tensors:

@@ -1,4 +1,4 @@
-"""The pushing end of a link's pushes: the PROMPT's, or that of a MIX which has linked to another."""
+"""The sending end of a link's pushes: a PROMPT, or a MIX that has linked to another."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class PushSender:
             self._busy.release()
 
     def shut_down(self) -> None:
-        """Let a running push fail, from any thread, and every further one."""
+        """Make a running push fail, from any thread, and every further one."""
         self._has_ended = True
         self._channel.shut_down()
 

@@ -1,4 +1,4 @@
-"""Blocks that are filled as a peer sends them, part by part; the peer's blocks may be smaller."""
+"""Blocks filled part by part from a peer; the peer's blocks may be smaller."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ArrivingBlocks:
         """Return where a part goes, and count it as come.
 
         Raises:
-            ValueError: it does not continue what has come.
+            ValueError: it does not continue the received blocks.
         """
         return part_spans(self._block_ids[self._take(part)], self._block_bytes, part.offset, part.num_bytes)
 

@@ -1,7 +1,7 @@
 """Blocks of an owner's prefix cache, which peers may read by the digests of their contents.
 
-Nothing is kept for a reader: the owner gives blocks up whenever it wants to. After a reading it makes sure
-that it has given up none of the blocks since the reading began, and only then may the reader use what it got.
+Nothing is kept for a reader: the owner may evict blocks at any time. After a reading it checks
+that none of the blocks was evicted since the reading began; only then may the reader use the data.
 """
 
 from __future__ import annotations

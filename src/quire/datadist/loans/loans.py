@@ -160,7 +160,7 @@ class Loans:
             return number in self._given_back
 
     def end(self, number: int, reason: str) -> None:
-        """Lend this no more; readers of it fail. Nothing happens if there is no such loan."""
+        """Stop lending this; its readers fail. Nothing happens if there is no such loan."""
         with self._changed:
             self._given_back.discard(number)
             loan = self._by_number.get(number)
@@ -244,7 +244,7 @@ class Loans:
             return sorted(wanted - self._loans.keys()), [loan.name for loan in held if loan.is_ready]
 
     def release(self, names: Iterable[str]) -> None:
-        """Note that a peer needs these loans no more: they end, also those that are offered after this."""
+        """Note that a peer no longer needs these loans: they end, also those that are offered after this."""
         with self._changed:
             for name in names:
                 loan = self._loans.get(name)

@@ -1,4 +1,4 @@
-"""What a session shares of an owner's KV cache, apart from the caches of its pool."""
+"""The blocks of an owner's KV cache that a session shares, apart from its pool."""
 
 from __future__ import annotations
 

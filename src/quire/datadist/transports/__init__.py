@@ -1,1 +1,1 @@
-"""The ways in which bytes of caches travel, behind one interface."""
+"""Transports for the bytes of caches, behind one interface."""

@@ -1,4 +1,4 @@
-"""What a transport is: each link has two ends, which move spans of bytes from one cache to another.
+"""The interface of transports: each link has two ends, which move spans of bytes between caches.
 
 A `deadline` is in seconds on the monotonic clock (`time.monotonic`).
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChecksumError(ConnectionError):
-    """Bytes have changed on their way."""
+    """The checksum of received bytes is wrong."""
 
 
 class Checksum:

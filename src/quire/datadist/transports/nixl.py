@@ -1,4 +1,4 @@
-"""The data plane over NIXL: the DECODER reads the PROMPT's memory, without help of the PROMPT's processor.
+"""The data plane over NIXL: the DECODER reads the PROMPT's memory without the PROMPT's CPU.
 
 A connection of the link carries messages. For each transfer, the PROMPT says where the source is
 (`ReadSource`), the DECODER reads it and says so (`SourceRead`), and the PROMPT says that the source was held

@@ -1,4 +1,4 @@
-"""A NIXL agent that does not have to be trusted: each call has a deadline, and ends in a result or an error.
+"""A wrapper of a NIXL agent: each call has a deadline, and ends in a result or an error.
 
 A read that was not seen to end may write to its destination whenever its peer comes back, even after NIXL
 has released it and has forgotten the peer: only the end of the agent ends it for certain.

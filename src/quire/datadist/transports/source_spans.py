@@ -1,4 +1,4 @@
-"""Spans of a source as a PROMPT tells them to a DECODER that reads them itself."""
+"""Spans of a source, sent by a PROMPT to a DECODER that reads them itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unix sockets, which prove that both ends are on one host, know the peer's user, and carry descriptors."""
+"""Unix sockets: both ends are on one host, the peer's user is known, and descriptors can be sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proving that both ends of a connection have the token, before anything else is read.
+"""Mutual authentication by token, before anything else is read.
 
 Both ends say who they are with a greeting of fixed size, which has a nonce. A key of the connection follows
 from the token and both greetings (HMAC-SHA256), and both prove that they have it: first the end that

@@ -1,4 +1,4 @@
-"""The messages of a link's control connection, and how they are framed.
+"""The messages of a link's control connection, and their framing.
 
 A frame is a length (4 bytes, little-endian) and a msgpack message. Lengths and fields are bounded before
 memory is taken for them. The version is that of `handshake.PROTOCOL_VERSION`.
@@ -213,7 +213,7 @@ class PrefixQuery(Message):
 
 
 class PrefixFound(Message):
-    """PROMPT: so many of them."""
+    """PROMPT: the number of blocks found."""
 
     num_blocks: U32
 
@@ -264,7 +264,7 @@ class PullAccepted(Message):
 
 
 class PullRefused(Message):
-    """PROMPT: no data follow, or none of those that came may be used; the link goes on."""
+    """PROMPT: no data follow, or the data received must not be used; the link stays usable."""
 
     transfer_id: U64
     status_code: U32

@@ -1,1 +1,1 @@
-"""Notations of tool calls: grammars, and reading them."""
+"""Notations of tool calls: grammars and readers."""

@@ -1,4 +1,4 @@
-"""The grammar of answers that call tools as a request wants it."""
+"""The grammar of answers with tool calls, by the request's tool_choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all notations of calls read with: the text, the tools, and the call that is being read."""
+"""The reader common to all call notations: the text, the tools and the current call."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class CallReader:
         text: that the model writes.
         tools: JSON schema of each tool's arguments.
         known_only: whether only calls of `tools` are calls.
-        events: that nobody has been told of yet; new ones are added.
+        events: not yet emitted; new ones are added.
 
     Attributes:
         is_open: whether a call has begun and not ended.
-        num_calls: that have begun and ended, but those that nobody has been told of.
+        num_calls: begun and ended, except those not yet emitted.
         are_complete: whether all that have begun and ended are.
         schema: JSON schema of the arguments of the call that has begun.
         types: that a parameter's values may have, by the id of its schema, so that each is searched once.
@@ -89,7 +89,7 @@ class CallReader:
         self._end(is_complete=False)
 
     def take_back(self) -> None:
-        """End the call, which is malformed, and leave out what nobody has been told of it."""
+        """End the malformed call, and drop its events that were not emitted."""
         index = len(self._events)
         while index and isinstance(self._events[index - 1], ArgumentsDelta):
             index -= 1

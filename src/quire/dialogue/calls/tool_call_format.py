@@ -1,4 +1,4 @@
-"""What every format in which models call tools has."""
+"""The interface of tool call formats."""
 
 from __future__ import annotations
 

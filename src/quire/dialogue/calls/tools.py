@@ -1,4 +1,4 @@
-"""Which tools a request has, and which of them its answer may or must call.
+"""The tools of a request, and those that its answer may or must call.
 
 Every protocol translates into this.
 """
@@ -61,8 +61,8 @@ class ToolUse:
     """The tools of a request, and what its answer does with them.
 
     Args:
-        tools: that the model is told of.
-        callable_names: of those that it may call.
+        tools: shown to the model.
+        callable_names: that it may call.
         must_call: whether the answer is calls and nothing else.
         several: whether it may have several calls.
     """

@@ -1,4 +1,4 @@
-"""How models show what they think before they answer: a table of formats, and what a prompt begins of it."""
+"""Reasoning formats: a table, and the part of the reasoning that a prompt has opened."""
 
 from __future__ import annotations
 

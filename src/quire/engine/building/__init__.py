@@ -1,4 +1,4 @@
-"""Building an engine from its configuration.
+"""Builds an engine from its configuration.
 
 `on_one_device` (`engine/devices.py`) decides at start-up which device and which kernels `auto` stands for,
 and refuses what an engine on a GPU cannot do yet. On one, the memory plan is of the GPU's memory, and the

@@ -1,4 +1,4 @@
-"""What KV is computed by, in named parts: KV from another place is used only if all of them agree."""
+"""The identity of KV, in named parts: KV from elsewhere is used only if all parts agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps of an engine on a GPU take, of memory and of the host, measured by computing some."""
+"""Measures the memory and host time of steps on a GPU by running some."""
 
 from __future__ import annotations
 

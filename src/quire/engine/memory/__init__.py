@@ -1,1 +1,1 @@
-"""What an engine needs of memory, and whether it is there."""
+"""The memory that an engine needs, and checks that it is available."""

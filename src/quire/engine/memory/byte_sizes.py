@@ -1,4 +1,4 @@
-"""Sizes of memory for people."""
+"""Human-readable memory sizes."""
 
 from __future__ import annotations
 

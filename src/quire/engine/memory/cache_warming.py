@@ -1,4 +1,4 @@
-"""Memory for KV blocks before they are used: the first write to a page costs more than all later ones."""
+"""Touches the memory of KV blocks before they are used: the first write to a page costs most."""
 
 from __future__ import annotations
 

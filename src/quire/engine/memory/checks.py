@@ -1,4 +1,4 @@
-"""Whether what a memory plan says fits, and what to change if it does not."""
+"""Checks that a memory plan fits, with advice if it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models cache eviction can serve, and memory for the scores by which it decides.
+"""The models that cache eviction supports, and the memory of its scores.
 
 What the scores of cached tokens take grows with the cache; what those of a step take, with its tokens. An
 engine on a GPU has those of a step there until its forward pass has ended, and all others in the host's

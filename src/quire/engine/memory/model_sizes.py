@@ -1,4 +1,4 @@
-"""What the weights of a model take, and what its KV consists of, by the engine's configuration."""
+"""The size of a model's weights and the layout of its KV, by the engine's configuration."""
 
 from __future__ import annotations
 

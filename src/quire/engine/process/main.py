@@ -234,7 +234,7 @@ def _wait_as_standby(front: int, output: int) -> bool:
 
 
 def _import_when_idle(output: int) -> None:
-    """Import on processors that nobody else wants."""
+    """Import on otherwise idle processors."""
     with contextlib.suppress(OSError):  # not every sandbox and C library lets threads do that
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:

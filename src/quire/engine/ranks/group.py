@@ -1,4 +1,4 @@
-"""The processes of the ranks other than 0, as rank 0 sees them: started, watched, and ended."""
+"""The processes of ranks 1 and up, which rank 0 starts, watches and ends."""
 
 from __future__ import annotations
 

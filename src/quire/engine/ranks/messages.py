@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks tell each other, beside the tensors that they exchange.
+"""The messages between rank 0 and the other ranks, besides the exchanged tensors.
 
 Pickled: both ends of a channel are processes of one engine, and nobody else holds an end.
 """
@@ -50,7 +50,7 @@ class AllocateCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reserve:
-    """Take memory for what steps of so many tokens need, so that it stays where it is."""
+    """Allocate the memory for steps of this many tokens, so that it does not move."""
 
     num_tokens: int
 

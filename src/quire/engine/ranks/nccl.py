@@ -29,7 +29,7 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 class NcclCommunicator(GroupCommunicator):
     """See `GroupCommunicator`. An exchange is part of the current stream, and no call waits for it.
 
-    So nobody notices by a call that a rank takes no part. Rank 0 measures how long exchanges take
+    So no call shows that a rank takes no part. Rank 0 measures how long exchanges take
     (`seconds_waiting`), and whoever finds that too long aborts: then all that waits for the GPU goes on, with
     numbers that mean nothing.
     """
@@ -63,7 +63,7 @@ class NcclCommunicator(GroupCommunicator):
         return 0.0 if since is None else time.monotonic() - since
 
     def abort(self) -> None:
-        """End all exchanges, on this rank; nobody waits for that. Later ones raise `ExchangeError`."""
+        """End all exchanges on this rank, without waiting. Later ones raise `ExchangeError`."""
         if self._aborting is None:
             self._aborting = threading.Thread(target=_abort, args=(self._group,), daemon=True)
             _run(self._aborting)

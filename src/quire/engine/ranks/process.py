@@ -2,7 +2,7 @@
 
 DESCRIPTOR is of a socket to rank 0, whose process id is PARENT. It carries what the rank is and what it
 computes, and is its *lifeline*: when it closes, rank 0's process has ended, and this one exits immediately,
-even within a step. SIGINT and SIGTERM are ignored: whoever gets them too decides.
+even within a step. SIGINT and SIGTERM are ignored: the parent process, which gets them too, decides.
 """
 
 from __future__ import annotations

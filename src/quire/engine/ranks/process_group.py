@@ -1,4 +1,4 @@
-"""What communicators have in common: a process group of torch, and bytes that it moves."""
+"""The base of communicators: a process group of torch, and the bytes that it moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank computes of a step, beside the others: the same calls on all of them, in the same order."""
+"""A rank's part of a step: the same calls on all ranks, in the same order."""
 
 from __future__ import annotations
 

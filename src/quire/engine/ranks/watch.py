@@ -1,4 +1,4 @@
-"""Watching the other ranks: what they report, and that they live."""
+"""Watches the other ranks: their reports, and that they are alive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAP = 1.0
 
 @runtime_checkable
 class Exchanges(Protocol):
-    """What ranks exchange on devices, where nobody waits for it."""
+    """Exchanges of ranks on devices, which no process waits for."""
 
     def seconds_waiting(self) -> float:
         """Return how long ago the oldest exchange was asked for that has not ended; 0: all have ended."""
@@ -163,7 +163,7 @@ class RankWatch:
             return
         try:
             seconds = exchanges.seconds_waiting()
-        except RuntimeError as error:  # as torch raises whatever the device has failed with
+        except RuntimeError as error:  # as torch raises the device's error
             self.note_failure(f"the device of rank 0 failed: {error}")
             return
         if seconds > self._timeout:

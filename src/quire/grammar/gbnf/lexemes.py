@@ -1,4 +1,4 @@
-"""Finds out which lexemes of a grammar would swallow text that is to come after another."""
+"""Finds lexemes of a grammar that would swallow text meant for a later one."""
 
 from __future__ import annotations
 

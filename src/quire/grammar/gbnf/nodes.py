@@ -1,4 +1,4 @@
-"""The rules of a GBNF grammar as trees, and what follows from them."""
+"""The rules of a GBNF grammar as trees, and their analysis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names for the contents of full KV blocks: a hash chained over parent, tokens and extra keys.
+"""Keys of full KV blocks: a hash chained over parent, tokens and extra keys.
 
 Two blocks have the same key exactly if the whole token sequence up to their end, and the request's extra
 keys, are the same. The digest finds a candidate; the tokens kept in the key are compared before it is used,
@@ -45,7 +45,7 @@ def root_digest(**extra_keys: str) -> bytes:
 
 
 class SequenceKeys:
-    """The keys of one sequence's full blocks, in order, as far as its tokens have been told.
+    """The keys of one sequence's full blocks, in order, as far as its tokens are known.
 
     A digest is computed when it is first asked for, together with some that follow: what a long prompt costs
     is spread over the steps that find or compute its blocks.

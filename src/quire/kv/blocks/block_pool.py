@@ -1,4 +1,4 @@
-"""The one owner of KV blocks: who holds them, which are free, and what idle ones still contain.
+"""The owner of all KV blocks: reference counts, free blocks, and the cached content of idle ones.
 
 A block is in exactly one of three places: *in use* (reference count above 0), *idle* (count 0, content
 cached, reusable by a prefix hit until it is rewritten), or *blank* (count 0, no content worth keeping). Free

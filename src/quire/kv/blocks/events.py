@@ -1,4 +1,4 @@
-"""What happens to the prefix cache, for those outside who want to know what an engine holds.
+"""Events of the prefix cache, for routers and others outside the engine.
 
 The events and their fields are named as vLLM's KV events, so that a router which reads those reads these.
 """

@@ -1,4 +1,4 @@
-"""Blocks held by something other than a running request: pinned prefixes, and KV that a peer still reads.
+"""Blocks held without a running request: pinned prefixes, and KV that a peer still reads.
 
 This only records who holds what until when. The block pool alone changes reference counts: the caller that
 grants a lease takes one reference on each of its blocks, the caller that releases it drops them. Times are

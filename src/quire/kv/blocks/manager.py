@@ -257,7 +257,7 @@ class KVCacheManager:
     def evict(self, slots: IntArray, counts: IntArray, *, first: int) -> None:
         """Take `counts` entries, from number `first` on, out of each slot's table, and free their blocks.
 
-        Nobody else may hold these blocks, and their content may not be findable.
+        These blocks must have no other holder, and must not be findable.
         """
         released = []
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Which blocks of prompts each step completes, read off the plans alone: what a KV connector saves."""
+"""The prompt blocks that each step completes, derived from the plans, for KV connectors to save."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class RankedBlocks(IdleBlocks):
         return iter(self._serial_of)
 
     def _rank(self, block: IdleBlock) -> Rank:
-        """Return what the policy says, if that compares with what it has said before."""
+        """Return the policy's rank if it is comparable to earlier ones."""
         if self._is_built_in:
             return self._policy.rank(block)
         try:

@@ -1,4 +1,4 @@
-"""Checks of what a cache is described with; every message names field and value."""
+"""Checks of a cache's description; every message names field and value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def dtype_name(dtype: object) -> str:
 
     Args:
         dtype: its name, torch's type, or numpy's as a dtype or as the class of its scalars; types that other
-            libraries add to numpy's, such as bfloat16, likewise.
+            libraries add to numpy's, such as bfloat16, are accepted too.
 
     Raises:
         ValueError: it is none; names it and those that are.

@@ -31,7 +31,7 @@ class MemoryLimit:
     """One limit on what this process allocates, in bytes."""
 
     limit: int
-    available: int  # of `limit`: what nobody uses, or what can be reclaimed
+    available: int  # the part of `limit` that is unused or can be reclaimed
 
     @property
     def in_use(self) -> int:

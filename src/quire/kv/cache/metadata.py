@@ -1,4 +1,4 @@
-"""What a paged KV cache is, in numbers: its layers, its pages, and how many of them fit into memory."""
+"""The sizes of a paged KV cache: its layers, its pages, and how many pages fit into memory."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ class PagedAttentionCacheMetaData(PlainData):
         """Return what lies where in a page of one device.
 
         Args:
-            format_of: how a vector of so many features is held; None: as `dtype` says.
+            format_of: the format of a vector, by its number of features; None: as `dtype` says.
         """
         on_device = tuple(
             spec and dataclasses.replace(spec, num_kv_heads=self.kv_heads_per_rank(index))

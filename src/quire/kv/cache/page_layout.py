@@ -84,7 +84,7 @@ class VectorFormat:
 
     @property
     def alignment(self) -> int:
-        """Bytes of which every address of the vector's parts is a multiple."""
+        """Alignment of the vector's parts, in bytes."""
         return max(NUMBER_BYTES[self.dtype], NUMBER_BYTES.get(self.scale_dtype, 1))
 
 
@@ -129,7 +129,7 @@ class PageLayout:
         Args:
             layers: what each layer keeps; None: nothing.
             page_size: in tokens.
-            format_of: how a vector of so many features is held.
+            format_of: the format of a vector, by its number of features.
         """
         placed: list[LayerLayout | None] = []
         end = 0

@@ -120,7 +120,7 @@ def page_quantizer(dtype: str, quantizer: object | None) -> PageQuantizer | None
 
 
 def quantizer_name(quantizer: PageQuantizer | None) -> str | None:
-    """Return what a quantizer is called where a cache is written down: its cache's type, or its class."""
+    """Return a quantizer's name in a saved cache: its cache's type, or its class."""
     if quantizer is None:
         return None
     kind = type(quantizer)
@@ -129,7 +129,7 @@ def quantizer_name(quantizer: PageQuantizer | None) -> str | None:
 
 
 def quantizer_of_name(name: str | None, quantizer: object | None) -> PageQuantizer | None:
-    """Return the quantizer that was written down as `name`, or `quantizer` if that is it.
+    """Return the quantizer saved as `name`, or `quantizer` if it has that name.
 
     Raises:
         ValueError: it is another, or it is none of Quire's and was not given.

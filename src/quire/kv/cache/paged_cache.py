@@ -41,7 +41,7 @@ class PagedAttentionCache(TensorData):
     `tensor` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` where all layers are alike.
     With int8 it is `[num_blocks, num_layers, 2, num_kv_heads, block_size * (head_dim + 4)]` bytes: for each
     head the block's numbers, `[block_size, head_dim]`, and then its float32 scales, `[block_size]`. Where
-    layers differ, or with a quantizer of one's own, it is `[num_blocks, bytes_per_block]` bytes;
+    layers differ, or with a custom quantizer, it is `[num_blocks, bytes_per_block]` bytes;
     `quire.kv.cache.page_layout` says what is where.
 
     Args:

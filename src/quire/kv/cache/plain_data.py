@@ -1,4 +1,4 @@
-"""Objects that can be written down as plain data and read back."""
+"""Objects that can be saved as plain data and read back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PlainData(ABC):
     @classmethod
     @abstractmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the object that `to_dict` wrote down.
+        """Return the object that `to_dict` saved.
 
         Raises:
             ValueError: a key is missing or unknown, or a value is out of range; names it.
@@ -34,7 +34,7 @@ class PlainData(ABC):
 
     @classmethod
     def from_json(cls, json_str: str) -> Self:
-        """Return the object that `to_json` wrote down.
+        """Return the object that `to_json` saved.
 
         Raises:
             ValueError: the text is not JSON, or as for `from_dict`.

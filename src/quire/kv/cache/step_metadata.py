@@ -49,7 +49,7 @@ class TokenRows:
 class PagedAttentionMetadata(PlainData):
     """One step's tables. P prompts, of which T tokens are computed, and G sequences that generate one each.
 
-    Arrays, or whatever numpy makes arrays of; a field may lack its first dimension where it has one entry. A
+    Arrays, or what numpy converts to them; a field may lack its first dimension where it has one entry. A
     length, a position or a page of `NOTHING` is padding, as is the row of keys and values at such a position.
 
     Args:

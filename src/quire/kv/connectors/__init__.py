@@ -19,6 +19,6 @@ If blocks fail to load, what was computed from them is discarded, and `kv_load_f
 next: *recompute* sends the request back to the queue without asking the connector again (of an asynchronous
 load it keeps the blocks before the first that failed); *fail* ends it. A load without a sign of life for
 `kv_transfer_timeout` seconds is cancelled and counts as failed, and so does one that was asked for in a step
-that failed: nobody knows whether the connector was told. When a request ends, the connector may ask to hold
-its blocks for a peer: a transfer lease. docs/kv-connectors.md tells how to write one.
+that failed: the connector may not have received it. When a request ends, the connector may ask to hold
+its blocks for a peer: a transfer lease. docs/kv-connectors.md explains how to write one.
 """

@@ -150,7 +150,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: PagedAttentionCache) -> None:
-        """Take note of the cache to read from and write to, on the device that computes; called once.
+        """Register the cache to read from and write to, on the device that computes; called once.
 
         Args:
             kv_caches: `tensor` has all blocks, one after the other, and `views[layer]` the `key_pages` and
@@ -191,7 +191,7 @@ class KVConnector(ABC):
         """
 
     def begin_save(self, failed_ids: Callable[[], frozenset[str]]) -> None:
-        """See to it that steps to come do not change what this one is to store, and wait for nothing.
+        """Make sure that later steps do not overwrite what this one is to store, without waiting.
 
         Called in place of `wait_for_save` if a device has yet to compute the step, which it may fail to do.
 

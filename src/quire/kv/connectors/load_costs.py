@@ -1,4 +1,4 @@
-"""Whether loading KV is cheaper than computing it, as measured while the engine runs."""
+"""Whether loading KV is cheaper than recomputing it, by measurements of the running engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 _MIN_STEP_TOKENS = 16  # a step of fewer tokens says little about the cost of a prompt's
 _MEMORY_TOKENS = 4096  # tokens after which a measured step counts 1/e
 _MEMORY_BLOCKS = 64  # blocks after which a measured load counts 1/e
-_TRIAL_INTERVAL = 32  # of so many prefixes that are cheaper to compute, one is loaded, to measure again
+_TRIAL_INTERVAL = 32  # one in this many prefixes that are cheaper to compute is loaded, to measure again
 
 
 class LoadCosts:

@@ -1,4 +1,4 @@
-"""What KV connectors count."""
+"""Statistics of KV connectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long steps take to compute, also where a device does that later than it is asked to."""
+"""Durations of steps, also where a device computes them asynchronously."""
 
 from __future__ import annotations
 

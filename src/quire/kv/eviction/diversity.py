@@ -1,4 +1,4 @@
-"""How unlike each other the keys of a layer's blocks are (after Cai et al. 2025, "R-KV")."""
+"""Diversity of the keys of a layer's blocks (after Cai et al. 2025, "R-KV")."""
 
 from __future__ import annotations
 

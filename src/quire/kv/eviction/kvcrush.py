@@ -1,4 +1,4 @@
-"""KVCrush: of the blocks with low scores, some stay that are unlike each other (Jha et al. 2025)."""
+"""KVCrush: keeps a diverse few of the blocks with low scores (Jha et al. 2025)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks a sequence evicts, and when: that follows from lengths, the same in all layers."""
+"""How many blocks a sequence evicts, and when, from lengths alone: the same in all layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of the tokens of one sequence, from the attention weights that they get step by step.
+"""Scores of one sequence's tokens, from their attention weights in each step.
 
 L layers; tokens are those from the end of the start area on, in the order of the sequence. Sums have one
 order, so that equal weights give equal bits.
@@ -102,7 +102,7 @@ class SummedScores(TokenScores):
 
     @property
     def sums(self) -> FloatArray:
-        """The weights added up, whatever the score makes of them: [L, tokens]."""
+        """The weights added up, before they become scores: [L, tokens]."""
         return self._sums[:, : self.num_tokens]
 
     @override

@@ -1,4 +1,4 @@
-"""Which blocks of one sequence go, layer by layer."""
+"""Which blocks of one sequence are evicted, layer by layer."""
 
 from __future__ import annotations
 

@@ -3,13 +3,14 @@
 An engine that only prefills *lends* prompts' blocks to those that only decode, which *borrow* them, through
 `PeerConnector` (`kv/peers/`) and the same links. `Loans` says which blocks of which prompt are ready, layer
 by layer while a step computes them; a link's thread sends each part as soon as it is ready, and a borrower
-takes what has arrived only if the loan has held to the end. Where a GPU computes, `LoanSteps` tells the loans
-of a step when it has been computed, and a pull begins behind the steps that may still use its blocks
-(`StepMark`, `kv/connectors/step_times.py`). Engines without such a role read each other's prefix caches over
-the same links, by digest: `CachedBlocks` hears of every change of the cache as KV events do, and instead of
-holding a block for a reader it tells afterwards whether the block was given up. What reads
-(`BorrowedPrompts`, `PeerPrefixes`) decides in the scheduler's thread; `RunningPulls` runs it, `Peer` has
-threads that read what is ready and others that wait for the rest (`PullReaders`), and `BlockLayouts` puts a
-peer's blocks together where they are smaller. Blocks travel with all their KV heads in order; `BlockLayouts`
-knows where those of several ranks are, at either end. docs/serving-split.md has the states of all sides.
+takes what has arrived only if the loan has held to the end. Where a GPU computes, `LoanSteps` reports a
+step to the loans once it has been computed, and a pull begins behind the steps that may still use its
+blocks (`StepMark`, `kv/connectors/step_times.py`). Engines without such a role read each other's prefix
+caches over the same links, by digest: `CachedBlocks` hears of every change of the cache as KV events do,
+and instead of holding a block for a reader it reports afterwards whether the block was evicted. What
+reads (`BorrowedPrompts`, `PeerPrefixes`) decides in the scheduler's thread; `RunningPulls` runs it,
+`Peer` has threads that read what is ready and others that wait for the rest (`PullReaders`), and
+`BlockLayouts` puts a peer's blocks together where they are smaller. Blocks travel with all their KV heads
+in order; `BlockLayouts` knows where those of several ranks are, at either end. docs/serving-split.md has
+the states of all sides.
 """

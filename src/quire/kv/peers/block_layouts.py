@@ -1,4 +1,4 @@
-"""How blocks travel between engines: where this engine's are, and how those of peers go into them.
+"""The layout of blocks sent between engines: where this engine's blocks are, and how peers' blocks fill them.
 
 A block travels with all its KV heads in order, as it lies in the cache of an engine that is one process. So
 neither side knows among how many ranks the other divides its heads.

@@ -130,7 +130,7 @@ class BorrowedPrompts:
         self._stats.num_loads_chosen += 1
 
     def cancel(self, request_id: str) -> None:
-        """Read a loan no more."""
+        """Stop reading a loan."""
         self._new_loads = [load for load in self._new_loads if load.request_id != request_id]
         self._give_back(request_id)
 

@@ -33,7 +33,7 @@ class LentPrompts:
     Args:
         block_size: tokens per block.
         loans: what peers read.
-        steps: tells them what steps have computed.
+        steps: reports to them what steps have computed.
     """
 
     def __init__(self, block_size: int, loans: Loans, steps: LoanSteps) -> None:
@@ -106,7 +106,7 @@ class LentPrompts:
         return False, lent.transfer_id if was_given_back else None
 
     def end(self, request_id: str, reason: str) -> None:
-        """Lend a request's prompt no more."""
+        """Stop lending a request's prompt."""
         lent = self._lent.pop(request_id, None)
         if lent is not None:
             self._loans.end(lent.loan, reason)

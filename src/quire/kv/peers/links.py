@@ -1,4 +1,4 @@
-"""Links to a peer, which are opened when they are needed and not tried again at once when they fail."""
+"""Links to a peer, opened on demand, with a back-off after a failure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PeerLinks:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the peer has answered lately, but has not delivered what it said that it has cached."""
+        """Whether the peer has recently answered but failed to deliver what it claimed to have cached."""
         return time.monotonic() < self._doubtful_until
 
     def note_delivery(self, *, has_come: bool) -> None:
@@ -58,14 +58,14 @@ class PeerLinks:
 
     @property
     def is_down(self) -> bool:
-        """Whether the peer could not be linked to a moment ago."""
+        """Whether linking to the peer has just failed."""
         return time.monotonic() < self._down_until
 
     def open(self, deadline: float) -> DecoderLink:
         """Return a new link.
 
         Raises:
-            OSError: the peer cannot be linked to, or could not a moment ago.
+            OSError: linking to the peer fails, or has just failed.
         """
         if self.is_down:
             raise ConnectionError("linking to it has just failed")

@@ -1,4 +1,4 @@
-"""What steps compute of the prompts that are lent: told to the loans as they do, or when a device has."""
+"""Reports to the loans which blocks steps have computed, at once or when the device has finished."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LoanSteps:
     Args:
         loans: what peers read.
         are_in_flight: whether steps are begun before those before them have been computed. Then blocks are
-            told of when their step has been computed, and not layer by layer.
+            reported when their step has been computed, and not layer by layer.
     """
 
     def __init__(self, loans: Loans, *, are_in_flight: bool) -> None:
@@ -73,7 +73,7 @@ class LoanSteps:
                 self._settle_first()
 
     def settle(self, request_id: str) -> None:
-        """Tell of all that a request has computed, whose last token is known."""
+        """Report all blocks that a request has computed, whose last token is known."""
         with self._lock:
             while any(step.request_id == request_id for one in self._in_flight for step in one.steps):
                 self._settle_first()

@@ -119,7 +119,7 @@ class Peer:
         self._waiting: dict[str, set[str]] = {}  # requests that wait for a loan, by its transfer id
         self._offered: set[str] = set()  # of these loans, those that the peer has spoken of
         self._ended: set[str] = set()  # of these, those that it has no more
-        self._released: dict[str, float] = {}  # given back, and until when to try to tell the peer
+        self._released: dict[str, float] = {}  # given back, and until when to try to notify the peer
         self._lookups: deque[PrefixLookup] = deque()  # that were not answered yet
         self._messenger: threading.Thread | None = None
         self._news = threading.Event()
@@ -148,7 +148,7 @@ class Peer:
         self._news.set()
 
     def give_back(self, transfer_id: str, request_id: str) -> None:
-        """Note that a request needs a loan no more; the peer is told when none does."""
+        """Note that a request needs a loan no more; the peer is notified when none does."""
         with self._lock:
             requests = self._waiting.get(transfer_id)
             if requests is None:
@@ -186,7 +186,7 @@ class Peer:
             self._news.set()
 
     def close(self) -> None:
-        """Let all threads end, and tell the peer what is given back; pulls have ended or are cancelled."""
+        """End all threads, and notify the peer of returned loans; pulls have ended or are cancelled."""
         self._is_closed = True
         self._news.set()
         self._ready_pulls.close()
@@ -267,7 +267,7 @@ class Peer:
         return bool(waiting or released)
 
     def _tell_again(self, released: dict[str, float]) -> None:
-        """Keep what the peer was not told, unless a request waits for it again, or its lease has ended."""
+        """Keep returns that the peer has not received, except for loans needed again or ended."""
         now = time.monotonic()
         with self._lock:
             for name, until in released.items():

@@ -76,14 +76,14 @@ class PullReaders:
         self._end(pull, has_failed=True)
 
     def take_queued(self, transfer_ids: Collection[str]) -> list[PeerPull]:
-        """Return those queued pulls of these loans; they are not read here any more."""
+        """Remove and return the queued pulls of these loans."""
         with self._changed:
             taken = [pull for pull in self._queue if pull.load.transfer_id in transfer_ids]
             self._queue = deque(pull for pull in self._queue if pull.load.transfer_id not in transfer_ids)
         return taken
 
     def close(self) -> None:
-        """Let all threads end; pulls have ended or are cancelled."""
+        """End all threads; pulls have ended or are cancelled."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -131,7 +131,7 @@ class PeerPull:
                 self._link = None
 
     def cancel(self) -> None:
-        """Let nothing be written to the blocks once this has returned."""
+        """Stop; nothing is written to the blocks once this has returned."""
         with self._lock:  # until the link is down: the next pull must not begin to use it
             self._is_cancelled = True
             if self._link is not None:

@@ -1,4 +1,4 @@
-"""What is being read from peers into this engine's cache: the worker side of everything that reads."""
+"""Running reads from peers into this engine's cache: the worker side."""
 
 from __future__ import annotations
 

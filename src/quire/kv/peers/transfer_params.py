@@ -1,4 +1,4 @@
-"""What `kv_transfer_params` says about a request: that its prompt is to be lent, or where it can be read."""
+"""Parsing `kv_transfer_params`: lend the request's prompt, or read it from a peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV kept in host memory or on disk, for prompts that come again after the cache has forgotten them.
+"""KV tiers in host memory or on disk, for prompts that come again after the cache has evicted them.
 
 `TierConnector` is the KV connector; a `BlockTier` is where its blocks are: `MemoryTier` or `DiskTier`.
 

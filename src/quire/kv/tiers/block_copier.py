@@ -1,4 +1,4 @@
-"""Between the engine's KV cache and host memory: what the threads of a tier see of the cache.
+"""Copies between the engine's KV cache and host memory, for the threads of a tier.
 
 A cache may be in the memory of a device, which computes steps and copies blocks when it gets to them. So
 copies are begun, in an order with the steps, and waited for elsewhere.
@@ -32,20 +32,20 @@ class OutgoingBlock(Protocol):
     """A block on its way out of the cache."""
 
     def content(self) -> ByteArray:
-        """Wait for the copy and return it; raises whatever it failed with."""
+        """Wait for the copy and return it; raises its error."""
 
     def release(self) -> None:
-        """Let the memory of the copy be used for another block; called once."""
+        """Release the memory of the copy for another block; called once."""
 
 
 class IncomingBlock(Protocol):
     """A block on its way into the cache."""
 
     def wait(self) -> None:
-        """Return when it is there; raises whatever copying failed with."""
+        """Wait until it is there; raises the error of the copy."""
 
     def hold_steps(self) -> None:
-        """Let all steps to come begin after the copy; called in the step's thread."""
+        """Make all later steps begin after the copy; called in the step's thread."""
 
 
 class BlockCopier(Protocol):
@@ -76,7 +76,7 @@ class BlockCopier(Protocol):
     def copy_in(self, block_id: int, content: ByteArray, after: Any) -> IncomingBlock:
         """Begin to overwrite a block, after all steps before a mark; may be called from any thread.
 
-        Nobody may change `content` until the copy has been waited for.
+        `content` must not change until the copy has been waited for.
         """
 
 
@@ -173,7 +173,7 @@ class BufferPool:
         return np.empty(self._bytes_per_buffer, dtype=np.uint8)
 
     def give_back(self, buffer: ByteArray) -> None:
-        """Let a buffer be used for something else."""
+        """Give a buffer back."""
         with self._lock:
             self._free.append(buffer)
 

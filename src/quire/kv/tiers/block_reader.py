@@ -1,4 +1,4 @@
-"""From a tier to the cache: the blocks of loads, read by threads while other requests compute."""
+"""Reads blocks from a tier into the cache, in threads, while other requests compute."""
 
 from __future__ import annotations
 

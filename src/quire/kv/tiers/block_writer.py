@@ -1,4 +1,4 @@
-"""From the cache to a tier: blocks are copied behind the step that filled them, and written later."""
+"""Writes blocks from the cache to a tier: copied after the step that filled them, written later."""
 
 from __future__ import annotations
 

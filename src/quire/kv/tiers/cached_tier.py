@@ -1,4 +1,4 @@
-"""A tier whose blocks that were read or written last are in host memory, too, and found there first."""
+"""A tier with a host memory cache of its most recently read or written blocks."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class CachedTier(BlockTier):
             while place is None and self._places:
                 _, oldest = self._places.popitem(last=False)
                 self._memory.release(oldest)
-                place = self._memory.take()  # none while somebody reads what was there
+                place = self._memory.take()  # none while the old content is being read
             if place is None:
                 return
             copy = self._memory.blocks[place]
@@ -205,7 +205,7 @@ class BlockMemory:
             self._free.append(place)
 
     def close(self) -> None:
-        """Take no memory any more, but for what somebody still reads or writes."""
+        """Release the memory, except for places that are still read or written."""
         self.blocks = self.blocks[:0]
         self._num_opened = 0
         self._free.clear()

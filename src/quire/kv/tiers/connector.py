@@ -1,4 +1,4 @@
-"""The KV connector to a tier: prompts' blocks leave the cache for it, and come back when that is cheaper.
+"""The KV connector to a tier: stores prompts' blocks, and loads them when that is cheaper than computing.
 
 All loads are asynchronous: `BlockReader` has threads read the blocks while other requests compute. Stores are
 copied out of the cache at the end of the step that filled them, into a bounded number of buffers, which

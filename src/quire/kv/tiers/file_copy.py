@@ -1,4 +1,4 @@
-"""Between a tier and a file of one prompt's KV."""
+"""Copies one prompt's KV between a tier and a file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def restore_prompt(
     """Store the blocks of a saved prompt in a tier; return the prompt's tokens.
 
     Raises:
-        KVFileError: the file cannot be read, is damaged or was computed otherwise; or the tier cannot be
+        KVFileError: the file cannot be read, is damaged or has another identity; or the tier cannot be
             written to, or is too small.
     """
     if not tier.is_writable:

@@ -53,7 +53,7 @@ class LoadInProgress:
         return self._is_cancelled
 
     def cancel(self) -> None:
-        """Write nothing to the blocks after what later steps write; called in the step's thread."""
+        """Stop writing to the blocks before later steps do; called in the step's thread."""
         with self._lock:
             self._is_cancelled = True
             for copy in self._under_way:
@@ -69,7 +69,7 @@ class LoadInProgress:
         """Write a block's content, unless the load is cancelled; return when it is there.
 
         Raises:
-            Exception: whatever copying failed with.
+            Exception: the error of the copy.
         """
         with self._lock:
             if self._is_cancelled:

@@ -1,4 +1,4 @@
-"""Which blocks a tier holds and which it takes in: least recently used out, seen often enough in."""
+"""The index of a tier: LRU eviction, and admission of blocks that are used often enough."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class ResidentBlocks:
             self._fill([], self._num_opened)
 
     def replace(self, stored: Sequence[tuple[BlockKey, int]], num_opened: int) -> None:
-        """Take over what was found to be stored; no store may be under way.
+        """Replace the index by what was found on disk; no store may be under way.
 
         Args:
             stored: blocks and their places, the most recently stored first; of two equal blocks the first

@@ -1,4 +1,4 @@
-"""Where a `TierConnector` keeps blocks: what every tier is, and the tier in host memory."""
+"""The interface of KV tiers, and the tier in host memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class BlockTier(ABC):
         """Begin to fetch a block that will be read soon, without waiting for it."""
 
     def check(self, key: BlockKey) -> None:  # noqa: B027 - memory is not damaged
-        """See whether a block is still there, by the little that says so; forget it if it is not."""
+        """Check cheaply whether a block is still there; forget it if it is not."""
 
     @abstractmethod
     def write(self, key: BlockKey, content: ByteArray, generation: int) -> bool:
@@ -69,14 +69,14 @@ class BlockTier(ABC):
         """
 
     def refresh(self) -> None:  # noqa: B027 - a tier may belong to one process
-        """Take note of what other processes have done to the tier; called every few seconds."""
+        """Notice changes that other processes have made to the tier; called every few seconds."""
 
     def clear(self) -> None:
         """Forget everything: what was stored before is never found again, by any process that uses this."""
         self.residents.clear()
 
     def close(self) -> None:  # noqa: B027 - memory is let go of by itself
-        """Let go of files."""
+        """Close all files."""
 
 
 class MemoryTier(BlockTier):

@@ -1,4 +1,4 @@
-"""Threads that do what may block, so that the engine's step does not, and what they count."""
+"""Threads for blocking work, so that the engine's step never blocks, and their counters."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Model files: their formats, and the way from them to packed weights."""
+"""Model files: formats, and loading into packed weights."""

@@ -1,4 +1,4 @@
-"""A checkpoint whose matrices may be packed already, by an earlier start."""
+"""A checkpoint with a cache of matrices packed by an earlier start."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _TIED_OUTPUT = "lm_head.weight"
 
 
 class WeightStore(Protocol):
-    """The files of one checkpoint. Weights have the names of Hugging Face's format, whatever the files'."""
+    """The files of one checkpoint. Weights have Hugging Face's names, in any file format."""
 
     def close(self) -> None:
         """Close the files. What was read stays valid."""

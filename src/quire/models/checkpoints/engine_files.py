@@ -1,4 +1,4 @@
-"""Finding the files that an engine's configuration names: its model's, its tokenizer's, a chat template."""
+"""Finds the files that an engine's configuration names: model, tokenizer, chat template."""
 
 from __future__ import annotations
 

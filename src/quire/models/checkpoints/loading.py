@@ -1,4 +1,4 @@
-"""Loading a decoder: each matrix goes from the checkpoint straight into the layout that it is computed in."""
+"""Loads a decoder: each matrix goes from the checkpoint straight into the layout of its kernels."""
 
 from __future__ import annotations
 

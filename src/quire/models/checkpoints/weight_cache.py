@@ -1,4 +1,4 @@
-"""Packed weights kept on disk, so that a start that would quantize or unpack them again only reads them.
+"""A disk cache of packed weights, so that later starts need not quantize or unpack them again.
 
 A file's name is a digest of all that its buffers depend on: no file is ever wrong, only unused.
 """

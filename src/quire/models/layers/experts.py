@@ -1,4 +1,4 @@
-"""The mixture of experts: each token goes to some of many feed-forward layers, which a router chooses."""
+"""The mixture of experts: a router sends each token to some of many feed-forward layers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tokens that are commands to a model: only a chat template makes them, and what clients give never does.
+"""Control tokens: only a chat template produces them, never text from clients.
 
 Commands are the special tokens, and those of the other added tokens that the template has or that are a
 name in angle or square brackets. The tokenizers library makes them of their spellings, wherever these are
 in a text. So in a text whose given part spells some, those that are the template's get other spellings,
-which nobody can know, and a tokenizer that has only these takes the others for the text that they are. All
+which cannot be guessed, and a tokenizer that has only these takes the others for the text that they are. All
 else of it is the model's own, so that the other tokens are, too.
 """
 

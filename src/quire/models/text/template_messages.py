@@ -1,4 +1,4 @@
-"""What a `TemplateRenderer` and its processes tell each other; nothing here needs jinja2."""
+"""The messages between a `TemplateRenderer` and its processes; nothing here needs jinja2."""
 
 from __future__ import annotations
 

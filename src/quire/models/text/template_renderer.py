@@ -1,4 +1,4 @@
-"""Chat templates are rendered in processes of their own, with limits of time and memory.
+"""Renders chat templates in separate processes, with limits of time and memory.
 
 A template is a file of the model, and loops over what a client sends: it may never end, or double a text
 until there is no memory left. The sandbox that it runs in limits neither, and a limit inside of it would have
@@ -152,7 +152,7 @@ class TemplateRenderer:
         _end_all(idle)
 
     def _take(self) -> _Process:
-        """Return a process that nobody else uses and that has compiled the template."""
+        """Return an unused process that has compiled the template."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -186,7 +186,7 @@ class _Process:
     """A running `quire.models.text.template_process`.
 
     Args:
-        limits: that it is told to keep.
+        limits: for it to keep.
     """
 
     def __init__(self, limits: ChatTemplateConfig) -> None:

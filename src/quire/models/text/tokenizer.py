@@ -233,7 +233,7 @@ class Tokenizer:
                 "the last message or begins another: leave add_generation_prompt out",
                 param="continue_final_message",
             )
-        mark = secrets.token_hex(16)  # nobody can have written it before
+        mark = secrets.token_hex(16)  # it cannot have been written before
         chat = render(_with_mark(messages, mark), add_generation_prompt=False)
         end = chat.text.rfind(mark)
         if end < 0:

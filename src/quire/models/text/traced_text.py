@@ -1,4 +1,4 @@
-"""Text that remembers which of its characters a client has given, whatever a chat template does with it."""
+"""Text that tracks which of its characters came from a client, through a chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN_VALUES = (str, int, float, bool, type(None))
 
 
 class TracedText(str):
-    """Text of which each character is known to be given, by a client, or not.
+    """Text that knows for each character whether a client has given it.
 
     It is equal to the plain text, has its hash, and does what that does. What makes text of it keeps the
     marks of the characters; where that is not known, all of the new text is given. Text that is exactly `str`
@@ -155,7 +155,7 @@ class TracedText(str):
         return found
 
     def _filled_in(self, fill_in: Callable[[tuple[Any, ...]], str], values: tuple[Any, ...]) -> TracedText:
-        """Return this text with values in its fields, which are traced by stand-ins that nobody can know."""
+        """Return this text with values in its fields, traced by stand-ins that cannot be guessed."""
         filled = fill_in(values)
         if _GIVEN in self._given or any(not isinstance(value, _PLAIN_VALUES) for value in values):
             return given_text(filled)
@@ -194,7 +194,7 @@ def traced(text: str) -> TracedText:
 
 
 def given_text(text: str) -> TracedText:
-    """Return a text all of which is given."""
+    """Return a text given as a whole."""
     return TracedText(text, _GIVEN * len(text))
 
 

@@ -1,4 +1,4 @@
-"""The KV of one prompt in a file of its own, to be moved and kept: its tokens, what computed it, its blocks.
+"""One prompt's KV in a file: its tokens, the identity of what computed it, and its blocks.
 
 magic               8 bytes
 bytes of header     4 bytes
@@ -60,7 +60,7 @@ class KVFile:
         self._file.close()
 
     def require(self, identity: Mapping[str, str]) -> None:
-        """Refuse KV that was computed otherwise.
+        """Refuse KV with another identity.
 
         Raises:
             KVFileError: names each part of the identity that differs, with both values.
@@ -177,7 +177,7 @@ def prompt_keys(token_ids: list[int], block_size: int, cache_salt: str = "") -> 
 
 
 def _require_regular(path: Path) -> None:
-    """Refuse what opening could wait for, such as a pipe, and what no file may take the place of."""
+    """Refuse anything but a regular file: opening a pipe could block, and a device must not be replaced."""
     if path.exists() and not path.is_file():
         raise KVFileError(f"{path} is not a regular file")
 

@@ -1,4 +1,4 @@
-"""How a block lies in a file: a region of fixed size that says what it holds and proves that it still does.
+"""The on-disk format of a block: a region of fixed size with a header and checksums.
 
     magic                     8 bytes
     generation                8 bytes, grows with every region that is written to the file
@@ -37,7 +37,7 @@ _REGION_ALIGNMENT = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """What a region says of itself."""
+    """The header of a region."""
 
     key: BlockKey
     generation: int

@@ -118,7 +118,7 @@ class DiskTier(BlockTier):
 
     @override
     def refresh(self) -> None:
-        """See what became of the file and of its writer; a file that has vanished is created again."""
+        """Check the file and its writer; a file that has vanished is created again."""
         file = self._file
         self._is_disk_full = False
         if file is None or not file.is_in_place():
@@ -128,7 +128,7 @@ class DiskTier(BlockTier):
 
     @override
     def clear(self) -> None:
-        """Find nothing that was stored before, and let no other process find what is stored from now on.
+        """Forget everything stored so far, and hide what is stored from now on from other processes.
 
         The fingerprint names the weights of the files; those in use may have been replaced by others.
         """

@@ -1,4 +1,4 @@
-"""The one file of a disk tier: opened, locked for one writer, read and written in regions, kept in bounds."""
+"""The file of a disk tier: locked by one writer, read and written in regions, bounded in size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of GGUF tensors that Quire reads, and what it makes of each.
+"""The GGUF tensor types that Quire reads, and their conversion.
 
 Layouts: https://github.com/ggml-org/ggml, ggml-common.h. All but the floating-point ones are rows of blocks,
 each with its float16 scale d.

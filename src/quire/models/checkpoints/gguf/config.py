@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to a config as Hugging Face's format has it. Nothing here needs torch."""
+"""Converts a GGUF file's metadata to a Hugging Face config. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
 
 
 def _refuse_others(file: GGUFFile, metadata: Entries) -> None:
-    """Refuse, or else log, metadata of the architecture that nobody has read."""
+    """Refuse or log metadata of the architecture that is not supported."""
     for key, allowed in _ONLY.items():
         value = metadata.get(key)
         if value is not None and value not in allowed:

@@ -1,4 +1,4 @@
-"""Reading GGUF files: metadata, and where the tensors lie.
+"""Reading GGUF files: metadata and tensor offsets.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. The `gguf`
 package reads the same, but makes an array of every string of a vocabulary, which takes seconds.

@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to a tokenizer of the `tokenizers` library.
+"""Converts a GGUF file's metadata to a tokenizer of the `tokenizers` library.
 
 The file holds the vocabulary and names the rules by which text is cut into words; the rules are the published
 tokenizers' own.

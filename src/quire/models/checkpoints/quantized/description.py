@@ -1,4 +1,4 @@
-"""What `quantization_config` in a config.json says, and which methods Quire supports. Needs no torch.
+"""Parses `quantization_config` in a config.json; the supported methods. Needs no torch.
 
 Only what applies to the whole checkpoint is read: which matrices are quantized, to how many bits and in which
 groups is visible in the stored tensors themselves.

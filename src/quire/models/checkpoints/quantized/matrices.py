@@ -1,4 +1,4 @@
-"""From integers, scales and zero points, as every quantized format has them, to a `Weight`."""
+"""Builds a `Weight` from integers, scales and zero points of any quantized format."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class MatrixFormat:
     Args:
         key: last component of the tensor whose presence shows that a matrix has this format.
         needed: last components of the tensors that every such matrix has.
-        optional: those that may be missing.
-        ignored: those that may be present and are not used.
+        optional: parts that may be missing.
+        ignored: parts that may be present and are not used.
         decode: takes the tensors by last component and the matrix's shape [out, in], and returns the matrix;
             raises ValueError if they are inconsistent.
     """

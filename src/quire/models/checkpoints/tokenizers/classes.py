@@ -1,4 +1,4 @@
-"""Tokenizers whose class decides how they cut and join text, whatever their tokenizer.json says of that.
+"""Tokenizers whose class, not tokenizer.json, decides how text is split and joined.
 
 `transformers` takes the vocabulary, the merges and what stands around a text from the file, and the rest from
 the class.

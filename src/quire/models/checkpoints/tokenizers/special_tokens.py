@@ -1,4 +1,4 @@
-"""The tokens that the files beside a tokenizer.json name, and what becomes of a tokenizer with them.
+"""Special and added tokens from the files beside a tokenizer.json.
 
 All as in transformers. Since 2023, `tokenizer_config.json` itself lists the added tokens, and then counts
 alone; before, `special_tokens_map.json` and `added_tokens.json` stood beside it.
