@@ -2,7 +2,7 @@
 
 A call's event is emitted when its name is known, and is complete when all of it has come
 and its arguments are an object in JSON. What turns out to be malformed before that is content, with the marks
-around it, even if its beginning has been told as a call. Where an answer is cut off, the beginning of a call
+around it, even if its beginning was emitted as a call. Where an answer is cut off, the beginning of a call
 is neither call nor content: no one knows what it would be. White space beside a call or reasoning is neither
 content nor reasoning.
 """
@@ -60,7 +60,7 @@ class AnswerParser:
 
     @property
     def has_calls(self) -> bool:
-        """Whether there have been calls so far, and all of them complete."""
+        """Whether there are calls so far, all of them complete."""
         return self._calls.num_calls > 0 and self._calls.are_complete
 
     def feed(self, text: str) -> list[AnswerEvent]:
@@ -69,7 +69,7 @@ class AnswerParser:
         return self._advance()
 
     def finish(self, *, is_cut_off: bool = False) -> list[AnswerEvent]:
-        """Return what is left to say, no more text coming.
+        """Return the last events; no more text comes.
 
         Args:
             is_cut_off: whether something else than the model has ended the answer.
@@ -108,7 +108,7 @@ class HarmonyAnswer:
         calls: reads each call.
         emit: takes each event.
         reads_calls: whether messages to a recipient are calls; otherwise they are like others.
-        reasoning: with which the answer may begin; None: what it thinks is content.
+        reasoning: with which the answer may begin; None: analysis is content.
     """
 
     def __init__(

@@ -8,14 +8,14 @@ from typing import TypeAlias
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of what the answer says to the user."""
+    """More of the content."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers."""
+    """More of the reasoning."""
 
     text: str
 
@@ -38,7 +38,7 @@ class ArgumentsDelta:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallEnd:
-    """No more of this call comes.
+    """A call ends.
 
     Args:
         index: of the call.

@@ -37,7 +37,7 @@ _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """What a message is for.
+    """The header of a message.
 
     Args:
         channel: analysis, commentary or final; "" if the model left it out.

@@ -1,6 +1,6 @@
-"""Text that comes in pieces, read as if it were complete.
+"""Incremental text, read as if it were complete.
 
-Whoever reads is a generator that yields where it needs more text, and goes on once there is more or the text
+A reader is a generator that yields where it needs more text, and continues once there is more or the text
 has ended. Every method consumes what it returns. All of it takes time linear in the text, however it is
 split: between two pieces, no more is kept than the longest marker.
 """
@@ -22,7 +22,7 @@ UNBOUNDED = 1 << 60
 
 
 class IncomingText:
-    """A text of which more may come.
+    """A text that may continue.
 
     Attributes:
         is_cut_off: whether it has ended although its writer had not.

@@ -138,7 +138,7 @@ class MarkedAnswer:
         yield from self._text.piece()
 
     def _add_content(self, text: str) -> None:
-        """Say more to the user; white space at the end only once something follows it."""
+        """Emit more content; white space at the end only once something follows it."""
         if self._follows_call:
             text = text.lstrip()
         said = text.rstrip()

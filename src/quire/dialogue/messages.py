@@ -1,4 +1,4 @@
-"""Messages as OpenAI's API has them, to messages as chat templates take them. Every way to chat ends here."""
+"""Converts OpenAI's messages to those of chat templates, for every chat API."""
 
 from __future__ import annotations
 

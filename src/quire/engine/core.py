@@ -198,7 +198,7 @@ class EngineCore:
         return self._requests.end(ids, FinishReason.of(status), error)
 
     def withdraw(self, sequence_ids: Sequence[str] | None, status: RequestStatus) -> list[EngineCoreOutput]:
-        """End sequences like `finish`; if the scheduler cannot, they end for their clients all the same."""
+        """End sequences like `finish`; if the scheduler fails, they still end for their clients."""
         try:
             return self.finish(sequence_ids, status)
         except Exception:
@@ -244,7 +244,7 @@ class EngineCore:
         return outputs, progressed
 
     def _add_probe(self) -> None:
-        """Queue a request of one token: if that fails, too, it is not a request that makes steps fail."""
+        """Queue a probe of one token: if that fails, too, no request is to blame for failed steps."""
         if self._probes:
             return
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
@@ -303,7 +303,7 @@ class EngineCore:
         return self._answer_of(self.scheduler.next_due, None)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any sequence is waiting or running, or has not been told its end."""
+        """Whether any sequence is waiting or running, or its end has not been reported."""
         return bool(self._requests) or self._answer_of(self.scheduler.has_unfinished_requests, False)
 
     @staticmethod
@@ -428,7 +428,7 @@ class EngineCore:
             try:
                 if events := self._kv_events.take():
                     self._publisher.publish(events)
-            except Exception:  # a step's outputs are worth more than its events
+            except Exception:  # a step's outputs matter more than its events
                 logger.exception("the KV events of a step could not be published")
 
 

@@ -79,7 +79,7 @@ def available_bytes(config: EngineConfig) -> int:
 
 
 def watched_memory(config: EngineConfig) -> CudaMemory | None:
-    """Return what watches the memory of the engine's GPU from now on; None: it has none."""
+    """Start to watch the memory of the engine's GPU; None: it has none."""
     if config.device != "cuda":
         return None
     from quire.kernels.devices.device import CudaMemory
@@ -88,7 +88,7 @@ def watched_memory(config: EngineConfig) -> CudaMemory | None:
 
 
 def device_name(config: EngineConfig) -> str:
-    """Return what to call the device of an engine: cpu, or cuda and which GPU."""
+    """Return the name of an engine's device: cpu, or cuda with the GPU's name."""
     if config.device != "cuda":
         return config.device
     from quire.kernels.devices.device import cuda_name
@@ -150,7 +150,7 @@ def _refuse_kernels_elsewhere(obstacle: str) -> None:
 
 
 def _refuse_float8(config: EngineConfig, obstacle: str) -> None:
-    """Raise `ConfigError` for what only the kernels for GPUs compute with."""
+    """Raise `ConfigError` for types that only GPU kernels support."""
     for name in ("quantization", "kv_cache_dtype"):
         if getattr(config, name) == "fp8":
             raise ConfigError(
@@ -160,7 +160,7 @@ def _refuse_float8(config: EngineConfig, obstacle: str) -> None:
 
 
 def _refuse_float8_on_older_gpus(config: EngineConfig) -> None:
-    """Raise `ConfigError` if weights or the KV cache are to be float8 on GPUs that have no such numbers."""
+    """Raise `ConfigError` if weights or the KV cache are to be float8 on GPUs without float8."""
     from quire.kernels.devices.device import cuda_capability, dotted
 
     for name in ("quantization", "kv_cache_dtype"):
@@ -175,7 +175,7 @@ def _refuse_float8_on_older_gpus(config: EngineConfig) -> None:
 
 
 def _refuse_beside_cuda(config: EngineConfig) -> None:
-    """Raise `ConfigError` for what an engine on a GPU cannot do yet."""
+    """Raise `ConfigError` for features that are not supported on a GPU yet."""
     if config.shares_kv and config.tensor_parallel_size > 1:
         [shares_by] = config.moves_kv_by
         raise ConfigError(

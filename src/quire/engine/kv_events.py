@@ -174,7 +174,7 @@ class KVEventPublisher:
         try:
             message = (number.to_bytes(8, "big"), self._encode(batch))
         except Exception:
-            logger.exception("a batch of KV events could not be encoded, and is lost")
+            logger.exception("a batch of KV events cannot be encoded, and is lost")
             return
         self._buffer.append(message)
         self._live.send_multipart((TOPIC, *message))

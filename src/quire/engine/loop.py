@@ -68,7 +68,7 @@ class MessageSource(Protocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether the front keeps up with what is sent to it; if not, it sends a message when it has."""
+        """Whether the front keeps up with messages; if not, it sends a message once it has."""
 
     def deliver(self, handle: Callable[[ToEngine], None], *, wait: int | None) -> None:
         """Handle what has arrived, or a turn's worth of it, waiting at most `wait` milliseconds for it."""
@@ -214,7 +214,7 @@ class EngineLoop:
             return SchedulerStats() if progressed or idle else None
 
     def _answer(self, call_id: int, make_reply: Callable[[], Reply]) -> None:
-        """Answer a call; what is raised is its answer, and ends no engine."""
+        """Answer a call; an exception is its answer, and does not end the engine."""
         try:
             self._send(make_reply())
         except Exception as error:
@@ -223,7 +223,7 @@ class EngineLoop:
     def _answer_later(
         self, call_id: int, begin: Callable[[], Future[Any]], reply: Callable[[int, Any], Reply]
     ) -> None:
-        """Begin what may take long; its answer is sent when it has ended."""
+        """Start a long-running call; its answer is sent when it has ended."""
         try:
             self._unanswered[call_id] = begin(), reply
         except Exception as error:
@@ -278,7 +278,7 @@ class EngineLoop:
             self._send_stats(stats)
 
     def _send_output(self, output: EngineCoreOutput) -> None:
-        """Send one output; if that cannot be sent, end its sequence."""
+        """Send one output; if that fails, end its sequence."""
         try:
             self._send(StepOutputs([output]))
         except Exception as error:

@@ -39,7 +39,8 @@ class ModelConfig:
     dtype: str = "float32"  # of the weights as stored
     stored_quantization: str = "none"
     """What most quantized matrices become: int8, int4, grouped_int8, on a GPU fp8, fp8_blocks; none if there
-    are no such matrices."""
+    are no such matrices.
+    """
     stored_group_size: int = 128  # inputs that share a scale, for int4, grouped_int8 and fp8_blocks
     stored_otherwise: tuple[tuple[int, str, str, int], ...] = ()
     """(layer, field, quantization, group size) of matrices that are not as most; see `WeightSpec`."""
@@ -49,7 +50,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...] = ()
     max_model_len: int = 0  # in tokens; replace it before loading to serve longer or only shorter sequences
     tie_word_embeddings: bool = False  # the output layer is the embedding
-    embedding_field: str = "embedding"  # as which it is stored; "output": files have the tied matrix so only
+    embedding_field: str = "embedding"  # its name in files; "output": files have only the tied output matrix
     norm_eps: float = 1e-6  # added to the mean square in every norm
     norm_offset: float = 0.0  # added to the norms' weights; 1 in Gemma
     embedding_scale: float = 1.0  # multiplies embeddings
@@ -64,12 +65,12 @@ class ModelConfig:
 
     @property
     def kv_layers(self) -> tuple[KVLayerSpec | None, ...]:
-        """What each layer keeps of a token in the KV cache; None: nothing."""
+        """The KV of each layer per token; None: the layer has none."""
         return tuple(layer.kv for layer in self.layers)
 
     @property
     def kv_specs(self) -> tuple[KVLayerSpec, ...]:
-        """Those of the layers that keep anything."""
+        """The specifications of the layers that have KV."""
         return tuple(spec for spec in self.kv_layers if spec is not None)
 
     @property

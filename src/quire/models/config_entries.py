@@ -241,7 +241,7 @@ class Entries(Mapping[str, Any]):
 
     Args:
         values: as they are in the file.
-        defaults: what counts where there is no such entry.
+        defaults: values of missing entries.
         nullable: entries with a default for which null means none.
     """
 
@@ -285,7 +285,7 @@ class Entries(Mapping[str, Any]):
 
 
 def _is_neutral(value: object) -> bool:
-    """Return whether a value says that there is nothing, or multiplies by one."""
+    """Return whether a value means "none", or multiplies by one."""
     return value is not True and value in (False, 0, 1, "", [], {})
 
 

@@ -25,7 +25,7 @@ Layer = tuple[SubLayer, ...]  # its sub-layers, in order
 
 
 class LayerHook(Protocol):
-    """Is called at the layers of a forward pass that write KV, one after the other."""
+    """Hooks for the layers of a forward pass that write KV, in order."""
 
     def before_layer(self, layer: int) -> None:
         """Nothing of this layer's KV has been read or written yet."""
@@ -102,7 +102,7 @@ class Decoder:
         return nullcontext(self)
 
     def agree(self, *, is_recorded: bool) -> bool:
-        """Return whether all ranks have recorded a step: there is one."""
+        """Return whether all ranks have captured a step: there is one."""
         return is_recorded
 
     def compile_only(self) -> AbstractContextManager[None] | None:
@@ -187,7 +187,7 @@ class Decoder:
 
 
 class _PartStep(NamedTuple):
-    """What a forward pass does with a sub-layer."""
+    """A sub-layer's part of a forward pass."""
 
     part: SubLayer
     next_norm: torch.Tensor | None  # of the sum that its result is added to
@@ -199,7 +199,7 @@ Buffers = Mapping[str, torch.Tensor]
 
 
 class Workspace:
-    """Buffers for what a forward pass computes on its way; they grow to the largest step that there was.
+    """Buffers for intermediate results of a forward pass; they grow to the largest step so far.
 
     Args:
         shapes: names and shapes, for each token, of the buffers of each user. Those of one name share memory.

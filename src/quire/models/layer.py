@@ -71,7 +71,7 @@ class StepSizes:
         return self.tokens * max(self.hidden_size, *widths) * _FLOAT32_BYTES
 
     def reference_gate_bytes(self, inner_size: int) -> int:
-        """Return what the reference kernels take for norms and a gated activation, in float32."""
+        """Return the bytes that the reference kernels take for norms and a gated activation, in float32."""
         if self.is_native or self.on_gpu:
             return 0
         return self.tokens * (2 * self.hidden_size + 3 * inner_size) * _FLOAT32_BYTES
@@ -84,7 +84,7 @@ class SubLayerConfig(ABC):
     pre_norm: bool = True  # its input is normalized
     post_norm: bool = False  # its output is normalized
 
-    role: ClassVar[str]  # "attention" for what mixes tokens, "mlp" otherwise: what its norms are called
+    role: ClassVar[str]  # "attention" if it mixes tokens, "mlp" otherwise: the name of its norms
     weight_names: ClassVar[Mapping[str, str]]  # in checkpoints, where a family has no others
 
     @abstractmethod
@@ -93,7 +93,7 @@ class SubLayerConfig(ABC):
 
         Args:
             hidden_size: features of the residual stream.
-            names: what its weights are called in the checkpoint; which there are may depend on that.
+            names: names of its weights in the checkpoint; their number may depend on that.
             shard: whose part the sections say.
         """
 
@@ -106,7 +106,7 @@ class SubLayerConfig(ABC):
 
     @property
     def kv(self) -> KVLayerSpec | None:
-        """What it writes to the KV cache for each token; None: nothing."""
+        """Its KV per token; None: it has none."""
         return None
 
     @property
@@ -123,7 +123,7 @@ class SubLayerConfig(ABC):
 
     @abstractmethod
     def peak_bytes(self, step: StepSizes) -> int:
-        """Return the most memory that it takes beside its weights and buffers."""
+        """Return its peak memory in bytes, besides its weights and buffers."""
 
     @abstractmethod
     def load(self, loader: LayerLoader) -> SubLayer:
@@ -147,7 +147,7 @@ class LayerConfig:
 
     @property
     def kv(self) -> KVLayerSpec | None:
-        """What it writes to the KV cache for each token; None: nothing."""
+        """Its KV per token; None: it has none."""
         return next((part.kv for part in self.parts if part.kv is not None), None)
 
     def changed(self, kind: type[Any], **changes: Any) -> LayerConfig:
@@ -188,7 +188,7 @@ class LayerLoader(Protocol):
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class Step:
-    """What a forward pass has for its sub-layers."""
+    """The inputs of a forward pass to its sub-layers."""
 
     batch: AttentionBatch
     angles: Sequence[Angles]  # of each of the model's `ropes`

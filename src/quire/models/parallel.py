@@ -24,8 +24,8 @@ class Communicator(ABC):
     """Exchanges tensors among the ranks, which all make the same calls in the same order.
 
     A tensor has the same shape and type on all ranks. On the host, a call raises `ExchangeError` if a rank
-    does not take part. On a device, nothing waits for an exchange: it is done in the order of what else the
-    device is asked for.
+    does not take part. On a device, nothing waits for an exchange: it is done in order with the device's
+    other work.
     """
 
     @abstractmethod
@@ -42,7 +42,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def note_replay(self) -> None:
-        """Note that the device has been asked for recorded exchanges again."""
+        """Note that captured exchanges are replayed on the device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

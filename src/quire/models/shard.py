@@ -1,4 +1,4 @@
-"""Which part of a model a rank holds under tensor parallelism (Shoeybi et al. 2019, Megatron-LM).
+"""The shard of a model on a rank under tensor parallelism (Shoeybi et al. 2019, Megatron-LM).
 
 Attention is divided by heads, feed-forward layers by their inner features, embedding and output layer by the
 vocabulary. Norms and routers are small, and every rank has them whole.

@@ -44,7 +44,7 @@ class Checksum:
 
 @dataclasses.dataclass(frozen=True)
 class LinkTerms:
-    """What the DECODER knows of a link when it sets up its end of the transport.
+    """The terms of a link, as the DECODER knows them when it sets up its end of the transport.
 
     Attributes:
         link_id: of the link, unique on the PROMPT.
@@ -64,7 +64,7 @@ class DataEnd(ABC):
 
     @abstractmethod
     def shut_down(self) -> None:
-        """Let what is moved at this time fail soon, and everything after it."""
+        """Make the current transfer fail soon, and every later one."""
 
     @abstractmethod
     def close(self) -> None:
@@ -72,7 +72,7 @@ class DataEnd(ABC):
 
 
 class SourceEnd(DataEnd):
-    """The PROMPT's end, which lets the other end have bytes over connections that the DECODER opens.
+    """The PROMPT's end, which sends bytes over connections that the DECODER opens.
 
     Args:
         num_connections: of the link, besides the control connection.
@@ -87,7 +87,7 @@ class SourceEnd(DataEnd):
     @property
     @abstractmethod
     def parameters(self) -> bytes:
-        """What the DECODER must know to set up its end."""
+        """Parameters for the DECODER to set up its end."""
 
     def attach(self, stream: int, connection: socket.socket) -> bool:
         """Take a proved connection of the link; return whether it was wanted, else the caller keeps it.
@@ -137,7 +137,7 @@ class SourceEnd(DataEnd):
 
     @abstractmethod
     def send(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        """Let the other end have spans of a cache.
+        """Send spans of a cache.
 
         Args:
             transfer_id: of the transfer, unique in the link; both ends have the same.
@@ -164,12 +164,12 @@ class DestinationEnd(DataEnd):
             deadline: until when they must have come.
 
         Raises:
-            ChecksumError: they have changed on their way.
+            ChecksumError: the checksum is wrong.
             OSError: they did not come in time, or the connection has ended.
         """
 
     def forget_source(self) -> None:
-        """Let go of what is kept of the cache that was received from last; it is not pulled again."""
+        """Release what is kept of the last source cache; it is not pulled again."""
 
 
 class Transport(ABC):
@@ -186,7 +186,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def parameters(self) -> bytes:
-        """What this side's ends are like, for the other side."""
+        """The parameters of this side's ends, for the other side."""
 
     @abstractmethod
     def open_source(self, peer: bytes, *, use_checksum: bool) -> SourceEnd:
@@ -208,4 +208,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what this side's ends have in common, when all of them are closed."""
+        """Release the shared state of this side's ends, when all of them are closed."""

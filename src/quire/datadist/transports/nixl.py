@@ -2,7 +2,7 @@
 
 A connection of the link carries messages. For each transfer, the PROMPT says where the source is
 (`ReadSource`), the DECODER reads it and says so (`SourceRead`), and the PROMPT says that the source was held
-until then, with its checksum (`SourceHeld`). Without this answer, what was read counts for nothing: it may
+until then, with its checksum (`SourceHeld`). Without this answer, the data are discarded: the source may
 have been released meanwhile. The PROMPT computes the checksum while the DECODER reads.
 """
 
@@ -44,7 +44,7 @@ from quire.datadist.wire.protocol import (
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 16 << 20  # that are read at a time, while those before are checked
+READ_BYTES = 16 << 20  # read at a time, while the previous ones are checked
 OPEN_LIMIT = 10.0  # seconds for the PROMPT to open its agent
 PROGRESS_INTERVAL = 1e-3  # seconds between two chances of the PROMPT's agent to answer
 
@@ -136,7 +136,7 @@ class NixlTransport(Transport):
 
 
 class NixlSourceEnd(SourceEnd):
-    """The PROMPT's end: says where the source is, and holds it until it was read."""
+    """The PROMPT's end: announces where the source is, and holds it until it was read."""
 
     def __init__(self, agent: NixlAgent, connection_metadata: bytes, *, use_checksum: bool) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class NixlDestinationEnd(DestinationEnd):
         return checksum.value
 
     def _abandon(self, memory: CacheMemory) -> None:
-        """Let nothing be written to a cache any more."""
+        """Make sure that nothing more is written to a cache."""
         if not self._agent.close():
             memory.is_lost = True
             _lost.append(memory)
@@ -265,7 +265,7 @@ class NixlDestinationEnd(DestinationEnd):
 
 
 def _source_spans(source: ReadSource, target: ByteSpans) -> ByteSpans:
-    """Return the spans that the PROMPT tells, if they can be read into the target's."""
+    """Return the spans that the PROMPT has sent, if they fit the target's."""
     if any(address > _MAX_ADDRESS - source.tensor_bytes for address in source.addresses):
         raise ProtocolError("the peer's source is not within its memory")
     return decode_source_spans(source.spans, len(source.addresses), source.tensor_bytes, target)

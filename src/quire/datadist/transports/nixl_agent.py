@@ -87,7 +87,7 @@ def memory_kind(memory: CacheMemory) -> tuple[str, int]:
 
 
 class CallFailedError(ConnectionError):
-    """NIXL raised, has not returned in time, or returned what it must not."""
+    """NIXL raised, timed out, or returned an invalid result."""
 
 
 class CallThread:
@@ -104,7 +104,7 @@ class CallThread:
         thread.start()
 
     def submit(self, function: Callable[[Unpack[A]], T], *arguments: *A) -> Future[T]:
-        """Let the thread call a function; does not wait, and may be called by a finalizer."""
+        """Queue a function for the thread; does not wait, and may be called by a finalizer."""
         future: Future[T] = Future()
         self._jobs.put((future, function, arguments))
         return future
@@ -113,7 +113,7 @@ class CallThread:
         """Return what a function returns.
 
         Raises:
-            CallFailedError: it raised, or has not returned by `deadline`, or an earlier call still has not.
+            CallFailedError: it raised or timed out, or an earlier call is still running.
         """
         overdue = self._overdue
         if overdue is not None and not overdue.done():
@@ -131,7 +131,7 @@ class CallThread:
         raise CallFailedError("a call of NIXL timed out")
 
     def end(self) -> None:
-        """Let the thread end after the calls that were submitted."""
+        """End the thread after the submitted calls."""
         self._jobs.put(None)
 
 
@@ -179,11 +179,11 @@ class NixlAgent:
             raise
 
     def register(self, memory: CacheMemory, deadline: float) -> RegionMetadata:
-        """Let NIXL move a cache, for as long as the cache lives."""
+        """Register a cache with NIXL, for as long as the cache lives."""
         return self._thread.call(deadline, self._register, memory)
 
     def forget(self, memory: CacheMemory, deadline: float) -> None:
-        """Let NIXL move a cache no more, before its owner takes back its memory."""
+        """Deregister a cache, before its owner takes back its memory."""
         if self._closing is None:
             self._thread.call(deadline, self._forget, memory)
         elif not self.close():
@@ -230,7 +230,7 @@ class NixlAgent:
         self._thread.call(deadline, self._release_handles)
 
     def stop(self) -> None:
-        """Let a read end in an error soon, from any thread."""
+        """Make a read fail soon, from any thread."""
         self._is_stopped = True
 
     def close(self) -> bool:
@@ -338,7 +338,7 @@ class NixlAgent:
     def _close(self) -> bool:
         if self._agent is None:
             return True
-        with contextlib.suppress(Exception):  # whatever is left goes with the agent
+        with contextlib.suppress(Exception):  # anything left goes with the agent
             if self._transfer is not None:
                 self._agent.release_xfer_handle(self._transfer)
         with contextlib.suppress(Exception):

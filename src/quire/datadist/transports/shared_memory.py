@@ -112,7 +112,7 @@ class SharedMemoryTransport(Transport):
 
 
 class SharedMemorySourceEnd(SourceEnd):
-    """The PROMPT's end: tells where the bytes are."""
+    """The PROMPT's end: announces where the bytes are."""
 
     def __init__(self, address: bytes) -> None:
         super().__init__()

@@ -40,13 +40,13 @@ MoveShare = Callable[[socket.socket, int, int], None]
 
 
 class TcpParameters(msgspec.Struct, array_like=True):
-    """What an end tells the other: how many connections it wants at most, or expects."""
+    """The parameters of an end: the maximum number of connections, or the number expected."""
 
     num_streams: int
 
     @classmethod
     def decode(cls, data: bytes) -> TcpParameters:
-        """Return what the other end has told; raise `ValueError` if it is malformed."""
+        """Decode the other end's parameters; raise `ValueError` if they are malformed."""
         parameters = msgspec.msgpack.decode(data, type=cls)  # msgspec's errors are ValueErrors
         if not 1 <= parameters.num_streams <= MAX_STREAMS:
             raise ValueError(f"the peer asks for {parameters.num_streams} streams, not 1..{MAX_STREAMS}")
@@ -185,12 +185,12 @@ def shares(num_bytes: int, num_streams: int) -> list[Share]:
 
 
 def _move_shares(connections: list[socket.socket], num_bytes: int, move: MoveShare) -> None:
-    """Move all shares at a time, the first in this thread; raise the first error when all have ended."""
+    """Move all shares concurrently, the first in this thread; raise the first error when all have ended."""
     errors: list[BaseException] = []
 
     def fail(error: BaseException) -> None:
         errors.append(error)
-        for connection in connections:  # the transfer has failed: let no share wait for its deadline
+        for connection in connections:  # the transfer has failed: no share may wait for its deadline
             sockets.shut_down(connection)
 
     def move_one(connection: socket.socket, share: Share) -> None:

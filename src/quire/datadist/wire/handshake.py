@@ -112,7 +112,7 @@ def greet(connection: socket.socket, secret: bytes, greeting: Greeting, deadline
     """Prove both ends, as the one that connects; return the connection's key.
 
     Raises:
-        HandshakeError: the peer is not who it should be, or takes this end for someone else.
+        HandshakeError: one end could not prove that it has the token.
         OSError: no answer in time, or the connection ended.
     """
     sockets.send(connection, [greeting.encode()], deadline)

@@ -52,7 +52,7 @@ LoanNames = Annotated[list[LoanName], msgspec.Meta(max_length=MAX_LOAN_NAMES)]
 
 
 class ProtocolError(ConnectionError):
-    """The peer sent what it must not."""
+    """The peer violated the protocol."""
 
 
 class LinkDroppedError(ConnectionError):
@@ -71,7 +71,7 @@ class TransportOffer(msgspec.Struct, array_like=True):
 
 
 class LinkRequest(Message):
-    """DECODER: link me. `identity` says what the KV is that this side can use; both must have the same.
+    """DECODER: link me. `identity` describes the KV that this side can use; both must have the same.
 
     `block_size` is that of this side's blocks in tokens, if it reads lent ones; 0: it does not.
     """
@@ -129,7 +129,7 @@ class Unlinked(Message):
 
 
 class CheckLink(Message):
-    """DECODER: is anybody there?"""
+    """DECODER: are you there?"""
 
 
 class LinkChecked(Message):
@@ -244,7 +244,7 @@ class PartTaken(Message):
 
 
 class LoanNews(Message):
-    """DECODER: I go on waiting for these loans, and give those back. To be answered."""
+    """DECODER: I still wait for some loans, and give others back. To be answered."""
 
     renewed: LoanNames
     released: LoanNames
@@ -399,7 +399,7 @@ class ControlChannel(Generic[T]):
         return sockets.is_readable(self._connection, seconds)
 
     def shut_down(self) -> None:
-        """Let every wait of this channel end."""
+        """End every wait of this channel."""
         sockets.shut_down(self._connection)
 
     def close(self) -> None:

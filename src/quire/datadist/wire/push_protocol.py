@@ -26,7 +26,7 @@ from quire.datadist.wire.protocol import (
 
 
 class AddressedTarget(msgspec.Struct, array_like=True, tag=True):
-    """Tensors of one registered cache by what their owner has told: a part of a slot, or blocks.
+    """Tensors of one registered cache, by addresses from their owner: a part of a slot, or blocks.
 
     Addresses are compared with those of the cache, and never used.
     """
@@ -59,7 +59,7 @@ class PushAccepted(Message):
 
 
 class PushRefused(Message):
-    """DECODER: I do not take it; the link goes on."""
+    """DECODER: refused; the link stays usable."""
 
     transfer_id: U64
     status_code: U32

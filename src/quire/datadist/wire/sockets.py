@@ -30,7 +30,7 @@ class PeerClosedError(ConnectionError):
 
 
 def configure(connection: socket.socket) -> None:
-    """Set what every connection has: no waiting, no delay of small messages, notice of hosts that vanish."""
+    """Set the options of every connection: non-blocking, no delay of small messages, keep-alive."""
     connection.setblocking(False)
     if connection.family == socket.AF_UNIX:
         return
@@ -42,7 +42,7 @@ def configure(connection: socket.socket) -> None:
 
 
 def end_if_peer_vanishes(connection: socket.socket) -> None:
-    """Let a connection end on which the peer acknowledges nothing for as long as keep-alive takes to give up.
+    """End a connection if the peer acknowledges nothing within the keep-alive timeout.
 
     Keep-alive only probes a connection on which everything is acknowledged; what is not is repeated for a
     quarter of an hour. Not for data: a peer that is alive but takes nothing for so long loses its connection.
@@ -53,7 +53,7 @@ def end_if_peer_vanishes(connection: socket.socket) -> None:
 
 
 def wait_in_calls(connection: socket.socket) -> None:
-    """Let calls that send and receive wait, so that one moves much; else each returns with what there is."""
+    """Make send and receive calls block, so that each moves much data; otherwise they return at once."""
     connection.setblocking(True)
 
 
@@ -147,13 +147,13 @@ def wait_until_writable(connection: socket.socket, deadline: float) -> None:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Let every wait for the connection end, at both ends."""
+    """End every wait for the connection, at both ends."""
     with contextlib.suppress(OSError):  # it has ended already
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _limit(connection: socket.socket, option: int, deadline: float | None) -> None:
-    """Let the next call wait until the deadline at most; raise `TimeoutError` if it has passed."""
+    """Limit the next call to the deadline; raise `TimeoutError` if it has passed."""
     microseconds = 0  # no limit
     if deadline is not None:
         microseconds = max(1, int(min(seconds_left(deadline), MAX_WAIT) * 1e6))

@@ -19,7 +19,7 @@ def structure_of_answer(
     *,
     content: StructuredOutputsParams | None = None,
 ) -> StructuredOutputsParams:
-    """Return what an answer must be so that it calls tools as `use` says, with valid arguments.
+    """Return the grammar of an answer that calls tools as `use` says, with valid arguments.
 
     Unless it must call, it may be content, or content and then calls.
 
@@ -51,7 +51,7 @@ def _content(writer: GrammarWriter, content: StructuredOutputsParams) -> str:
     """Return the expression for content of a structure.
 
     Raises:
-        InvalidRequestError: it is of a kind that does not go together with tools.
+        InvalidRequestError: it is of a kind that cannot be combined with tools.
     """
     if content.json is None:
         raise InvalidRequestError(

@@ -121,7 +121,7 @@ def _pattern(text: str) -> str:
 
 
 def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema without what only tells people something."""
+    """Return a schema without its annotations, such as descriptions."""
     return {key: _stripped(key, value) for key, value in schema.items() if key not in ANNOTATIONS}
 
 

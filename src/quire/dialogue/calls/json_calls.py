@@ -161,7 +161,7 @@ class NamedCalls:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedOrNamedCalls:
-    """A list of objects, or a name followed by its arguments; which one, the first character tells."""
+    """A list of objects, or a name followed by its arguments; distinguished by the first character."""
 
     listed: JsonCalls
     named: NamedCalls

@@ -26,7 +26,7 @@ _SIMPLE_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\
 
 
 def copy_arguments(text: IncomingText, emit: Emit) -> Reading[None]:
-    """Pass a call's arguments on: an object, what a string says that holds one, or nothing for null.
+    """Pass a call's arguments on: an object, the object encoded in a string, or nothing for null.
 
     Raises:
         NotACallError: they are malformed, or something else.
@@ -189,7 +189,7 @@ def _escape(text: IncomingText) -> Reading[str]:
 
 
 def hex_digits(text: IncomingText, number: int) -> Reading[str]:
-    """Read so many hexadecimal digits.
+    """Read this many hexadecimal digits.
 
     Raises:
         NotACallError: there are fewer.

@@ -21,7 +21,7 @@ Emit = Callable[[str], None]
 
 
 class NotACallError(Exception):
-    """What comes next is not as the notation wants it."""
+    """The text does not follow the notation."""
 
 
 class CallReader:

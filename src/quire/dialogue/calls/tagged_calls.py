@@ -165,7 +165,7 @@ def unwritable(tool: Tool, name: str) -> InvalidRequestError:
 
 
 def require_plain(tool: Tool, schema: Mapping[str, Any]) -> None:
-    """Refuse a schema of a text that wants more of it than its type.
+    """Refuse a schema of a text with more constraints than its type.
 
     Raises:
         InvalidRequestError: it does.
@@ -180,7 +180,7 @@ def require_plain(tool: Tool, schema: Mapping[str, Any]) -> None:
 
 
 def require_plain_object(tool: Tool) -> None:
-    """Refuse a schema that wants more of the arguments than that each is valid, of which some must be there.
+    """Refuse a schema with more constraints than each argument's own schema and `required`.
 
     Raises:
         InvalidRequestError: it does, and the tool is strict.
@@ -253,7 +253,7 @@ def _named_types(schema: Mapping[str, Any]) -> list[str] | None:
 
 
 def _parts_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the schemas of which one or each says what a schema allows; None: there are none."""
+    """Return the alternatives or conjuncts that a schema consists of; None: there are none."""
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             return list(schema[key])
@@ -263,7 +263,7 @@ def _parts_of(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _without_reference(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema with what it refers to in the place of the reference; of many, some are followed."""
+    """Return a schema with its references replaced by their targets, up to a limit."""
     for _ in range(_MAX_REFERENCES):
         if isinstance(reference := schema.get("$ref"), str):
             rest = {key: value for key, value in schema.items() if key != "$ref"}

@@ -18,8 +18,8 @@ class ToolCallFormat(abc.ABC):
         arguments_as_text: whether the template wants a call's arguments as JSON text, not as an object.
         null_content: whether the template wants null, not "", for a message that has calls and no content.
         short_ids: whether the template wants ids of nine letters and digits.
-        one_call_a_turn: whether the template has place for one call in a message, and for what was thought or
-            what was said before it.
+        one_call_a_turn: whether a message of the template has place for one call, and for either
+        reasoning or content before it.
     """
 
     template_marks: tuple[tuple[str, ...], ...]

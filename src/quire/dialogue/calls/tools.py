@@ -36,7 +36,7 @@ class Tool:
     strict: bool = False
 
     def enforceable(self, *, closes_objects: bool) -> Tool:
-        """Return the tool with a schema of which a grammar ignores nothing, see `enforceable_schema`.
+        """Return the tool with a schema that a grammar enforces fully, see `enforceable_schema`.
 
         Raises:
             InvalidRequestError: it cannot be enforced.
@@ -79,12 +79,12 @@ class ToolUse:
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether a grammar must see to it that the answer calls tools as it may."""
+        """Whether a grammar must constrain the answer's calls."""
         is_restricted = not self.several or len(self.callable_tools) < len(self.tools)
         return self.must_call or is_restricted or any(tool.strict for tool in self.callable_tools)
 
     def enforceable(self, *, closes_objects: bool) -> ToolUse:
-        """Return the same with schemas of which a grammar ignores nothing, see `enforceable_schema`.
+        """Return the same with schemas that a grammar enforces fully, see `enforceable_schema`.
 
         Raises:
             InvalidRequestError: a schema cannot be enforced, or they are too large together.
@@ -109,7 +109,7 @@ def tool_of(tool: Mapping[str, Any]) -> Tool:
     """Return a tool that is described as OpenAI's API does it.
 
     Raises:
-        InvalidRequestError: it is no function, or malformed.
+        InvalidRequestError: it is not a function, or malformed.
     """
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, Mapping):

@@ -1,4 +1,4 @@
-"""Building an engine from its configuration: ranks, the scheduler and what it decides by."""
+"""Builds an engine from its configuration: ranks, the scheduler and its context."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class CacheGrowth:
 
 
 def _growth(config: EngineConfig, plan: MemoryPlan) -> CacheGrowth | None:
-    """Return what grants blocks to a growing cache; None: it does not grow, on a GPU or of a given size."""
+    """Return the `CacheGrowth` of a growing cache; None: it does not grow, on a GPU or with a given size."""
     if config.device == "cuda" or config.scheduler.num_kv_blocks or config.scheduler.cache_size:
         return None
     spare_bytes = int(plan.available_bytes * SPARE_SHARE) + plan.activation_bytes

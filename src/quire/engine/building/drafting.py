@@ -128,7 +128,7 @@ def build_proposer(
 
 
 def _copying_proposer(speculation: SpeculationConfig, max_num_seqs: int) -> Proposer:
-    """Return a proposer that copies what has been said before."""
+    """Return a proposer that copies earlier text."""
     if speculation.speculative_method == "ngram":
         from quire.execution.drafts.ngram_proposer import NgramProposer
 

@@ -42,7 +42,7 @@ def loaded_kv_identity(
         files: `model_files_key` from before that.
 
     Raises:
-        KVFileError: the model's files have been replaced meanwhile, and say nothing of the KV of this engine.
+        KVFileError: the model's files have been replaced meanwhile.
     """
     identity = kv_identity(config, model_path, model_config, plan)
     if model_files_key(model_path) != files:
@@ -54,7 +54,7 @@ def loaded_kv_identity(
 
 
 def model_files_key(model_path: Path) -> str:
-    """Return what changes when a file of the model is replaced or written to; reads none of them."""
+    """Return a key that changes when a file of the model is replaced or written to; reads none of them."""
     from quire.models.checkpoints.weight_cache import cache_key
 
     return cache_key(model_path)
@@ -63,7 +63,7 @@ def model_files_key(model_path: Path) -> str:
 def kv_fingerprint(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
 ) -> bytes:
-    """Return 16 bytes that stand for the parts on this machine, which knows the weights by their files."""
+    """Return a fingerprint of 16 bytes for this machine, with the weights identified by their files."""
     from quire.kernels.dispatch import kernel_set
     from quire.models.checkpoints.weight_cache import cache_key
 

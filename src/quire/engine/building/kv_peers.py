@@ -31,7 +31,7 @@ def build_peers(
 ) -> PeerConnector:
     """Return the connector of an engine that shares KV with others.
 
-    What the KV is, for peers to compare, is found out in a thread, since that reads all weights.
+    The identity of the KV, which peers compare, is computed in a thread, since it reads all weights.
 
     Raises:
         ConfigError: an address or a transport is invalid.
@@ -57,7 +57,7 @@ def build_peers(
 
 
 def _step_mark(config: EngineConfig) -> Callable[[], StepMark] | None:
-    """Return what marks a point between steps that a GPU computes; None: the host does."""
+    """Return the function that marks a point between steps on a GPU; None: steps run on the host."""
     if config.device != "cuda":
         return None
     from quire.kernels.devices.cuda_copies import CudaCopies
@@ -68,7 +68,7 @@ def _step_mark(config: EngineConfig) -> Callable[[], StepMark] | None:
 def _identity(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
 ) -> dict[str, str]:
-    """Return in what KV must agree; blocks may be of different sizes, on which links agree by themselves."""
+    """Return the identity for peers, without the block size, which links negotiate."""
     identity = kv_identity(config, model_path, model_config, plan)
     del identity["block size"]
     return identity
@@ -94,7 +94,7 @@ def release_kv(connector: KVConnector | None, transfer_id: str) -> None:
 
 
 def cached_block_events(connector: KVConnector | None) -> KVEventSink | None:
-    """Return what must hear of all changes of the prefix cache because peers read it; None: nothing."""
+    """Return the sink of prefix cache events for peers' reads; None: there is none."""
     if connector is None:
         return None
     from quire.kv.peers.connector import PeerConnector

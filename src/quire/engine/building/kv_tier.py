@@ -90,7 +90,7 @@ def _with_memory(tier: BlockTier, gigabytes: float) -> BlockTier:
 
 
 def _gigabytes(num_bytes: int) -> str:
-    """Return so many bytes, or a few more, in GB."""
+    """Return bytes in GB, rounded up."""
     return f"{math.ceil(num_bytes / 1e3) / 1e6:.6f}"
 
 

@@ -28,7 +28,7 @@ PROFILE_BLOCKS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
-    """What is known once steps have been computed."""
+    """The results of measured steps."""
 
     plan: MemoryPlan
     most_recorded_tokens: int  # of steps with chunks of prompts, see `profile_run`
@@ -60,7 +60,7 @@ def measure(
     memory: CudaMemory,
     plan_again: Callable[..., MemoryPlan],
 ) -> Measurement:
-    """Plan by what the largest steps take, and by the memory that there is after them.
+    """Plan by the memory that the largest steps take, and that is left after them.
 
     The steps are computed on a KV cache of a few blocks; nothing of that stays allocated but the models' own
     buffers.

@@ -116,7 +116,7 @@ def _kv_cache(models: LoadedModels, plan: MemoryPlan) -> PagedAttentionCache:
 
 
 def _record(config: EngineConfig, model: Model | Decoder) -> Record | None:
-    """Return what records steps on a GPU, and have the model's buffers stay where they are from now on."""
+    """Return the graph capture of steps on a GPU; the model's buffers keep their addresses from now on."""
     if config.device != "cuda" or not config.cuda_graphs:
         return None
     from quire.kernels.devices.cuda_graphs import CudaGraphs

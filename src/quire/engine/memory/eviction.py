@@ -150,7 +150,7 @@ def refuse_model_beside_eviction(config: SchedulerConfig, model: ModelConfig) ->
 
 
 def _cannot_rotate(model: ModelConfig) -> str:
-    """Return what in the rotary embedding is not as in Llama; empty if nothing is."""
+    """Return how the rotary embedding differs from Llama's; empty if it does not."""
     layers = attention_of(model)
     [rope, *others] = {layer.rope for layer in layers}
     if rope is None or others:

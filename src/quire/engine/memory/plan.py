@@ -128,7 +128,7 @@ class MemoryPlan:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that do not depend on how large the KV cache is."""
+        """Bytes that do not depend on the size of the KV cache."""
         return self.weight_bytes + self.activation_bytes + self.staged_bytes
 
     def max_sequences_at(self, length: int) -> int:

@@ -5,9 +5,9 @@ Only `quire.models.text.template_process` renders: the sandbox does not limit ti
 Templates are jinja2 with Hugging Face's additions: `raise_exception`, `strftime_now`, `tojson` without HTML
 escapes, loop controls, and `{% generation %}` blocks.
 
-What of the text the client has given is known: all that a conversation brings is `TracedText`, and whatever
-makes text of other text in a template passes through the environment here. Where it cannot tell what of a new
-text was given, all of it counts as given.
+The parts of the text that the client has given are tracked: all text of a conversation is `TracedText`,
+and every operation of a template on text passes through the environment here. Where it cannot tell what
+of a new text was given, all of it counts as given.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from quire.models.text.traced_text import (
     traced,
 )
 
-# What a template can raise over messages that it was not written for.
+# Errors that a template may raise over unexpected messages.
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     TypeError,
@@ -208,7 +208,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Return the result of a call; text of which nothing is known is given."""
+        """Return the result of a call; text of unknown origin counts as given."""
         if type(__obj) is types.MethodType and type(__obj.__self__) is TracedText:
             kwargs = {name: value for name, value in kwargs.items() if name not in _SCOPES}
             return __obj(*args, **kwargs)  # which traces the text itself
