@@ -257,17 +257,17 @@ def test_an_engine_keeps_its_own_copy_of_the_scheduler_config():
         (
             EngineConfig,
             {"scheduler": EVICTING, "speculation": SpeculationConfig(speculative_method="ngram")},
-            "speculative_method is 'ngram', but SchedulerConfig.use_cache_eviction is on: what is evicted",
+            "speculative_method is 'ngram', but SchedulerConfig.use_cache_eviction is on: blocks evicted",
         ),
         (
             EngineConfig,
             {"scheduler": EVICTING, "kv_connector": "a.connector"},
-            "kv_connector is 'a.connector', but SchedulerConfig.use_cache_eviction is on: elsewhere a block",
+            "kv_connector is 'a.connector', but SchedulerConfig.use_cache_eviction is on: other stores",
         ),
         (
             EngineConfig,
             {"scheduler": EVICTING, "tensor_parallel_size": 2},
-            "tensor_parallel_size is 2, but SchedulerConfig.use_cache_eviction is on: scores add up",
+            "tensor_parallel_size is 2, but SchedulerConfig.use_cache_eviction is on: scores sum",
         ),
         (EngineConfig, {"scheduler": EVICTING, "kv_tier": "memory"}, "kv_tier is 'memory', but .* is on"),
         (

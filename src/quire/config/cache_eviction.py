@@ -27,7 +27,7 @@ class AggregationMode(Choice):
 
 
 class ScorePooling(Choice):
-    """Seven tokens whose highest attention weight counts for one, so that neighbours stay together."""
+    """Max-pooling window of seven tokens over attention weights, so that neighbours stay together."""
 
     FORWARD = "forward"  # itself and the six after it, as in OpenVINO GenAI
     CENTERED = "centered"  # itself, the three before and the three after it, as in SnapKV (Li et al. 2024)
@@ -50,8 +50,7 @@ class KVCrushConfig(SettableConfig):
     budget: NonNegativeInt = knob(
         default=0,
         unit="blocks",
-        help="Number of blocks that stay of those that would be evicted, in addition to max_cache_size. "
-        "0: none.",
+        help="Number of otherwise evicted blocks to keep, in addition to max_cache_size. 0: none.",
     )
     anchor_point_mode: KVCrushAnchorPointMode = knob(
         default=KVCrushAnchorPointMode.RANDOM,
@@ -117,9 +116,8 @@ class CacheEvictionConfig(SettableConfig):
     )
     apply_rotation: bool = knob(
         default=False,
-        help="Rotate the keys behind an evicted block to the positions that they then have, so that "
-        "positions stay contiguous. Needs one plain rotary embedding over whole heads, and no KV cache in "
-        "int8 or fp8.",
+        help="Rotate the keys after an evicted block to their new positions, so that positions stay "
+        "contiguous. Needs one plain rotary embedding over whole heads, and no KV cache in int8 or fp8.",
     )
     snapkv_window_size: NonNegativeInt = knob(
         default=8,
@@ -134,8 +132,8 @@ class CacheEvictionConfig(SettableConfig):
     )
     score_pooling: ScorePooling = knob(
         default=ScorePooling.FORWARD,
-        help="Tokens of which the highest attention weight counts for a token: forward (it and the six after "
-        "it), or centered (it and three on each side).",
+        help="Max-pooling window over attention weights: forward (a token and the six after it), or "
+        "centered (it and three on each side).",
     )
 
     def __post_init__(self) -> None:

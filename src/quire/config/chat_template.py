@@ -1,4 +1,4 @@
-"""Which chat template is used, and what it may take."""
+"""The chat template and its limits."""
 
 from __future__ import annotations
 

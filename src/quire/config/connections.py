@@ -1,4 +1,4 @@
-"""What one connection of an HTTP server may take from the others."""
+"""Limits of HTTP connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.limits import NonNegativeInt, PositiveInt, Timeout
 
 @config
 class ConnectionConfig:
-    """Limits of connections to an HTTP server, be it an engine's or a router."""
+    """Limits of connections to a server or a router."""
 
     max_header_bytes: Annotated[int, Ge(256), Le(1_048_576)] = knob(
         default=16_384,
@@ -36,8 +36,8 @@ class ConnectionConfig:
     body_idle_timeout: Timeout = knob(
         default=30.0,
         unit="seconds",
-        help="Time that may pass without anything of a body arriving, and that a client has to send the rest "
-        "of one whose request has been answered.",
+        help="Maximum pause while a body arrives, and time to send the rest of a body whose request has "
+        "been answered.",
     )
     keep_alive_timeout: Timeout = knob(
         default=60.0,

@@ -1,4 +1,4 @@
-"""What stands between clients and an HTTP server."""
+"""Sockets, TLS, allowed hosts, CORS and access log of an HTTP server."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _HOST = re.compile(r"(\[[^\[\]]*\]|[^\[\]:/@]*)(?::[0-9]*)?")
 
 @config
 class EdgeConfig:
-    """How clients reach a server, be it an engine's or a router."""
+    """How clients reach a server or a router."""
 
     uds: str = knob(
         default="",
-        help="Path of a Unix socket to listen on, instead of host and port. One that a dead server has left "
-        "is replaced. Empty: none.",
+        help="Path of a Unix socket to listen on, instead of host and port. A stale socket is replaced. "
+        "Empty: none.",
     )
     uds_access: Literal["owner", "group", "all"] = knob(
-        default="owner", help="Which users of this machine may connect to the Unix socket uds."
+        default="owner", help="Users of this machine that may connect to the Unix socket uds."
     )
     ssl_certfile: str = knob(
         default="",
@@ -61,8 +61,7 @@ class EdgeConfig:
     )
     access_log: Literal["off", "text", "json"] = knob(
         default="off",
-        help="Whether each request is logged on the standard output when it ends, and how its line is "
-        "written.",
+        help="Format of the access log on standard output, one line per finished request; or off.",
     )
 
     def __post_init__(self) -> None:

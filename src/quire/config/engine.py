@@ -119,8 +119,8 @@ class EngineConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = knob(
         default="auto",
-        help="What the model runs on, and whose memory weights and KV are in: cpu, cuda (an NVIDIA GPU), or "
-        "auto (cuda where torch sees a GPU and Triton is installed).",
+        help="Device that runs the model and holds weights and KV: cpu, cuda (an NVIDIA GPU), or auto "
+        "(cuda if torch sees a GPU and Triton is installed).",
     )
     kernels: Literal["auto", "native", "triton", "reference"] = knob(
         default="auto",
@@ -130,9 +130,9 @@ class EngineConfig:
     )
     cuda_graphs: bool = knob(
         default=True,
-        help="On a GPU, record decode steps, and steps with prompts so small that the GPU would wait for the "
-        "host, as CUDA graphs and replay them, which asks less of the host. Each size of step is recorded "
-        "when it comes up for the second time.",
+        help="On a GPU, capture decode steps, and prefill steps too small to hide the host's launch time, "
+        "as CUDA graphs and replay them. Each size of step is captured when it comes up for the second "
+        "time.",
     )
     scheduler_cls: Annotated[str | Any, BuiltIn()] = knob(
         default="quire.scheduling.Scheduler",
@@ -140,8 +140,8 @@ class EngineConfig:
     )
     kv_tier: Literal["", "memory", "disk"] = knob(
         default="",
-        help="Where the KV of prompts is kept besides the cache, to be loaded where that is faster than "
-        "computing it: memory (host memory), or disk, where it outlives the engine. Empty: nowhere.",
+        help="Second tier for the KV of prompts, loaded when that is faster than recomputing: memory "
+        "(host memory), or disk, which outlives the engine. Empty: none.",
     )
     kv_tier_path: str = knob(
         default="auto",
@@ -157,8 +157,8 @@ class EngineConfig:
     kv_tier_memory_size: Annotated[float, Ge(0), Le(10**6)] = knob(
         default=0.0,
         unit="GB",
-        help="Host memory in GB (10^9 bytes) in front of a disk tier, for the blocks that were read or "
-        "written last. 0: none.",
+        help="Host memory in GB (10^9 bytes) in front of a disk tier, for the most recently used blocks. "
+        "0: none.",
     )
     kv_tier_min_uses: PositiveInt = knob(
         default=2,
@@ -183,12 +183,12 @@ class EngineConfig:
     )
     kv_transfer_port: Annotated[int, Ge(0), Le(65535)] = knob(
         default=0,
-        help="TCP port for the same. 0: any free port if role is prefill, else none reads this one's KV.",
+        help="TCP port to serve KV on. 0: any free port with role prefill, otherwise off.",
     )
     kv_transfer_token: str = knob(
         default="",
-        help="Secret that all engines must share which read each other's KV. Empty: none, only for a network "
-        "of their own.",
+        help="Secret shared by all engines that read each other's KV. Empty: none; use only on a private "
+        "network.",
     )
     kv_peers: str = knob(
         default="",
@@ -197,8 +197,8 @@ class EngineConfig:
     )
     kv_transports: str = knob(
         default="shared_memory,tcp",
-        help="How KV travels between engines, the best first: shared_memory, tcp, nixl. The first that works "
-        "for both is used.",
+        help="Transports for KV between engines, in order of preference: shared_memory, tcp, nixl. The "
+        "first that works on both sides is used.",
     )
     record_path: str = knob(
         default="",
@@ -278,19 +278,19 @@ class EngineConfig:
         use, method = "SchedulerConfig.use_cache_eviction is on", self.speculation.speculative_method
         if method != "none":
             raise ConfigError(
-                f"SpeculationConfig.speculative_method is {method!r}, but {use}: what is evicted after a "
-                "draft cannot come back when the draft is rejected; turn one of them off"
+                f"SpeculationConfig.speculative_method is {method!r}, but {use}: blocks evicted after a "
+                "draft cannot be restored when the draft is rejected; turn one of them off"
             )
         for name in self.moves_kv_by:
             raise ConfigError(
-                f"EngineConfig.{name} is {getattr(self, name)!r}, but {use}: elsewhere a block is known by "
-                "the tokens before it, and after an eviction the blocks of a sequence hold others; turn one "
+                f"EngineConfig.{name} is {getattr(self, name)!r}, but {use}: other stores identify a block "
+                "by its prefix, and eviction changes the tokens that a sequence's blocks hold; turn one "
                 "of them off"
             )
         if self.tensor_parallel_size > 1:
             raise ConfigError(
-                f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size}, but {use}: scores add up "
-                "the heads of a layer, of which each rank has only a part; turn one of them off"
+                f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size}, but {use}: scores sum "
+                "over all heads of a layer, and each rank has only some of them; turn one of them off"
             )
         is_narrow = self.kv_cache_dtype in ("int8", "fp8")
         if is_narrow and self.scheduler.cache_eviction_config.apply_rotation:

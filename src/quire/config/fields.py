@@ -190,7 +190,7 @@ def check_limits(owner: Any) -> None:
 
 
 def refuse_partial_blocks(owner: Any, names: Iterable[str], block_size: int) -> None:
-    """Raise `ConfigError` for the first of these fields that is no multiple of `block_size` tokens."""
+    """Raise `ConfigError` for the first of these fields that is not a multiple of `block_size` tokens."""
     for name in names:
         if (size := getattr(owner, name)) % block_size:
             raise ConfigError(

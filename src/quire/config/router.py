@@ -66,23 +66,25 @@ class RouterConfig:
     max_remembered_chunks: PositiveInt = knob(
         default=65_536,
         unit="chunks of 512 bytes",
-        help="How much of the prompts sent to engines is remembered, so that others that begin alike follow.",
+        help="How much of past prompts to remember, so that prompts with the same prefix go to the same "
+        "engine.",
     )
     tokenizer: str = knob(
         default="",
         help="Model whose tokenizer the engines have: mini, a directory, a GGUF file, or a name on the "
         "Hugging Face hub. With it, the KV events of engines tell which prompts they have cached. Empty: "
-        "that is guessed by the text that they were sent.",
+        "guessed from the text that they were sent.",
     )
     tokenize_timeout: Timeout = knob(
         default=0.2,
         unit="seconds",
-        help="Time to find out how much of a prompt engines have cached before it is guessed by its text.",
+        help="Time to look up how much of a prompt engines have cached; after that, it is guessed from "
+        "the text.",
     )
     max_cached_blocks: PositiveInt = knob(
         default=1_048_576,
         unit="KV blocks",
-        help="Number of cached blocks to know of at most, of all engines together. 140 bytes each.",
+        help="Maximum number of cached blocks to track, over all engines. 140 bytes each.",
     )
     kv_transfer: Literal["overlapped", "sequential"] = knob(
         default="overlapped",
@@ -105,7 +107,7 @@ class RouterConfig:
     idle_timeout: Timeout = knob(
         default=120.0,
         unit="seconds",
-        help="Silence within an answer after which its engine is given up, at the latest after twice that.",
+        help="Silence within an answer after which the engine times out, after at most twice that.",
     )
     health_interval: Timeout = knob(
         default=1.0,

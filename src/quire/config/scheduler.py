@@ -150,7 +150,7 @@ class SchedulerConfig(SettableConfig):
         default=64 * 2**20,
         unit="bytes",
         help="Maximum size of the compiled grammars that are kept for later requests; the least recently "
-        "used are removed first. The size of each is what compiling it adds to a process. 0: none is kept.",
+        "used are removed first. The size of a grammar is the memory that compiling it adds. 0: no cache.",
     )
     max_grammar_time_per_token: NonNegativeFloat = knob(
         default=0.002,
@@ -160,8 +160,8 @@ class SchedulerConfig(SettableConfig):
     )
     closed_json_objects: bool = knob(
         default=True,
-        help="Allow no properties in JSON that its schema does not name, where the schema does not say "
-        "whether there may be any. Otherwise a schema means what it does elsewhere: there may.",
+        help="Treat a missing additionalProperties in a JSON schema as false. Off: as true, as JSON "
+        "Schema says.",
     )
     overlap_steps: bool = knob(
         default=False,
@@ -180,19 +180,19 @@ class SchedulerConfig(SettableConfig):
     )
     use_cache_eviction: bool = knob(
         default=False,
-        help="Evict the KV blocks of a sequence that attention uses least, so that none keeps much more than "
-        "max_cache_size tokens after its prompt. Changes the output; see docs/cache-eviction.md.",
+        help="Evict the KV blocks with the least attention, so that a sequence keeps about max_cache_size "
+        "tokens after its prompt. Changes the output; see docs/cache-eviction.md.",
     )
     cache_eviction_config: CacheEvictionConfig = knob(
         default_factory=CacheEvictionConfig, help="Which blocks are evicted, with use_cache_eviction."
     )
     use_sparse_attention: bool = knob(
         default=False,
-        help="Let the tokens of long prompts leave out keys, so that prefill is faster. Changes the output; "
-        "see docs/sparse-prefill.md.",
+        help="Use sparse attention for long prompts, so that prefill is faster. Changes the output; see "
+        "docs/sparse-prefill.md.",
     )
     sparse_attention_config: SparseAttentionConfig = knob(
-        default_factory=SparseAttentionConfig, help="Which keys are left out, with use_sparse_attention."
+        default_factory=SparseAttentionConfig, help="Settings of use_sparse_attention."
     )
 
     def validate(self) -> Self:

@@ -75,8 +75,8 @@ class ServerConfig:
     )
     generation_config: str = knob(
         default="auto",
-        help="Where the defaults of sampling parameters come from: auto, the generation_config.json of the "
-        "model; vllm, no file; or a directory with such a file.",
+        help="Source of the default sampling parameters: auto, the generation_config.json of the model; "
+        "vllm, no file; or a directory with such a file.",
     )
     override_generation_config: Mapping[str, float] | None = knob(
         default=None,
@@ -139,8 +139,8 @@ class ServerConfig:
     )
     response_store: str = knob(
         default="memory",
-        help="Where the responses of /v1/responses are kept for later turns: memory, until the server ends; "
-        "the path of an SQLite database; or off.",
+        help="Where to store the responses of /v1/responses for later turns: memory, until the server "
+        "ends; the path of an SQLite database; or off.",
     )
     max_stored_response_bytes: PositiveInt = knob(
         default=67_108_864,

@@ -1,4 +1,4 @@
-"""Which keys the tokens of a prompt leave out."""
+"""Sparse attention for prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.limits import NonNegativeInt
 
 
 class SparseAttentionMode(Choice):
-    """How the tokens of a prompt leave out keys."""
+    """Sparse attention pattern."""
 
     TRISHAPE = "trishape"  # all tokens of a chunk see the first and the most recent keys
     XATTENTION = "xattention"  # each head selects the key blocks that matter to a block of queries
@@ -33,8 +33,8 @@ class SparseAttentionConfig(SettableConfig):
 
     mode: SparseAttentionMode = knob(
         default=SparseAttentionMode.TRISHAPE,
-        help="What the tokens of a chunk of a prompt see: trishape (the first and the most recent keys, and "
-        "the chunk), or xattention (the key blocks that each head estimates to matter).",
+        help="Keys that a prompt chunk attends to: trishape (the first and the most recent keys, and the "
+        "chunk), or xattention (the key blocks that each head estimates to matter).",
     )
     num_last_dense_tokens_in_prefill: NonNegativeInt = knob(
         default=100, unit="tokens", help="Number of tokens at the end of a prompt that see all keys."

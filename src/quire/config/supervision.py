@@ -28,14 +28,14 @@ class SupervisionConfig:
     max_request_crashes: PositiveInt = knob(
         default=2,
         unit="crashes",
-        help="Number of engines in a row that may die before they have any output of a request; then that "
-        "request ends with an error, because it may be the cause.",
+        help="Maximum number of consecutive engine crashes before a request has any output; then it ends "
+        "with an error, as the possible cause.",
     )
     max_engine_crashes: PositiveInt = knob(
         default=6,
         unit="crashes",
-        help="Number of engines that may die within crash_window without any output in between; then none is "
-        "started any more, and a server ends with an error.",
+        help="Maximum number of engine crashes within crash_window without any output in between; after "
+        "that, no engine is restarted and a server exits with an error.",
     )
     crash_window: Annotated[float, Gt(0)] = knob(
         default=300.0, unit="seconds", help="Time within which max_engine_crashes counts."
@@ -43,8 +43,8 @@ class SupervisionConfig:
 
     standby_engine: bool = knob(
         default=False,
-        help="Keep a process that has imported what an engine imports and becomes the next engine. It takes "
-        "160 MB of memory, and saves nearly all of the time that a restart takes with a small model.",
+        help="Keep a standby process, with all modules imported, that becomes the next engine. It takes "
+        "160 MB of memory and saves most of the restart time of a small model.",
     )
 
     def __post_init__(self) -> None:

@@ -24,8 +24,8 @@ class TenantConfig:
     )
     admin: bool = knob(
         default=False,
-        help="Whether it sees and may end the requests of all tenants, sees their figures, and may clear the "
-        "prefix cache and, with engine_control, pause the engine.",
+        help="Whether it may list and abort all tenants' requests, see their metrics, clear the prefix "
+        "cache and, with engine_control, pause the engine.",
     )
     kv_transfer: bool = knob(
         default=False,
@@ -47,8 +47,8 @@ class TenantConfig:
     tokens_per_minute: NonNegativeInt = knob(
         default=0,
         unit="tokens",
-        help="Maximum number of tokens per minute, and at once: those of prompts, cached ones included, and "
-        "max_tokens of each sequence, of which what is not generated is given back. 0: no limit.",
+        help="Maximum number of tokens per minute, and at once: prompt tokens, cached ones included, and "
+        "max_tokens of each sequence; tokens not generated are refunded. 0: no limit.",
     )
     max_running_seqs: NonNegativeInt = knob(
         default=0,
@@ -71,8 +71,8 @@ class TenantConfig:
     max_pin_time: NonNegativeFloat = knob(
         default=0.0,
         unit="seconds",
-        help="Longest time for which its prompts' blocks are pinned; a longer pin_prefix counts as this. "
-        "0: no limit but the engine's.",
+        help="Maximum time to pin its prompts' blocks; a longer pin_prefix is shortened to this. 0: no "
+        "limit but the engine's.",
     )
 
     def __post_init__(self) -> None:
