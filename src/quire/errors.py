@@ -65,7 +65,7 @@ class QueueFullError(QuireError):
 
 
 class RequestTimeoutError(QuireError):
-    """A request did not start, or did not end, within its time; what it had generated stays valid."""
+    """A request timed out before it started or ended; tokens generated so far stay valid."""
 
 
 class KVFileError(QuireError):
@@ -81,7 +81,7 @@ class EngineAsleepError(EngineDeadError):
 
 
 class CrashLoopError(EngineDeadError):
-    """Engines have died again and again, and no other is started."""
+    """The engine keeps crashing and is not restarted."""
 
 
 class RequestQuarantinedError(QuireError):

@@ -1,4 +1,4 @@
-"""What values a field may take, as its annotation says it.
+"""Limits of fields, read from their annotations.
 
 A field carries its limits as markers of `annotated_types`, as in `Annotated[int, Ge(1), Le(128)]`, or lists
 its choices as a `Literal` or an enumeration of text. Values are checked against them here, by msgspec; the

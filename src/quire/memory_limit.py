@@ -1,4 +1,4 @@
-"""A limit on the memory of a process that computes what is not to be trusted."""
+"""Memory limit for a process that runs untrusted code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process map at most so many bytes more than it has now, and leave no core dump."""
+    """Limit the further memory of this process to `num_bytes`, and disable core dumps."""
     most = _num_bytes_mapped() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""How a request is treated, apart from how its tokens are chosen."""
+"""Request options other than sampling parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KVTransferParams = Annotated[Mapping[ShortText, KVTransferValue], MaxLen(16)]
 
 @config
 class RequestOptions:
-    """What a caller may say to the scheduler about one request.
+    """Scheduling options of one request.
 
     Raises:
         InvalidRequestError: a value is outside its limits, or no Unicode text.

@@ -1,4 +1,4 @@
-"""What a request returns."""
+"""Outputs of a request."""
 
 from __future__ import annotations
 

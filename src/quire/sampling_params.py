@@ -247,7 +247,7 @@ class SamplingParams:
             )
 
     def _check_beam_search(self) -> None:
-        """Refuse beams that do not go together, and what has no meaning with or without beam search."""
+        """Refuse inconsistent beam parameters, and parameters without meaning with or without beam search."""
         width, groups = self.beam_width, self.num_beam_groups
         for name, neutral in (_NOT_WITH_BEAM_SEARCH if width else _ONLY_WITH_BEAM_SEARCH).items():
             if getattr(self, name) != neutral:

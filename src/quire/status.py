@@ -1,4 +1,4 @@
-"""Where a request stands, and why it ended."""
+"""Status and finish reason of a request."""
 
 from __future__ import annotations
 

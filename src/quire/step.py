@@ -1,4 +1,4 @@
-"""What passes between the scheduler and the model runner in one step: plain data, but for `StepInFlight`.
+"""Messages between the scheduler and the model runner in one step: plain data, but for `StepInFlight`.
 
 Both sides know a running request by its *slot*: a row of the persistent batch, from 0 to max_num_seqs - 1,
 held from admission to finish or preemption. Arrays are in one order, that of `SchedulerOutput.slots`.
@@ -249,17 +249,17 @@ class KVConnectorOutput:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class ModelRunnerOutput:
-    """What one step computed, in the order of `SchedulerOutput.slots`.
+    """Results of one step, in the order of `SchedulerOutput.slots`.
 
     Row r of `sampled_token_ids` holds the tokens sampled for request r, padded with `NO_TOKEN`: accepted
     drafts and one more. A prefill chunk that does not reach the end of its prompt has none.
-    `draft_token_ids` proposes what may follow them, padded likewise; None proposes nothing. In the next
+    `draft_token_ids` proposes tokens after them, with the same padding; None: no drafts. In the next
     `num_steps_without_drafts` steps that a request samples in, nothing would be proposed for it; None changes
     nothing in what was said before. `errors` names requests whose own data made their computation fail; they
     end, others continue. `error_params` has the parameter at fault for those of the errors that a request's
-    parameters cause. If the whole step failed, `failure` says why: the scheduler tries its requests
-    again, to find the one at fault. Then `is_applied` is False: the runner may not have taken note of what
-    the plan said of any request.
+    parameters cause. If the whole step failed, `failure` says why: the scheduler tries its requests again, to
+    find the one at fault. Then `is_applied` is False: the runner may not have taken note of what the plan
+    said of any request.
     """
 
     request_ids: list[str]
@@ -288,10 +288,10 @@ class ModelRunnerOutput:
 
 @dataclasses.dataclass(slots=True)
 class GraphStats:
-    """How a runner that records steps as graphs of its device has computed steps so far.
+    """Counters of a runner that captures steps as device graphs.
 
     `num_graphs` are kept now. Of the steps, `num_replayed` asked the device for all of the model at once, and
-    `num_launched` for one operation after the other. `num_failures` counts the attempts to record.
+    `num_launched` for one operation after the other. `num_failures` counts failed captures.
     """
 
     num_graphs: int = 0

@@ -161,7 +161,7 @@ class _Parts:
     Args:
         backend: whose vocabulary it is.
         normalizer: as tokenizer.json describes it.
-        pre_tokenizer: likewise.
+        pre_tokenizer: as tokenizer.json describes it.
         added: the added tokens that are found in texts, by id.
     """
 

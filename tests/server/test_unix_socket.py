@@ -65,7 +65,7 @@ def test_nor_is_that_of_another_program(path, backlog):
 def test_what_is_no_socket_stays(path):
     with open(path, "w") as file:
         file.write("precious")
-    with pytest.raises(ConfigError, match="no socket; choose another path"):
+    with pytest.raises(ConfigError, match="not a socket; choose another path"):
         unix_socket(path, "owner").__enter__()
     with open(path) as file:
         assert file.read() == "precious"

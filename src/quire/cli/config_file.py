@@ -1,6 +1,6 @@
 """`--config FILE`: values of flags, from a YAML file.
 
-Its keys are the flags' names, with hyphens or underscores. What the command line gives wins.
+Its keys are the flags' names, with hyphens or underscores. The command line takes precedence.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _read(file: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{file} has more than {MAX_BYTES} bytes, which is no configuration")
+        raise ConfigError(f"{file} has more than {MAX_BYTES} bytes, which is too large for a configuration")
     return content.decode("utf-8-sig")
 
 

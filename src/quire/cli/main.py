@@ -52,7 +52,7 @@ COMMANDS = {
 
 
 class _Commands(ManualGroup):
-    """Imports a command when it is asked for: nobody waits for the others."""
+    """Imports a command only when it is run."""
 
     @override
     def list_commands(self, ctx: Any) -> list[str]:

@@ -158,7 +158,7 @@ class _Relayed:
 
 
 class _Endpoints:
-    """What the router answers by itself."""
+    """Endpoints of the router itself."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -209,7 +209,7 @@ async def _body(request: Request, router: Router) -> bytes:
 
 
 async def _answer_unrouted(request: Request, error: Exception) -> Response:
-    """Answer what the application refuses: an unknown path, or a method that a path does not have."""
+    """Answer unknown paths and methods with 404 and 405."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:

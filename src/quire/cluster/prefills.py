@@ -1,4 +1,4 @@
-"""Having a prompt computed by one engine, so that another can go on with its KV."""
+"""Prefill of a prompt on one engine, for decoding on another."""
 
 from __future__ import annotations
 

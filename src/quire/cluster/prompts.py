@@ -48,7 +48,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Prompt:
-    """What is known of a prompt.
+    """A prompt as the router sees it.
 
     Args:
         content: as JSON, as the client wrote it.
@@ -85,8 +85,8 @@ class OtherBody:
 class GenerationBody:
     """The body of a request to /v1/completions or /v1/chat/completions.
 
-    Only its top level is parsed, which takes about a millisecond for a megabyte. What else is wrong with it,
-    an engine will say.
+    Only its top level is parsed, which takes about a millisecond for a megabyte. An engine reports any other
+    error in it.
 
     Args:
         body: as the client sent it.

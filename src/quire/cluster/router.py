@@ -1,4 +1,4 @@
-"""What happens to a request: which engines get it, and where it goes when one fails."""
+"""Routing of requests to engines, with retries on another engine after a failure."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Router:
         await self._health.watch(engine)
 
     async def remove(self, engine: Engine) -> None:
-        """Send an engine no more requests; those that it has go on."""
+        """Stop sending an engine requests; its running ones continue."""
         del self.engines.by_url[engine.url]
         self.metrics.forget(engine)
         await self._health.unwatch(engine)

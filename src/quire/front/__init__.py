@@ -1,1 +1,1 @@
-"""What runs beside the client: input and output processing, engine clients. Never imports torch."""
+"""Front end, next to the client: input and output processing, engine clients. Never imports torch."""

@@ -1,4 +1,4 @@
-"""What is asked of a running engine beside its requests: to pause, to sleep, and to explain itself."""
+"""Control of a running engine: pause, sleep, and explanations of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests the front takes that no engine has admitted: it is busy or paused, or another starts."""
+"""Bounds on requests held in the front while the engine is paused, busy or restarting."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HeldRequests:
         self._num_tokens += _num_tokens(processed)
 
     def forget(self, processed: ProcessedRequest) -> None:
-        """Count a request no more; has no effect if it does not wait."""
+        """Stop counting a request; has no effect if it does not wait."""
         if self._held.get(processed.request_id) is processed:
             del self._held[processed.request_id]
             self._num_sequences -= _num_sequences(processed)

@@ -141,8 +141,8 @@ class LLM:
                 the one that a server makes of them; content is text or text parts, which make no special
                 tokens (unless special_tokens_in_content is set).
             sampling_params: as for `generate`.
-            tools: those that the model is told of, as OpenAI's API describes them: for all conversations, or
-                a list (or None) for each.
+            tools: tools that the model may call, as OpenAI's API describes them: for all conversations, or a
+                list (or None) for each.
             progress: as for `generate`.
             use_tqdm: likewise.
             options: as for `generate`, but add_special_tokens is False by default, as most templates have

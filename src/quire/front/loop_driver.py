@@ -1,4 +1,4 @@
-"""What an event loop does for an engine: it processes the messages that arrive, and what is due."""
+"""Driving an engine from an event loop: messages and deadlines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LoopDriver:
         loop.call_soon(self.process)  # messages that arrived before
 
     def detach(self) -> None:
-        """Watch the engine process no longer; all tasks in `wait_for` look at their conditions."""
+        """Stop watching the engine process; all tasks in `wait_for` look at their conditions."""
         for handle in (self._timer, self._next_turn):
             if handle is not None:
                 handle.cancel()

@@ -123,7 +123,7 @@ def _middleware(
 
 
 def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint's handler, with everything it raises as an answer."""
+    """Wrap the endpoint's handler so that exceptions become answers."""
 
     async def answer(request: Request) -> Response:
         return await answer_of(endpoint, request)
@@ -139,7 +139,7 @@ def _constant(path: str, response: Response) -> Route:
 
 
 async def _answer_unrouted(request: Request, error: Exception) -> Response:
-    """Answer what the router refuses: an unknown path, or a method that a path does not have."""
+    """Answer unknown paths and methods with 404 and 405."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404:

@@ -1,4 +1,4 @@
-"""What every handler needs: the engine, the configuration, and the identity of the server."""
+"""Shared state of all handlers: engine, configuration, and server identity."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ServerContext:
 
     @functools.cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """The format of what the served model thinks; None: it does not, or that is content."""
+        """The served model's reasoning format; None: no reasoning, or it is content."""
         return _reasoning_format(self.config, self.chat_template)
 
     @property

@@ -31,11 +31,11 @@ class LiveCalls:
         return list(itertools.chain.from_iterable(self._live.values()))
 
     def note_abort(self, call_id: str) -> None:
-        """Note that a client has asked for the end of a call that is being served."""
+        """Note that a client has asked to abort a call."""
         self._aborted.add(call_id)
 
     def was_aborted(self, call_id: str) -> bool:
-        """Whether a client has asked for the end of a call that is being served."""
+        """Whether a client has asked to abort a call."""
         return call_id in self._aborted
 
     def begin_drain(self) -> None:

@@ -1,4 +1,4 @@
-"""How tokens are sampled where a request does not say it: as the model's `generation_config.json` does.
+"""Default sampling parameters, from the model's `generation_config.json`.
 
 The keys that count are those that vLLM reads.
 """
@@ -26,7 +26,7 @@ _FIELDS = {  # of SamplingParams, by key
 
 
 class SamplingDefaults:
-    """Values of `SamplingParams` for what requests leave out.
+    """Default values of `SamplingParams`.
 
     Args:
         fields: by name; each is valid.

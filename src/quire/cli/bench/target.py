@@ -1,4 +1,4 @@
-"""What every target of a benchmark can do."""
+"""Interface of benchmark targets."""
 
 from __future__ import annotations
 

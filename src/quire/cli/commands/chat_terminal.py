@@ -1,4 +1,4 @@
-"""What the user of `quire chat` types: turns of several lines, pasted text, and earlier turns from a file.
+"""Terminal input of `quire chat`: turns of several lines, pasted text, and earlier turns from a file.
 
 Only a chat in a terminal imports this module: prompt_toolkit is slow to import.
 """

@@ -84,14 +84,14 @@ _PLAN_FIELDS = (
 
 
 def transfer_options(engine: EngineConfig) -> dict[str, str]:
-    """Return what an engine does with the KV of others, as plain data."""
+    """Return the engine's role in KV transfers, as plain data."""
     if not engine.shares_kv:
         return {}
     return {"role": engine.role, "kv_transports": engine.kv_transports, "kv_peers": engine.kv_peers}
 
 
 def transfer_line(engine: EngineConfig, plan: MemoryPlan) -> str:
-    """Return what an engine does with the KV of others, and how it travels."""
+    """Describe the engine's role in KV transfers, and the transports."""
     from quire.engine.memory.byte_sizes import format_bytes
 
     what = {

@@ -30,7 +30,7 @@ class EngineCalls:
         metrics: of the router.
 
     Attributes:
-        releases: has engines free KV that nobody will read.
+        releases: frees KV on engines that no request will read.
     """
 
     def __init__(self, engines: Engines, upstream: Upstream, metrics: RouterMetrics) -> None:
@@ -106,4 +106,4 @@ class KVReleases:
             async with self._upstream.answer(engine, asked):
                 pass
         except EngineRequestError as error:
-            logger.warning("KV that nobody will read is not released: %s", error)
+            logger.warning("unused KV was not released: %s", error)

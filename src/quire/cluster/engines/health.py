@@ -60,7 +60,7 @@ class HealthChecks:
         await checked.wait()
 
     async def unwatch(self, engine: Engine) -> None:
-        """Check an engine no longer."""
+        """Stop checking an engine."""
         task = self._tasks.pop(engine)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -68,7 +68,7 @@ class HealthChecks:
             await self._feeds.unfollow(engine)
 
     async def close(self) -> None:
-        """Check no engine any longer."""
+        """Stop checking all engines."""
         for engine in list(self._tasks):
             await self.unwatch(engine)
         if self._feeds is not None:

@@ -1,4 +1,4 @@
-"""Following the KV events of one engine: what comes is checked, bounded, and applied in small parts.
+"""Following the KV events of one engine: events are validated, bounded, and applied in small batches.
 
 As long as they are followed, they are known to be complete: whenever none has come for a while, the engine is
 asked whether any was missed. If it does not answer, nothing is known of its blocks any more.
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 1 << 22
 
 MAX_QUEUED_MESSAGES = 256
-"""Live messages that wait for the router at most; those that it misses it asks for."""
+"""Maximum number of queued live messages; missed ones are requested again."""
 
 BLOCKS_PER_TURN = 2048
 """Blocks that are applied before other tasks get their turn."""

@@ -61,13 +61,13 @@ class KVEventFeeds:
             self._feeds[engine] = source, asyncio.create_task(feed.run())
 
     async def unfollow(self, engine: Engine) -> None:
-        """Follow an engine no longer, and forget its blocks."""
+        """Stop following an engine, and forget its blocks."""
         if (following := self._feeds.pop(engine, None)) is not None:
             following[1].cancel()
             await asyncio.gather(following[1], return_exceptions=True)
 
     async def close(self) -> None:
-        """Follow no engine any longer."""
+        """Stop following all engines."""
         for engine in list(self._feeds):
             await self.unfollow(engine)
         self._context.destroy(linger=0)

@@ -13,14 +13,14 @@ from quire.cluster.engines.registry import CachedPrefix, Engine, EngineState
 
 
 class Purpose(enum.StrEnum):
-    """What an engine is asked for: to compute a prompt for another one, or to answer."""
+    """Purpose of a request to an engine: prefill for another engine, or an answer."""
 
     PREFILL = "prefill"
     ANSWER = "answer"
 
 
 class _EngineGauges(Collector):
-    """What each engine is and does now."""
+    """Gauges of each engine's state and load."""
 
     def __init__(self, engines: Iterable[Engine]) -> None:
         self._engines = engines
@@ -84,7 +84,7 @@ class RouterMetrics:
             "prefill_fallbacks", "Number of prompts that no prefill engine computed although one should have."
         )
         self.direct = counter(
-            "direct_requests", "Number of requests of which too little is new for a prefill engine."
+            "direct_requests", "Number of requests with too few new bytes for a prefill engine."
         )
         self._prefix_lookups = counter(
             "prefix_lookups", "Number of prompts, by what says how much is cached of them.", "source"
@@ -112,7 +112,7 @@ class RouterMetrics:
         return generate_latest(self._registry)
 
     def forget(self, engine: Engine) -> None:
-        """Drop what is counted of an engine that has been removed."""
+        """Drop the counters of a removed engine."""
         for family in (self.requests, self.failures):
             for purpose in Purpose:
                 family.remove(engine.url, purpose)

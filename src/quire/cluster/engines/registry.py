@@ -24,7 +24,7 @@ _ids = itertools.count(1)
 
 
 class Role(enum.StrEnum):
-    """What an engine does: computes prompts for others, continues them, or both."""
+    """Role of an engine: prefill, decode, or both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -79,11 +79,11 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """What it has to do, in bytes of prompts."""
+        """Its load, in bytes of prompts."""
         return self.num_waiting_bytes + REQUEST_WEIGHT * self.num_requests
 
     def mark_down(self, reason: str) -> None:
-        """Give it no requests until a health check succeeds."""
+        """Stop sending it requests until a health check succeeds."""
         if self.failure is None:
             self.id = next(_ids)
         self.failure = reason
@@ -122,7 +122,7 @@ class ServedRequest:
         self._num_bytes = 0
 
     def end(self) -> None:
-        """Count the request no longer."""
+        """Stop counting the request."""
         self.answered()
         self._engine.num_requests -= 1
 

@@ -47,7 +47,7 @@ _MAX_REQUEST_ID = 128  # characters that engines take
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What an engine is asked.
+    """A request to an engine.
 
     Args:
         method, path, headers, body: of the request; the path may have a query.
@@ -261,7 +261,7 @@ def _is_delimited(response: aiohttp.ClientResponse) -> bool:
 
 
 def _failure(engine: Engine, error: Exception, on_timeout: str) -> EngineRequestError:
-    """Return what went wrong with an engine, as a sentence."""
+    """Describe an engine's failure in a sentence."""
     match error:
         case aiohttp.ClientConnectorError():
             return EngineRequestError(

@@ -1,4 +1,4 @@
-"""Which blocks engines have cached, as their KV events tell."""
+"""Blocks that engines have cached, according to their KV events."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class EngineBlocks:
                 self._digests.move_to_end(digest)
 
     def forget_oldest(self) -> None:
-        """Forget the block that has not been used for longest."""
+        """Forget the least recently used block."""
         self._digests.popitem(last=False)
 
 
@@ -83,8 +83,6 @@ class BlockIndex:
         self._engines.remove(blocks)
 
     def trim(self) -> None:
-        """Forget blocks above the limit: those of the engine of which most are known, so that none displaces
-        what is known of the others.
-        """
+        """Forget blocks above the limit, from the engine with the most blocks."""
         for _ in range(sum(map(len, self._engines)) - self._max_blocks):
             max(self._engines, key=len).forget_oldest()

@@ -1,4 +1,4 @@
-"""What engines have cached of a prompt: it is split into tokens, and these into blocks, as engines do it."""
+"""Lookup of a prompt's cached blocks on engines: the prompt is split into tokens and blocks as on engines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BODIES: Mapping[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CachedPrefixes:
-    """What each engine has cached of a prompt.
+    """The cached part of a prompt on each engine.
 
     Args:
         num_bytes: of the prompt as the client wrote it, by the engine's blocks.
@@ -89,7 +89,7 @@ class PrefixFinder:
             return None
 
     def close(self) -> None:
-        """Begin no more lookups."""
+        """Stop accepting lookups."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _find(
@@ -135,7 +135,7 @@ class PrefixFinder:
 
 
 def _has_too_many_values(body: bytes) -> bool:
-    """Whether a body would take long to parse, which other threads would wait for."""
+    """Whether a body would take long to parse and block other threads."""
     counts = count_outside_strings(body, b"{,")
     return counts[b"{"] > MAX_OBJECTS or counts[b","] > MAX_VALUES + MAX_CHARACTERS
 

@@ -1,4 +1,4 @@
-"""Which engine has computed which beginnings of prompts, as far as the router remembers what it sent them."""
+"""Prompt prefixes that the router has sent to each engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 
 CHUNK = 512
-"""Bytes of a prompt that are remembered as one."""
+"""Bytes of a prompt per chunk."""
 
 MAX_CHUNKS = 256
 """Chunks of one prompt that are looked at: 128 KiB."""

@@ -10,7 +10,7 @@ from quire.front.arguments import require_chat
 
 
 class ChatHistory:
-    """A conversation, with what the chat template is told besides.
+    """A conversation, with tools and variables for the chat template.
 
     Messages, tools and context are copied on their way in and out.
 

@@ -1,4 +1,4 @@
-"""What `ContinuousBatchingPipeline` returns, under OpenVINO GenAI's names."""
+"""Results of `ContinuousBatchingPipeline`, under OpenVINO GenAI's names."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from quire.front.text.output_processor import CompletionState
 
 
 class StreamingStatus(Named):
-    """What a streamer asks for after each piece of output."""
+    """Return value of a streamer after each piece of output."""
 
     RUNNING = "running"
     STOP = "stop"  # end the request
@@ -74,7 +74,7 @@ class Stream:
     """Gives a streamer what is new of a completion.
 
     Args:
-        streamer: until it asks for an end; None: nobody is told.
+        streamer: until it asks for an end; None: none.
 
     Attributes:
         status: what it has asked for.

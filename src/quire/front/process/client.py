@@ -44,7 +44,7 @@ STARTUP_FAILURE_TIMEOUT = 200
 """Milliseconds to wait for the last messages of an engine process that ended before it was ready."""
 
 MAX_RECEIVED = 64
-"""Messages that are decoded at once."""
+"""Maximum number of messages decoded at once."""
 
 MAX_RECEIVED_BYTES = 2**18
 """Bytes of messages that are decoded at once, the last of them not counted."""

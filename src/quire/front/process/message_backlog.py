@@ -16,7 +16,8 @@ OUTPUTS_AT_ONCE = 16
 """Outputs of a step that are processed without a look at the clock."""
 
 POSITIONS_AT_ONCE = 256
-"""Tokens of prompts whose log-probabilities are processed likewise: each may have 20 candidates."""
+"""Prompt tokens whose log-probabilities are processed without a look at the clock: up to 20 candidates
+each."""
 
 MAX_OUTPUTS = 64
 """Outputs that are processed in a turn of the event loop: each may wake a task, which takes longer."""
@@ -84,7 +85,7 @@ def _parts(output: EngineCoreOutput) -> tuple[EngineCoreOutput, EngineCoreOutput
 
 
 class Turn:
-    """How long messages have been processed without anybody else's turn."""
+    """How long messages have been processed without yielding to others."""
 
     def __init__(self) -> None:
         self._num_outputs = 0

@@ -1,4 +1,4 @@
-"""What becomes of live requests when their engine dies: all go on in the next, but for possible causes."""
+"""Live requests after an engine crash: all resume on the next engine, except possible causes of the crash."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORTEST_TIMEOUT = 1e-3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecoveryStats:
-    """What has become of engines and their requests since the front started."""
+    """Counters of engine restarts and resumed requests since the front started."""
 
     num_restarts: int = 0
     """Engines started in place of others."""
@@ -151,7 +151,7 @@ class Resumption:
 def continuation(state: RequestState, default_timeout: float, now: float) -> EngineCoreRequest:
     """Return the rest of a request: its live sequences with the tokens that they have so far.
 
-    A beam search begins anew. The log-probabilities of the prompt are asked for if any are still missing.
+    A beam search starts over. The log-probabilities of the prompt are asked for if any are still missing.
 
     Args:
         state: of the request.

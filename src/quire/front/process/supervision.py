@@ -51,7 +51,7 @@ class EngineSuspended:
 
 
 class Served(Protocol):
-    """Whoever the engine works for."""
+    """The user of an engine."""
 
     @property
     def waiting_since(self) -> float | None:
@@ -70,7 +70,7 @@ class CrashHistory:
         self._times: deque[float] = deque()
 
     def note_output(self) -> None:
-        """Forget the past: the present engine works."""
+        """Reset the history: the present engine works."""
         self._times.clear()
 
     def note_crash(self, now: float) -> float | None:

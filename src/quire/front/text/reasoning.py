@@ -1,4 +1,4 @@
-"""What a chat asks of the reasoning that its answer may begin with, as the engine must know it."""
+"""Reasoning options of a chat, as parameters of the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReasoningControl:
-    """What a chat asks of the reasoning.
+    """Reasoning options of a chat.
 
     Args:
         format: of the model's reasoning.

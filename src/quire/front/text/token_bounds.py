@@ -94,7 +94,7 @@ class TokenBound:
 
     @functools.cached_property
     def _steps(self) -> list[Mapping[str, Any]]:
-        """What happens to a text before the tokens are found."""
+        """Normalization of a text before it is tokenized."""
         backend = self._backend
         return [
             *_steps_of(backend.normalizer, "normalizers"),

@@ -1,4 +1,4 @@
-"""Prompts of which only the end, or the beginning, is kept."""
+"""Truncation of prompts on the left or the right."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Truncation:
     side: TruncationSide = "left"
 
     def part(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return what is kept of a prompt's tokens."""
+        """Return the kept tokens of a prompt."""
         return items[-self.num_tokens :] if self.side == "left" else items[: self.num_tokens]
 
     def within_added(self, encoding: tokenizers.Encoding | TokenList) -> tuple[list[int], slice]:

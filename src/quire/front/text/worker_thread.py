@@ -23,7 +23,7 @@ class Job(concurrent.futures.Future[T], Generic[T]):
         self._call = call
 
     def run(self) -> None:
-        """Run the call, unless nobody waits for its result any more."""
+        """Run the call, unless it has been cancelled."""
         if not self.set_running_or_notify_cancel():
             return
         try:

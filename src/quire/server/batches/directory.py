@@ -88,7 +88,7 @@ class BatchDirectory:
                 os.unlink(entry.path)
 
     def close(self) -> None:
-        """Let another server have it."""
+        """Release the directory to other servers."""
         os.close(self._lock)
 
 
@@ -118,7 +118,7 @@ class StoredBytes:
         self._used = dict(used)
 
     def has_room(self, tenant: str, num_bytes: int) -> bool:
-        """Return whether a tenant may have so many more."""
+        """Return whether a tenant may store `num_bytes` more."""
         return self._used.get(tenant, 0) + num_bytes <= self.limit
 
     def note(self, tenant: str, num_bytes: int) -> None:

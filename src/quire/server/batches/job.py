@@ -32,12 +32,12 @@ from quire.server.http.stopping import finished_unless_set
 log = logging.getLogger(__name__)
 
 FIRST_DELAY = 0.5
-"""Seconds until a request that the engine has no room for is sent again; twice as many each time."""
+"""Initial back-off in seconds before resending a request to a full engine; doubles each time."""
 
 MAX_DELAY = 30.0  # seconds
 
 RESTART_DELAY = 10.0
-"""Seconds until a batch goes on that the disk has failed."""
+"""Back-off in seconds after a disk error."""
 
 _REFUSED = (429, 503)  # for now
 
@@ -61,7 +61,7 @@ class _NoInputError(Exception):
 
 
 class Turns:
-    """What batches share, so that none takes more than its part.
+    """Scheduling of requests across batches, in fair turns.
 
     A tenant's batches are served one after the other, and the requests of all tenants' in turn.
 

@@ -1,4 +1,4 @@
-"""What is known of files and batches: a database beside the files."""
+"""Records of files and batches, in a database beside the files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _decode_batch = msgspec.json.Decoder(Batch).decode
 
 
 def has_ended(batch: Batch) -> bool:
-    """Return whether a batch will not change any more."""
+    """Return whether a batch has ended."""
     return batch.status in _ENDED
 
 

@@ -33,7 +33,7 @@ _LINE_BREAKS = re.compile(r"[\r\n]+")
 
 
 class BlockKind(enum.Enum):
-    """What a block is."""
+    """Kind of block."""
 
     TEXT = enum.auto()
     REASONING = enum.auto()
@@ -62,7 +62,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The whole text so far."""
         return "".join(self.pieces)
 
     @property

@@ -1,4 +1,4 @@
-"""What the bodies of calls have in common, whichever API they are of."""
+"""Base classes of request bodies, shared by all APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every API that generates has in common: one call, answered whole or as a stream."""
+"""Base of all generation APIs: one call, answered whole or as a stream."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._places = asyncio.Semaphore(self._most_live)
 
     def _leave_out_unread_options(self) -> None:
-        """Note options that the engine does not read as without effect.
+        """Report options that the engine ignores.
 
         Raises:
             InvalidRequestError: the server is strict; a priority the engine itself refuses then.
@@ -110,7 +110,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
     @functools.cached_property
     def _engine_id(self) -> str:
-        """The call's id, as no other tenant's call has it."""
+        """The call's id, unique across tenants."""
         return self._tenant.engine_id(self._id)
 
     def _request_options(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
     @functools.cached_property
     def _request_ids(self) -> Sequence[str]:
-        """The engine's ids, one for each prompt."""
+        """The engine's request ids, one per prompt."""
         return [self._engine_id]
 
     @abc.abstractmethod

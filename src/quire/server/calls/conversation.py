@@ -1,4 +1,4 @@
-"""What every API of conversations has in common: messages and tools to the engine, its text to events."""
+"""Base of the conversation APIs: messages and tools to the engine, its text to events."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Conversation:
 
     @property
     def _continued(self) -> str:
-        """The beginning of the answer that is in the prompt already."""
+        """The beginning of the answer, already in the prompt."""
         continues = self._prompt_options.continue_final_message
         return text_of(self._messages[-1].get("content")) if continues else ""
 
@@ -228,7 +228,7 @@ def _params_with_ends(
 
 
 def _require_grammar_possible(params: SamplingParams) -> None:
-    """Refuse what does not go together with a grammar, and say so in terms of tools.
+    """Refuse parameters that are incompatible with a grammar, naming tools as the reason.
 
     Raises:
         InvalidRequestError: a parameter does not.
@@ -236,8 +236,8 @@ def _require_grammar_possible(params: SamplingParams) -> None:
     for name in ("beam_width", "min_tokens", "ignore_eos"):
         if value := getattr(params, name):
             raise InvalidRequestError(
-                f"{name} is {value!r}, but a grammar sees to it that the tools are called as tool_choice, "
-                f"parallel_tool_calls, strict or the form of the answer want it; leave {name} or these out",
+                f"{name} is {value!r}, but a grammar enforces tool_choice, parallel_tool_calls, strict or "
+                f"the response format; leave {name} or these out",
                 param=name,
             )
 

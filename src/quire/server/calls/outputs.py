@@ -44,7 +44,7 @@ class CallOutputs:
             the engine name these.
         observers: called with each output of the engine.
         hooks: called, after that, with each output that is yielded.
-        preparing: taken for each of several streams before it starts; who has prepared it gives it back.
+        preparing: semaphore that bounds concurrent preparation of several streams.
         places: given back when one of several streams ends; it takes one before it goes to the engine.
         was_aborted: whether a client has aborted the call over /v1/requests.
     """

@@ -1,4 +1,4 @@
-"""Thinking as a body asks for it, and what the model's chat template is told of that."""
+"""Reasoning options of a body, and the chat template variables for them."""
 
 from __future__ import annotations
 

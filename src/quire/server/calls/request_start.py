@@ -1,4 +1,4 @@
-"""X-Request-Start: the header by which a router tells a server when a request came to it."""
+"""X-Request-Start: the header with a request's arrival time at the router."""
 
 from __future__ import annotations
 

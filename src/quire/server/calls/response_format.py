@@ -1,4 +1,4 @@
-"""How a body says which form its output must have: OpenAI's response_format, vLLM's structured_outputs."""
+"""Output formats in bodies: OpenAI's response_format, vLLM's structured_outputs."""
 
 from __future__ import annotations
 

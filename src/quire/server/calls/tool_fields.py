@@ -1,4 +1,4 @@
-"""How bodies of chat completions say which tools there are, which to call, and which were called."""
+"""Tools, tool_choice and tool calls in bodies of chat completions."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _chosen(choice: Any, names: list[str]) -> tuple[list[str], bool]:
         return _existing(allowed.tools, names), allowed.mode == "required"
     if choice == "required" and not names:
         raise InvalidRequestError(
-            "tool_choice wants a tool to be called, and there are none; send tools", param="tool_choice"
+            "tool_choice requires a tool call, but tools is empty; send tools", param="tool_choice"
         )
     return ([] if choice == "none" else names), choice == "required"
 
@@ -184,6 +184,6 @@ def _existing(chosen: list[NamedTool], names: list[str]) -> list[str]:
         if name not in names:
             hint = nearest_name(name, names) if names else "send tools"
             raise InvalidRequestError(
-                f"tool_choice names {name!r}, which is no tool; {hint}", param="tool_choice"
+                f"tool_choice names {name!r}, which is not a tool; {hint}", param="tool_choice"
             )
     return [one.function.name for one in chosen]

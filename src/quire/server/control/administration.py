@@ -1,4 +1,4 @@
-"""What concerns all tenants: the prefix cache, and an engine that pauses or sleeps."""
+"""Endpoints that affect all tenants: prefix cache reset, pause and sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What web pages may do to a server: nothing, unless they are its own or the configuration names them.
+"""Access from web pages: refused, except for the server's own pages and configured origins.
 
 A page that a user of this machine visits can have the browser send requests to servers that only this machine
 reaches. Where another site is asked, the browser sends what a form could send and keeps the answer from the
@@ -69,7 +69,7 @@ class CallerRules:
         if hosts and self._checks_names and not self._is_own(host):
             return ApiError(
                 421,
-                f"the Host header is {host!r:.200}, which is no name of this server; call it localhost, or "
+                f"the Host header is {host!r:.200}, which is not a name of this server; use localhost, or "
                 "add the name to the server's allowed_hosts",
                 code="host_not_allowed",
             )
@@ -78,7 +78,7 @@ class CallerRules:
         return None
 
     def _unasked_refusal(self, origin: str, host: str) -> ApiError | None:
-        """Return why what a page sends without being asked is refused; None if it may."""
+        """Return why a request that skips CORS preflight is refused; None if it is allowed."""
         if _host_of(origin) == host.lower() or "*" in self._origins or origin in self._origins:
             return None
         return ApiError(

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, who may send it, below which path, and how it is counted."""
+"""Middleware for every request: request id, API key, root path and metrics."""
 
 from __future__ import annotations
 

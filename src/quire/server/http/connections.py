@@ -45,7 +45,7 @@ class Connections:
         self._waiting[connection] = None
 
     def replace(self, connection: Connection, successor: Connection) -> None:
-        """Let another connection take the place of one, or have its own if that one is gone."""
+        """Replace a connection, or add the new one."""
         self.remove(connection)
         self.add(successor)
 
@@ -145,7 +145,7 @@ class Deadline:
         self._handle: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float) -> None:
-        """Let it pass this many seconds from now."""
+        """Set the timer to this many seconds from now."""
         self._at = at = self._loop.time() + seconds
         if self._handle is not None:
             if self._fires_at <= at:
@@ -154,11 +154,11 @@ class Deadline:
         self._start_timer(at)
 
     def clear(self) -> None:
-        """Let it never pass, until it is set."""
+        """Disable the timer until it is set."""
         self._at = None
 
     def close(self) -> None:
-        """Let it never pass, and forget the function."""
+        """Disable the timer and forget the function."""
         self._at = None
         if self._handle is not None:
             self._handle.cancel()

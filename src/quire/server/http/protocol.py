@@ -38,7 +38,7 @@ _LINGER = 1.0  # seconds; for a refused client to read the answer before it lear
 
 
 class _Part(enum.Enum):
-    """What comes next from the client."""
+    """Parser state: what the client sends next."""
 
     HEAD = enum.auto()
     SIZED_BODY = enum.auto()
@@ -47,7 +47,7 @@ class _Part(enum.Enum):
 
 
 class _AnswerTransport:
-    """What uvicorn's request cycle knows of a transport, which it closes when an answer is complete.
+    """The transport that uvicorn's request cycle sees; it is closed when an answer is complete.
 
     Args:
         transport: of the connection.
@@ -126,7 +126,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Take what the client has sent."""
+        """Handle received bytes."""
         if self._next is _Part.NOTHING:
             return
         if self._next is not _Part.HEAD:
@@ -381,7 +381,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _client_does_not_read(self) -> None:
         limit = self._limits.write_timeout
-        log.info("%s: closed, for its client has not read for %g s", self.client, limit)
+        log.info("%s: closed, because its client has not read for %g s", self.client, limit)
         self.transport.abort()
 
     def _refuse(self, refusal: ApiError) -> None:

@@ -1,4 +1,4 @@
-"""What the header of a request must be like for its end, and its body's, to be beyond doubt.
+"""Strict checks of request headers, against request smuggling.
 
 A proxy in front may divide what it passes on into other requests than this server does. So whatever could
 be read in two ways is refused: an attacker would hide a request in what one of the two takes for a body.
@@ -20,14 +20,14 @@ _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
 def beginning_refusal(received: bytes | bytearray) -> ApiError | None:
-    """Refuse what cannot become a header, however it goes on."""
+    """Refuse bytes that cannot begin a valid header."""
     if _BEGINNING.match(received[:_BEGINNING_LENGTH]):
         return None
     return not_http("the request line is not that of an HTTP/1.1 request")
 
 
 def not_http(reason: str) -> ApiError:
-    """Return the answer to what is no valid HTTP/1.1."""
+    """Return the answer to invalid HTTP/1.1."""
     return ApiError(400, f"this is not valid HTTP/1.1: {reason}", code="invalid_http")
 
 

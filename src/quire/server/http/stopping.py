@@ -96,7 +96,8 @@ def _in_thread(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iter
 
 
 def announce_stop(num_running: int, timeout: float) -> None:
-    """Say how many requests a graceful stop waits for, and for how many seconds, if anybody can read it."""
+    """Say how many requests a graceful stop waits for, and for how many seconds, if standard error can be
+    written."""
     with contextlib.suppress(OSError):  # who reads the log may have ended by the same signal
         print(
             f"Stopping: {num_running} still running, for at most {timeout:g} s.", file=sys.stderr, flush=True

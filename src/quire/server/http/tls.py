@@ -78,8 +78,8 @@ class ServerCertificate:
 
     def _refuse_encrypted(self) -> str:
         raise ConfigError(
-            f"the key in {self._keyfile!r} (EdgeConfig.ssl_keyfile) is encrypted, and nobody could enter a "
-            "password; give one that is not, such as 'openssl pkey' writes"
+            f"the key in {self._keyfile!r} (EdgeConfig.ssl_keyfile) is encrypted, which is not supported; "
+            "decrypt it, for example with 'openssl pkey'"
         )
 
     def _current_stamps(self) -> tuple[_FileStamp, _FileStamp]:

@@ -58,7 +58,7 @@ def _require_short(path: str) -> None:
 
 @contextlib.contextmanager
 def _locked(lock_path: str, path: str) -> Iterator[None]:
-    """Hold the lock of a socket's path; raise `ConfigError` if another process does."""
+    """Lock a socket's path; raise `ConfigError` if another process holds the lock."""
     while True:
         with open(os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)) as lock:
             try:
@@ -81,7 +81,9 @@ def _remove_stale(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"EdgeConfig.uds is {path!r}, which is there and no socket; choose another path")
+        raise ConfigError(
+            f"EdgeConfig.uds is {path!r}, which exists and is not a socket; choose another path"
+        )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_TIMEOUT)
         try:
@@ -95,7 +97,7 @@ def _remove_stale(path: str) -> None:
 
 
 def _remove_own(path: str, own: os.stat_result) -> None:
-    """Remove the socket unless somebody has put another file in its place."""
+    """Remove the socket unless another file has replaced it."""
     if _is_same_file(path, own):
         os.unlink(path)
 

@@ -71,11 +71,11 @@ _RECOVERY_COUNTERS = _rows(
 )
 
 _GRAPH_GAUGES = _rows(
-    "quire_gpu_graphs num_graphs: Number of recorded steps (CUDA graphs) that are kept.",
+    "quire_gpu_graphs num_graphs: Number of captured CUDA graphs.",
 )
 
 _GRAPH_COUNTERS = _rows(
-    "quire_gpu_graph_failures num_failures: Number of steps that could not be recorded as a CUDA graph.",
+    "quire_gpu_graph_failures num_failures: Number of failed CUDA graph captures.",
 )
 
 _TIER_GAUGES = _rows(
@@ -118,8 +118,8 @@ _PEER_COUNTERS = _rows(
     "quire_kv_peer_missing_prompts num_missing_prompts: Number of prompts computed because the peer had "
     "them no more, or could not be reached.",
     "quire_kv_peer_failed_loads num_failed_loads: Number of prompts whose reading from a peer failed.",
-    "quire_kv_peer_prefix_lookups num_prefix_lookups: Number of prompts whose part that is not cached "
-    "peers were asked for.",
+    "quire_kv_peer_prefix_lookups num_prefix_lookups: Number of prompts whose uncached part was looked up "
+    "at peers.",
     "quire_kv_peer_prefixes_found num_prefixes_found: Number of prompts that a peer had cached more of.",
     "quire_kv_peer_loaded_blocks num_loaded_blocks: Number of blocks read from peers.",
     "quire_kv_peer_loaded_bytes loaded_bytes: Bytes read from peers.",

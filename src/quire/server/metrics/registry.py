@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the server sees of each request, and the engine's figures."""
+"""Prometheus metrics of requests and of the engine."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class RequestTimer:
 
 
 def _end_label(error: BaseException | None) -> EndLabel:
-    """Return what `error` means for sequences that have not ended; None: nobody waits for them any more."""
+    """Return what `error` means for sequences that have not ended; None: their client has left."""
     match error:
         case InvalidRequestError() | QueueFullError():
             return "refused"

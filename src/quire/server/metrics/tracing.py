@@ -35,7 +35,7 @@ _NANOSECONDS = 1e9
 
 
 class Tracing:
-    """Makes spans, and has them sent in batches by a thread: whoever ends a span never waits.
+    """Makes spans, and sends them in batches from a thread, so that ending a span never blocks.
 
     Args:
         exporter: sends spans.

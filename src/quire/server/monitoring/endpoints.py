@@ -1,4 +1,4 @@
-"""The endpoints that machines watch a server by."""
+"""Endpoints for monitoring: health, metrics, and engine description."""
 
 from __future__ import annotations
 

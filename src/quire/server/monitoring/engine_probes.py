@@ -1,4 +1,4 @@
-"""What is told of an engine to those who monitor its server, by the event loop and by another thread."""
+"""Health and metrics of an engine, for the event loop and the monitoring thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/stats: what the engine and the server do now, in figures: small, for a page that asks again and again."""
+"""/stats: current figures of the engine and the server, small enough for frequent polling."""
 
 from __future__ import annotations
 

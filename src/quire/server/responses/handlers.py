@@ -142,7 +142,7 @@ async def list_input_items(request: Request) -> Response:
 
 
 async def _generate(call: ResponsesCall, keeping: Keeping, request_id: str) -> None:
-    """Generate a response in the background; whatever becomes of it is kept."""
+    """Generate a response in the background and store the result."""
     try:
         await call.whole_answer()
     except asyncio.CancelledError:
@@ -227,7 +227,7 @@ def _limit_of(request: Request) -> int:
 
 
 async def _resolved(context: ServerContext, tenant: str, items: Sequence[Any]) -> list[Item]:
-    """Return items of which those that were only referred to are what they refer to."""
+    """Replace item references by the items."""
     resolved: list[Item] = []
     known: dict[str, Item] = {}  # of the responses that are referred to
     num_lookups = 0

@@ -1,4 +1,4 @@
-"""What a response needs to be stored when it is complete."""
+"""Storing a response when it is complete."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An SQLite database of the server's, used in a thread.
 
-Whatever goes wrong there is an answer to the request that needs it.
+Any failure becomes the error answer of the request that needs the database.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Database:
     def _within(self, call: Callable[[sqlite3.Connection], T]) -> T:
         if self._connection is None:
             if self._path != IN_MEMORY:
-                Path(self._path).touch(mode=0o600)  # what clients send is nobody else's affair
+                Path(self._path).touch(mode=0o600)  # what clients send is private
             connection = sqlite3.connect(self._path, check_same_thread=False)
             connection.executescript(self._script)
             self._connection = connection

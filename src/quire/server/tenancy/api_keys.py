@@ -1,4 +1,4 @@
-"""API keys: what of a request is one, and how it is compared."""
+"""API keys: extraction from requests, and comparison by digest."""
 
 from __future__ import annotations
 

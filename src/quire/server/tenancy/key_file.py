@@ -30,7 +30,7 @@ FileState = tuple[int, int, int, int]  # device, inode, nanoseconds of the last 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeyFile:
-    """What a key file says.
+    """Contents of a key file.
 
     Attributes:
         tenants: by name.
@@ -42,7 +42,7 @@ class KeyFile:
 
 
 def file_state(path: str) -> FileState | None:
-    """Return what differs when a file has changed; None if there is no such file."""
+    """Return a file's version, which changes with the file; None if the file does not exist."""
     try:
         status = os.stat(path)
     except OSError:
@@ -116,7 +116,7 @@ class _Reader:
         path = ("tenants", name)
         if not _NAME.fullmatch(name):
             raise self._error(
-                path, "is no name for a tenant; it must be 1 to 64 letters, digits, '_', '.', '@' or '-'"
+                path, "is not a valid tenant name; it must be 1 to 64 letters, digits, '_', '.', '@' or '-'"
             )
         if name == DEFAULT_TENANT:
             raise self._error(path, "is the tenant of the keys in api_key; choose another name")

@@ -1,4 +1,4 @@
-"""What a tenant may use: requests and tokens per minute, sequences at once, and grammars to be compiled."""
+"""Tenant limits: requests and tokens per minute, running sequences, and pending grammars."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TokenBucket:
 
     @property
     def level(self) -> float:
-        """How much is in it."""
+        """Current level of the bucket."""
         now = self._clock()
         self._level = min(self.size, self._level + (now - self._time) * self.size / SECONDS)
         self._time = now
@@ -49,7 +49,7 @@ class TokenBucket:
 
     @property
     def left(self) -> int | None:
-        """How much of it may be taken; None: there is no limit."""
+        """Amount that may be taken; None: no limit."""
         return max(0, math.floor(self.level)) if self.size else None
 
     def resize(self, size: int) -> None:
@@ -127,7 +127,7 @@ class TenantUsage:
         return self._tokens.left
 
     def configure(self, config: TenantConfig) -> None:
-        """Take other limits."""
+        """Replace the limits."""
         self._config = config
         self._requests.resize(config.requests_per_minute)
         self._tokens.resize(config.tokens_per_minute)

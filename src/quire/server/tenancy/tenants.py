@@ -1,4 +1,4 @@
-"""Tenants: who sends which keys, and what is kept apart between them."""
+"""Tenants: lookup by API key, and isolation between them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Tenant:
 
     @property
     def config(self) -> TenantConfig:
-        """What the key file says of it."""
+        """The tenant's entry in the key file."""
         return self._config
 
     @config.setter
@@ -145,7 +145,7 @@ class Tenants:
 
     @property
     def default(self) -> Tenant:
-        """Whose requests are that need no key."""
+        """The tenant of requests without a key."""
         return self._default
 
     @property

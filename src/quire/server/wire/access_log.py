@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 CLIENT_LEFT = 499
-"""nginx's status for a client that left before its answer; nobody reads it."""
+"""nginx's status for a client that disconnected before its answer."""
 
 MAX_LINE_LENGTH = 2048  # bytes
 
@@ -49,8 +49,7 @@ GATHERING_TIME = 0.05
 class LineWriter:
     """Writes lines to a descriptor in a thread of its own.
 
-    If nobody reads them, or they cannot be written, lines are dropped; the next line that can be written says
-    how many were.
+    Lines that cannot be written are dropped; the next written line says how many were.
 
     Args:
         descriptor: to write to; stays open.
@@ -116,7 +115,7 @@ class LineWriter:
 
 
 class AccessRecord:
-    """What is known of one request.
+    """Log record of one request.
 
     Attributes:
         client: address of the connection's other end; batch: it is a line of a batch.

@@ -43,7 +43,7 @@ _REQUEST_CODES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ErrorShape:
-    """What errors look like to the clients of one API.
+    """Error format of one API.
 
     Args:
         answer: type of the body.
@@ -121,7 +121,7 @@ class ApiError(Exception):
 
 
 class _ErrorAnswer(Response):
-    """The answer that an error is, which the access log gets to know."""
+    """Convert an error to an answer, and record it in the access log."""
 
     def __init__(self, error: ApiError, shape: ErrorShape) -> None:
         super().__init__(error.body(shape), error.status, error.headers, media_type="application/json")

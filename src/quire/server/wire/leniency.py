@@ -32,7 +32,7 @@ class Ignorable:
 
 
 class Leniency:
-    """How one body is read, and what in it had no effect.
+    """How strictly one body is read, and its fields without effect.
 
     Args:
         is_strict: whether whatever has no effect is refused.
@@ -69,7 +69,7 @@ class IgnoredNames:
         self._logged: set[str] = set()
 
     def note(self, names: Iterable[str]) -> None:
-        """Log the names that are new."""
+        """Log new names."""
         new = [name for name in names if name not in self._logged][: MAX_LOGGED_NAMES - len(self._logged)]
         if new:
             self._logged.update(new)

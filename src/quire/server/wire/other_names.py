@@ -1,4 +1,4 @@
-"""Fields that have another name in other servers, and values that have another form there."""
+"""Aliases of other servers' fields, and their forms of values."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _biases_of(pairs: list[Any]) -> Any:
 
 
 def _placed(there: Any, path: tuple[str, ...], name: str, value: Any) -> Any:
-    """Return what is to be at the first part of `path`, where `there` is already."""
+    """Return the value to set at the first part of `path`, merged with `there`."""
     if len(path) == 1:
         if there is not None and there != value:
             raise PydanticCustomError(

@@ -1,4 +1,4 @@
-"""What all bodies of requests have in common."""
+"""Base model of all request bodies."""
 
 from __future__ import annotations
 

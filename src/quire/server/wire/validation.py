@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked request model, with errors a person can act on."""
+"""From the bytes of a body to a checked request model, with actionable errors."""
 
 from __future__ import annotations
 
