@@ -53,11 +53,11 @@ class BatchDirectory:
 
     @property
     def database_path(self) -> Path:
-        """Where it is known what the files are."""
+        """Path of the database of files."""
         return self._path / "batches.sqlite"
 
     def path_of(self, file_id: str) -> Path:
-        """Return where a file is, by an id that this server has made."""
+        """Return the path of a file with an id that this server has made."""
         return self._files / file_id
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -74,7 +74,7 @@ class BatchDirectory:
         return await asyncio.wrap_future(job)
 
     def sync(self) -> None:
-        """Have the disk keep the names of the files; blocks."""
+        """Sync the directory to disk; blocks."""
         descriptor = os.open(self._files, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -82,7 +82,7 @@ class BatchDirectory:
             os.close(descriptor)
 
     def remove_all_but(self, file_ids: Collection[str]) -> None:
-        """Remove what a server has left that ended within an upload or a deletion; blocks."""
+        """Remove leftovers of interrupted uploads and deletions; blocks."""
         for entry in os.scandir(self._files):
             if _FILE_ID.fullmatch(entry.name) and entry.name not in file_ids:
                 os.unlink(entry.path)
@@ -103,7 +103,7 @@ def opened_directory(config: ServerConfig) -> BatchDirectory | None:
 
 
 class StoredBytes:
-    """How many bytes each tenant's files have.
+    """Bytes of each tenant's stored files.
 
     Args:
         limit: for each of them.
@@ -114,7 +114,7 @@ class StoredBytes:
         self._used: dict[str, int] = {}
 
     def load(self, used: Mapping[str, int]) -> None:
-        """Begin with what is stored already."""
+        """Count the files that are already stored."""
         self._used = dict(used)
 
     def has_room(self, tenant: str, num_bytes: int) -> bool:
@@ -127,7 +127,7 @@ class StoredBytes:
 
 
 def disk_failure(error: OSError) -> ApiError:
-    """Return the answer to a request that the disk fails."""
+    """Return the answer to a request after a disk error."""
     if error.errno in _NO_SPACE:
         return ApiError(507, "the disk of the server's batch_dir is full", code="disk_full")
     problem = error.strerror or "an error of the disk"

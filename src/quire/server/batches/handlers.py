@@ -128,7 +128,7 @@ async def delete_file(request: Request) -> Response:
 
 
 async def create_batch(request: Request, body: BatchRequest) -> Response:
-    """Have the requests of a file answered when there is room, within 24 hours."""
+    """Create a batch from a file of requests, to be answered within 24 hours."""
     batches, tenant = _batches_of(request), tenant_of(request).name
     file = await batches.records.get_file(tenant, body.input_file_id)
     if file is None:
@@ -168,12 +168,12 @@ async def list_batches(request: Request) -> Response:
 
 
 async def get_batch(request: Request) -> Response:
-    """Tell how far a batch is."""
+    """Return the status of a batch."""
     return json_response(await _batch(request))
 
 
 async def cancel_batch(request: Request) -> Response:
-    """Serve no more of a batch's requests; what has been answered stays."""
+    """Cancel a batch; finished answers are kept."""
     batch = await _batch(request)
     job = _batches_of(request).job_of(tenant_of(request).name, batch.id)
     if job is None:
@@ -226,7 +226,7 @@ async def _uploading(batches: Batches, tenant: str, form: UploadForm) -> AsyncIt
 
 
 def _note_without_effect(names: Iterable[str], leniency: Leniency) -> None:
-    """Note the fields of an upload that change nothing, such as expires_after."""
+    """Report fields of an upload without effect, such as expires_after."""
     for name in names:
         if name == "purpose":
             continue
@@ -251,7 +251,7 @@ async def _batch(request: Request) -> Batch:
 
 
 def _current(batches: Batches, tenant: str, batch: Batch) -> Batch:
-    """Return a batch as it is now: the database knows less than the job of one that has not ended."""
+    """Return a batch's current state, from its job if it has not ended."""
     job = batches.job_of(tenant, batch.id)
     return batch if job is None else job.batch
 

@@ -16,10 +16,10 @@ MAX_LINES = 50_000
 """Requests of a batch."""
 
 MAX_ERRORS = 100
-"""Errors of an input that are told."""
+"""Maximum number of reported errors of an input."""
 
 PIECE_BYTES = 1_048_576
-"""Bytes of lines that are read at a time, or one line if it is longer."""
+"""Bytes read at a time, or one line if it is longer."""
 
 _LINE_OVERHEAD = 4096  # bytes of a line besides its body
 _PARAM = re.compile(r" - at `\$\.(\w+)`$")
@@ -93,7 +93,7 @@ class InputCheck:
 
     @property
     def is_over(self) -> bool:
-        """Whether there are so many lines or errors that the others do not matter."""
+        """Whether the maximum number of lines or errors is reached."""
         return self.num_lines > MAX_LINES or len(self.errors) >= MAX_ERRORS
 
     def check(self, number: int, line: bytes | None) -> None:

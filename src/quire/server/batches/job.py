@@ -57,7 +57,7 @@ _NOT_SERVED: dict[EarlyEnd, LineError] = {
 
 
 class _NoInputError(Exception):
-    """The input is not there any more."""
+    """The input file has been deleted."""
 
 
 class Turns:
@@ -130,7 +130,7 @@ class BatchJob:
         return f"file-{self._key}-errors"
 
     async def cancel(self) -> None:
-        """Serve no more of the batch's requests; those that are being served end without an answer.
+        """Cancel the batch; running requests end without an answer.
 
         Raises:
             ApiError: 503, that cannot be noted.
@@ -141,7 +141,7 @@ class BatchJob:
             await self._records.put_batch(self.tenant, self.batch)
 
     async def run(self) -> None:
-        """Serve the batch to its end; what fails on the disk is tried again."""
+        """Serve the batch to its end, retrying after disk errors."""
         expiry = asyncio.get_running_loop().call_later(
             max(0.0, self.batch.expires_at - time.time()), self._end_early, "expired"
         )
@@ -200,7 +200,7 @@ class BatchJob:
         await self._records.put_batch(self.tenant, self.batch)
 
     async def _serve_lines(self, results: Results) -> None:
-        """Have every request that is not done answered, a few at a time."""
+        """Answer all remaining requests, a few at a time."""
         free = asyncio.Semaphore(self._turns.max_requests)
 
         async def serve(number: int, line: bytes) -> None:
@@ -267,7 +267,7 @@ class BatchJob:
         counts.failed = len(results.done) - results.num_completed
 
     async def _finish(self, results: Results) -> None:
-        """Make the results files of the tenant's, and only then say that the batch has ended."""
+        """Publish the result files to the tenant, and only then mark the batch as ended."""
         batch, status = self.batch, self._early_end or "completed"
         if status == "completed":
             batch.status = "finalizing"

@@ -28,7 +28,7 @@ from quire.server.wire.openapi import Endpoint
 
 
 def _in_batch(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-    """Return the handler for bodies that must have a whole answer, which comes after everybody else's."""
+    """Return the handler for bodies that are answered whole, with the lowest priority."""
 
     async def answer(request: Request, body: Any) -> Response:
         for name in ("stream", "background"):
@@ -58,7 +58,7 @@ _ENDPOINTS = {
 
 
 async def answer_line(app: Starlette, tenant: Tenant, url: str, request_id: str, body: bytes) -> Response:
-    """Return the answer to a request of a batch, or to whatever is wrong with it.
+    """Return the answer to a request of a batch, or its error.
 
     Args:
         app: that answers.

@@ -1,4 +1,4 @@
-"""The two files that a batch writes. What is in them is all that is known of which requests are done.
+"""The two output files of a batch, the only record of which requests are done.
 
 So a server that was killed goes on where they end: a line that is torn, or that the disk has lost, is cut off
 and its request is served again.
@@ -56,7 +56,7 @@ class ResultFile:
         self.num_bytes += len(line)
 
     def sync(self) -> None:
-        """Have the disk keep what was written."""
+        """Sync what was written to disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class ResultFile:
             yield number, len(line)
 
     def _number_of(self, line: bytes) -> int | None:
-        """Return which request a line is the result of; None: the line is not whole."""
+        """Return the request number of a result line; None: the line is incomplete."""
         if not line.endswith(b"\n"):
             return None
         try:
@@ -110,7 +110,7 @@ class Results:
         return self.output.num_bytes + self.errors.num_bytes
 
     def resume(self) -> None:
-        """Find out which requests are done."""
+        """Read which requests are done."""
         self.done.update(self.output.resume())
         self.num_completed = len(self.done)
         self.done.update(self.errors.resume())
@@ -126,7 +126,7 @@ class Results:
         self.num_completed += result.is_success
 
     def sync(self) -> None:
-        """Have the disk keep what was written."""
+        """Sync what was written to disk."""
         self.output.sync()
         self.errors.sync()
 

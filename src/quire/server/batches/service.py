@@ -48,7 +48,7 @@ class Batches:
         self._app: Starlette | None = None
 
     async def start(self, app: Starlette) -> None:
-        """Go on with the batches that have not ended; `app` answers their requests.
+        """Resume unfinished batches; `app` answers their requests.
 
         Raises:
             ApiError: the database cannot be used.
@@ -64,7 +64,7 @@ class Batches:
             self._start(job)
 
     async def close(self) -> None:
-        """Stop all jobs where they are, and let another server have the directory."""
+        """Stop all jobs, and release the directory to other servers."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -73,7 +73,7 @@ class Batches:
         self.directory.close()
 
     async def add(self, tenant: str, batch: Batch) -> None:
-        """Begin with a batch.
+        """Start a batch.
 
         Raises:
             ApiError: 429, the tenant has too many; 503, it cannot be noted.

@@ -80,7 +80,7 @@ class UploadForm:
             raise InvalidRequestError(f"the body is not valid multipart/form-data: {error}") from None
 
     def finish(self) -> None:
-        """Have the disk keep the file, when the body is complete; blocks.
+        """Sync the file to disk when the body is complete; blocks.
 
         Raises:
             InvalidRequestError: the form is incomplete.

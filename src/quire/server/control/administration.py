@@ -53,7 +53,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def pause(request: Request) -> Response:
-    """Admit no requests until POST /resume; new ones wait."""
+    """Pause the engine until POST /resume; new requests wait."""
     context = _context_of_controller(request)
     options = read_query(request, PauseOptions)
     is_cleared = await context.llm.pause_generation(options.mode, clear_cache=options.clear_cache)
@@ -67,12 +67,12 @@ async def resume(request: Request) -> Response:
 
 
 async def is_paused(request: Request) -> Response:
-    """Tell whether the engine is paused."""
+    """Return whether the engine is paused."""
     return json_response(PauseStatus(is_paused=await context_of(request).llm.is_paused()))
 
 
 async def sleep(request: Request) -> Response:
-    """End the engine until POST /wake_up, so that its weights and KV take no memory."""
+    """Stop the engine until POST /wake_up, and free its weights and KV."""
     context = _context_of_controller(request)
     await context.llm.sleep(read_query(request, SleepOptions).mode)
     return json_response(SleepStatus(is_sleeping=True))
@@ -85,7 +85,7 @@ async def wake_up(request: Request) -> Response:
 
 
 async def is_sleeping(request: Request) -> Response:
-    """Tell whether the engine is asleep."""
+    """Return whether the engine is asleep."""
     return json_response(SleepStatus(is_sleeping=await context_of(request).llm.is_sleeping()))
 
 
@@ -93,7 +93,7 @@ def _context_of_controller(request: Request) -> ServerContext:
     """Return the server's state to a tenant that may stop the engine.
 
     Raises:
-        ApiError: 403, the tenant may not, or nobody may.
+        ApiError: 403, the tenant may not, or engine_control is off.
     """
     context = _context_of_admin(request, "the engine")
     if not context.config.engine_control:
@@ -115,7 +115,7 @@ def _context_of_admin(request: Request, what: str) -> ServerContext:
     if not tenant.sees_all:
         raise ApiError(
             403,
-            f"{what} is shared: the tenant {tenant.name!r} is no admin in the server's key file",
+            f"{what} is shared: the tenant {tenant.name!r} is not an admin in the server's key file",
             code="not_permitted",
         )
     return context_of(request)

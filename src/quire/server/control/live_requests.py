@@ -1,4 +1,4 @@
-"""/v1/requests: what calls do or wait for, and their end before time; and KV that is held for peers."""
+"""/v1/requests: listing, explaining and aborting live requests; and releasing KV held for peers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def get_request(request: Request) -> Response:
 
 
 async def abort_request(request: Request) -> Response:
-    """End a request that is being served; its client gets an error with the code aborted."""
+    """Abort a live request; its client gets an error with the code aborted."""
     context, tenant = context_of(request), tenant_of(request)
     call_id = _live_id(request)
     context.calls.note_abort(call_id)
@@ -81,8 +81,8 @@ async def _explained(context: ServerContext, tenant: Tenant, engine_ids: Sequenc
     except TimeoutError:
         raise ApiError(
             504,
-            f"the engine has not explained its requests within {ENGINE_TIMEOUT:g} s: its steps take long, or "
-            "it hangs, which /health tells; try again",
+            f"the engine has not explained its requests within {ENGINE_TIMEOUT:g} s: its steps take long, "
+            "or it hangs (see /health); try again",
             kind=TIMEOUT,
             code="engine_timeout",
         ) from None
@@ -102,7 +102,7 @@ async def release_kv(request: Request) -> Response:
         raise InvalidRequestError(f"the transfer_id is invalid: {error}") from error
     if context.llm.info.kv_transfer_address is None:
         raise ApiError(
-            404, "this engine lends no KV; --role prefill has it do so", code="kv_transfer_not_found"
+            404, "this engine lends no KV; start it with --role prefill", code="kv_transfer_not_found"
         )
     context.llm.release_kv(transfer_id)
     return json_response(ReleasedKV(id=transfer_id))

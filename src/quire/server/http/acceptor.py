@@ -67,7 +67,7 @@ class Acceptor:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting."""
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -98,7 +98,7 @@ class Acceptor:
                 self._refuse(accepted)
 
     async def _connect(self, accepted: socket.socket, handshake: _Handshake) -> None:
-        """Give an accepted socket to a protocol, after its TLS handshake if there is one."""
+        """Hand an accepted socket to a protocol, after its TLS handshake if any."""
         try:
             await self._loop.connect_accepted_socket(
                 lambda: self._make_protocol(handshake),
@@ -130,11 +130,11 @@ class Acceptor:
                     accepted.send(answer)
 
     def _pause(self, error: OSError) -> None:
-        """Accept nothing for a while: the system would answer the same again and again."""
+        """Pause accepting, because an immediate retry would fail again."""
         if not self._lacks_resources:
             self._lacks_resources = True
             log.warning(
-                "no connection can be accepted (%s) while %d are open; trying again every %g s",
+                "cannot accept connections (%s) with %d open; retrying every %g s",
                 error,
                 len(self._connections),
                 RETRY_INTERVAL,

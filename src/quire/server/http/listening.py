@@ -22,7 +22,7 @@ _AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[An
 
 @dataclasses.dataclass(frozen=True)
 class Listener:
-    """What a server listens with.
+    """A server's socket and certificate.
 
     Args:
         socket: bound, not yet listening.
@@ -48,7 +48,7 @@ class Listener:
 
     @property
     def curl(self) -> str:
-        """The words with which curl is told the server; the path follows without a space."""
+        """Arguments of curl that name the server; the path follows without a space."""
         if self.socket.family == socket.AF_UNIX:
             scheme = "http" if self.certificate is None else "https"
             return f"--unix-socket {shlex.quote(self.socket.getsockname())} {scheme}://localhost"
@@ -66,7 +66,7 @@ class Listener:
 
 @contextlib.contextmanager
 def listener(host: str, port: int, edge: EdgeConfig) -> Iterator[Listener]:
-    """Have what a server listens with for the duration of the context.
+    """Bind a server's socket and load its certificate for the duration of the context.
 
     Args:
         host, port: TCP address.

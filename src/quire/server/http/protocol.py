@@ -362,9 +362,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._next is not _Part.HEAD and not self._is_answering:
             limit = self._limits.body_idle_timeout
-            log.info(
-                "%s: closed, its rest of an answered body took %g s (body_idle_timeout)", self.client, limit
-            )
+            log.info("%s: closed, rest of an answered body took %g s (body_idle_timeout)", self.client, limit)
             self.transport.abort()
             return
         self._refuse(ApiError(408, self._slowness(), kind=TIMEOUT, code="request_timeout"))

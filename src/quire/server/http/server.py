@@ -24,10 +24,10 @@ from quire.server.wire.access_log import AccessLog
 logger = logging.getLogger(__name__)
 
 LAST_BYTES_TIMEOUT = 1.0
-"""Seconds that clients have at the end for answers that are complete but not yet sent."""
+"""Seconds at shutdown to send complete answers."""
 
 LAST_WORD_TIMEOUT = 0.5
-"""Seconds instead if the end is to be at once: clients can be told that their requests were aborted."""
+"""Seconds at an immediate shutdown, to send abort errors."""
 
 _LOOK_INTERVAL = 0.01  # seconds; between looks at whether they are
 
@@ -67,7 +67,7 @@ class HttpServer:
         self._log = log
 
     def hasten_end(self) -> None:
-        """Have the end be at once: clients have only the time to be told that requests were aborted."""
+        """Stop at once: clients only get time to receive the abort errors."""
         self._last_bytes_timeout = LAST_WORD_TIMEOUT
 
     @contextlib.asynccontextmanager

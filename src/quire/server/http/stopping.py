@@ -53,7 +53,7 @@ class StopSignals:
                 faulthandler.cancel_dump_traceback_later()
 
     def _received(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Set the time at which the process ends whatever the event loop does, and tell the event loop."""
+        """Set the deadline for a forced exit, and notify the event loop."""
         if number == signal.SIGHUP:
             loop.call_soon_threadsafe(self.hangup.set)
             return
@@ -96,7 +96,7 @@ def _in_thread(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iter
 
 
 def announce_stop(num_running: int, timeout: float) -> None:
-    """Say how many requests a graceful stop waits for, and for how many seconds, if standard error can be
+    """Print how many requests a graceful stop waits for, and for how many seconds, if standard error can be
     written."""
     with contextlib.suppress(OSError):  # who reads the log may have ended by the same signal
         print(

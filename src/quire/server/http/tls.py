@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 10.0
-"""Seconds between two looks at the files."""
+"""Interval of checks for changed files, in seconds."""
 
 _FileStamp = tuple[int, int, int] | None  # inode, size, time of modification; None: the file cannot be seen
 
@@ -53,7 +53,7 @@ class ServerCertificate:
             logger.info("the certificate %s was read again", self._certfile)
 
     async def watch(self, interval: float = CHECK_INTERVAL) -> None:
-        """Read the files again whenever they change, for ever.
+        """Reload the files whenever they change; never returns.
 
         Args:
             interval: seconds between two looks.

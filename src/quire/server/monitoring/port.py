@@ -44,7 +44,7 @@ An answer takes that lock about ten times, and Python's own 5 ms each time would
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is sent: status, media type and body."""
+    """An answer: status, media type and body."""
 
     status: int
     media_type: str
@@ -116,7 +116,7 @@ class _Listener:
             next(iter(self._open)).abort()
 
     def forget(self, connection: _Connection) -> None:
-        """Count a connection no more."""
+        """Stop counting a connection."""
         self._open.pop(connection, None)
 
     async def _serve(self) -> None:

@@ -1,4 +1,4 @@
-"""What /health, /live and /metrics answer on the monitoring port."""
+"""Answers of /health, /live and /metrics on the monitoring port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.server.wire.answers import Health, encode
 from quire.server.wire.paths import READINESS_PATHS
 
 TURN_INTERVAL = 0.25
-"""Seconds between notes that the event loop turns."""
+"""Seconds between heartbeats of the event loop."""
 
 STUCK_AFTER = 10.0
 """Seconds without a turn after which the event loop is considered stuck."""
@@ -69,7 +69,7 @@ class MonitoredServer:
         return _answer(self._health() if stuck is None else stuck)
 
     def live(self) -> Answer:
-        """Tell whether the event loop turns: 200, or 503 with how long it has not."""
+        """Return whether the event loop responds: 200, or 503 with the time since its last turn."""
         return _answer(self._stuck() or Health(status="ok"))
 
     def metrics(self) -> Answer:
@@ -80,7 +80,7 @@ class MonitoredServer:
         return Answer(200, CONTENT_TYPE_LATEST, self._rendered)
 
     def note_turn(self) -> None:
-        """Note that the event loop turns."""
+        """Record a heartbeat of the event loop."""
         self._last_turn = self._read_clock()
 
     def _stuck(self) -> Health | None:

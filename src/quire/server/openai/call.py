@@ -1,4 +1,4 @@
-"""What /v1/completions and /v1/chat/completions have in common: the shapes of OpenAI's answers."""
+"""Base of /v1/completions and /v1/chat/completions: the shapes of OpenAI's answers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CompletionsCall(GenerationCall[RequestT]):
     async def _opening(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> list[Any]:
-        """Return what a streamed choice begins with."""
+        """Return the first event of a streamed choice."""
 
     @abc.abstractmethod
     async def _continuation(

@@ -104,7 +104,7 @@ class ResponseOutput:
         return [*new, ItemDone(sequence_number=number, output_index=block.index, item=item)]
 
     def _end_content(self, item: OutputItem, written: str) -> list[ResponseEvent]:
-        """Put what was written into its item; return the events that tell of it."""
+        """Add new text to its item; return the events for it."""
         if isinstance(item, OutputCall):
             item.arguments = written
             if item.status == "incomplete":

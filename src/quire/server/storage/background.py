@@ -50,7 +50,7 @@ class BackgroundResponses:
             await asyncio.wait({task})
 
     async def close(self) -> None:
-        """Return when all are stored, but wait no longer than `CLOSE_TIMEOUT`."""
+        """Wait until all are stored, at most `CLOSE_TIMEOUT`."""
         tasks = set(self._tasks.values())
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT)
@@ -83,7 +83,7 @@ class EventLog:
         self._wake_readers()
 
     def end(self) -> None:
-        """Let readers know that there is nothing more."""
+        """Tell readers that the log has ended."""
         self._has_ended = True
         self._wake_readers()
 

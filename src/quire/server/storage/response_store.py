@@ -9,10 +9,10 @@ from quire.server.storage.database import Database
 from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 MAX_TURNS = 1000
-"""Responses that a conversation may consist of."""
+"""Maximum number of responses in a conversation."""
 
 MAX_ITEMS = 4096
-"""Items that they may have in all; each takes microseconds to check."""
+"""Maximum number of items in a conversation; each takes microseconds to check."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -96,14 +96,14 @@ class ResponseStore:
         )
 
     async def put(self, tenant: str, response: StoredResponse) -> bool:
-        """Keep a response, or replace the one of its id; return whether it is small enough to be kept."""
+        """Store a response, replacing one with the same id; return whether it is small enough."""
         if response.num_bytes > self._max_bytes:
             return False
         await self._database.run(lambda database: self._put(database, tenant, response))
         return True
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """Return a response, None if it is not there."""
+        """Return a response; None if it does not exist."""
         query = "SELECT previous, input, output, answer, num_items FROM responses WHERE tenant = ? AND id = ?"
         row = await self._database.run(
             lambda database: database.execute(query, (tenant, response_id)).fetchone()

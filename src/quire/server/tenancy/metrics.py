@@ -1,4 +1,4 @@
-"""What each tenant has asked for and been given, as Prometheus metrics."""
+"""Prometheus metrics of each tenant."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _COUNTERS = (
 )
 _GAUGES = (
     ("num_waiting", "quire_tenant_requests_waiting", "Number of requests that have no token so far."),
-    ("num_running", "quire_tenant_requests_running", "Number of requests that have a token and go on."),
+    ("num_running", "quire_tenant_requests_running", "Number of running requests with at least one token."),
 )
 
 

@@ -19,7 +19,7 @@ from quire.server.wire.errors import ApiError
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL = 2.0
-"""Seconds between two looks at whether the key file has changed."""
+"""Interval of checks for a changed key file, in seconds."""
 
 
 class Tenant:
@@ -70,7 +70,7 @@ class Tenant:
         return given | own
 
     def require_kv_transfer(self, what: str, param: str | None = None) -> None:
-        """Raise `ApiError` 403 unless the tenant may say where engines read and lend KV.
+        """Raise `ApiError` 403 unless the tenant may send kv_transfer_params.
 
         Args:
             what: it has asked for.
@@ -86,7 +86,7 @@ class Tenant:
             )
 
     def sees(self, engine_id: str) -> bool:
-        """Whether it may know of the call of this id (`engine_id`)."""
+        """Whether it may see the call with this id (`engine_id`)."""
         return self.sees_all or engine_id.startswith(f"{self.name}:")
 
     def cache_salt(self, salt: str) -> str:
