@@ -73,7 +73,7 @@ def test_keys_belong_to_their_tenants(write):
         ("[tenants.a]\nkeys=[\n'k']\nadmin='yes'", "line 4: tenants.a.admin: admin is 'yes'; it must be"),
         ("[tenants.a]\nkeys=['k']\nname='b'", "line 3: tenants.a.name: is given by"),
         ("[tenants.default]\nkeys=['k']", "line 1: tenants.default: is the tenant of the keys in api_key"),
-        ("[tenants.'a:b']\nkeys=['k']", "line 1: tenants.a:b: is no name"),
+        ("[tenants.'a:b']\nkeys=['k']", "line 1: tenants.a:b: is not a valid"),
         ("[tenants]\na = 3", "line 2: tenants.a: must be a table"),
         ("[tenants.a]\nkeys=['secret'", "is not valid TOML: "),
         ("[tenants.a]\nkeys=['k']\nkeys=['secret']\n", "is not valid TOML: see line 3"),
