@@ -6,7 +6,7 @@ The public names are imported when first used, so that `import quire` costs mill
 from __future__ import annotations
 
 from quire.lazy_attributes import lazy_attributes
-from quire.version import __version__
+from quire.version import __version__ as __version__
 
 TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 
@@ -81,7 +81,6 @@ __all__ = [
     "StructuredOutputConfig",
     "StructuredOutputsParams",
     "TextStreamer",
-    "__version__",
 ]
 
 _HOMES = {
