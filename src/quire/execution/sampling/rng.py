@@ -11,9 +11,9 @@ import numpy as np
 from quire.execution.arrays import Float64Array, Int64Array, UInt64Array
 
 _ROUNDS = 10
-_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
-_WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
-_KEY_STEPS = np.arange(_ROUNDS, dtype=np.uint64)[:, None] * _WEYL  # [rounds, 2]
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
+_KEY_STEPS = (np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] * _WEYL).astype("<u4")  # [rounds, 2, 1]
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _WORD_BITS = np.uint64(32)
 
@@ -24,20 +24,18 @@ def philox4x32(counter: Words, key: tuple[UInt64Array, UInt64Array]) -> Words:
     """Return four random 32-bit words for each counter and key.
 
     Args:
-        counter: four arrays of 32-bit words, held in uint64, all of one shape.
-        key: two arrays of the same kind and shape.
+        counter: four arrays [R] of 32-bit words, held in uint64.
+        key: two of the same kind.
     """
-    ones = [1] * counter[0].ndim
-    multipliers = _MULTIPLIERS.reshape(2, *ones)
-    round_keys = (np.stack(key) + _KEY_STEPS.reshape(_ROUNDS, 2, *ones)) & _LOW_WORD
-    even, odd = np.stack(counter[::2]), np.stack(counter[1::2])
+    round_keys = np.array(key, dtype="<u4") + _KEY_STEPS
+    even, odd = np.array(counter[::2], dtype="<u4"), np.array(counter[1::2], dtype="<u4")
     for round_key in round_keys:
-        products = (even * multipliers)[::-1]
-        even = products >> _WORD_BITS
-        even ^= odd
+        halves = (even * _MULTIPLIERS).view("<u4")[::-1]  # of each product the low word, then the high one
+        even = halves[:, 1::2] ^ odd
         even ^= round_key
-        odd = products & _LOW_WORD
-    return even[0], odd[0], even[1], odd[1]
+        odd = halves[:, ::2]
+    high, low = even.astype(np.uint64), odd.astype(np.uint64)
+    return high[0], low[0], high[1], low[1]
 
 
 def uniforms(seeds: UInt64Array, positions: Int64Array) -> Float64Array:
