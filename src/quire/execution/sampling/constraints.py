@@ -35,7 +35,6 @@ class Constraints:
 
     Attributes:
         allowed_words: [V / 32] a mask of the only tokens that are allowed; None: all are.
-        biases: token ids, and what is added to their logits.
         until: number of output tokens after which the request is unconstrained.
     """
 
@@ -47,16 +46,18 @@ class Constraints:
             if sequence and all(token_id in vocabulary for token_id in sequence)
         ]
         banned = [sequence[0] for sequence in sequences if len(sequence) == 1]
-        self._banned_ids: Int64Array = np.array(banned, dtype=np.int64)
+        banned_ids: Int64Array = np.array(banned, dtype=np.int64)
         self._completions = _Completions([sequence for sequence in sequences if len(sequence) > 1])
         self.allowed_words = _mask_words(params.allowed_token_ids, vocab_size)
-        bias: Float32Array = np.array(list(params.logit_bias.values()), dtype=np.float32)
-        self.biases = np.array(list(params.logit_bias), dtype=np.int64), bias
         self._min_tokens = params.min_tokens
         # Models list end-of-sequence ids that their vocabulary does not have; those need no ban.
         ending = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
         in_vocabulary = [token_id for token_id in ending if token_id in vocabulary]
-        self._ending_ids: Int64Array = np.array(in_vocabulary, dtype=np.int64)
+        bias: Float32Array = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        always = edits(banned_ids, -np.inf), edits(np.array(list(params.logit_bias), dtype=np.int64), bias)
+        self._edits = np.concatenate(always, axis=1)
+        ending = edits(np.array(in_vocabulary, dtype=np.int64), -np.inf)
+        self._early_edits = np.concatenate((ending, self._edits), axis=1)
         lasts = sequences or params.logit_bias or params.allowed_token_ids
         self.until = UNTIL_THE_END if lasts else self._min_tokens
 
@@ -68,11 +69,9 @@ class Constraints:
         constraints = cls(params, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
         return constraints if constraints.until > 0 else None
 
-    def banned_ids(self, num_output_tokens: int) -> Int64Array:
-        """Return the tokens that are banned after any output of so many tokens."""
-        if num_output_tokens < self._min_tokens:
-            return np.concatenate((self._banned_ids, self._ending_ids))
-        return self._banned_ids
+    def edits(self, num_output_tokens: int) -> Float64Array:
+        """Return the edits of a row behind any output of this many tokens; see `edits`."""
+        return self._early_edits if num_output_tokens < self._min_tokens else self._edits
 
     def banned_completions(self, output_token_ids: IntArray) -> Int64Array:
         """Return the last tokens of the banned sequences that an output of known tokens has begun."""
@@ -201,13 +200,12 @@ class ChangesOfStep:
         """
         if constraints.allowed_words is not None:
             self._allow_only(row, constraints.allowed_words)
-        self._edit(row, constraints.banned_ids(len(output)), -np.inf)
+        self._edit(row, constraints.edits(len(output)))
         if lacks_last:
             before, last = constraints.possible_completions(output[:-1])
-            self._edit(row, last, -np.inf, before)
+            self._edit(row, edits(last, -np.inf, before))
         else:
-            self._edit(row, constraints.banned_completions(output), -np.inf)
-        self._edit(row, *constraints.biases)
+            self._edit(row, edits(constraints.banned_completions(output), -np.inf))
 
     def _allow_only(self, row: int, words: IntArray) -> None:
         """Forbid a row all other tokens, beside those that its grammar forbids."""
@@ -217,18 +215,10 @@ class ChangesOfStep:
         self._mask_of_row[row] = self._num_masks
         self._num_masks += 1
 
-    def _edit(
-        self,
-        row: int,
-        token_ids: Int64Array,
-        added: Float32Array | float,
-        after: Int64Array | int = NO_TOKEN,
-    ) -> None:
-        """Add to the logits of some tokens, each if `after` is the row's last token, or `NO_TOKEN`."""
-        if len(token_ids):
-            edits = np.empty((NUM_EDIT_NUMBERS, len(token_ids)))
-            edits[0], edits[1], edits[2], edits[3] = row, token_ids, added, after
-            self._edits.append(edits)
+    def _edit(self, row: int, of_row: Float64Array) -> None:
+        if of_row.shape[1]:
+            self._edits.append(of_row.copy())
+            self._edits[-1][0] = row
 
     @property
     def masks(self) -> RowMasks | None:
@@ -241,7 +231,18 @@ class ChangesOfStep:
     @property
     def edits(self) -> Float64Array | None:
         """What is added to single logits, [NUM_EDIT_NUMBERS, E], see `LogitEdits`; None: nothing."""
-        return np.concatenate(self._edits, axis=1) if self._edits else None
+        if len(self._edits) < 2:
+            return self._edits[0] if self._edits else None
+        return np.concatenate(self._edits, axis=1)
+
+
+def edits(
+    token_ids: Int64Array, added: Float32Array | float, after: Int64Array | int = NO_TOKEN
+) -> Float64Array:
+    """Return edits of row 0 as in `LogitEdits`, made if `after` is the last token, or `NO_TOKEN`."""
+    numbers = np.zeros((NUM_EDIT_NUMBERS, len(token_ids)))
+    numbers[1], numbers[2], numbers[3] = token_ids, added, after
+    return numbers
 
 
 def num_mask_words(vocab_size: int) -> int:

@@ -79,23 +79,23 @@ class Penalties:
         if not counted.any():
             return None
         begins_slot = np.ones_like(counted)
-        begins_slot[1:] = slots[1:] != slots[:-1]
-        firsts = np.flatnonzero(begins_slot)
-        num_drafts = positions - positions[firsts][np.cumsum(begins_slot) - 1]  # before each row
-        of_slot = np.maximum.reduceat(num_drafts, firsts)  # of its last row
-        firsts, of_slot = firsts[counted[firsts]], of_slot[counted[firsts]]
+        np.not_equal(slots[1:], slots[:-1], out=begins_slot[1:])
+        slots_to_count, drafts = np.where(counted, slots, _NO_SLOT), None
+        numbers = np.empty((5, len(slots)))
+        numbers[0], numbers[1:4] = slots_to_count, self._table.penalties_of(slots)
+        firsts = np.flatnonzero(counted & begins_slot)
         self._catch_up(slots[firsts], positions[firsts], known.times_written[firsts], known.token_ids)
-        # Which of the drafts count is known to the host, and counted by the next time.
-        has_drafts = of_slot > 0
-        self._num_counted[slots[firsts]] = positions[firsts] + ~has_drafts
-        self._times_written[slots[firsts]] = known.times_written[firsts]
-        slots_to_count = np.full_like(slots, _NO_SLOT)
-        slots_to_count[firsts[~has_drafts]] = slots[firsts[~has_drafts]]
-        seen_of_row = np.where(counted, slots, _NO_SLOT)
-        numbers = np.vstack([seen_of_row, self._table.penalties_of(slots), slots_to_count])
-        drafts = None
-        if has_drafts.any():
-            drafts = self._drafts(slots, positions, np.where(counted, num_drafts, 0), known.token_ids)
+        self._num_counted[slots[firsts]] = positions[firsts] + 1
+        if not begins_slot.all():
+            # Which of the drafts count is known to the host, and counted by the next time.
+            num_drafts = positions - positions[begins_slot][np.cumsum(begins_slot) - 1]  # before each row
+            num_drafts[~counted] = 0
+            has_drafts = counted & np.isin(slots, slots[num_drafts > 0])
+            slots_to_count[has_drafts] = _NO_SLOT
+            self._num_counted[slots[has_drafts]] = positions[has_drafts] - num_drafts[has_drafts]
+            if has_drafts.any():
+                drafts = self._drafts(slots, positions, num_drafts, known.token_ids)
+        numbers[4] = slots_to_count
         return StepPenalties(numbers, drafts)
 
     def on_device(self, numbers: torch.Tensor, drafts: torch.Tensor | None = None) -> RowPenalties:
@@ -123,17 +123,20 @@ class Penalties:
     ) -> None:
         """Have the tokens before each position counted, and no others."""
         num_counted = self._num_counted[slots]
-        is_same = (self._times_written[slots] == times_written) & (num_counted <= positions)
+        num_new = positions - num_counted
+        is_same = (self._times_written[slots] == times_written) & (num_new >= 0)
         is_same &= num_counted != _NOT_COUNTED
-        for slot, end in zip(slots[~is_same].tolist(), positions[~is_same].tolist(), strict=True):
-            self._count_again(slot, token_ids[slot, :end])
-        num_new = np.where(is_same, positions - num_counted, 0)
+        if not is_same.all():
+            for slot, end in zip(slots[~is_same].tolist(), positions[~is_same].tolist(), strict=True):
+                self._count_again(slot, token_ids[slot, :end])
+            num_new[~is_same] = 0
         if num_new.any():
             rows = np.repeat(slots, num_new)
             ends = np.cumsum(num_new)
             places = np.arange(len(rows)) - np.repeat(ends - num_new - num_counted, num_new)
             new = token_ids[rows, places].astype(np.int64)
             self._seen.add(array_to_device(rows, self._device), array_to_device(new, self._device))
+        self._times_written[slots] = times_written
 
     def _count_again(self, slot: int, token_ids: IntArray) -> None:
         num_prompt_tokens = int(self._table.num_prompt_tokens[slot])

@@ -162,7 +162,7 @@ class Sampler:
         if tensors.masks is not None or tensors.edits is not None:
             edits = None
             if tensors.edits is not None:
-                edits = LogitEdits(tensors.edits, self._last[tensors.slots])
+                edits = LogitEdits(tensors.edits, self._last.index_select(0, tensors.slots))
             changes = LogitChanges(tensors.masks, edits)
         if tensors.penalties is not None:
             penalties = self._penalties.on_device(tensors.penalties, drafts)

@@ -56,14 +56,15 @@ class HostChoice(TokenChoice):
             is_changed = change_logits(rows, changes or LogitChanges(), penalties)
             changed = np.flatnonzero(is_changed & is_drawable)
             likeliest, largest = self.scans.largest(rows, changed)
-            has_one = is_drawable[changed] = np.isfinite(largest)
-            likeliest[~has_one] = NO_TOKEN
-            # Without a mask, a row where all tokens are banned keeps its likeliest one.
-            is_chosen = has_one
-            if changes is not None and changes.masks is not None:
-                is_chosen = has_one | (changes.masks.mask_of_row.numpy()[changed] >= 0)
-            chosen = changed[is_chosen]
-            token_ids[chosen], maxima[chosen] = likeliest[is_chosen], largest[is_chosen]
+            has_one = np.isfinite(largest)
+            if not has_one.all():
+                likeliest[~has_one] = NO_TOKEN
+                is_drawable[changed] = has_one
+                # Without a mask, a row where all tokens are banned keeps its likeliest one.
+                if changes is not None and changes.masks is not None:
+                    has_one |= changes.masks.mask_of_row.numpy()[changed] >= 0
+                changed, likeliest, largest = changed[has_one], likeliest[has_one], largest[has_one]
+            token_ids[changed], maxima[changed] = likeliest, largest
         if draws is not None:
             drawn = np.flatnonzero((draws.temperature.numpy() > 0) & is_drawable)
             if drawn.size:
@@ -87,21 +88,20 @@ class HostChoice(TokenChoice):
         self, logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, rows: torch.Tensor
     ) -> RowLogprobs:
         all_rows, wanted = logits.numpy(), rows.numpy()
-        maxima = self.scans.largest(all_rows, wanted)[1]
-        token_ids: Int64Array = np.zeros((len(wanted), 1 + num_likeliest), dtype=np.int64)
-        logprobs: Float64Array = np.zeros(token_ids.shape)
-        ranks: Int64Array = np.zeros(len(wanted), dtype=np.int64)
-        sound = np.flatnonzero(np.isfinite(maxima))
-        if sound.size:
-            where, tokens = wanted[sound], np.maximum(chosen.numpy()[sound], 0)
-            log_mass = maxima[sound] + np.log(
-                self.scans.sum_exp(all_rows, maxima[sound], np.ones(len(sound)), where)
-            )
-            token_ids[sound, 0] = tokens
-            if num_likeliest:
-                token_ids[sound, 1:] = top_tokens(all_rows, num_likeliest, rows=where, scans=self.scans)
-            logprobs[sound] = all_rows[where[:, None], token_ids[sound]] - log_mass[:, None]
-            ranks[sound] = self.scans.ranks(all_rows, tokens, where)
+        largest = maxima = self.scans.largest(all_rows, wanted)[1]
+        is_sound = np.isfinite(maxima)
+        if not is_sound.all():  # in place of such rows, others with any numbers
+            all_rows, wanted = all_rows[wanted], np.arange(len(wanted))
+            all_rows[~is_sound] = 0
+            largest = np.where(is_sound, maxima, np.float32(0))
+        tokens = np.maximum(chosen.numpy(), 0)
+        log_mass = largest + np.log(self.scans.sum_exp(all_rows, largest, np.ones(len(wanted)), wanted))
+        token_ids = tokens[:, None]
+        if num_likeliest:
+            top = top_tokens(all_rows, num_likeliest, rows=wanted, scans=self.scans)
+            token_ids = np.concatenate((token_ids, top), axis=1)
+        logprobs = all_rows[wanted[:, None], token_ids] - log_mass[:, None]
+        ranks = self.scans.ranks(all_rows, tokens, wanted)
         return RowLogprobs(*map(torch.from_numpy, (token_ids, logprobs, ranks, maxima)))
 
 
@@ -137,13 +137,17 @@ def _forbid(logits: Float32Array, masks: LogitMasks) -> BoolArray:
     is_masked: BoolArray = mask_of_row >= 0
     for row in np.flatnonzero(is_masked).tolist():
         words = np.ascontiguousarray(bitmask[mask_of_row[row]], dtype="<i4")
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=logits.shape[1])
-        allowed = np.flatnonzero(bits.view(np.bool_))
-        if len(allowed) < len(bits) // 4:
-            kept = logits[row, allowed]
-            logits[row] = -np.inf
-            logits[row, allowed] = kept
+        places = np.flatnonzero(words != 0)
+        if len(places) < len(words) // 4:
+            bits = np.unpackbits(words[places].view(np.uint8), bitorder="little")
+            found = np.flatnonzero(bits.view(np.bool_))
+            allowed = 32 * places[found // 32] + found % 32
+            allowed = allowed[allowed < logits.shape[1]]
+            kept = logits[row][allowed]
+            logits[row].fill(-np.inf)
+            logits[row][allowed] = kept
         else:
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=logits.shape[1])
             np.copyto(logits[row], -np.inf, where=bits == 0)
     return is_masked
 
@@ -151,15 +155,16 @@ def _forbid(logits: Float32Array, masks: LogitMasks) -> BoolArray:
 def _edit(logits: Float32Array, edits: LogitEdits) -> Int64Array:
     """Return the rows of the edits."""
     numbers, before = edits.numbers.numpy(), edits.tokens_before.numpy()
-    rows, token_ids = numbers[:2].astype(np.int64)
-    added, wanted = numbers[2].astype(np.float32), numbers[3]
+    rows, wanted = numbers[0].astype(np.int64), numbers[3]
     is_made = (rows >= 0) & ((wanted == NO_TOKEN) | (wanted == before[rows]))
-    is_ban = is_made & (added == -np.inf)
-    is_bias = is_made & ~is_ban
+    if not is_made.all():
+        rows, numbers = rows[is_made], numbers[:, is_made]
+    token_ids, added = numbers[1].astype(np.int64), numbers[2].astype(np.float32)
+    is_ban = added == -np.inf
+    added[is_ban] = 0
+    logits[rows, token_ids] += added
     logits[rows[is_ban], token_ids[is_ban]] = -np.inf
-    logits[rows[is_bias], token_ids[is_bias]] += added[is_bias]
-    edited: Int64Array = rows[is_made]
-    return edited
+    return rows
 
 
 def _penalize(logits: Float32Array, penalties: RowPenalties) -> BoolArray:
@@ -173,6 +178,7 @@ def _penalize(logits: Float32Array, penalties: RowPenalties) -> BoolArray:
     drafts = None if penalties.drafts is None else penalties.drafts.numpy()
     numbers = (penalties.repetition, penalties.frequency, penalties.presence)
     repetition, frequency, presence = (of_rows.numpy() for of_rows in numbers)
+    is_counted = in_prompt(penalties.seen.dtype) - 1  # the bits of the count
     is_penalized: BoolArray = slots >= 0
     for row in np.flatnonzero(is_penalized).tolist():
         counts = seen[slots[row]]
@@ -180,10 +186,10 @@ def _penalize(logits: Float32Array, penalties: RowPenalties) -> BoolArray:
             counts = counts.copy()
             np.add.at(counts, drafts[row][drafts[row] != NO_TOKEN], 1)
         ids = np.flatnonzero(counts != 0)
-        in_output = counts[ids] & (in_prompt(penalties.seen.dtype) - 1)
-        found = logits[row, ids]
+        in_output = (counts[ids] & is_counted).astype(np.float32)
+        found = logits[row][ids]
         found = np.where(found > 0, found / repetition[row], found * repetition[row])
-        found -= frequency[row] * in_output.astype(np.float32)
-        found -= presence[row] * (in_output > 0).astype(np.float32)
-        logits[row, ids] = found
+        found -= frequency[row] * in_output
+        found -= presence[row] * (in_output > 0)
+        logits[row][ids] = found
     return is_penalized

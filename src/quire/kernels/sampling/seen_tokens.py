@@ -55,7 +55,7 @@ class SeenTokens:
             token_ids: [R] int64 on the device; what is no token id, as `NO_TOKEN`, is not counted.
         """
         vocab_size = self.counts.shape[1]
-        is_counted = (slots >= 0) & (token_ids >= 0) & (token_ids < vocab_size)
+        is_counted = ((slots | token_ids) >= 0) & (token_ids < vocab_size)  # negative if either is
         places = torch.where(is_counted, slots * vocab_size + token_ids, 0)
         self.counts.view(-1).index_add_(0, places, is_counted.to(self.counts.dtype))
 
