@@ -56,8 +56,8 @@ class Constraints:
         bias: Float32Array = np.array(list(params.logit_bias.values()), dtype=np.float32)
         always = edits(banned_ids, -np.inf), edits(np.array(list(params.logit_bias), dtype=np.int64), bias)
         self._edits = np.concatenate(always, axis=1)
-        ending = edits(np.array(in_vocabulary, dtype=np.int64), -np.inf)
-        self._early_edits = np.concatenate((ending, self._edits), axis=1)
+        early = edits(np.array(in_vocabulary, dtype=np.int64), -np.inf)
+        self._early_edits = np.concatenate((early, self._edits), axis=1)
         lasts = sequences or params.logit_bias or params.allowed_token_ids
         self.until = UNTIL_THE_END if lasts else self._min_tokens
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from quire.kernels.sampling.row_scans import BoolArray, Float32Array, Float64Array, Int64Array, RowScans
+from quire.kernels.sampling.row_scans import BoolArray, Float32Array, Int64Array, RowScans
 from quire.kernels.sampling.seen_tokens import in_prompt
 from quire.kernels.sampling.selection import Filters, draw
 from quire.kernels.sampling.token_choice import (
@@ -155,7 +155,8 @@ def _forbid(logits: Float32Array, masks: LogitMasks) -> BoolArray:
 def _edit(logits: Float32Array, edits: LogitEdits) -> Int64Array:
     """Return the rows of the edits."""
     numbers, before = edits.numbers.numpy(), edits.tokens_before.numpy()
-    rows, wanted = numbers[0].astype(np.int64), numbers[3]
+    rows: Int64Array = numbers[0].astype(np.int64)
+    wanted = numbers[3]
     is_made = (rows >= 0) & ((wanted == NO_TOKEN) | (wanted == before[rows]))
     if not is_made.all():
         rows, numbers = rows[is_made], numbers[:, is_made]
