@@ -251,7 +251,7 @@ def test_only_done_is_success(fake, pair, answer):
 
 
 def test_a_read_that_nixl_only_claims_is_found_by_its_checksum(fake, pair):
-    with fake.fault("transfer", lambda *_: "DONE"), pytest.raises(LLMException, match="have changed"):
+    with fake.fault("transfer", lambda *_: "DONE"), pytest.raises(LLMException, match="wrong checksum"):
         pair.pull()
 
 
