@@ -24,9 +24,10 @@ class SeenTokens:
         dtype = torch.int16 if max_model_len < SHORT_COUNTS_END else torch.int32
         if device == HOST:  # numpy takes memory slot by slot, as requests with penalties write to it
             zeros = np.zeros((num_slots, vocab_size), dtype=np.int16 if dtype == torch.int16 else np.int32)
-            self.counts = torch.from_numpy(zeros)
+            counts = torch.from_numpy(zeros)
         else:
-            self.counts = torch.zeros(num_slots, vocab_size, dtype=dtype, device=device)
+            counts = torch.zeros(num_slots, vocab_size, dtype=dtype, device=device)
+        self.counts = counts
         """[N, V] int16 or int32: occurrences in the output, and `in_prompt` added to that."""
 
     @property
