@@ -36,5 +36,5 @@ def test_saved_kv_belongs_to_all_parts_of_a_model(tmp_path: Path) -> None:
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
     last.write_bytes(content)
-    with LLM(str(parts[0]), **options) as llm, pytest.raises(KVFileError, match=r"otherwise: model \("):
+    with LLM(str(parts[0]), **options) as llm, pytest.raises(KVFileError, match=r"different: model \("):
         llm.restore_kv(saved)
