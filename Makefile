@@ -64,7 +64,7 @@ PYTEST := $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --igno
 LONG := (processes or interpreter or programs or formats or histories) and not representative
 # Many tests start processes; without kept bytecode each of them compiles every module again.
 test test-rest test-all test-fast: export PYTHONDONTWRITEBYTECODE =
-test: $(READY)  ## Run the tests, with one of each kind that takes long (three minutes on two cores)
+test: $(READY)  ## Run the tests, with one of each kind that takes long (six minutes on two cores)
 	$(PYTEST) -m "not ($(LONG))"
 
 test-rest: $(READY)  ## Run the tests that make test leaves out
