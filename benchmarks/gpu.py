@@ -6,7 +6,7 @@ Weights are random. Copies and products are measured first, and steps are compar
 with the time to copy its weights and KV, prompts with the time of their products. Then come requests of all
 lengths beside the continuous batching of `transformers`, 64 streams over HTTP beside the same requests
 offline, the time until a server is ready, attention by itself (beside FlashInfer's where that is installed),
-and the kernels of decode steps beside what they read, write and compute. Of a decode step, what its recording
+and the kernels of decode steps beside what they read, write and compute. Of a decode step, what its capture
 takes the GPU is said, too. There is one way to compute a batch, and it is batch-invariant: what that costs is
 in all rows, and has none of its own.
 
@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch
 from gpu_attention import attention_lines
-from gpu_engine import decode_seconds, prefill_seconds, read_share, recorded_steps, replay_seconds
+from gpu_engine import captured_steps, decode_seconds, prefill_seconds, read_share, replay_seconds
 from gpu_machine import copy_bandwidth, product_rate
 from gpu_models import CONFIGS, model_without_files
 from gpu_profile import busy_share, kernel_times, profile_table
@@ -52,7 +52,7 @@ PREFILL_AIM = 0.75
 FP8_AIM = 1.5
 TRANSFORMERS_AIM = 3.0
 SERVED_AIM = 0.95
-RECORDED_AIM = 1.0
+CAPTURED_AIM = 1.0
 BUSY_AIM = 0.95
 READY_AIM = 10.0  # seconds
 
@@ -126,15 +126,15 @@ def of_models(names: list[str], sizes: Sizes, bandwidth: float, rate: float) -> 
 def _decode_rows(llm: LLM, name: str, config: Any, sizes: Sizes, bandwidth: float) -> Iterator[Row]:
     for count in sizes.num_requests:
         read = read_share(llm, count, sizes.context, num_experts(config))
-        with recorded_steps() as replays:
+        with captured_steps() as replays:
             seconds = decode_seconds(llm, count, sizes.context, sizes.num_steps)
         of_gpu = replay_seconds(replays, count)
-        recorded = "" if of_gpu is None else f", recorded {of_gpu * 1e3:.3f}"
+        captured = "" if of_gpu is None else f", captured {of_gpu * 1e3:.3f}"
         context = sizes.context + sizes.num_steps // 2
         share = decode_bytes(config, count, context, read) / bandwidth / seconds
         of_experts = "" if read is None else f", {read:.0%} of experts"
         title = f"{name}, decode, {count} requests"
-        yield Row(title, f"{seconds * 1e3:.3f} ms{recorded}{of_experts}", share, DECODE_AIMS[name])
+        yield Row(title, f"{seconds * 1e3:.3f} ms{captured}{of_experts}", share, DECODE_AIMS[name])
 
 
 def _engine(directory: str, sizes: Sizes, **options: Any) -> LLM:
@@ -160,14 +160,14 @@ def of_offline(model: str, sizes: Sizes) -> Iterator[Row]:
 
 
 def of_prompts(model: str, sizes: Sizes) -> Iterator[Row]:
-    """Yield the row of requests that begin beside others: their steps recorded, and asked for one by one."""
+    """Yield the row of requests that begin beside others: their steps captured, and asked for one by one."""
     with _engine(model, sizes, max_num_seqs=sizes.served[0]) as llm:
         requests = requests_of(*sizes.offline, llm.info.vocab_size)
-        recorded = quire_rate(llm, requests)
+        captured = quire_rate(llm, requests)
         with mock.patch.object(ModelRunner, "_is_small", return_value=False):
             one_by_one = quire_rate(llm, requests)
-    name = f"{sizes.served[0]} at a time: steps with prompts recorded"
-    yield Row(name, f"{recorded:.0f} and {one_by_one:.0f} tokens/s", recorded / one_by_one, RECORDED_AIM)
+    name = f"{sizes.served[0]} at a time: steps with prompts captured"
+    yield Row(name, f"{captured:.0f} and {one_by_one:.0f} tokens/s", captured / one_by_one, CAPTURED_AIM)
 
 
 def of_served(model: str, sizes: Sizes) -> Iterator[Row]:

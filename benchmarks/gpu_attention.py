@@ -124,7 +124,7 @@ def seconds_of(compute: Callable[[], torch.Tensor], device: torch.device) -> flo
     def compute_and_drop() -> None:
         compute()
 
-    return seconds(CudaGraphs().record(compute_and_drop), device)
+    return seconds(CudaGraphs().capture(compute_and_drop), device)
 
 
 def attention_lines(

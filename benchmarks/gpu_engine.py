@@ -19,7 +19,7 @@ from quire.execution.step_graphs import StepGraphs
 from quire.kernels.triton.experts import layer as experts
 
 FIRST_TOKEN_ID = 300  # smaller ids are the tokenizer's special and byte tokens
-WARM_STEPS = 8  # sizes are recorded when they come up for the second time
+WARM_STEPS = 8  # sizes are captured when they come up for the second time
 
 
 def prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -47,7 +47,7 @@ def step_ends(ends: list[tuple[float, int]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def chosen_experts(num_rows: int) -> Iterator[list[torch.Tensor]]:
-    """Note for each layer of steps of so many rows, until they are recorded, which experts they choose."""
+    """Note for each layer of steps of so many rows, until they are captured, which experts they choose."""
     route = experts.route
     chosen: list[torch.Tensor] = []
 
@@ -64,7 +64,7 @@ def chosen_experts(num_rows: int) -> Iterator[list[torch.Tensor]]:
 def read_share(llm: LLM, num_requests: int, context: int, num_experts: int) -> float | None:
     """Return the share of experts that decode steps of so many requests read; None without experts.
 
-    None, too, if steps of this size have been recorded before, in which nobody sees what they choose.
+    None, too, if steps of this size have been captured before, in which nobody sees what they choose.
     """
     if not num_experts:
         return None
@@ -76,7 +76,7 @@ def read_share(llm: LLM, num_requests: int, context: int, num_experts: int) -> f
 
 
 @contextlib.contextmanager
-def recorded_steps() -> Iterator[dict[int, Callable[[], None]]]:
+def captured_steps() -> Iterator[dict[int, Callable[[], None]]]:
     """Note what replays the step of each number of rows that engines in this process computed last."""
     computed = StepGraphs._computed
     replays: dict[int, Callable[[], None]] = {}
@@ -92,7 +92,7 @@ def recorded_steps() -> Iterator[dict[int, Callable[[], None]]]:
 
 
 def replay_seconds(replays: dict[int, Callable[[], None]], num_requests: int) -> float | None:
-    """Return the seconds of the GPU for the recorded step of so many requests; None: none was recorded."""
+    """Return the seconds of the GPU for the captured step of so many requests; None: none was captured."""
     sizes = [size for size in replays if size >= num_requests]
     return seconds(replays[min(sizes)], torch.device("cuda")) if sizes else None
 

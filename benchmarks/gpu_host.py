@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_host.py [--num-requests 1 64] [--num-steps 300]
 
-The engine plans steps and asks for them as on a GPU: one in flight, recorded and replayed. The GPU is a
+The engine plans steps and asks for them as on a GPU: one in flight, captured and replayed. The GPU is a
 stand-in for which nothing takes time: steps of new sizes, which are computed in Triton's interpreter with a
 model of one tiny layer, are not in the figures; a replay computes nothing, and the tokens are there at once.
 What calls of CUDA take is missing.
@@ -59,7 +59,7 @@ class ArrivedCopy:
 
 
 def replaying_nothing(config: Any, model: Any) -> Callable[[Any], Callable[[], None]]:
-    """Return a `Record` whose recordings do nothing."""
+    """Return a `Capture` whose captures do nothing."""
     model.reserve(size_class(config.scheduler.max_num_batched_tokens))
     return lambda _compute: lambda: None
 
@@ -70,7 +70,7 @@ def engine(max_num_seqs: int) -> Iterator[LLM]:
     with (
         mock.patch.object(TritonKernels, "sampling", OneToken()),
         mock.patch.object(tokens_in_flight, "HostCopy", ArrivedCopy),
-        mock.patch.object(runner_building, "_record", replaying_nothing),
+        mock.patch.object(runner_building, "_capture", replaying_nothing),
         model_without_files("Qwen3-0.6B", is_tiny=True, num_hidden_layers=1) as directory,
         LLM(
             directory,
@@ -96,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     for count in options.num_requests:
         with engine(count) as llm:
-            decode_seconds(llm, count, CONTEXT, options.num_steps)  # has all sizes recorded
+            decode_seconds(llm, count, CONTEXT, options.num_steps)  # has all sizes captured
             seconds = decode_seconds(llm, count, CONTEXT, options.num_steps)
         print(f"decode, {count} requests: {seconds * 1e3:.3f} ms of the host", flush=True)
 

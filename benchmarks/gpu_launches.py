@@ -1,17 +1,17 @@
-"""What steps with prompts cost the host of a GPU, recorded and not, and how many are, measured without a GPU.
+"""What steps with prompts cost the host of a GPU, captured and not, and how many are, measured without a GPU.
 
     python benchmarks/gpu_launches.py [--measure launches start replays] [--num-tokens 200] [--num-decodes 64]
         [--num-steps 2500]
 
 First a chunk of a prompt beside decodes: the host plans attention, and asks for each kernel, or for the
-recording of all. The models have as many layers as those that people run, and are tiny otherwise. Kernels are
+capture of all. The models have as many layers as those that people run, and are tiny otherwise. Kernels are
 compiled for an H100, which needs none, and not launched: what calls of CUDA take is missing, in both figures.
 
 The same of all the steps that are made up before the first request (`quire.execution.profile_run`).
 
 Then requests that begin one after the other, each when another has ended: how many of the steps in which one
-begins are replayed from the recording of an earlier one, and how many rows these add that are nobody's. Steps
-of more than 4,096 tokens are taken not to be recorded.
+begins are replayed from the capture of an earlier one, and how many rows these add that are nobody's. Steps
+of more than 4,096 tokens are taken not to be captured.
 """
 
 from __future__ import annotations
@@ -105,15 +105,15 @@ def steps_of(kind: str, num_running: int, num_steps: int) -> Iterator[AttentionB
             running[number] = [length + chunk, 1, left - 1] if left > 1 else list(next(requests))
 
 
-class Recordings:
+class Captures:
     """Counts them, and how often one is replayed after the step that it was made in; they do nothing."""
 
-    num_recorded = 0
+    num_captured = 0
     num_again = 0
 
-    def record(self, _compute: Callable[[], None]) -> Callable[[], None]:
-        """See `quire.execution.step_graphs.Record`."""
-        self.num_recorded += 1
+    def capture(self, _compute: Callable[[], None]) -> Callable[[], None]:
+        """See `quire.execution.step_graphs.Capture`."""
+        self.num_captured += 1
         self.num_again -= 1
         return self._replay
 
@@ -121,14 +121,14 @@ class Recordings:
         self.num_again += 1
 
 
-def graphs_of(model: Decoder, cache: PagedAttentionCache, recordings: Recordings) -> StepGraphs:
-    """Return what records the steps of a model."""
-    return StepGraphs(model.whole_step, cache, recordings.record, lambda ids: ids, model.kernels)
+def graphs_of(model: Decoder, cache: PagedAttentionCache, captures: Captures) -> StepGraphs:
+    """Return what captures the steps of a model."""
+    return StepGraphs(model.whole_step, cache, captures.capture, lambda ids: ids, model.kernels)
 
 
 @contextlib.contextmanager
 def as_if_launched() -> Iterator[None]:
-    """Let no kernel be launched, and steps be recorded as if all were."""
+    """Let no kernel be launched, and steps be captured as if all were."""
     from quire.kernels.triton.kernel_set import TritonKernels
 
     with compile_only(1), mock.patch.object(TritonKernels, "compiles_only", new=False):
@@ -136,11 +136,11 @@ def as_if_launched() -> Iterator[None]:
 
 
 def print_replays(kind: str, num_running: int, num_steps: int) -> None:
-    """Print how many steps with prompts are replayed from a recording of an earlier one."""
+    """Print how many steps with prompts are replayed from a capture of an earlier one."""
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     model, cache = model_of("Qwen3-0.6B", **sizes)
-    recordings, num_prompts, num_tokens, num_rows = Recordings(), 0, 0, 0
-    graphs = graphs_of(model, cache, recordings)
+    captures, num_prompts, num_tokens, num_rows = Captures(), 0, 0, 0
+    graphs = graphs_of(model, cache, captures)
     with as_if_launched():
         for batch in steps_of(kind, num_running, num_steps):
             if num_running < batch.num_rows <= MOST_TOKENS:
@@ -151,7 +151,7 @@ def print_replays(kind: str, num_running: int, num_steps: int) -> None:
                 graphs.logits(ids, batch, np.cumsum(batch.num_tokens) - 1)
     print(
         f"{kind}, {num_running} requests: {num_prompts} steps with prompts, "
-        f"{recordings.num_recorded} recorded, {recordings.num_again / num_prompts:.0%} like one before, "
+        f"{captures.num_captured} captured, {captures.num_again / num_prompts:.0%} like one before, "
         f"{num_rows / num_tokens - 1:.0%} rows added",
         flush=True,
     )
@@ -176,7 +176,7 @@ def model_of(name: str, **changes: Any) -> tuple[Decoder, PagedAttentionCache]:
 
 
 def measure(name: str, num_decodes: int, num_tokens: int) -> tuple[float, float]:
-    """Return the seconds of a step whose kernels are asked for one by one, and of a recorded one."""
+    """Return the seconds of a step whose kernels are asked for one by one, and of a captured one."""
     model, cache = model_of(name, num_hidden_layers=CONFIGS[name]["num_hidden_layers"])
     token_ids = np.zeros(num_decodes + num_tokens, dtype=np.int64)
     rows = np.arange(num_decodes + 1)
@@ -185,26 +185,26 @@ def measure(name: str, num_decodes: int, num_tokens: int) -> tuple[float, float]
         hidden = model.forward(torch.from_numpy(token_ids), cache, batch_of(num_decodes, num_tokens))
         model.logits(hidden[torch.from_numpy(rows)])
 
-    graphs = graphs_of(model, cache, Recordings())
+    graphs = graphs_of(model, cache, Captures())
 
-    def ask_for_recorded() -> None:
+    def ask_for_captured() -> None:
         graphs.logits(token_ids, batch_of(num_decodes, num_tokens), rows)
 
-    both = ask_one_by_one, ask_for_recorded
+    both = ask_one_by_one, ask_for_captured
     with compile_only(usable_cores()):  # ends when all are compiled
         for ask in both:
             ask()
     with as_if_launched():
-        one_by_one, recorded = (least_seconds(ask, REPEATS) for ask in both)
-    return one_by_one, recorded
+        one_by_one, captured = (least_seconds(ask, REPEATS) for ask in both)
+    return one_by_one, captured
 
 
 def print_launches(name: str, num_decodes: int, num_tokens: int) -> None:
     """Print what a step with a chunk costs the host."""
-    one_by_one, recorded = measure(name, num_decodes, num_tokens)
+    one_by_one, captured = measure(name, num_decodes, num_tokens)
     print(
-        f"{name}: {one_by_one * 1e3:.2f} ms of the host one by one, {recorded * 1e3:.2f} ms recorded, "
-        f"{recorded / one_by_one:.2f}",
+        f"{name}: {one_by_one * 1e3:.2f} ms of the host one by one, {captured * 1e3:.2f} ms captured, "
+        f"{captured / one_by_one:.2f}",
         flush=True,
     )
 
@@ -230,7 +230,7 @@ def start_seconds(name: str) -> float:
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
-            record=Recordings().record,
+            capture=Captures().capture,
         )
         with mock.patch.object(runner, "compile_only", compiling):
             profile_run(runner, model.config.vocab_size, limits)

@@ -66,7 +66,7 @@ def _profiled(llm: LLM, num_requests: int, context: int, num_steps: int) -> tupl
     """Return what the profiler has of decode steps, and how many seconds they took."""
     params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
     asked = prompts(num_requests, context, llm.info.vocab_size)
-    for _ in range(2):  # from the prefix cache the second time, when steps of this size are recorded
+    for _ in range(2):  # from the prefix cache the second time, when steps of this size are captured
         llm.generate(asked, params)
     activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiled:

@@ -6,7 +6,7 @@
 SRC is the directory `src` of a checkout that this one's benchmarks can measure; the others are compared with
 the first one. Each version loads a model of that shape with so many layers (0: as many as it has), all of
 them at the same time. Then they measure one after the other, in rounds: the median decode step of requests of
-1,024 tokens, and how long the GPU takes for its recording by itself. The bits are those of log-probabilities.
+1,024 tokens, and how long the GPU takes for its capture by itself. The bits are those of log-probabilities.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ def compare(
 ) -> Iterator[str]:
     """Yield a line for each version, of which `found` [versions][rounds] was measured."""
     steps = [statistics.median(one["step"] for one in rounds) for rounds in found]
-    recorded = [[one["recorded"] for one in rounds if one["recorded"] is not None] for rounds in found]
-    of_gpu = [statistics.median(times) if times else None for times in recorded]
+    captured = [[one["captured"] for one in rounds if one["captured"] is not None] for rounds in found]
+    of_gpu = [statistics.median(times) if times else None for times in captured]
     for source, rounds, step, replay in zip(sources, found, steps, of_gpu, strict=True):
         line = f"{task.model}, {num_requests} requests: {step * 1e3:8.3f} ms {step / steps[0]:5.2f}"
         if replay is not None and of_gpu[0] is not None:
-            line += f"   recorded {replay * 1e3:8.3f} ms {replay / of_gpu[0]:6.3f}"
+            line += f"   captured {replay * 1e3:8.3f} ms {replay / of_gpu[0]:6.3f}"
         bits = "same" if {one["bits"] for one in rounds} == {found[0][0]["bits"]} else "other"
         yield f"{line}   {bits} bits   {source}"
 

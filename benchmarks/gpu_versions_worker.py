@@ -24,7 +24,7 @@ def answer(
     *, model: str, num_layers: int, most_requests: int, context: int, num_steps: int, is_tiny: bool
 ) -> None:
     """Start an engine, and measure."""
-    from gpu_engine import WARM_STEPS, decode_seconds, prompts, recorded_steps, replay_seconds
+    from gpu_engine import WARM_STEPS, captured_steps, decode_seconds, prompts, replay_seconds
     from gpu_models import model_without_files
 
     from quire import LLM, SamplingParams
@@ -36,11 +36,11 @@ def answer(
     params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True, logprobs=1)
     with (
         model_without_files(model, is_tiny=is_tiny, **changes) as directory,
-        recorded_steps() as replays,
+        captured_steps() as replays,
         LLM(directory, dtype="bfloat16", max_model_len=2 * context + num_steps, **options) as llm,
     ):
         for count in (1, most_requests):
-            decode_seconds(llm, count, context, num_steps)  # has steps recorded
+            decode_seconds(llm, count, context, num_steps)  # has steps captured
         _write(True)
         for line in sys.stdin:
             count = int(line)
@@ -48,7 +48,7 @@ def answer(
             outputs = llm.generate(prompts(count, context, llm.info.vocab_size), params)
             found = [output.outputs[0] for output in outputs]
             bits = hash(tuple((*one.token_ids, one.cumulative_logprob) for one in found))
-            _write({"step": seconds, "recorded": replay_seconds(replays, count), "bits": bits})
+            _write({"step": seconds, "captured": replay_seconds(replays, count), "bits": bits})
 
 
 def _write(value: object) -> None:

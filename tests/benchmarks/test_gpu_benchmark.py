@@ -159,12 +159,12 @@ def test_versions_are_measured_side_by_side(tmp_path: Path) -> None:
 def test_recordings_stand_beside_the_first_version_s() -> None:
     task = gpu_versions.Task("Qwen3-0.6B", 0, 1, 8, 4, is_tiny=True)
     found = [
-        [{"step": 2e-3, "recorded": 1e-3, "bits": 1}, {"step": 4e-3, "recorded": 3e-3, "bits": 1}],
-        [{"step": 6e-3, "recorded": 1e-3, "bits": 1}, {"step": 6e-3, "recorded": 2e-3, "bits": 2}],
+        [{"step": 2e-3, "captured": 1e-3, "bits": 1}, {"step": 4e-3, "captured": 3e-3, "bits": 1}],
+        [{"step": 6e-3, "captured": 1e-3, "bits": 1}, {"step": 6e-3, "captured": 2e-3, "bits": 2}],
     ]
     assert list(gpu_versions.compare(["old", "new"], task, 1, found)) == [
-        "Qwen3-0.6B, 1 requests:    3.000 ms  1.00   recorded    2.000 ms  1.000   same bits   old",
-        "Qwen3-0.6B, 1 requests:    6.000 ms  2.00   recorded    1.500 ms  0.750   other bits   new",
+        "Qwen3-0.6B, 1 requests:    3.000 ms  1.00   captured    2.000 ms  1.000   same bits   old",
+        "Qwen3-0.6B, 1 requests:    6.000 ms  2.00   captured    1.500 ms  0.750   other bits   new",
     ]
 
 
@@ -175,11 +175,11 @@ def test_what_recording_saves_the_host_needs_no_gpu() -> None:
     done = subprocesses.run(command, preload=True)
     assert done.returncode == 0, done.stderr
     *models, documents, dialogues = done.stdout.splitlines()
-    figures = r"\S+: \d+\.\d\d ms of the host one by one, \d+\.\d\d ms recorded, \d\.\d\d"
+    figures = r"\S+: \d+\.\d\d ms of the host one by one, \d+\.\d\d ms captured, \d\.\d\d"
     assert len(models) == 3
     assert all(re.fullmatch(figures, line) for line in models)
     for line in (documents, dialogues):
-        steps, recorded, again, added = map(int, re.findall(r" (\d+)(?: steps| recorded|%)", line))
-        assert 0 < recorded < steps
+        steps, captured, again, added = map(int, re.findall(r" (\d+)(?: steps| captured|%)", line))
+        assert 0 < captured < steps
         assert 0 < again < 100
         assert 0 < added <= 50

@@ -39,7 +39,7 @@ def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pyt
         pytest.skip("on a GPU, tests/gpu has this")
     replayed: list[OperationTape] = []
 
-    def record(compute: Callable[[], None]) -> Callable[[], None]:
+    def capture(compute: Callable[[], None]) -> Callable[[], None]:
         with OperationTape() as tape:
             compute()
         return lambda: (replayed.append(tape), tape.replay())[1]
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pyt
     monkeypatch.setattr(devices, "_refuse_float8", lambda *_: None)  # the reference is not for users
     with LLM("mini", kernels="reference", **options) as llm:
         expected = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
-    monkeypatch.setattr(runner_building, "_record", lambda config, model: record)
+    monkeypatch.setattr(runner_building, "_capture", lambda config, model: capture)
     monkeypatch.setattr(tokens_in_flight, "HostCopy", LateCopy)  # of what the next replay overwrites
     threads: list[threading.Thread] = []
     execute = ModelRunner.execute

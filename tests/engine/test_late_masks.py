@@ -16,7 +16,7 @@ class Runner:
     """Notes which steps have been begun, and with which masks they ended."""
 
     def __init__(self, *, only_launches: bool) -> None:
-        self.records = only_launches
+        self.captures = only_launches
         self.only_launches = Mock(return_value=only_launches)
         self.began = [threading.Event() for _ in range(8)]
         self.masks: list[Any] = []

@@ -26,9 +26,9 @@ class Planned:
 class Engine:
     """Scheduler and runner of steps as planned; notes what is called, and in which thread."""
 
-    def __init__(self, planned: list[Planned], *, records: bool = True) -> None:
+    def __init__(self, planned: list[Planned], *, captures: bool = True) -> None:
         self.planned = planned
-        self.records = records
+        self.captures = captures
         self.num_planned = 0
         self.applied: list[tuple[int, bool]] = []
         self.executed: list[int] = []
@@ -114,7 +114,7 @@ def test_what_only_launches_is_asked_for_by_the_thread_that_plans_and_all_else_b
 
 
 def test_without_recordings_another_thread_executes_all() -> None:
-    engine = Engine([Planned(), Planned()], records=False)
+    engine = Engine([Planned(), Planned()], captures=False)
     steps = stepper(engine)
     steps.step()
     steps.close()

@@ -26,9 +26,9 @@ def tokens(**options) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_it_serves_as_quires_own_does(recorded: bool, tmp_path: Path):
-    options = {"record_path": str(tmp_path / "run")} if recorded else {}
+@pytest.mark.parametrize("captured", [False, True])
+def test_it_serves_as_quires_own_does(captured: bool, tmp_path: Path):
+    options = {"record_path": str(tmp_path / "run")} if captured else {}
     assert tokens(scheduler_cls=OneByOne, **options) == tokens()
 
 

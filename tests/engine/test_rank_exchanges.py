@@ -45,7 +45,7 @@ class LatePoint:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[NcclStandIn]]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclStandIn, raising=False)
     monkeypatch.setattr(nccl, "DevicePoint", LatePoint)
-    monkeypatch.setattr(nccl, "is_recording", lambda: False)
+    monkeypatch.setattr(nccl, "is_capturing", lambda: False)
     yield NcclStandIn
     NcclStandIn.made.clear()
     LatePoint.made.clear()
@@ -103,15 +103,15 @@ def test_exchanges_on_a_device_are_timed_on_rank_0(
     assert leader.seconds_waiting() == 5.0
     LatePoint.made[1].is_reached = True
     assert leader.seconds_waiting() == 0.0
-    monkeypatch.setattr(nccl, "is_recording", lambda: True)
+    monkeypatch.setattr(nccl, "is_capturing", lambda: True)
     on_all(communicators, lambda rank, each: each.all_gather(torch.zeros(3)))
-    assert len(LatePoint.made) == 2  # what is only recorded does not take place
+    assert len(LatePoint.made) == 2  # what is only captured does not take place
 
 
 def test_a_call_that_does_not_return_is_timed(
     stand_in: type[NcclStandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While steps are recorded, ranks may wait for each other on the host."""
+    """While steps are captured, ranks may wait for each other on the host."""
     [leader] = connected(NcclCommunicator, 1)
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -123,7 +123,7 @@ def test_a_call_that_does_not_return_is_timed(
         raise RuntimeError("NCCL communicator was aborted")
 
     monkeypatch.setattr(NcclStandIn, "do", wait)
-    monkeypatch.setattr(nccl, "is_recording", lambda: True)
+    monkeypatch.setattr(nccl, "is_capturing", lambda: True)
     with pytest.raises(ExchangeError, match="was aborted"):
         leader.broadcast(torch.zeros(3))
     assert [*found, leader.seconds_waiting()] == [7.0, 0.0]

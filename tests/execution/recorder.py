@@ -1,4 +1,4 @@
-"""A stand-in for what records on a GPU, and runners that record."""
+"""A stand-in for what captures on a GPU, and runners that capture."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from quire.models.decoder import Decoder
 
 @dataclasses.dataclass
 class Recorder:
-    """Records as a GPU would; counts recordings and replays."""
+    """Captures as a GPU would; counts captures and replays."""
 
-    num_recordings: int = 0
+    num_captures: int = 0
     num_replays: int = 0
 
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        self.num_recordings += 1
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self.num_captures += 1
         with OperationTape() as tape:
             compute()
 
@@ -33,8 +33,8 @@ class Recorder:
         return replay
 
 
-def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4, **parts: Any) -> StepDriver:
-    """Return a driver of a runner that records steps, if it is told how."""
+def driver_of(model: Decoder, capture: Any = None, max_num_seqs: int = 4, **parts: Any) -> StepDriver:
+    """Return a driver of a runner that captures steps, if it is told how."""
     model.reserve(size_class(64))
     cache = model_cache(model)
     runner = ModelRunner(
@@ -43,7 +43,7 @@ def driver_of(model: Decoder, record: Any = None, max_num_seqs: int = 4, **parts
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
-        record=record,
+        capture=capture,
         **parts,
     )
     return StepDriver(runner, cache, max_num_seqs=max_num_seqs)

@@ -49,7 +49,7 @@ class Faulty(Proposer):
     def begin_step(self, num_tokens, *, is_alone):
         self._note("begin_step")
 
-    def follow(self, token_ids, batch, *, is_recorded):
+    def follow(self, token_ids, batch, *, is_captured):
         self._note("follow")
 
     def propose(self, rows, num_drafts):
@@ -67,7 +67,7 @@ def run_step(proposer: Proposer) -> np.ndarray:
     proposer.open(0, 3, ("", ""))
     proposer.copy_blocks(np.empty((0, 2), np.int32))
     proposer.begin_step(2, is_alone=True)
-    proposer.follow(None, None, is_recorded=True)
+    proposer.follow(None, None, is_captured=True)
     drafts = proposer.propose(ROWS, 3)
     return drafts if proposer.num_idle_steps(SLOTS).tolist() == [5, 0, 7] else None
 

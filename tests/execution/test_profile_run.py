@@ -28,8 +28,8 @@ from quire.execution.profile_run import (
     TIMES,
     StepLimits,
     _compute_all,
+    _largest_launch_bound_step,
     _MadeUpSteps,
-    _most_tokens_that_the_host_slows_down,
     _Row,
     _Times,
     profile_run,
@@ -54,7 +54,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[tuple[int, int, int]] = []
         self.num_logits: list[int] = []
-        self.recorded: list[Callable[[], None]] = []
+        self.captured: list[Callable[[], None]] = []
         forward, logits = Decoder.forward, Decoder.logits
 
         def watch_forward(model: Decoder, ids: Any, cache: Any, batch: AttentionBatch, **options: Any) -> Any:
@@ -70,16 +70,16 @@ class Watched:
         monkeypatch.setattr(Decoder, "forward", watch_forward)
         monkeypatch.setattr(Decoder, "logits", watch_logits)
 
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        self.recorded.append(compute)
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self.captured.append(compute)
         return compute
 
 
-def test_nothing_is_recorded_whose_kernels_were_never_launched(
+def test_nothing_is_captured_whose_kernels_were_never_launched(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton loads a kernel when it is launched for the first time, which CUDA forbids in a recording."""
-    is_compiling, launched, num_recorded = [False], [], [0]
+    """Triton loads a kernel when it is launched for the first time, which CUDA forbids in a capture."""
+    is_compiling, launched, num_captured = [False], [], [0]
 
     @contextlib.contextmanager
     def compiling() -> Iterator[None]:
@@ -92,19 +92,19 @@ def test_nothing_is_recorded_whose_kernels_were_never_launched(
             launched.append(graph)
         compute(self, model, graph, batch)
 
-    def checked(recorded: Any, self: StepGraphs, model: Any, graph: Any, batch: AttentionBatch) -> Any:
+    def checked(captured: Any, self: StepGraphs, model: Any, graph: Any, batch: AttentionBatch) -> Any:
         assert not is_compiling[0]
         assert any(one is graph for one in launched)
-        num_recorded[0] += 1
-        return recorded(self, model, graph, batch)
+        num_captured[0] += 1
+        return captured(self, model, graph, batch)
 
     monkeypatch.setattr(Decoder, "compile_only", lambda self: compiling())
     monkeypatch.setattr(type(model.kernels), "compiles_only", property(lambda self: is_compiling[0]))
     call_through(monkeypatch, StepGraphs, "_compute", watched)
-    call_through(monkeypatch, StepGraphs, "_recorded", checked)
+    call_through(monkeypatch, StepGraphs, "_captured", checked)
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40, draft_length=0)
-    profile_run(runner_of(model, limits, record=lambda compute: compute), VOCAB_SIZE, limits)
-    assert num_recorded[0] > 1
+    profile_run(runner_of(model, limits, capture=lambda compute: compute), VOCAB_SIZE, limits)
+    assert num_captured[0] > 1
 
 
 @pytest.fixture
@@ -129,15 +129,15 @@ def runner_of(model: Decoder, limits: StepLimits, **parts: Any) -> ModelRunner:
 def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=61, draft_length=0)
-    runner = runner_of(model, limits, record=watched.record)
+    runner = runner_of(model, limits, capture=watched.capture)
     timed: list[int] = []
 
     def say_64(*_: Any) -> int:
         timed.append(len(watched.steps))
         return 64
 
-    monkeypatch.setattr(profiling, "_most_tokens_that_the_host_slows_down", say_64)
-    assert profile_run(runner, VOCAB_SIZE, limits) == runner.most_recorded_tokens == 64
+    monkeypatch.setattr(profiling, "_largest_launch_bound_step", say_64)
+    assert profile_run(runner, VOCAB_SIZE, limits) == runner.most_captured_tokens == 64
     sizes, reported, largest = watched.steps[:9], watched.steps[9], watched.steps[10]
     rest = watched.steps[11 : timed[0]]
     assert sizes[:6] == [(length, 1, length) for length in (1, 2, 4, 8, 16, 32)]
@@ -151,18 +151,18 @@ def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPat
     assert watched.steps[timed[0] :] == [(64, 4, 61)] * TIMES
     assert set(watched.num_logits[15:]) == {4}  # behind the chunks of one request
     assert runner.num_requests == 4
-    assert len(watched.recorded) == 3  # a decode step, the choice of its tokens, and a step with chunks
+    assert len(watched.captured) == 3  # a decode step, the choice of its tokens, and a step with chunks
 
 
 def test_steps_that_are_timed_are_not_replayed(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=150, max_model_len=61, draft_length=0)
-    runner = runner_of(model, limits, record=watched.record)
+    runner = runner_of(model, limits, capture=watched.capture)
     monkeypatch.setattr(profiling, "SHARE_OF_HOST", 0.0)
-    most = _most_tokens_that_the_host_slows_down(_MadeUpSteps(runner, VOCAB_SIZE), limits)
+    most = _largest_launch_bound_step(_MadeUpSteps(runner, VOCAB_SIZE), limits)
     assert most == 128
     assert watched.steps == [(64, 4, 61)] * (1 + TIMES) + [(128, 4, 61)] * (1 + TIMES)
-    assert not watched.recorded
+    assert not watched.captured
 
 
 def test_a_step_that_is_computed_again_takes_no_new_requests(
@@ -188,13 +188,13 @@ def test_a_step_that_is_computed_again_takes_no_new_requests(
     assert watched.steps == [(32, 3, 61)] * 6
 
 
-def test_steps_that_are_not_recorded_are_not_timed(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_not_captured_are_not_timed(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=61, draft_length=0)
-    runner = runner_of(model, limits, record=watched.record, eviction=EVICTION)
+    runner = runner_of(model, limits, capture=watched.capture, eviction=EVICTION)
     assert profile_run(runner, VOCAB_SIZE, limits) == 0
     assert watched.steps[-1] == (4, 4, 61)
-    assert not watched.recorded
+    assert not watched.captured
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_steps_that_are_not_recorded_are_not_timed(model: Decoder, monkeypatch: 
         (StepLimits(1, 2048, 130, 0), 10**6, 128),
     ],
 )
-def test_steps_are_recorded_that_the_device_computes_before_the_host_has_asked_for_them(
+def test_steps_are_captured_that_the_device_computes_before_the_host_has_asked_for_them(
     limits: StepLimits, slow_from: int, expected: int
 ) -> None:
     """One measurement in three is of a busy host, or of a busy device."""
@@ -227,12 +227,12 @@ def test_steps_are_recorded_that_the_device_computes_before_the_host_has_asked_f
             self.rows.append(rows)
             until_asked = 0.02 if len(self.rows) % 3 == 0 else 0.01
             num_tokens = sum(row.num_tokens for row in rows)
-            assert num_tokens > len(rows), "a decode step, which is recorded"
+            assert num_tokens > len(rows), "a decode step, which is captured"
             until_computed = 0.012 if num_tokens >= slow_from else until_asked + 0.0001
             return _Times(until_asked, until_computed + (len(self.rows) % 3 == 1))
 
     steps = TimedSteps()
-    assert _most_tokens_that_the_host_slows_down(cast(_MadeUpSteps, steps), limits) == expected
+    assert _largest_launch_bound_step(cast(_MadeUpSteps, steps), limits) == expected
     for rows in steps.rows:
         assert len(rows) <= limits.max_num_seqs
         assert all(row.num_computed + row.num_tokens <= limits.max_model_len for row in rows)
@@ -269,19 +269,19 @@ def test_drafts_are_verified_and_proposed(model: Decoder, monkeypatch: pytest.Mo
     assert watched.num_logits.count(3) >= 2  # proposals
 
 
-def test_drafts_are_recorded_though_the_most_requests_have_none(
+def test_drafts_are_captured_though_the_most_requests_have_none(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(monkeypatch)
     limits = StepLimits(12, 40, 32, draft_length=0, longest_draft=3, max_drafts=7)
     cache = model_cache(model, num_blocks=3)
-    graphs = DraftGraphs(model, cache, watched.record, 40)
+    graphs = DraftGraphs(model, cache, watched.capture, 40)
     proposer = DraftModelProposer(model, cache, graphs)
-    runner = runner_of(model, limits, proposer=proposer, record=watched.record)
+    runner = runner_of(model, limits, proposer=proposer, capture=watched.capture)
     profile_run(runner, VOCAB_SIZE, limits)
     assert watched.steps.count((8, 2, 4)) >= 2 * TIMES  # two requests with three drafts: both models
     assert sum(step[:2] == (2, 2) for step in watched.steps) >= TIMES  # drafts of both
-    assert len(watched.recorded) > 3
+    assert len(watched.captured) > 3
 
 
 def test_requests_after_it_are_what_they_would_be(model: Decoder) -> None:
@@ -356,7 +356,7 @@ def test_kernels_are_compiled_before_whatever_is_in_memory(
     limits = StepLimits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=20, draft_length=0)
     if eviction is not None and any(spec.window for spec in model.config.kv_specs):
         pytest.skip("windows count positions")
-    runner = runner_of(model, limits, eviction=eviction, record=lambda compute: compute)
+    runner = runner_of(model, limits, eviction=eviction, capture=lambda compute: compute)
     launches: list[Any] = []
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **options: launches.append(args))
 
@@ -417,7 +417,7 @@ def test_nothing_is_proposed_after_whatever_is_in_memory(
     limits = StepLimits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=20, draft_length=2)
     cache = model_cache(model, num_blocks=3)
     proposer = DraftModelProposer(model, cache, DraftGraphs(model, cache, lambda compute: compute, 8))
-    runner = runner_of(model, limits, proposer=proposer, record=lambda compute: compute)
+    runner = runner_of(model, limits, proposer=proposer, capture=lambda compute: compute)
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **options: None)
     proposed: list[Any] = []
     propose = DraftModelProposer.propose
@@ -438,14 +438,14 @@ def test_kernels_in_triton_take_its_steps(tmp_path: Path) -> None:
     model = load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
     tapes: list[OperationTape] = []
 
-    def record(compute: Callable[[], None]) -> Callable[[], None]:
+    def capture(compute: Callable[[], None]) -> Callable[[], None]:
         with OperationTape() as tape:
             compute()
         tapes.append(tape)
         return tape.replay
 
     limits = StepLimits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=20, draft_length=0)
-    runner = runner_of(model, limits, record=record)
+    runner = runner_of(model, limits, capture=capture)
     profile_run(runner, VOCAB_SIZE, limits)
     assert tapes
     tables = 2 * 5 * 4  # of the longest context

@@ -1,4 +1,4 @@
-"""Steps that are recorded and replayed, in Triton's interpreter: the tokens and bits of other steps.
+"""Steps that are captured and replayed, in Triton's interpreter: the tokens and bits of other steps.
 
 `Recorder` stands for the CUDA graphs of a GPU.
 """
@@ -114,8 +114,8 @@ def test_replayed_steps_have_the_bits_of_others(
     model = load(family, tmp_path, **options)
     expected = outputs(driver_of(model), lengths, 5, budget=7)
     recorder = Recorder()
-    driver = driver_of(model, recorder.record)
-    driver.runner.most_recorded_tokens = 7
+    driver = driver_of(model, recorder.capture)
+    driver.runner.most_captured_tokens = 7
     watched = watch_logits(recorder, monkeypatch)
     assert outputs(driver, lengths, 5, budget=7) == expected
     replayed = [step for step in watched if step.is_replayed]
@@ -123,7 +123,7 @@ def test_replayed_steps_have_the_bits_of_others(
     assert any(step.num_rows < step.num_tokens == 7 for step in replayed)
 
 
-def test_beside_sparse_attention_steps_are_recorded_that_leave_out_no_keys(
+def test_beside_sparse_attention_steps_are_captured_that_leave_out_no_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sparse = SparseAttentionConfig(
@@ -142,9 +142,9 @@ def test_beside_sparse_attention_steps_are_recorded_that_leave_out_no_keys(
     model, recorder = load("qwen3", tmp_path), Recorder()
     lengths, found = [3, 38], []  # a decode beside each chunk
     dense = outputs(driver_of(model), lengths, 5, budget=7)
-    for record in (None, recorder.record):
-        driver = driver_of(model, record, sparse_attention=sparse)
-        driver.runner.most_recorded_tokens = 7
+    for capture in (None, recorder.capture):
+        driver = driver_of(model, capture, sparse_attention=sparse)
+        driver.runner.most_captured_tokens = 7
         watched = watch_logits(recorder, monkeypatch)
         found.append(outputs(driver, lengths, 5, budget=7))
     assert found[0] == found[1]
@@ -169,7 +169,7 @@ def launches(driver: StepDriver, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_steps_only_launch_if_each_request_decodes_one_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = driver_of(load("qwen3", tmp_path), Recorder().record)
+    driver = driver_of(load("qwen3", tmp_path), Recorder().capture)
     steps = launches(driver, monkeypatch)
     driver.add("a", [5, 6, 7], GREEDY)
     driver.add("b", [8, 9, 10, 11], SamplingParams(seed=1))
@@ -184,15 +184,15 @@ def test_steps_only_launch_if_each_request_decodes_one_token(
     assert steps[5:] == [False, False, True]
 
 
-def test_steps_do_not_only_launch_beside_drafts_transfers_or_without_recordings(
+def test_steps_do_not_only_launch_beside_drafts_transfers_or_without_captures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, record = load("qwen3", tmp_path), Recorder().record
+    model, capture = load("qwen3", tmp_path), Recorder().capture
     connector = TierConnector(BLOCK_SIZE, lambda num_bytes: MemoryTier(1 << 20, num_bytes, min_uses=1))
     for parts in (
         {},
-        {"record": record, "proposer": NgramProposer(1, 3)},
-        {"record": record, "connector": connector},
+        {"capture": capture, "proposer": NgramProposer(1, 3)},
+        {"capture": capture, "connector": connector},
     ):
         driver = driver_of(model, **parts)
         steps = launches(driver, monkeypatch)
@@ -202,29 +202,29 @@ def test_steps_do_not_only_launch_beside_drafts_transfers_or_without_recordings(
         assert steps == [False, False]
 
 
-@pytest.mark.parametrize(("most", "num_recorded"), [(6, 2), (7, 3)])
-def test_steps_with_chunks_are_recorded_if_they_have_few_tokens_and_some_logits(
-    most: int, num_recorded: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("most", "num_captured"), [(6, 2), (7, 3)])
+def test_steps_with_chunks_are_captured_if_they_have_few_tokens_and_some_logits(
+    most: int, num_captured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps: 1 + 6 tokens four times, 7 of the prompt alone, and decodes, whose choice is recorded."""
+    """The steps: 1 + 6 tokens four times, 7 of the prompt alone, and decodes, whose choice is captured."""
     recorder = Recorder()
-    driver = driver_of(load("qwen3", tmp_path), recorder.record)
-    driver.runner.most_recorded_tokens = most
+    driver = driver_of(load("qwen3", tmp_path), recorder.capture)
+    driver.runner.most_captured_tokens = most
     watched = watch_logits(recorder, monkeypatch)
     driver.add("0", [5], GREEDY)
     driver.add("1", range(5, 55), GREEDY)
     driver.run(4, budget=7)
-    assert recorder.num_recordings == num_recorded
+    assert recorder.num_captures == num_captured
     assert sum(step.num_tokens == 7 for step in watched) == (4 if most == 7 else 0)
 
 
-def test_steps_that_report_prompt_logprobs_are_not_recorded(tmp_path: Path) -> None:
+def test_steps_that_report_prompt_logprobs_are_not_captured(tmp_path: Path) -> None:
     """Request 1 decodes, and then chunks of the other's prompt are computed, 1 + 6 tokens at a time."""
     model, recorder = load("qwen3", tmp_path), Recorder()
     found = []
-    for record in (None, recorder.record):
-        driver = driver_of(model, record)
-        driver.runner.most_recorded_tokens = 7
+    for capture in (None, recorder.capture):
+        driver = driver_of(model, capture)
+        driver.runner.most_captured_tokens = 7
         driver.add("0", [5], GREEDY)
         driver.add("1", range(5, 29), dataclasses.replace(GREEDY, prompt_logprobs=1))
         driver.run(5, budget=7)
@@ -247,23 +247,23 @@ def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.Monk
 
     recorder = Recorder()
     watched = watch_logits(recorder, monkeypatch)
-    found = outputs(driver_of(model, recorder.record), [4, 9], 12, draft=draft)
+    found = outputs(driver_of(model, recorder.capture), [4, 9], 12, draft=draft)
     for name, (tokens, logprobs) in expected.items():
         assert (found[name][0][:12], found[name][1][:12]) == (tokens, logprobs)
     assert len(watched) < 11, "drafts were right, and all steps but the first are of this kind"
     assert any(step.is_replayed and step.num_tokens > 2 for step in watched)
 
 
-def test_a_step_that_cannot_be_recorded_is_computed(
+def test_a_step_that_cannot_be_captured_is_computed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And recorded later on."""
+    """And captured later on."""
     recorder, attempts = Recorder(), []
 
     def refuse(compute: Callable[[], None]) -> Callable[[], None]:
         attempts.append(compute)
         if len(attempts) > 1:
-            return recorder.record(compute)
+            return recorder.capture(compute)
         raise RuntimeError("operation not permitted when stream is capturing")
 
     model = load("qwen3", tmp_path)
@@ -272,12 +272,12 @@ def test_a_step_that_cannot_be_recorded_is_computed(
     assert outputs(driver, [3, 5], 8) == expected
     assert len(attempts) == 1
     assert driver.runner.graph_stats == GraphStats(num_launched=8, num_failures=1)
-    assert "cannot be recorded" in caplog.text
+    assert "cannot be captured" in caplog.text
     attempts.clear()
     monkeypatch.setattr(recording_pauses, "FEWEST_STEPS", 2)
     driver = driver_of(model, refuse)
     assert outputs(driver, [3, 5], 8) == expected
-    assert len(attempts) == 3, "the choice of tokens is recorded, too"
+    assert len(attempts) == 3, "the choice of tokens is captured, too"
     assert recorder.num_replays > 2
     stats = driver.runner.graph_stats
     assert (stats.num_graphs, stats.num_failures) == (1, 1)
@@ -290,7 +290,7 @@ def test_nothing_is_left_of_a_step_that_has_failed_before_its_arrays_were_known(
     """The next step of the same size is another request's, at other places."""
     model = load("qwen3", tmp_path)
     found = []
-    driver = driver_of(model, Recorder().record)
+    driver = driver_of(model, Recorder().capture)
     driver.add("first", range(40, 53), GREEDY)
     driver.step({"first": 13})
 
@@ -317,7 +317,7 @@ def test_steps_are_replayed_beside_a_connector_that_moves_whole_blocks(
     monkeypatch.setattr(TierConnector, "works_by_layer", works_by_layer)
     connector = TierConnector(BLOCK_SIZE, lambda num_bytes: MemoryTier(1 << 20, num_bytes, min_uses=1))
     recorder = Recorder()
-    outputs(driver_of(load("qwen3", tmp_path), recorder.record, connector=connector), [3], 4)
+    outputs(driver_of(load("qwen3", tmp_path), recorder.capture, connector=connector), [3], 4)
     assert recorder.num_replays == (0 if works_by_layer else 1)
 
 
@@ -328,15 +328,15 @@ def test_steps_are_replayed_beside_a_proposer(
     followed: list[tuple[list[int], bool]] = []
 
     def follow(
-        _proposer: NgramProposer, token_ids: torch.Tensor, _batch: AttentionBatch, *, is_recorded: bool
+        _proposer: NgramProposer, token_ids: torch.Tensor, _batch: AttentionBatch, *, is_captured: bool
     ) -> None:
-        followed.append((token_ids.tolist(), is_recorded))
+        followed.append((token_ids.tolist(), is_captured))
 
     monkeypatch.setattr(NgramProposer, "follows_tokens", follows_tokens)
     monkeypatch.setattr(NgramProposer, "follow", follow)
     recorder = Recorder()
     proposer = AdaptiveProposer(NgramProposer(1, 3), 4)
-    driver = driver_of(load("qwen3", tmp_path), recorder.record, proposer=proposer)
+    driver = driver_of(load("qwen3", tmp_path), recorder.capture, proposer=proposer)
     ((tokens, _),) = outputs(driver, [3], 4).values()
     assert recorder.num_replays == 1
     expected = [([5, 8, 11], False), *(([token], True) for token in tokens[:3])]
@@ -350,7 +350,7 @@ def test_a_draft_model_is_replayed(tmp_path: Path) -> None:
     model.reserve(64)
     recorder = Recorder()
     caches = [model_cache(model, num_blocks=20) for _ in range(2)]
-    graphs = DraftGraphs(model, caches[0], recorder.record, max_num_batched_tokens=64)
+    graphs = DraftGraphs(model, caches[0], recorder.capture, max_num_batched_tokens=64)
     proposers = [DraftModelProposer(model, caches[0], graphs), DraftModelProposer(model, caches[1])]
     tables = np.arange(20).reshape(2, 10)
     token_ids = np.arange(5, 85, dtype=np.int32).reshape(2, 40)
@@ -367,12 +367,12 @@ def test_a_draft_model_is_replayed(tmp_path: Path) -> None:
         found = []
         for proposer in proposers:
             followed = torch.from_numpy(np.concatenate(ids).astype(np.int64))
-            proposer.follow(followed, batch, is_recorded=number > 0)
+            proposer.follow(followed, batch, is_captured=number > 0)
             found.append(proposer.propose(rows, 3).tolist())
         assert found[0] == found[1]
         assert (found[0][1][2] == NO_TOKEN) == (number % 2 == 0)
         assert torch.equal(*(cache.tensor for cache in caches))
-    assert recorder.num_replays > recorder.num_recordings > 2
+    assert recorder.num_replays > recorder.num_captures > 2
     assert proposers[0].most_array_bytes > 0
 
 
@@ -391,18 +391,18 @@ def test_recordings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     call_through(monkeypatch, StepGraphs, "_graph_of", watched)
     model = load("qwen3", tmp_path)
     recorder = Recorder()
-    plain, driver = driver_of(model), driver_of(model, recorder.record)
+    plain, driver = driver_of(model), driver_of(model, recorder.capture)
     assert outputs(driver, [1, 2], 8) == outputs(plain, [1, 2], 8)
     assert set(kept) == {1}
     assert plain.runner.graph_stats is None
     assert set(counted) == {0, 1}
-    assert counted[-1] == 0, "a step of another size has taken the place of the recording"
+    assert counted[-1] == 0, "a step of another size has taken the place of the capture"
 
 
 def test_blocks_that_the_cache_lacks_are_refused_before_a_replay(tmp_path: Path) -> None:
     model = load("qwen3", tmp_path)
     recorder = Recorder()
-    driver = driver_of(model, recorder.record)
+    driver = driver_of(model, recorder.capture)
     outputs(driver, [2], 4)
     graphs = driver.runner._graphs
     assert graphs is not None

@@ -268,7 +268,7 @@ def test_kv_events_say_what_the_engine_holds(tmp_path):
             follower.subscriber.close()
 
 
-def test_a_recorded_run_is_replayed_exactly(tmp_path, expected):
+def test_a_captured_run_is_replayed_exactly(tmp_path, expected):
     path = tmp_path / "run.quire"
     options = {"overlap_steps": True, "speculative_method": "ngram", "kv_tier": "memory"}
     with LLM("mini", record_path=str(path), num_kv_blocks=64, num_threads=1, **options) as llm:

@@ -14,7 +14,7 @@ from call_through import call_through
 from checkpoints import make_checkpoint
 from quire import LLM, AdaptiveRKVConfig, CacheEvictionConfig, SamplingParams
 from quire.execution.model_runner import ModelRunner
-from quire.execution.sampling.captured_choice import NUM_RECORDED_EDITS, RecordedChoice
+from quire.execution.sampling.captured_choice import NUM_CAPTURED_EDITS, CapturedChoice
 from quire.execution.step_graphs import StepGraphs
 from quire.kernels.devices.cuda_graphs import CudaGraphs
 from quire.kernels.triton.device import is_interpreted
@@ -98,7 +98,7 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(
 
 @pytest.mark.parametrize("options", NUMBERS[: 1 if is_interpreted else None], ids=str)
 def test_bits_do_not_depend_on_company(options: dict[str, Any], tmp_path: Path) -> None:
-    """The batch-invariance list: alone, together, in chunks, and with steps that are not recorded."""
+    """The batch-invariance list: alone, together, in chunks, and with steps that are not captured."""
     checkpoint = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128)
     alone = generate(checkpoint, one_by_one=True, enable_prefix_caching=False, **options)
     ways: list[dict[str, Any]] = [
@@ -116,7 +116,7 @@ def test_bits_do_not_depend_on_company(options: dict[str, Any], tmp_path: Path) 
 def test_chunks_of_prompts_are_replayed(
     has_draft_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same requests three times: steps of the same sizes are recorded, and then replayed."""
+    """The same requests three times: steps of the same sizes are captured, and then replayed."""
     checkpoint = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128)
     options: dict[str, Any] = {"enable_prefix_caching": False, "max_num_batched_tokens": 64}
     alone = generate(checkpoint, one_by_one=True, **options)
@@ -141,29 +141,29 @@ def test_chunks_of_prompts_are_replayed(
 
 
 @pytest.mark.skipif(is_interpreted, reason="tests/kernels/test_cuda_graphs.py has this")
-def test_a_graph_is_recorded_after_one_that_cuda_has_ended_with_an_error() -> None:
+def test_a_graph_is_captured_after_one_that_cuda_has_ended_with_an_error() -> None:
     graphs, number = CudaGraphs(), torch.zeros(1, device="cuda")
     number.add_(0)  # its kernel is loaded
-    graphs.record(lambda: number.add_(1))
+    graphs.capture(lambda: number.add_(1))
     with pytest.raises(RuntimeError):
-        graphs.record(torch.cuda.synchronize)  # which ends it
+        graphs.capture(torch.cuda.synchronize)  # which ends it
     torch.cuda.empty_cache()
-    graphs.record(lambda: number.add_(1))()
+    graphs.capture(lambda: number.add_(1))()
     assert number.item() == 1
 
 
-@pytest.mark.skipif(is_interpreted, reason="tests/execution/test_recorded_choice.py has this")
+@pytest.mark.skipif(is_interpreted, reason="tests/execution/test_captured_choice.py has this")
 def test_choices_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of greedy requests, and of these beside drawn, penalized, masked and edited ones, as without graphs."""
     checkpoint = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128)
-    recorded: list[RecordedChoice] = []
-    choose = RecordedChoice.choose
+    captured: list[CapturedChoice] = []
+    choose = CapturedChoice.choose
 
-    def watched(self: RecordedChoice, *args: Any) -> Any:
-        recorded.append(self)
+    def watched(self: CapturedChoice, *args: Any) -> Any:
+        captured.append(self)
         return choose(self, *args)
 
-    monkeypatch.setattr(RecordedChoice, "choose", watched)
+    monkeypatch.setattr(CapturedChoice, "choose", watched)
     greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     drawn = dataclasses.replace(greedy, temperature=0.9, top_p=0.9, seed=1)
     penalized = dataclasses.replace(drawn, repetition_penalty=1.3, frequency_penalty=0.5)
@@ -188,9 +188,9 @@ def test_choices_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             ]
         found.append(outputs)
     assert found[0] == found[1]
-    assert all(pause.allows_attempt() for pause in recorded[-1]._pauses.values())
-    kinds = {tuple(kind) for _, _, kind in recorded[-1]._replays}
-    most_edits = NUM_RECORDED_EDITS[0]
+    assert all(pause.allows_attempt() for pause in captured[-1]._pauses.values())
+    kinds = {tuple(kind) for _, _, kind in captured[-1]._replays}
+    most_edits = NUM_CAPTURED_EDITS[0]
     wanted = {(False, False, False, 0), (True, False, False, 0), (True, True, True, 0)}
     assert {*wanted, (True, True, True, most_edits)} <= kinds
 

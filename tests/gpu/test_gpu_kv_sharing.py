@@ -27,7 +27,7 @@ def test_copies_do_not_wait_for_steps() -> None:
         torch.cuda.synchronize()
         torch.cuda._sleep(10**9)  # a step, of half a second or more
         end = torch.cuda.Event()
-        end.record()
+        end.capture()
     part = NUM_BYTES // 8
     [read] = memory.outgoing([(0, part, part), (0, 5 * part, part)])
     assert bytes(read[:part]) == expected[part : 2 * part].numpy().tobytes()

@@ -46,7 +46,7 @@ def test_two_gpus_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
     assert one_by_one == together
 
 
-@pytest.mark.skipif(is_interpreted, reason="records CUDA graphs; tests/e2e/test_recorded_ranks.py has tapes")
+@pytest.mark.skipif(is_interpreted, reason="captures CUDA graphs; tests/e2e/test_captured_ranks.py has tapes")
 def test_steps_that_two_gpus_replay_have_the_bits_of_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

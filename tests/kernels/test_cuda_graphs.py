@@ -1,4 +1,4 @@
-"""Recording CUDA graphs, with stand-ins for what torch asks of a GPU."""
+"""Capture CUDA graphs, with stand-ins for what torch asks of a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.kernels.devices.cuda_graphs import CudaGraphs
 class Torch:
     """What torch keeps of streams and pools of memory.
 
-    As in torch 2.13, a recording that fails at its end leaves its stream the current one, and is under way
+    As in torch 2.13, a capture that fails at its end leaves its stream the current one, and is under way
     for both allocators; that of pinned memory cannot be told that it is not.
     """
 
@@ -47,11 +47,11 @@ class Torch:
     @contextlib.contextmanager
     def graph(self, _graph: object, *, pool: int, **_options: object) -> Iterator[None]:
         assert not self.under_way, "torch.cuda.empty_cache() raises"
-        self.current = "of recordings"
+        self.current = "of captures"
         self.uses[pool] = self.uses.get(pool, 0) + 1
         for under_way in (self.under_way, self.under_way_for_pinned):
             if pool in under_way:
-                raise RuntimeError("already recording to mempool_id")
+                raise RuntimeError("already capture to mempool_id")
             under_way.add(pool)
         try:
             yield
@@ -64,7 +64,7 @@ class Torch:
 
     def end(self, _device: int, pool: int) -> None:
         if pool not in self.under_way:
-            raise RuntimeError("not currently recording to mempool_id")
+            raise RuntimeError("not currently capture to mempool_id")
         self.under_way.remove(pool)
 
     def release(self, _device: int, pool: int) -> None:
@@ -84,20 +84,20 @@ def test_a_recording_that_fails_leaves_the_current_stream(fake_torch: Torch) -> 
     fake_torch.fails = True
     seen: list[str] = []
     with pytest.raises(RuntimeError, match="during capture"):
-        CudaGraphs().record(lambda: seen.append(fake_torch.current))
-    assert seen == ["of recordings"]
+        CudaGraphs().capture(lambda: seen.append(fake_torch.current))
+    assert seen == ["of captures"]
     assert fake_torch.current == "default"
 
 
-def test_steps_are_recorded_after_a_recording_that_cuda_has_ended(fake_torch: Torch) -> None:
+def test_steps_are_captured_after_a_recording_that_cuda_has_ended(fake_torch: Torch) -> None:
     graphs = CudaGraphs()
-    graphs.record(lambda: None)
+    graphs.capture(lambda: None)
     fake_torch.fails = True
     for _ in range(2):
         with pytest.raises(RuntimeError, match="during capture"):
-            graphs.record(lambda: None)
+            graphs.capture(lambda: None)
     fake_torch.fails = False
-    assert graphs.record(lambda: None) is Graph.replay
+    assert graphs.capture(lambda: None) is Graph.replay
     assert list(fake_torch.uses.values()) == [1, 0, 1], "memory of what there is no graph for"
 
 
@@ -109,6 +109,6 @@ def test_after_an_error_of_its_own_a_recording_has_ended_and_others_share_its_me
 
     graphs = CudaGraphs()
     with pytest.raises(MemoryError, match="no room"):
-        graphs.record(fail)
-    assert graphs.record(lambda: None) is Graph.replay
+        graphs.capture(fail)
+    assert graphs.capture(lambda: None) is Graph.replay
     assert len(fake_torch.uses) == 1

@@ -1,7 +1,7 @@
 """A stand-in for CUDA graphs: what is asked of torch and of Triton's interpreter, noted down and done again.
 
-As in a CUDA graph, every number that the host has worked out is part of the recording, every tensor is where
-it was, and nothing of Python runs again. The computation takes place while it is recorded, but what it has
+As in a CUDA graph, every number that the host has worked out is part of the capture, every tensor is where
+it was, and nothing of Python runs again. The computation takes place while it is captured, but what it has
 written to memory that was there before is undone.
 """
 
@@ -74,7 +74,7 @@ class OperationTape(TorchDispatchMode):
         self._before.clear()
 
     def keep(self, written: Any) -> None:
-        """Keep what is in memory that may be written to, unless it is the recording's own."""
+        """Keep what is in memory that may be written to, unless it is the capture's own."""
         for storage in _storages(written):
             if storage.data_ptr() not in self._made and storage.data_ptr() not in self._before:
                 self._before[storage.data_ptr()] = storage, storage.clone()

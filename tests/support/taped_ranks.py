@@ -1,4 +1,4 @@
-"""Ranks on the host that record steps, as ranks on GPUs do: on tapes, and with a stand-in for NCCL.
+"""Ranks on the host that capture steps, as ranks on GPUs do: on tapes, and with a stand-in for NCCL.
 
 `python tests/support/taped_ranks.py DESCRIPTOR PARENT EVENTS FAILURE` is a rank other than 0.
 """
@@ -25,7 +25,7 @@ from quire.engine.building import runner as runner_building
 from quire.engine.ranks import connecting, group, nccl, process
 from quire.execution import step_graphs
 from quire.execution.sampling import tokens_in_flight
-from quire.execution.sampling.captured_choice import RecordedChoice
+from quire.execution.sampling.captured_choice import CapturedChoice
 from quire.kernels.devices import cuda_graphs
 from quire.models.decoder import Decoder
 
@@ -34,7 +34,7 @@ RESERVED = 64  # tokens
 
 
 class TapedNccl(NcclStandIn):
-    """What is asked for while a step is recorded takes place when it is replayed only, as in a CUDA graph."""
+    """What is asked for while a step is captured takes place when it is replayed only, as in a CUDA graph."""
 
     def do(self, exchange: Callable[[], None]) -> None:
         tape = OperationTape.current
@@ -63,23 +63,23 @@ class TapeGraphs:
     """Stands for `CudaGraphs`.
 
     Args:
-        events: what recordings and replays of steps are written to, a line for each.
-        failure: of every recording: "refuses", "hangs", or empty.
+        events: what captures and replays of steps are written to, a line for each.
+        failure: of every capture: "refuses", "hangs", or empty.
     """
 
     def __init__(self, events: Events, failure: str) -> None:
         self._events = events
         self._failure = failure
-        self._num_recordings = 0
+        self._num_captures = 0
 
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        if compute.__qualname__.startswith(RecordedChoice.__name__):  # which is the first rank's alone
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        if compute.__qualname__.startswith(CapturedChoice.__name__):  # which is the first rank's alone
             with OperationTape() as choice:
                 compute()
             return choice.replay
-        number = self._num_recordings
-        self._num_recordings += 1
-        self._events.note(f"records {number}")
+        number = self._num_captures
+        self._num_captures += 1
+        self._events.note(f"captures {number}")
         while self._failure == "hangs":
             time.sleep(1)
         with OperationTape() as tape, np.errstate(all="ignore"):  # of numbers that nobody has sent
@@ -113,8 +113,8 @@ class TapedRanks:
         patch.setattr(tokens_in_flight, "HostCopy", LateCopy)  # of what the next replay overwrites
         patch.setattr(
             runner_building,
-            "_record",
-            lambda config, model: (model.reserve(RESERVED), cuda_graphs.CudaGraphs().record)[1],
+            "_capture",
+            lambda config, model: (model.reserve(RESERVED), cuda_graphs.CudaGraphs().capture)[1],
         )
         others = [str(self._files[1]), failures[1]]
 
@@ -127,7 +127,7 @@ class TapedRanks:
 
     @property
     def events(self) -> list[list[str]]:
-        """What each rank has reserved memory for, recorded and replayed, in order."""
+        """What each rank has reserved memory for, captured and replayed, in order."""
         return [file.read_text().splitlines() for file in self._files]
 
 
@@ -141,7 +141,7 @@ def _stand_in(patch: pytest.MonkeyPatch, path: Path, failure: str) -> None:
     patch.setattr(Decoder, "reserve", noted)
     patch.setattr(dist, "ProcessGroupNCCL", TapedNccl, raising=False)
     patch.setattr(nccl, "DevicePoint", ReachedPoint)
-    patch.setattr(nccl, "is_recording", lambda: OperationTape.current is not None)
+    patch.setattr(nccl, "is_capturing", lambda: OperationTape.current is not None)
     patch.setattr(
         connecting,
         "communicator_on",

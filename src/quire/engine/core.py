@@ -112,12 +112,12 @@ class EngineCore:
                     draft_model=draft_model,
                     on_progress=on_progress,
                 )
-            most_recorded_tokens = 0
+            most_captured_tokens = 0
             if memory is not None:
                 measured = measure(
                     config, plan, models, memory, functools.partial(plan_again, model=model_config)
                 )
-                plan, most_recorded_tokens = measured.plan, measured.most_recorded_tokens
+                plan, most_captured_tokens = measured.plan, measured.most_captured_tokens
             self.scheduler = build_scheduler(config, plan, context)
             with telling_of_shortage(memory):
                 self.runner = build_runner(
@@ -125,7 +125,7 @@ class EngineCore:
                     models,
                     plan,
                     connector=context.connector,
-                    most_recorded_tokens=most_recorded_tokens,
+                    most_captured_tokens=most_captured_tokens,
                 )
         except BaseException:
             self._close_ranks()

@@ -45,12 +45,12 @@ class Runner(Protocol):
         """
 
     @property
-    def records(self) -> bool:
-        """Whether steps are recorded, so that a device can be asked for them at once."""
+    def captures(self) -> bool:
+        """Whether steps are captured, so that a device can be asked for them at once."""
 
     @property
     def graph_stats(self) -> GraphStats | None:
-        """How steps were computed so far; None: they are not recorded."""
+        """How steps were computed so far; None: they are not captured."""
 
     def only_launches(self, output: SchedulerOutput) -> bool:
         """Return whether `execute` would have a device begin the step at once, and wait for nothing.
@@ -218,7 +218,7 @@ class OverlappedStepper(Stepper):
 
     def _only_launches(self, scheduled: SchedulerOutput) -> bool:
         """Return whether the step is for this thread to execute; nothing else is executed any more then."""
-        if not self._runner.records:
+        if not self._runner.captures:
             return False
         for step in self._in_flight:
             step.computed.exception()

@@ -18,10 +18,10 @@ step's scores, which come from the device at once (`execution/eviction/cache_evi
 tokens. Whose KV of a step is invalid, and may not be stored, is a `StepVerdict`
 (`execution/failed_requests.py`), which waits for the tokens when it is asked.
 
-Decode steps, and small ones with prompts (`ModelRunner.most_recorded_tokens`, which the profile run
-measures), are recorded as graphs and replayed (`execution/step_graphs.py`): a step's arrays are then made of
+Decode steps, and small ones with prompts (`ModelRunner.most_captured_tokens`, which the profile run
+measures), are captured as graphs and replayed (`execution/step_graphs.py`): a step's arrays are then made of
 its `AttentionBatch` by the functions that the kernels gave when the step was first computed, copied at once
-to places that stay the same, and sizes are rounded up. The choice of their tokens is recorded apart, for
+to places that stay the same, and sizes are rounded up. The choice of their tokens is captured apart, for
 logits at the address where such a step leaves them (`execution/sampling/captured_choice.py`), for each
 combination of drawn, penalized, masked and edited rows. `tests/execution/test_step_graphs.py` replays on a
 tape of operations what a GPU would from a CUDA graph. `KernelSet.experts` decides how experts are held and

@@ -1,4 +1,4 @@
-"""How long what could not be recorded is not tried again: memory may have been short for a moment only."""
+"""How long what could not be captured is not tried again: memory may have been short for a moment only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ FEWEST_STEPS = 256
 """Of the first pause; each further one has twice as many."""
 
 
-class RecordingPause:
+class CaptureBackoff:
     """Counts the steps between one attempt that fails and the next, those that are replayed included.
 
     It counts steps and not seconds, so that ranks that compute the same steps do the same.

@@ -26,8 +26,8 @@ class StepModel(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`."""
 
-    def agree(self, *, is_recorded: bool) -> bool:
-        """Return whether all ranks have recorded the step; each says whether it has, and waits for others."""
+    def agree(self, *, is_captured: bool) -> bool:
+        """Return whether all ranks have captured the step; each says whether it has, and waits for others."""
 
 
 class Model(Protocol):
@@ -59,7 +59,7 @@ class Model(Protocol):
     ) -> AbstractContextManager[StepModel]:
         """Return what computes a step of `batch`, and the logits of some of its tokens; None: of all.
 
-        Other ranks are told of the step as a whole, so that it can be recorded and replayed: each of them has
+        Other ranks are told of the step as a whole, so that it can be captured and replayed: each of them has
         `StepGraphs` of its own, which do the same with the same batches.
         """
 

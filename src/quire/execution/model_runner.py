@@ -24,7 +24,7 @@ from quire.execution.sampling.positions import SamplingPositions
 from quire.execution.sampling.prompt_logprobs import NO_PROMPT_LOGPROBS, PromptLogprobs, StepPromptLogprobs
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sparse_prefill import SparsePrefill
-from quire.execution.step_graphs import Record, StepGraphs, StepLogits
+from quire.execution.step_graphs import Capture, StepGraphs, StepLogits
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.devices.device import array_to_device
@@ -61,12 +61,12 @@ class ModelRunner:
         connector: moves KV in and out of `kv_cache`.
         sparse_attention: which keys the tokens of prompts leave out; None: none.
         eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector or a proposer.
-        record: records what the device is asked for, for decode steps and for others of up to
-            `most_recorded_tokens`; None: nothing is recorded, nor is it beside eviction and a connector that
-            works layer by layer. Steps that leave out keys are not recorded.
+        capture: captures what the device is asked for, for decode steps and for others of up to
+            `most_captured_tokens`; None: nothing is captured, nor is it beside eviction and a connector that
+            works layer by layer. Steps that leave out keys are not captured.
 
     Attributes:
-        most_recorded_tokens: of a step with chunks of prompts that is recorded; see `profile_run`.
+        most_captured_tokens: of a step with chunks of prompts that is captured; see `profile_run`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ModelRunner:
         connector: KVConnector | None = None,
         eviction: CacheEvictionConfig | None = None,
         sparse_attention: SparseAttentionConfig | None = None,
-        record: Record | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -91,8 +91,8 @@ class ModelRunner:
         self._transfers = None if connector is None else KVTransfers(connector, kv_cache, block_size)
         self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
         is_plain = eviction is None and self._layer_hook is None
-        record = record if is_plain else None
-        self._sampler = Sampler(max_num_seqs, self._vocab_size, max_model_len, model.kernels, record=record)
+        capture = capture if is_plain else None
+        self._sampler = Sampler(max_num_seqs, self._vocab_size, max_model_len, model.kernels, capture=capture)
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -103,11 +103,11 @@ class ModelRunner:
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
         self._in_flight: list[DeviceStep] = []  # whose tokens the batch lacks
         self._newest: SchedulerOutput | None = None  # of the steps with rows
-        self.most_recorded_tokens = 0
+        self.most_captured_tokens = 0
         self._graphs: StepGraphs | None = None
-        if record is not None:
+        if capture is not None:
             self._graphs = StepGraphs(
-                model.whole_step, kv_cache, record, self._sampler.input_ids, model.kernels
+                model.whole_step, kv_cache, capture, self._sampler.input_ids, model.kernels
             )
         self._sparse = None if sparse_attention is None else SparsePrefill(sparse_attention, block_size)
         self._evictor = None
@@ -124,18 +124,18 @@ class ModelRunner:
         return self._kv_cache
 
     @property
-    def records(self) -> bool:
-        """Whether steps are recorded."""
+    def captures(self) -> bool:
+        """Whether steps are captured."""
         return self._graphs is not None
 
     @property
     def graph_stats(self) -> GraphStats | None:
-        """How steps were computed so far; None: nothing is recorded. Any thread may ask."""
+        """How steps were computed so far; None: nothing is captured. Any thread may ask."""
         return None if self._graphs is None else dataclasses.replace(self._graphs.stats)
 
     @property
     def most_array_bytes(self) -> int:
-        """See `StepGraphs.most_array_bytes`; 0 if nothing is recorded."""
+        """See `StepGraphs.most_array_bytes`; 0 if nothing is captured."""
         of_proposer = 0 if self._proposer is None else self._proposer.most_array_bytes
         return of_proposer + (0 if self._graphs is None else self._graphs.most_array_bytes)
 
@@ -261,7 +261,7 @@ class ModelRunner:
         )
 
     def _can_replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
-        """Return whether a step only computes tokens and the logits of some, and is worth a recording."""
+        """Return whether a step only computes tokens and the logits of some, and is worth a capture."""
         return (
             (_is_decode(output, sampling) or self._is_small(output, sampling))
             and not self._batch.prompt_logprobs_end[output.slots].any()
@@ -269,16 +269,16 @@ class ModelRunner:
         )
 
     def _is_small(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
-        return len(sampling.tokens) > 0 and output.total_num_scheduled_tokens <= self.most_recorded_tokens
+        return len(sampling.tokens) > 0 and output.total_num_scheduled_tokens <= self.most_captured_tokens
 
     def _replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> _Computed:
-        """Compute a step as its recording does, or will do."""
+        """Compute a step as its capture does, or will do."""
         assert self._graphs is not None
         batch = self._attention_batch(output)
         rows = np.repeat(output.slots, output.num_tokens)
         encoded = self._encoded_ids(rows, batch.positions.numpy())
         if self._proposer is not None and self._proposer.follows_tokens:
-            self._proposer.follow(self._input_ids(encoded), batch, is_recorded=True)
+            self._proposer.follow(self._input_ids(encoded), batch, is_captured=True)
         logit_rows = None if _is_decode(output, sampling) else sampling.tokens
         logits = self._graphs.logits(encoded, batch, logit_rows)
         self._batch.note_computed(output)
@@ -308,7 +308,7 @@ class ModelRunner:
             positions = self._evictor.positions_in_text(positions, output)
         token_ids = self._input_ids(self._encoded_ids(rows, positions))
         if self._proposer is not None and self._proposer.follows_tokens:
-            self._proposer.follow(token_ids, batch, is_recorded=False)
+            self._proposer.follow(token_ids, batch, is_captured=False)
         hook = self._layer_hook
         if self._evictor is not None:
             self._evictor.begin(batch.key_scores)

@@ -34,7 +34,7 @@ MOST_DECODES_BESIDE = 16
 """Rows beside a chunk, both so few that attention divides the keys of all of them."""
 
 TIMES = 3
-"""That a step is computed to be recorded: what it reads is learnt, its kernels are loaded, it is recorded."""
+"""That a step is computed to be captured: what it reads is learnt, its kernels are loaded, it is captured."""
 
 FEWEST_TIMED_TOKENS = 64
 """Of the smallest step that is timed; each further one has twice as many."""
@@ -80,8 +80,8 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
     They are: all sizes that have kernels of their own; a prompt whose log-probabilities are reported; the
     most tokens, with a token sampled for the most requests in all ways that the device knows; chunks of
     prompts behind the longest context, one of them beside decodes; and decode steps of the most requests,
-    some of which have the longest context, and of requests with drafts, recorded if the runner records any.
-    Then the largest step with prompts is recorded that is worth it.
+    some of which have the longest context, and of requests with drafts, captured if the runner captures any.
+    Then the largest step with prompts is captured that is worth it.
 
     Args:
         runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request.
@@ -89,9 +89,9 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
         limits: of its steps.
 
     Returns:
-        The most tokens of a step with chunks of prompts for which recording it is worth it
-        (`ModelRunner.most_recorded_tokens`): the host takes longer to ask for such a step than the device to
-        compute it. 0 if the runner records nothing.
+        The most tokens of a step with chunks of prompts for which capturing it is worth it
+        (`ModelRunner.most_captured_tokens`): the host takes longer to ask for such a step than the device to
+        compute it. 0 if the runner captures nothing.
     """
     runner.kv_cache.tensor.zero_()
     steps = _MadeUpSteps(runner, vocab_size)
@@ -100,12 +100,12 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
         with compile_only:
             _compute_all(steps, limits, 1)
     _compute_all(steps, limits, TIMES)
-    if not runner.records:
+    if not runner.captures:
         return 0
-    most = _most_tokens_that_the_host_slows_down(steps, limits)
-    runner.most_recorded_tokens = most
+    most = _largest_launch_bound_step(steps, limits)
+    runner.most_captured_tokens = most
     if most:
-        steps.compute(_recorded_chunk(most, limits), _PLAIN, times=TIMES)
+        steps.compute(_captured_chunk(most, limits), _PLAIN, times=TIMES)
     return most
 
 
@@ -134,7 +134,7 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
         steps.compute([_Row(0, 1)] * num_rows, _PLAIN, times=times, num_drafts=longest_draft)
 
 
-def _most_tokens_that_the_host_slows_down(steps: _MadeUpSteps, limits: StepLimits) -> int:
+def _largest_launch_bound_step(steps: _MadeUpSteps, limits: StepLimits) -> int:
     """Return the tokens of the largest step, of those that are timed, for which the device waits; 0: none."""
     most, num_tokens = 0, FEWEST_TIMED_TOKENS
     while num_tokens <= limits.max_num_batched_tokens:
@@ -155,7 +155,7 @@ def _rows_of(num_tokens: int, limits: StepLimits) -> list[_Row]:
     return _most_tokens(StepLimits(num_rows, num_tokens, limits.max_model_len, 0), num_drafts=0)
 
 
-def _recorded_chunk(num_tokens: int, limits: StepLimits) -> list[_Row]:
+def _captured_chunk(num_tokens: int, limits: StepLimits) -> list[_Row]:
     """Return a chunk beside as many decodes as can be, `num_tokens` in all, behind the longest contexts."""
     longest = limits.max_model_len
     num_decodes = min(limits.max_num_seqs, num_tokens // 2) - 1

@@ -1,18 +1,18 @@
-"""Steps that are recorded once for each size, and then replayed on new numbers.
+"""Steps that are captured once for each size, and then replayed on new numbers.
 
 A GPU computes most operations of a decode step, or of a few hundred tokens, in less time than the host takes
-to ask for them. Recorded as one graph (a CUDA graph), they are asked for at once. What is replayed reads the
+to ask for them. Captured as one graph (a CUDA graph), they are asked for at once. What is replayed reads the
 same addresses and has the same sizes: so what changes from step to step is copied to places of its own before
 (`StaticArrays`), sizes are rounded up to some that steps have again and again, and each combination of sizes
-is recorded when it comes up for the second time. The first time compiles its kernels.
+is captured when it comes up for the second time. The first time compiles its kernels.
 
 Steps with chunks of prompts differ in more sizes than decode steps do, and so these are rounded up further.
-Only such steps are recorded for which the GPU, with what is added, takes less time than the host does to ask
+Only such steps are captured for which the GPU, with what is added, takes less time than the host does to ask
 for them.
 
-Ranks that compute a model together do this each for its part. What is recorded and replayed, and which
-recordings are kept, follows from the batches alone, and so it is the same on all of them; only whether a
-recording succeeds has to be agreed.
+Ranks that compute a model together do this each for its part. What is captured and replayed, and which
+captures are kept, follows from the batches alone, and so it is the same on all of them; only whether a
+capture succeeds has to be agreed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
-from quire.execution.capture_backoff import RecordingPause
+from quire.execution.capture_backoff import CaptureBackoff
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kernels.devices.device import copy_to_device
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Record = Callable[[Callable[[], None]], Callable[[], None]]
-"""Records what a function asks its device for, without computing it; returns what replays it."""
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Captures what a function asks its device for, without computing it; returns what replays it."""
 
 MAX_GRAPHS = 128
-"""Recordings that are kept; the least recently used goes first."""
+"""Captures that are kept; the least recently used goes first."""
 
 _TOKEN_IDS = "token ids"
 _LOGIT_ROWS = "rows of logits"
@@ -61,18 +61,18 @@ class StepLogits:
     """The logits of a step's R sampling positions, on the device."""
 
     rows: torch.Tensor  # [R, vocab] float32
-    recorded: torch.Tensor | None = None
+    captured: torch.Tensor | None = None
     """[R or more, vocab] of which `rows` are the first, the others nobody's, if the step was replayed: the
-    address to which its recording writes each time. None: it was computed."""
+    address to which its capture writes each time. None: it was computed."""
 
 
 class StepGraphs:
     """Computes steps and the logits of some of their tokens, or of all.
 
     Args:
-        step_of: returns what computes a step with such logits, which is recorded.
+        step_of: returns what computes a step with such logits, which is captured.
         kv_cache: where keys and values live.
-        record: of the device.
+        capture: of the device.
         token_ids: makes token ids of what is copied for them, [T] int64 both, on the device.
         kernels: of the model.
     """
@@ -81,24 +81,24 @@ class StepGraphs:
         self,
         step_of: Callable[[AttentionBatch, Int64Array | None], AbstractContextManager[StepModel]],
         kv_cache: PagedAttentionCache,
-        record: Record,
+        capture: Capture,
         token_ids: Callable[[torch.Tensor], torch.Tensor],
         kernels: KernelSet,
     ) -> None:
         self._step_of = step_of
         self._kv_cache = kv_cache
-        self._record = record
+        self._capture = capture
         self._token_ids = token_ids
         self._makers: dict[Hashable, MakeArrays] = {}
         self._graphs: OrderedDict[Hashable, _StepGraph] = OrderedDict()
         self._kernels = kernels
-        self._pause = RecordingPause()
+        self._pause = CaptureBackoff()
         self.stats = GraphStats()
         """Of these steps; whoever computes others adds them."""
 
     @property
     def most_array_bytes(self) -> int:
-        """Bytes of the arrays of as many recordings as are kept, all as large as the largest so far."""
+        """Bytes of the arrays of as many captures as are kept, all as large as the largest so far."""
         return MAX_GRAPHS * max((graph.arrays.num_bytes for graph in self._graphs.values()), default=0)
 
     def logits(
@@ -124,11 +124,11 @@ class StepGraphs:
         self._computed(token_ids, batch, _NO_ROWS)
 
     def _computed(self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None) -> _StepGraph:
-        may_record = self._pause.allows_attempt()
+        may_capture = self._pause.allows_attempt()
         with self._step_of(batch, rows) as model:
             graph, padded = self._filled(token_ids, batch, rows)
-            if graph.replay is None and graph.was_computed and may_record:
-                graph.replay = self._recorded(model, graph, padded)
+            if graph.replay is None and graph.was_computed and may_capture:
+                graph.replay = self._captured(model, graph, padded)
             if graph.replay is not None:
                 graph.replay()
                 self.stats.num_replayed += 1
@@ -167,20 +167,20 @@ class StepGraphs:
         self._graphs.move_to_end(sizes)
         return graph
 
-    def _recorded(
+    def _captured(
         self, model: StepModel, graph: _StepGraph, batch: AttentionBatch
     ) -> Callable[[], None] | None:
-        """Return what replays a step; None, and nothing is recorded for a while, if one rank has nothing."""
+        """Return what replays a step; None, and nothing is captured for a while, if one rank has nothing."""
         replay = None
         try:
-            replay = self._record(lambda: self._compute(model, graph, batch))
+            replay = self._capture(lambda: self._compute(model, graph, batch))
         except Exception:
-            logger.exception("a step cannot be recorded as a graph; steps are slower without")
-        if model.agree(is_recorded=replay is not None):
+            logger.exception("a step cannot be captured as a graph; steps are slower without")
+        if model.agree(is_captured=replay is not None):
             self.stats.num_graphs += 1
             return replay
         if replay is not None:
-            logger.warning("another rank cannot record a step as a graph; steps are slower without")
+            logger.warning("another rank cannot capture a step as a graph; steps are slower without")
         self._pause.begin()
         self.stats.num_failures += 1
         return None
@@ -195,14 +195,14 @@ class StepGraphs:
     def _learn(self, graph: _StepGraph) -> None:
         """Take note of what the step has read; if it is more than was known, the graph is another's.
 
-        A step that was only compiled is not recorded next: CUDA forbids that a kernel is loaded meanwhile.
+        A step that was only compiled is not captured next: CUDA forbids that a kernel is loaded meanwhile.
         """
         graph.was_computed = not (self._kernels.compiles_only or graph.arrays.makers_of_others)
         self._makers.update(graph.arrays.makers_of_others)
 
 
 class _StepGraph:
-    """Steps of equal sizes. A recording needs `logits` and `arrays` to stay where they are."""
+    """Steps of equal sizes. A capture needs `logits` and `arrays` to stay where they are."""
 
     def __init__(self, arrays: StaticArrays) -> None:
         self.arrays = arrays

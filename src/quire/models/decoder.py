@@ -101,9 +101,9 @@ class Decoder:
         """Return what computes a step and the logits of some of its tokens: this decoder, alone."""
         return nullcontext(self)
 
-    def agree(self, *, is_recorded: bool) -> bool:
+    def agree(self, *, is_captured: bool) -> bool:
         """Return whether all ranks have captured a step: there is one."""
-        return is_recorded
+        return is_captured
 
     def compile_only(self) -> AbstractContextManager[None] | None:
         """See `KernelSet.compile_only`."""

@@ -176,7 +176,7 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerCo
     """Return the engine's scheduler, wrapped in a recorder if `record_path` is set.
 
     Raises:
-        ConfigError: the scheduler class, a policy or the recording file cannot be used.
+        ConfigError: the scheduler class, a policy or the capture file cannot be used.
     """
     scheduler_cls = scheduler_class(config)
     size = {"num_blocks": plan.num_blocks, "max_model_len": plan.max_model_len}

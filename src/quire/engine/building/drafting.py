@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig, SpeculationConfig
     from quire.engine.memory.plan import MemoryPlan
     from quire.execution.drafts.proposer import Proposer
-    from quire.execution.step_graphs import Record
+    from quire.execution.step_graphs import Capture
     from quire.models.checkpoints.loading import WeightOptions
     from quire.models.decoder import Decoder
 
@@ -97,7 +97,7 @@ def build_proposer(
     plan: MemoryPlan,
     *,
     vocab_size: int,
-    record: Record | None = None,
+    capture: Capture | None = None,
 ) -> Proposer | None:
     """Return the proposer of drafts, or None without speculation; allocates the draft model's KV cache.
 
@@ -106,7 +106,7 @@ def build_proposer(
         draft_model: the model that drafts, if any.
         plan: of memory.
         vocab_size: of the target model.
-        record: records the draft model's steps.
+        capture: captures the draft model's steps.
     """
     speculation = config.speculation
     if speculation.speculative_method in ("ngram", "suffix"):
@@ -122,8 +122,8 @@ def build_proposer(
 
     kv_cache = PagedAttentionCache.on_device(plan.kv_caches[1], draft_model.kernels.device)
     graphs = None
-    if record is not None:
-        graphs = DraftGraphs(draft_model, kv_cache, record, config.scheduler.max_num_batched_tokens)
+    if capture is not None:
+        graphs = DraftGraphs(draft_model, kv_cache, capture, config.scheduler.max_num_batched_tokens)
     return DraftModelProposer(draft_model, kv_cache, graphs, vocab_size=vocab_size)
 
 

@@ -31,7 +31,7 @@ class Measurement:
     """The results of measured steps."""
 
     plan: MemoryPlan
-    most_recorded_tokens: int  # of steps with chunks of prompts, see `profile_run`
+    most_captured_tokens: int  # of steps with chunks of prompts, see `profile_run`
 
 
 def telling_of_shortage(memory: CudaMemory | None) -> AbstractContextManager[None]:
@@ -75,7 +75,7 @@ def measure(
     Raises:
         ConfigError: the steps do not fit, or with them what `plan_again` says does not.
     """
-    peak, most_recorded_tokens = _computed_steps(config, plan, models, memory)
+    peak, most_captured_tokens = _computed_steps(config, plan, models, memory)
     gc.collect()
     # The largest of these steps do not score.
     of_eviction = eviction_bytes(config.scheduler, models.target.config, plan.max_model_len, on_gpu=True)
@@ -89,7 +89,7 @@ def measure(
         format_bytes(measured.kv_bytes_per_block),
         plan.num_blocks,
     )
-    return Measurement(measured, most_recorded_tokens)
+    return Measurement(measured, most_captured_tokens)
 
 
 def _computed_steps(
@@ -126,7 +126,7 @@ def _computed_steps(
         )
     ):
         runner = build_runner(config, models, small, connector=None)
-        most_recorded_tokens = profile_run(runner, models.target.config.vocab_size, limits)
-    if runner.records:
-        logger.info("capturing steps with prompts is worthwhile up to %d tokens", most_recorded_tokens)
-    return memory.peak - small.kv_bytes + runner.most_array_bytes, most_recorded_tokens
+        most_captured_tokens = profile_run(runner, models.target.config.vocab_size, limits)
+    if runner.captures:
+        logger.info("capturing steps with prompts is worthwhile up to %d tokens", most_captured_tokens)
+    return memory.peak - small.kv_bytes + runner.most_array_bytes, most_captured_tokens

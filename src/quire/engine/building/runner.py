@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quire.engine.ranks.group import RankGroup
     from quire.execution.model import Model
     from quire.execution.model_runner import ModelRunner
-    from quire.execution.step_graphs import Record
+    from quire.execution.step_graphs import Capture
     from quire.kv.cache.paged_cache import PagedAttentionCache
     from quire.kv.connectors.interface import KVConnector
     from quire.models.config import ModelConfig
@@ -75,16 +75,16 @@ def build_runner(
     plan: MemoryPlan,
     *,
     connector: KVConnector | None,
-    most_recorded_tokens: int = 0,
+    most_captured_tokens: int = 0,
 ) -> ModelRunner:
     """Allocate the KV caches, and return the runner over them.
 
-    `most_recorded_tokens` is what `profile_run` returns.
+    `most_captured_tokens` is what `profile_run` returns.
     """
     from quire.execution.model_runner import ModelRunner
 
     scheduler = config.scheduler
-    record_drafts = None if models.draft is None else _record(config, models.draft)
+    capture_drafts = None if models.draft is None else _capture(config, models.draft)
     runner = ModelRunner(
         models.target,
         _kv_cache(models, plan),
@@ -92,14 +92,14 @@ def build_runner(
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
         proposer=build_proposer(
-            config, models.draft, plan, vocab_size=models.target.config.vocab_size, record=record_drafts
+            config, models.draft, plan, vocab_size=models.target.config.vocab_size, capture=capture_drafts
         ),
         connector=connector,
         eviction=scheduler.cache_eviction_config if scheduler.use_cache_eviction else None,
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
-        record=_record(config, models.target),
+        capture=_capture(config, models.target),
     )
-    runner.most_recorded_tokens = most_recorded_tokens
+    runner.most_captured_tokens = most_captured_tokens
     return runner
 
 
@@ -115,7 +115,7 @@ def _kv_cache(models: LoadedModels, plan: MemoryPlan) -> PagedAttentionCache:
     return leading_cache(metadata, device, models.ranks)
 
 
-def _record(config: EngineConfig, model: Model | Decoder) -> Record | None:
+def _capture(config: EngineConfig, model: Model | Decoder) -> Capture | None:
     """Return the graph capture of steps on a GPU; the model's buffers keep their addresses from now on."""
     if config.device != "cuda" or not config.cuda_graphs:
         return None
@@ -123,4 +123,4 @@ def _record(config: EngineConfig, model: Model | Decoder) -> Record | None:
     from quire.kernels.size_classes import wide_size_class
 
     model.reserve(wide_size_class(config.scheduler.max_num_batched_tokens))
-    return CudaGraphs().record
+    return CudaGraphs().capture

@@ -7,10 +7,10 @@ ranks compute together: layers that wrap a rank's own `Linear` objects and excha
 its `ModelConfig`. Only four calls of the `ModelRunner` reach the other ranks: `forward`, `logits`,
 `whole_step` and `copy_blocks` (`ranks/leading.py`). Whatever else a step does, scheduling and sampling
 included, is rank 0's alone, and the other ranks keep nothing from step to step but weights, KV, and
-recordings of steps. Plans are messages; tensors that may be on a device only, such as token ids, rank 0
-broadcasts. `whole_step` is for steps that may be recorded: one message for all of it, after which each rank
+captures of steps. Plans are messages; tensors that may be on a device only, such as token ids, rank 0
+broadcasts. `whole_step` is for steps that may be captured: one message for all of it, after which each rank
 goes through `StepGraphs` of its own with `RankDecoder` (`ranks/rank_decoder.py`). What these do follows from
-the batches, so that it is the same everywhere; whether a recording has succeeded is agreed.
+the batches, so that it is the same everywhere; whether a capture has succeeded is agreed.
 `GroupCommunicator` (`ranks/process_group.py`) moves bytes through a process group of torch: `gloo.py` on the
 host, `nccl.py` on GPUs, one for each rank.
 

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore
 from typing_extensions import override
 
 from quire.engine.ranks.process_group import GroupCommunicator
-from quire.kernels.devices.device import DevicePoint, is_recording
+from quire.kernels.devices.device import DevicePoint, is_capturing
 from quire.models.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class NcclCommunicator(GroupCommunicator):
         super().__init__(shard, rendezvous, timeout=timeout)
 
     def __del__(self) -> None:
-        """Leave the end of the group to a thread: NCCL waits for graphs that exchanges were recorded in."""
+        """Leave the end of the group to a thread: NCCL waits for graphs that exchanges were captured in."""
         if self._group is None:
             os.close(self._file)
             return
@@ -52,7 +52,7 @@ class NcclCommunicator(GroupCommunicator):
     def seconds_waiting(self) -> float:
         """Return how long ago the oldest exchange was asked for that has not ended; 0: all have ended.
 
-        To be called on rank 0, by one thread, and beside calls that do not return: where steps are recorded,
+        To be called on rank 0, by one thread, and beside calls that do not return: where steps are captured,
         NCCL may have ranks wait for each other on the host.
         """
         assert self._pending is not None
@@ -93,12 +93,12 @@ class NcclCommunicator(GroupCommunicator):
 
     @override
     def _received(self, part: torch.Tensor) -> torch.Tensor:
-        """See `GroupCommunicator._received`; new memory, so that recorded steps have their own."""
+        """See `GroupCommunicator._received`; new memory, so that captured steps have their own."""
         return part.new_empty(part.nbytes * self._shard.size, dtype=torch.uint8)
 
     @override
     def _finish(self, work: Any) -> None:
-        if not is_recording():
+        if not is_capturing():
             self._note_point()
 
     def _note_point(self) -> None:

@@ -51,11 +51,11 @@ class RankDecoder:
         self._decoder.output(hidden)
         return hidden.new_empty(0)
 
-    def agree(self, *, is_recorded: bool) -> bool:
-        """Return whether all ranks have recorded a step; the host waits for them.
+    def agree(self, *, is_captured: bool) -> bool:
+        """Return whether all ranks have captured a step; the host waits for them.
 
-        NCCL requires that an exchange is part of a recording on all ranks or on none ("Using NCCL with CUDA
+        NCCL requires that an exchange is part of a capture on all ranks or on none ("Using NCCL with CUDA
         Graphs" in its guide).
         """
-        own = torch.tensor([is_recorded], dtype=torch.uint8, device=self._decoder.kernels.device)
+        own = torch.tensor([is_captured], dtype=torch.uint8, device=self._decoder.kernels.device)
         return all(bool(part.item()) for part in self._communicator.all_gather(own))

@@ -99,7 +99,7 @@ class ShardRunner:
             self._graphs = StepGraphs(
                 lambda *_: contextlib.nullcontext(self._own),
                 self._kv_cache,
-                CudaGraphs().record,
+                CudaGraphs().capture,
                 lambda unknown: unknown,
                 self._decoder.kernels,
             )

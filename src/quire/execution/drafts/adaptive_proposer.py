@@ -92,8 +92,8 @@ class AdaptiveProposer(Proposer):
             self._waiting.begin_step(self._step_began, is_alone=is_alone)
 
     @override
-    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool) -> None:
-        self._proposer.follow(token_ids, batch, is_recorded=is_recorded)
+    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_captured: bool) -> None:
+        self._proposer.follow(token_ids, batch, is_captured=is_captured)
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:

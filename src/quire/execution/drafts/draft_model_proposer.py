@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from quire.execution.arrays import Int64Array
 from quire.execution.drafts.proposer import Proposer, RowsToContinue
-from quire.execution.step_graphs import Record, StepGraphs
+from quire.execution.step_graphs import Capture, StepGraphs
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.devices.device import array_to_device
 from quire.kernels.size_classes import wide_size_class
@@ -23,19 +23,19 @@ class DraftGraphs:
     Args:
         model: the draft model.
         kv_cache: its own.
-        record: of the device.
+        capture: of the device.
         max_num_batched_tokens: maximum number of tokens of a step.
     """
 
     def __init__(
-        self, model: Decoder, kv_cache: PagedAttentionCache, record: Record, max_num_batched_tokens: int
+        self, model: Decoder, kv_cache: PagedAttentionCache, capture: Capture, max_num_batched_tokens: int
     ) -> None:
         num_rows = wide_size_class(max_num_batched_tokens)
         self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=model.kernels.device)
         self._graphs = StepGraphs(
             model.whole_step,
             kv_cache,
-            record,
+            capture,
             lambda unknown: self._token_ids[: len(unknown)],
             model.kernels,
         )
@@ -76,7 +76,7 @@ class DraftModelProposer(Proposer):
     Args:
         model: its tokens are those of the target, as far as both have ids.
         kv_cache: its own, with as many blocks, of as many tokens, as the target's.
-        graphs: of the model and the cache; None: nothing is recorded.
+        graphs: of the model and the cache; None: nothing is captured.
         vocab_size: number of token ids that the target has; None: as many as the model.
     """
 
@@ -106,10 +106,10 @@ class DraftModelProposer(Proposer):
         self._kv_cache.copy_blocks(copies)
 
     @override
-    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool) -> None:
+    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_captured: bool) -> None:
         if self._target_ids > self._num_ids:
             token_ids = token_ids.clamp(max=self._num_ids - 1)
-        if self._graphs is not None and is_recorded:
+        if self._graphs is not None and is_captured:
             self._graphs.forward(token_ids, batch)
         else:
             self._model.forward(token_ids, self._kv_cache, batch)

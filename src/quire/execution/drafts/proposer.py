@@ -69,16 +69,16 @@ class Proposer(ABC):
         """
 
     def follow(  # noqa: B027
-        self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool
+        self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_captured: bool
     ) -> None:
         """Observe the tokens [T] that the model computes in a step, including drafts.
 
-        `is_recorded` says whether the step is one of those that are recorded and replayed.
+        `is_captured` says whether the step is one of those that are captured and replayed.
         """
 
     @property
     def most_array_bytes(self) -> int:
-        """See `StepGraphs.most_array_bytes`, of the steps that the proposer records."""
+        """See `StepGraphs.most_array_bytes`, of the steps that the proposer captures."""
         return 0
 
     @abstractmethod
@@ -123,8 +123,8 @@ class GuardedProposer(Proposer):
         self._unless_failed(lambda proposer: proposer.begin_step(num_tokens, is_alone=is_alone), None)
 
     @override
-    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_recorded: bool) -> None:
-        self._unless_failed(lambda proposer: proposer.follow(token_ids, batch, is_recorded=is_recorded), None)
+    def follow(self, token_ids: torch.Tensor, batch: AttentionBatch, *, is_captured: bool) -> None:
+        self._unless_failed(lambda proposer: proposer.follow(token_ids, batch, is_captured=is_captured), None)
 
     @property
     @override

@@ -1,8 +1,8 @@
-"""Choosing tokens from logits that recorded steps leave at the same addresses, recorded as well.
+"""Choosing tokens from logits that captured steps leave at the same addresses, captured as well.
 
 A GPU chooses the likeliest tokens by 5 operations, draws others by 36, and masks and penalties add some to
 that; each takes it less time than the host takes to ask for it, as those of small steps do (`step_graphs`).
-They are recorded apart from these: which of them there are depends on the requests, and other ranks choose
+They are captured apart from these: which of them there are depends on the requests, and other ranks choose
 nothing.
 """
 
@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from quire.execution.arrays import Float64Array, Int64Array
-from quire.execution.capture_backoff import RecordingPause
+from quire.execution.capture_backoff import CaptureBackoff
 from quire.execution.sampling.constraints import NO_EDIT, NO_MASK, RowMasks
 from quire.execution.sampling.penalties import NO_PENALTIES
-from quire.execution.step_graphs import MAX_GRAPHS, Record
+from quire.execution.step_graphs import MAX_GRAPHS, Capture
 from quire.kernels.devices.device import array_to_device, copy_to_device
 from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS, LogitMasks
 from quire.kernels.size_classes import wide_size_class
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_RECORDED_EDITS = 256, 4096
-"""Edits of logits that a recording has, most of which may be no edits."""
+NUM_CAPTURED_EDITS = 256, 4096
+"""Edits of logits that a capture has, most of which may be no edits."""
 
 MAX_CHOICES = 2 * MAX_GRAPHS
-"""Recordings that are kept, of several kinds for each recorded step; the least recently used goes first."""
+"""Captures that are kept, of several kinds for each captured step; the least recently used goes first."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -97,48 +97,48 @@ Choose = Callable[[torch.Tensor, ChoiceTensors], tuple[torch.Tensor, torch.Tenso
 """Chooses tokens [R] for logits [R, V]; returns token ids and maxima as `TokenChoice.choose`."""
 
 
-class RecordedChoice:
-    """Chooses tokens as a function does, which is recorded for each address, size and kind.
+class CapturedChoice:
+    """Chooses tokens as a function does, which is captured for each address, size and kind.
 
     Args:
         choose: the function.
-        record: of the device.
+        capture: of the device.
         kernels: that the function asks.
         max_num_seqs: number of slots; the one behind the last stands for rows that are nobody's.
         num_words: of a row of masks.
     """
 
     def __init__(
-        self, choose: Choose, record: Record, kernels: KernelSet, *, max_num_seqs: int, num_words: int
+        self, choose: Choose, capture: Capture, kernels: KernelSet, *, max_num_seqs: int, num_words: int
     ) -> None:
         self._choose = choose
-        self._record = record
+        self._capture = capture
         self._kernels = kernels
         most_rows = wide_size_class(max_num_seqs)
         device = kernels.device
         self._slots = _Columns([max_num_seqs], most_rows, torch.int64, device)
         self._draws = _Columns([0.0] * NUM_DRAW_NUMBERS, most_rows, torch.float64, device)
         self._penalties = _Columns(NO_PENALTIES, most_rows, torch.float64, device)
-        self._edits = _Columns(NO_EDIT, NUM_RECORDED_EDITS[-1], torch.float64, device)
+        self._edits = _Columns(NO_EDIT, NUM_CAPTURED_EDITS[-1], torch.float64, device)
         self._mask_of_row = _Columns([NO_MASK], most_rows, torch.int64, device)
         self._bitmask = torch.zeros((most_rows, num_words), dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._maxima = torch.zeros(most_rows, dtype=torch.float32, device=device)
         self._computed: set[tuple[int, ChoiceKind]] = set()  # for which there is nothing left to compile
         self._replays: OrderedDict[tuple[int, int, ChoiceKind], Callable[[], None]] = OrderedDict()
-        self._pauses: defaultdict[ChoiceKind, RecordingPause] = defaultdict(RecordingPause)
+        self._pauses: defaultdict[ChoiceKind, CaptureBackoff] = defaultdict(CaptureBackoff)
 
     def has_room(self, logits: torch.Tensor, numbers: ChoiceNumbers) -> bool:
         """Return whether rows of logits, masks and edits are not too many."""
         num_masks = 0 if numbers.masks is None else len(numbers.masks.bitmask)
         num_edits = 0 if numbers.edits is None else numbers.edits.shape[1]
-        return max(len(logits), num_masks) <= len(self._token_ids) and num_edits <= NUM_RECORDED_EDITS[-1]
+        return max(len(logits), num_masks) <= len(self._token_ids) and num_edits <= NUM_CAPTURED_EDITS[-1]
 
     def choose(self, logits: torch.Tensor, numbers: ChoiceNumbers) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose one token for each of the first R rows.
 
         Args:
-            logits: [R or more, V], where a recorded step always leaves them; see `has_room`.
+            logits: [R or more, V], where a captured step always leaves them; see `has_room`.
             numbers: of R rows.
 
         Returns:
@@ -154,7 +154,7 @@ class RecordedChoice:
         return self._token_ids[:num_rows], self._maxima[:num_rows]
 
     def _filled(self, num_rows: int, numbers: ChoiceNumbers) -> ChoiceTensors:
-        """Copy what rows need to the places that recordings read; return these."""
+        """Copy what rows need to the places that captures read; return these."""
         draws, penalties, edits = numbers.draws, numbers.penalties, numbers.edits
         masks = None
         if numbers.masks is not None:
@@ -167,7 +167,7 @@ class RecordedChoice:
             None if draws is None else self._draws.filled(draws, num_rows),
             None if penalties is None else self._penalties.filled(penalties, num_rows),
             masks,
-            None if edits is None else self._edits.filled(edits, _num_recorded(edits.shape[1])),
+            None if edits is None else self._edits.filled(edits, _num_captured(edits.shape[1])),
         )
 
     def _compute(self, logits: torch.Tensor, tensors: ChoiceTensors) -> None:
@@ -177,20 +177,20 @@ class RecordedChoice:
             self._computed.add((num_rows, tensors.kind))
 
     def _replay_of(self, logits: torch.Tensor, tensors: ChoiceTensors) -> Callable[[], None] | None:
-        """Return what replays the choice for logits at this address, recorded if need be; None: nothing."""
+        """Return what replays the choice for logits at this address, captured if need be; None: nothing."""
         kind = tensors.kind
-        may_record = self._pauses[kind].allows_attempt()
+        may_capture = self._pauses[kind].allows_attempt()
         key = (logits.data_ptr(), len(logits), kind)
         replay = self._replays.get(key)
         if replay is not None:
             self._replays.move_to_end(key)
             return replay
-        if not may_record or key[1:] not in self._computed:
+        if not may_capture or key[1:] not in self._computed:
             return None
         try:
-            replay = self._record(lambda: self._compute(logits, tensors))
+            replay = self._capture(lambda: self._compute(logits, tensors))
         except Exception:
-            logger.exception("choosing tokens cannot be recorded as a graph; steps are slower without")
+            logger.exception("choosing tokens cannot be captured as a graph; steps are slower without")
             self._pauses[kind].begin()
             return None
         self._replays[key] = replay
@@ -199,9 +199,9 @@ class RecordedChoice:
         return replay
 
 
-def _num_recorded(num_edits: int) -> int:
-    """Return how many edits are recorded in place of so many."""
-    return next(size for size in NUM_RECORDED_EDITS if size >= num_edits)
+def _num_captured(num_edits: int) -> int:
+    """Return how many edits are captured in place of so many."""
+    return next(size for size in NUM_CAPTURED_EDITS if size >= num_edits)
 
 
 class _Columns:

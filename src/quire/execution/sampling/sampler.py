@@ -13,12 +13,12 @@ import torch
 
 from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.known_tokens import KnownTokens
-from quire.execution.sampling.captured_choice import ChoiceNumbers, ChoiceTensors, RecordedChoice
+from quire.execution.sampling.captured_choice import CapturedChoice, ChoiceNumbers, ChoiceTensors
 from quire.execution.sampling.constraints import ChangesOfStep, RowMasks, num_mask_words
 from quire.execution.sampling.penalties import Penalties, StepPenalties
 from quire.execution.sampling.table import CONSTRAINTS, DRAWS, LOGPROBS, PENALTIES, SamplingTable
 from quire.execution.sampling.tokens_in_flight import ReportedLogprobs, TokensInFlight
-from quire.execution.step_graphs import Record, StepLogits
+from quire.execution.step_graphs import Capture, StepLogits
 from quire.kernels.devices.device import array_to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.sampling.token_choice import LogitChanges, LogitEdits, RowDraws
@@ -44,7 +44,7 @@ class Sampler:
         vocab_size: V.
         max_model_len: maximum number of tokens of a request.
         kernels: of the model.
-        record: records how tokens of recorded steps are chosen; None: nothing is recorded.
+        capture: captures how tokens of captured steps are chosen; None: nothing is captured.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Sampler:
         max_model_len: int,
         kernels: KernelSet,
         *,
-        record: Record | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self.table = SamplingTable(max_num_seqs, vocab_size)
         self._choice = kernels.sampling
@@ -62,11 +62,11 @@ class Sampler:
         self._penalties = Penalties(self.table, max_num_seqs, vocab_size, max_model_len, kernels.device)
         # The one behind the slots' is of rows that are nobody's.
         self._last = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=kernels.device)
-        self._recorded: RecordedChoice | None = None
-        if record is not None:
-            self._recorded = RecordedChoice(
+        self._captured: CapturedChoice | None = None
+        if capture is not None:
+            self._captured = CapturedChoice(
                 self._choose,
-                record,
+                capture,
                 kernels,
                 max_num_seqs=max_num_seqs,
                 num_words=num_mask_words(vocab_size),
@@ -141,11 +141,11 @@ class Sampler:
     def _chosen(
         self, logits: StepLogits, numbers: ChoiceNumbers, penalties: StepPenalties | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose tokens, as a recording does if these are the logits of one and it can."""
+        """Choose tokens, as a capture does if these are the logits of one and it can."""
         drafts = None if penalties is None else penalties.drafts
-        recorded, rows = self._recorded, logits.recorded
-        if recorded is not None and rows is not None and drafts is None and recorded.has_room(rows, numbers):
-            return recorded.choose(rows, numbers)
+        captured, rows = self._captured, logits.captured
+        if captured is not None and rows is not None and drafts is None and captured.has_room(rows, numbers):
+            return captured.choose(rows, numbers)
         tensors = numbers.on(self._device)
         return self._choose(logits.rows, tensors, None if drafts is None else self._to_device(drafts))
 

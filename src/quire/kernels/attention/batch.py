@@ -131,7 +131,7 @@ class AttentionBatch:
         """Return this step with T rounded up; the rows after the tokens are nobody's.
 
         What they hold is of no account, but finite; nothing is written to the cache for them. Kernels need
-        not support that unless they run in recorded steps.
+        not support that unless they run in captured steps.
         """
         num_rows = sizes.rows(self.num_rows)
         return dataclasses.replace(

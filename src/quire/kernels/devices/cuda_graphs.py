@@ -1,4 +1,4 @@
-"""Recording what a GPU is asked for, to ask for it again at once: CUDA graphs."""
+"""Capture what a GPU is asked for, to ask for it again at once: CUDA graphs."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.devices.torch_internals import end_failed_recording
+from quire.kernels.devices.torch_internals import end_failed_capture
 
 _failed: list[torch.cuda.CUDAGraph] = []
-"""Recordings that CUDA has ended with an error; torch goes on asking them when it allocates pinned memory."""
+"""Captures that CUDA has ended with an error; torch goes on asking them when it allocates pinned memory."""
 
 
 class CudaGraphs:
-    """Records on the current GPU. Recordings are replayed one after the other, and share their memory."""
+    """Captures on the current GPU. Captures are replayed one after the other, and share their memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Record what `compute` asks the GPU for, which computes nothing; return what replays it.
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Capture what `compute` asks the GPU for, which computes nothing; return what replays it.
 
-        What `compute` allocates is the recording's, and free again for the next one: results must be in
+        What `compute` allocates is the capture's, and free again for the next one: results must be in
         memory of its own. After one that fails, others may succeed.
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # If a recording fails at its end, torch leaves its own stream the current one, and what this
+            # If a capture fails at its end, torch leaves its own stream the current one, and what this
             # thread asks for next would not wait for what others ask for.
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
@@ -34,8 +34,8 @@ class CudaGraphs:
             ):
                 compute()
         except Exception:
-            if end_failed_recording(self._pool):
+            if end_failed_capture(self._pool):
                 _failed.append(graph)
-                self._pool = torch.cuda.graph_pool_handle()  # torch records nothing more to the one before
+                self._pool = torch.cuda.graph_pool_handle()  # torch captures nothing more to the one before
             raise
         return graph.replay

@@ -52,7 +52,7 @@ class DevicePoint:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
-def is_recording() -> bool:
+def is_capturing() -> bool:
     """Return whether what the device is asked for becomes part of a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 

@@ -38,10 +38,10 @@ def int8_product(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return torch_operator("_int_mm")(rows, columns)  # type: ignore[no-any-return]
 
 
-def end_failed_recording(pool: tuple[int, int]) -> bool:
-    """Have torch's allocator end a recording to a pool of memory, if it takes it for under way.
+def end_failed_capture(pool: tuple[int, int]) -> bool:
+    """Have torch's allocator end a capture to a pool of memory, if it takes it for under way.
 
-    It does so if CUDA has ended the recording with an error, at least up to torch 2.13. Then it would give no
+    It does so if CUDA has ended the capture with an error, at least up to torch 2.13. Then it would give no
     memory back to the GPU any more, also where it runs out, and `torch.cuda.empty_cache` would raise.
 
     Returns:

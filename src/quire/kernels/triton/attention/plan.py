@@ -116,7 +116,7 @@ class _Planned:
 class AttentionPlanner:
     """Makes the arrays of a step's attention plan, as `plan_arrays` does; nobody writes to them.
 
-    Recorded steps keep it. Where the same sequences compute one token each, step after step, and none of them
+    Captured steps keep it. Where the same sequences compute one token each, step after step, and none of them
     comes to another tile of keys, all that changes in the plan is where these tokens are.
 
     Args:

@@ -1,4 +1,4 @@
-"""Two ranks that record steps and replay them: the bits of others, and the same recordings on both."""
+"""Two ranks that capture steps and replay them: the bits of others, and the same captures on both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "block_size": 16,
     "overlap_steps": True,
 }
-BEGINNING = [f"reserves {RESERVED}", "records 0"]
+BEGINNING = [f"reserves {RESERVED}", "captures 0"]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def test_replayed_steps_have_the_bits_of_others(
     first, second = ranks.events
     assert first == second
     assert first[:2] == BEGINNING
-    num_recordings = sum(event.startswith("records") for event in first)
-    assert MAX_GRAPHS < num_recordings < sum(event.startswith("replays") for event in first)
+    num_captures = sum(event.startswith("captures") for event in first)
+    assert MAX_GRAPHS < num_captures < sum(event.startswith("replays") for event in first)
 
 
 def test_chunks_of_prompts_are_replayed_beside_decodes(
@@ -81,11 +81,11 @@ def test_chunks_of_prompts_are_replayed_beside_decodes(
     prompts = [[10], [11, 12], [5 + number % 90 for number in range(32)]]
     options = {"prompts": prompts, "lengths": (6, 6, 1), "max_num_batched_tokens": 8}
     expected = results(checkpoint, **options)
-    recorded: list[int] = []
+    captured: list[int] = []
     ranks = TapedRanks(monkeypatch, tmp_path)
 
     def watched(replay: Any, runner: ModelRunner, output: Any, sampling: Any) -> Any:
-        recorded.append(output.total_num_scheduled_tokens)
+        captured.append(output.total_num_scheduled_tokens)
         return replay(runner, output, sampling)
 
     monkeypatch.setattr(ModelRunner, "_is_small", lambda _self, _output, sampling: len(sampling.tokens) > 0)
@@ -93,11 +93,11 @@ def test_chunks_of_prompts_are_replayed_beside_decodes(
     assert results(checkpoint, **options) == expected
     first, second = ranks.events
     assert first == second
-    assert recorded.count(8) > 3
+    assert captured.count(8) > 3
     assert first[2:].count("replays 0") > 1  # of such steps: nothing decodes afterwards
 
 
-def test_steps_are_recorded_anew_after_those_that_measure_memory(
+def test_steps_are_captured_anew_after_those_that_measure_memory(
     checkpoint: str, expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = TapedRanks(monkeypatch, tmp_path)
@@ -120,7 +120,7 @@ def test_steps_are_recorded_anew_after_those_that_measure_memory(
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_step_that_one_rank_cannot_record_is_recorded_on_none(
+def test_a_step_that_one_rank_cannot_capture_is_captured_on_none(
     failing: int,
     checkpoint: str,
     expected: list[Any],
@@ -134,8 +134,8 @@ def test_a_step_that_one_rank_cannot_record_is_recorded_on_none(
     assert results(checkpoint) == expected
     assert ranks.events == [BEGINNING, BEGINNING]
     logs = caplog.text, capfd.readouterr().err
-    assert logs[failing].count("a step cannot be recorded as a graph") == 1
-    assert logs[1 - failing].count("another rank cannot record a step as a graph") == 1
+    assert logs[failing].count("a step cannot be captured as a graph") == 1
+    assert logs[1 - failing].count("another rank cannot capture a step as a graph") == 1
 
 
 @pytest.mark.representative

@@ -1,4 +1,4 @@
-"""Choosing tokens from the logits of recorded steps: the tokens that are chosen otherwise."""
+"""Choosing tokens from the logits of captured steps: the tokens that are chosen otherwise."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from recorder import Recorder, driver_of
 
 from call_through import call_through
 from checkpoints import make_checkpoint
-from quire.execution import capture_backoff as recording_pauses
-from quire.execution import step_graphs
-from quire.execution.sampling import captured_choice as recorded_choice
+from quire.execution import capture_backoff, step_graphs
+from quire.execution.sampling import captured_choice
 from quire.execution.sampling.captured_choice import (
-    NUM_RECORDED_EDITS,
+    NUM_CAPTURED_EDITS,
+    CapturedChoice,
     ChoiceNumbers,
     ChoiceTensors,
-    RecordedChoice,
 )
 from quire.execution.sampling.constraints import RowMasks
-from quire.execution.step_graphs import Record
+from quire.execution.step_graphs import Capture
 from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS, NUM_EDIT_NUMBERS
 from quire.kernels.size_classes import SizeClasses, size_class
 from quire.kernels.triton.kernel_set import TritonKernels
@@ -84,13 +83,13 @@ def replayed_choices(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, b
     """Return a list to which the rows and kinds of choices go that are replayed."""
     replayed = []
 
-    def watched(replay_of: Any, self: RecordedChoice, logits: torch.Tensor, tensors: Any) -> Any:
+    def watched(replay_of: Any, self: CapturedChoice, logits: torch.Tensor, tensors: Any) -> Any:
         replay = replay_of(self, logits, tensors)
         if replay is not None:
             replayed.append((len(logits), *tensors.kind))
         return replay
 
-    call_through(monkeypatch, RecordedChoice, "_replay_of", watched)
+    call_through(monkeypatch, CapturedChoice, "_replay_of", watched)
     return replayed
 
 
@@ -104,8 +103,8 @@ def test_requests_that_come_and_go_have_the_tokens_of_others(
     )
     replayed = replayed_choices(monkeypatch)
     found: list[dict[str, Any]] = []
-    for record in (None, Recorder().record):
-        driver, outputs = driver_of(model, record, MAX_NUM_SEQS), {}
+    for capture in (None, Recorder().capture):
+        driver, outputs = driver_of(model, capture, MAX_NUM_SEQS), {}
         for group in GROUPS:
             for number, name in enumerate(group):
                 driver.add(f"{number}: {name} of {group}", range(5 + number, 7 + 2 * number), REQUESTS[name])
@@ -117,7 +116,7 @@ def test_requests_that_come_and_go_have_the_tokens_of_others(
     assert len({tuple(output) for output, _ in found[0].values()}) > 10
     kinds = itertools.product([False, True], repeat=3)
     assert set(replayed) >= {(MAX_NUM_SEQS, *kind, 0) for kind in kinds}
-    assert {kind[-1] for kind in replayed} == {0, *NUM_RECORDED_EDITS}
+    assert {kind[-1] for kind in replayed} == {0, *NUM_CAPTURED_EDITS}
 
 
 class Choices:
@@ -137,11 +136,11 @@ class Choices:
         return token_ids, logits.amax(dim=1)
 
 
-def recorded_choice_of(
-    choices: Choices, record: Record, kernels: TritonKernels | None = None
-) -> RecordedChoice:
+def captured_choice_of(
+    choices: Choices, capture: Capture, kernels: TritonKernels | None = None
+) -> CapturedChoice:
     kernels = kernels or TritonKernels()
-    return RecordedChoice(choices.choose, record, kernels, max_num_seqs=MAX_NUM_SEQS, num_words=1)
+    return CapturedChoice(choices.choose, capture, kernels, max_num_seqs=MAX_NUM_SEQS, num_words=1)
 
 
 def rows_of(*numbers: float) -> torch.Tensor:
@@ -149,8 +148,8 @@ def rows_of(*numbers: float) -> torch.Tensor:
     return torch.tensor([[number, 0.0, 1.0] for number in numbers])
 
 
-def choose(recorded: RecordedChoice, logits: torch.Tensor, slots: list[int], draws: Any = None) -> list[int]:
-    token_ids, maxima = recorded.choose(logits, ChoiceNumbers(np.array(slots), draws))
+def choose(captured: CapturedChoice, logits: torch.Tensor, slots: list[int], draws: Any = None) -> list[int]:
+    token_ids, maxima = captured.choose(logits, ChoiceNumbers(np.array(slots), draws))
     expected = logits.amax(dim=1)[: len(slots)]
     assert torch.equal(maxima, expected)
     chosen: list[int] = token_ids.tolist()
@@ -159,75 +158,75 @@ def choose(recorded: RecordedChoice, logits: torch.Tensor, slots: list[int], dra
 
 def test_what_is_replayed_reads_new_numbers() -> None:
     recorder, choices = Recorder(), Choices()
-    recorded = recorded_choice_of(choices, recorder.record)
+    captured = captured_choice_of(choices, recorder.capture)
     logits = rows_of(10, 20, 0)
     for step in range(4):
         logits[:, 0] += 1
         slots = [2, 1] if step < 3 else [0]
-        assert choose(recorded, logits, slots) == [12 + step, 22 + step][: len(slots)]
+        assert choose(captured, logits, slots) == [12 + step, 22 + step][: len(slots)]
         assert choices.last[slots].tolist() == [12 + step, 22 + step][: len(slots)]
         draws = np.full((NUM_DRAW_NUMBERS, len(slots)), float(step))
-        assert choose(recorded, logits, slots, draws) == [12 + 6 * step, 22 + 6 * step][: len(slots)]
+        assert choose(captured, logits, slots, draws) == [12 + 6 * step, 22 + 6 * step][: len(slots)]
     assert choices.last[3] == 0, "the slot of no row"
-    # Each kind is computed, then recorded and replayed.
-    assert (recorder.num_recordings, recorder.num_replays, choices.num_calls) == (2, 6, 4)
+    # Each kind is computed, then captured and replayed.
+    assert (recorder.num_captures, recorder.num_replays, choices.num_calls) == (2, 6, 4)
 
 
 def test_logits_at_other_addresses_have_recordings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_choice, "MAX_CHOICES", 2)
+    monkeypatch.setattr(captured_choice, "MAX_CHOICES", 2)
     recorder = Recorder()
-    recorded = recorded_choice_of(Choices(), recorder.record)
+    captured = captured_choice_of(Choices(), recorder.capture)
     steps = [rows_of(number, number) for number in (1, 2, 3)]
     for _ in range(3):
         for number, logits in enumerate(steps[:2]):
-            assert choose(recorded, logits, [0, 1]) == [2 + number, 2 + number]
-    assert recorder.num_recordings == 2
-    assert choose(recorded, steps[2], [0, 1]) == [4, 4]  # the first one's goes
-    assert choose(recorded, steps[1], [0, 1]) == [3, 3]
-    assert recorder.num_recordings == 3
-    assert choose(recorded, steps[0], [0, 1]) == [2, 2]
-    assert recorder.num_recordings == 4
+            assert choose(captured, logits, [0, 1]) == [2 + number, 2 + number]
+    assert recorder.num_captures == 2
+    assert choose(captured, steps[2], [0, 1]) == [4, 4]  # the first one's goes
+    assert choose(captured, steps[1], [0, 1]) == [3, 3]
+    assert recorder.num_captures == 3
+    assert choose(captured, steps[0], [0, 1]) == [2, 2]
+    assert recorder.num_captures == 4
 
 
-def test_nothing_is_recorded_before_kernels_have_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_captured_before_kernels_have_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, kernels = Recorder(), TritonKernels()
-    recorded = recorded_choice_of(Choices(), recorder.record, kernels)
+    captured = captured_choice_of(Choices(), recorder.capture, kernels)
     logits = rows_of(1, 2)
     with monkeypatch.context() as patch:
         patch.setattr(TritonKernels, "compiles_only", True)
         for _ in range(3):
-            choose(recorded, logits, [0, 1])
-    choose(recorded, logits, [0, 1])
-    assert recorder.num_recordings == 0
-    choose(recorded, logits, [0, 1])
-    assert recorder.num_recordings == 1
+            choose(captured, logits, [0, 1])
+    choose(captured, logits, [0, 1])
+    assert recorder.num_captures == 0
+    choose(captured, logits, [0, 1])
+    assert recorder.num_captures == 1
 
 
-def test_what_cannot_be_recorded_is_computed(
+def test_what_cannot_be_captured_is_computed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is tried again after a while; what can be recorded still is."""
-    monkeypatch.setattr(recording_pauses, "FEWEST_STEPS", 3)
+    """It is tried again after a while; what can be captured still is."""
+    monkeypatch.setattr(capture_backoff, "FEWEST_STEPS", 3)
     recorder, choices, attempts = Recorder(), Choices(), []
 
-    def record(compute: Callable[[], None]) -> Callable[[], None]:
+    def capture(compute: Callable[[], None]) -> Callable[[], None]:
         attempts.append(compute)
         if len(attempts) in (1, 3):
             raise RuntimeError("operation not permitted when stream is capturing")
-        return recorder.record(compute)
+        return recorder.capture(compute)
 
-    recorded = recorded_choice_of(choices, record)
+    captured = captured_choice_of(choices, capture)
     logits, draws = rows_of(3, 7), np.ones((NUM_DRAW_NUMBERS, 2))
     for _ in range(4):
-        assert choose(recorded, logits, [0, 1]) == [4, 8]
+        assert choose(captured, logits, [0, 1]) == [4, 8]
     assert len(attempts) == 1
-    assert caplog.text.count("cannot be recorded") == 1
+    assert caplog.text.count("cannot be captured") == 1
     for _ in range(3):
-        assert choose(recorded, logits, [0, 1], draws) == [9, 13]
+        assert choose(captured, logits, [0, 1], draws) == [9, 13]
     assert (len(attempts), recorder.num_replays) == (2, 2)
     num_attempts = []
     for _ in range(9):
-        assert choose(recorded, logits, [0, 1]) == [4, 8]
+        assert choose(captured, logits, [0, 1]) == [4, 8]
         num_attempts.append(len(attempts))
     assert num_attempts == [3, 3, 3, 3, 3, 3, 4, 4, 4], "the second pause is twice as long"
     assert recorder.num_replays == 5
@@ -235,32 +234,32 @@ def test_what_cannot_be_recorded_is_computed(
 
 def test_slots_are_copied_only_where_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[list[int]] = []
-    copy = recorded_choice.copy_to_device
+    copy = captured_choice.copy_to_device
 
     def noted(source: torch.Tensor, target: torch.Tensor) -> None:
         copied.append(source.tolist())
         copy(source, target)
 
-    monkeypatch.setattr(recorded_choice, "copy_to_device", noted)
+    monkeypatch.setattr(captured_choice, "copy_to_device", noted)
     choices = Choices()
-    recorded = recorded_choice_of(choices, Recorder().record)
+    captured = captured_choice_of(choices, Recorder().capture)
     for slots in ([2, 1], [2, 1], [1], [1], [2, 1]):
-        choose(recorded, rows_of(5, 6, 7), slots)
+        choose(captured, rows_of(5, 6, 7), slots)
         assert choices.last[slots].tolist() == [6, 7][: len(slots)]
     nobody = MAX_NUM_SEQS
     assert copied == [[[2, 1, nobody]], [[1, nobody, nobody]], [[2, 1, nobody]]]
 
 
-def test_what_there_is_no_room_for_is_not_recorded() -> None:
-    recorded = recorded_choice_of(Choices(), Recorder().record)
+def test_what_there_is_no_room_for_is_not_captured() -> None:
+    captured = captured_choice_of(Choices(), Recorder().capture)
     numbers = ChoiceNumbers(np.zeros(1, dtype=np.int64))
-    assert recorded.has_room(rows_of(*range(MAX_NUM_SEQS)), numbers)
-    assert not recorded.has_room(rows_of(*range(MAX_NUM_SEQS + 1)), numbers)
-    for num_edits in (NUM_RECORDED_EDITS[-1], NUM_RECORDED_EDITS[-1] + 1):
+    assert captured.has_room(rows_of(*range(MAX_NUM_SEQS)), numbers)
+    assert not captured.has_room(rows_of(*range(MAX_NUM_SEQS + 1)), numbers)
+    for num_edits in (NUM_CAPTURED_EDITS[-1], NUM_CAPTURED_EDITS[-1] + 1):
         edits = np.zeros((NUM_EDIT_NUMBERS, num_edits))
-        has_room = recorded.has_room(rows_of(1), dataclasses.replace(numbers, edits=edits))
-        assert has_room == (num_edits == NUM_RECORDED_EDITS[-1])
+        has_room = captured.has_room(rows_of(1), dataclasses.replace(numbers, edits=edits))
+        assert has_room == (num_edits == NUM_CAPTURED_EDITS[-1])
     for num_masks in (MAX_NUM_SEQS, MAX_NUM_SEQS + 1):
         masks = RowMasks(np.zeros((num_masks, 1), dtype=np.int32), np.zeros(1, dtype=np.int64))
-        has_room = recorded.has_room(rows_of(1), dataclasses.replace(numbers, masks=masks))
+        has_room = captured.has_room(rows_of(1), dataclasses.replace(numbers, masks=masks))
         assert has_room == (num_masks == MAX_NUM_SEQS)
