@@ -2,6 +2,9 @@
 
 Both sides know a running request by its *slot*: a row of the persistent batch, from 0 to max_num_seqs - 1,
 held from admission to finish or preemption. Arrays are in one order, that of `SchedulerOutput.slots`.
+
+KV blocks are those of G cache groups, see `quire.kv.cache.groups`; G is 1 unless layers have windows. Blocks
+of a group before a sequence's window are `NULL_BLOCK`; a runner never reads them, and need not be told when.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ class NewRequestData(NamedTuple):
     output_token_ids: list[int]  # what it has generated elsewhere; empty for nearly all
     sampling_params: SamplingParams
     eos_token_ids: tuple[int, ...]
-    block_ids: IntArray  # [number of blocks]
+    block_ids: IntArray  # [G, blocks]
     num_computed_tokens: int
     draft_scope: tuple[str, str] = ("", "")  # requests of the same one may see each other's outputs in drafts
 
@@ -44,7 +47,7 @@ class ResumedRequestData(NamedTuple):
 
     request_id: str
     slot: int
-    block_ids: IntArray  # [number of blocks]
+    block_ids: IntArray  # [G, blocks]
     num_computed_tokens: int
     num_tokens: int  # prompt and output
     num_prompt_logprobs: int  # that its client has; the runner goes on with the next
@@ -54,12 +57,12 @@ class ResumedRequestData(NamedTuple):
 class CachedRequestData:
     """Requests that the runner knows: only what changed, as arrays over the blocks newly given to them.
 
-    Block `block_ids[i]` becomes number `block_index[i]` in the block table of slot `slots[i]`.
+    Block `block_ids[g, i]` becomes number `block_index[i]` in the block table of group g and slot `slots[i]`.
     """
 
     slots: IntArray  # [new blocks]
     block_index: IntArray  # [new blocks]
-    block_ids: IntArray  # [new blocks]
+    block_ids: IntArray  # [G, new blocks]
     resumed: list[ResumedRequestData]
 
 
@@ -73,7 +76,7 @@ class ForkData:
 
     slot: int
     parent_slot: int
-    block_ids: IntArray  # [number of blocks]
+    block_ids: IntArray  # [G, blocks]
     num_tokens: int  # prompt and output, with the last one
     num_computed_tokens: int
 
@@ -149,7 +152,7 @@ class SchedulerOutput:
     forks: list[ForkData]
     scheduled_cached_reqs: CachedRequestData
     chosen_tokens: ChosenTokens
-    block_copies: IntArray  # [copies, 2] (from, to): copy on write, before any KV of this step is written
+    block_copies: IntArray  # [copies, 2, G] (from, to): copied before any KV of this step is written
     evictions: EvictionData | None = None  # None: nothing is ever evicted
     pending_structured_output_tokens: bool = False  # whether a mask depends on tokens of steps in flight
     num_drafts_wanted: IntArray | None = None  # [R] most tokens to propose after each row; None: nothing

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 
 from quire.grammar.interface import GrammarBackend
 from quire.kv.blocks.events import KVEventSink
+from quire.kv.cache.groups import WindowBlocks
 from quire.kv.connectors.interface import KVConnector
 
 
@@ -30,6 +31,7 @@ class SchedulerContext:
         draft_length: tokens to propose per request, given the number of running requests.
         commit_blocks: given a number of further blocks of reserved memory, returns how many may be used now;
             None: the whole cache may be used from the start.
+        windows: the blocks of cache groups that give back what is before a window, by falling window.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -39,3 +41,4 @@ class SchedulerContext:
     kv_events: KVEventSink | None = None
     draft_length: Callable[[int], int] = no_drafts
     commit_blocks: Callable[[int], int] | None = None
+    windows: tuple[WindowBlocks, ...] = ()
