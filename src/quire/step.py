@@ -20,6 +20,7 @@ import numpy.typing as npt
 from quire.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 NO_TOKEN = -1

@@ -63,7 +63,7 @@ def test_a_load_is_asked_for_then_given_blocks_then_told_to_the_worker():
     plan = scene.plan()
     _, asked, allocated, built = [call for call in scene.connector.calls if call[0] != "leases_renewed"]
     assert asked == ("get_num_new_matched_tokens", request, 0)
-    table = plan.scheduled_new_reqs[0].block_ids.tolist()
+    table = plan.scheduled_new_reqs[0].block_ids[0].tolist()
     assert allocated == ("update_state_after_alloc", request, table, 8)
     assert built[0] == "build_connector_meta"
     scene.apply(plan)
@@ -268,10 +268,10 @@ def test_blocks_are_held_and_the_client_is_told_where_they_are():
     scene = Scene(connector=Witness(4, send_steps=2))
     scene.add("a", range(9), max_tokens=1)
     plan = scene.plan()
-    table = plan.scheduled_new_reqs[0].block_ids.tolist()
+    table = plan.scheduled_new_reqs[0].block_ids[0].tolist()
     scene.apply(plan)
     assert scene.ends["a"].kv_transfer_params == {"request_id": "a", "block_ids": table}
-    assert np.count_nonzero(scene.scheduler.accounts.kv.pool.reference_counts(np.array(table))) == 3
+    assert np.count_nonzero(scene.scheduler.accounts.kv.pools.first.reference_counts(np.array(table))) == 3
     scene.finish()
 
 

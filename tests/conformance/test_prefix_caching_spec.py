@@ -146,6 +146,8 @@ def test_a_decode_step_that_fills_no_block_does_nothing_for_the_cache(monkeypatc
         scene.add(f"r{number}", range(number, number + 5), max_tokens=8)
     scene.step()
     calls = []
-    monkeypatch.setattr(scene.scheduler.accounts.kv.pool, "cache", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(
+        scene.scheduler.accounts.kv.pools.first, "cache", lambda *arguments: calls.append(arguments)
+    )
     scene.step()
     assert calls == []

@@ -148,7 +148,7 @@ def test_block_size_is_the_tokens_of_a_block():
     scene = Scene(block_size=2, num_blocks=32)
     scene.add("a", range(7))
     plan = scene.plan()
-    assert len(plan.scheduled_new_reqs[0].block_ids) == 4
+    assert plan.scheduled_new_reqs[0].block_ids.shape == (1, 4)
     scene.apply(plan)
     scene.finish()
     scene.check_naive()

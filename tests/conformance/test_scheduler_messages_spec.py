@@ -111,15 +111,17 @@ def test_a_request_is_sent_whole_once_and_then_only_what_changed():
     (new,) = plan.scheduled_new_reqs
     assert (new.request_id, list(new.prompt_token_ids)) == ("a", list(range(6)))
     assert new.sampling_params == request.sampling_params
-    assert (len(new.block_ids), new.num_computed_tokens) == (2, 0)
+    assert (new.block_ids.shape, new.num_computed_tokens) == ((1, 2), 0)
     scene.apply(plan)
     num_blocks = 2
     while scene.scheduler.has_unfinished_requests():
         plan = scene.plan()
         assert plan.scheduled_new_reqs == []
         changed = plan.scheduled_cached_reqs
-        assert changed.block_index.tolist() == list(range(num_blocks, num_blocks + len(changed.block_ids)))
-        num_blocks += len(changed.block_ids)
+        assert changed.block_index.tolist() == list(
+            range(num_blocks, num_blocks + changed.block_ids.shape[1])
+        )
+        num_blocks += changed.block_ids.shape[1]
         scene.apply(plan)
     assert num_blocks == 4
 
@@ -171,8 +173,8 @@ def test_copies_on_write_are_named():
     scene.step()
     source = scene.runner.tables[scene.runner.slot_of["a"]][1]
     plan = scene.plan()
-    ((copied, target),) = plan.block_copies.tolist()
-    assert (copied, target) == (source, plan.scheduled_new_reqs[0].block_ids[1])
+    ((copied, target),) = plan.block_copies[:, :, 0].tolist()
+    assert (copied, target) == (source, plan.scheduled_new_reqs[0].block_ids[0, 1])
     scene.apply(plan)
     scene.finish()
     scene.check_naive()

@@ -350,7 +350,7 @@ def test_accounts_that_do_not_agree_are_found():
     scene.add("a", range(9))
     scene.step()
     scene.scheduler.check_invariants()
-    scene.scheduler.accounts.kv.pool.allocate(1)  # nobody holds it
+    scene.scheduler.accounts.kv.pools.allocate(1)  # nobody holds it
     with pytest.raises(AssertionError, match="invariant 2"):
         scene.scheduler.check_invariants()
 

@@ -33,8 +33,8 @@ INTERNALS = [
     "accounts.kv.grow",
     "accounts.kv.open",
     "accounts.kv.find_prefix",
-    "accounts.kv.pool.allocate",
-    "accounts.kv.pool.acquire",
+    "accounts.kv.pools.allocate",
+    "accounts.kv.pools.acquire",
     "accounts.waiting.admit",
     "accounts.running.occupy",
     "accounts.running.append",
@@ -188,7 +188,7 @@ def test_steps_that_fail_now_and_then_do_not_end_the_engine(engine, monkeypatch)
 
 def test_a_scheduler_in_disorder_ends_the_engine(engine, monkeypatch):
     def faulty():
-        engine.core.scheduler.accounts.kv.pool.allocate(1)
+        engine.core.scheduler.accounts.kv.pools.allocate(1)
         raise ZeroDivisionError("no luck")
 
     monkeypatch.setattr(engine.core.scheduler, "schedule", faulty)

@@ -605,7 +605,7 @@ def test_what_is_given_up_is_not_read_even_if_it_cannot_be_published(monkeypatch
     with engine(kv_transfer_port=free_port(), kv_events_endpoint="tcp://127.0.0.1:*") as llm:
         for first in range(5, 9):  # prompts that do not fit into the cache together
             answer(llm, [first, *PROMPT[1:]])
-        pool = core_of(llm).scheduler.accounts.kv.pool
+        pool = core_of(llm).scheduler.accounts.kv.pools.first
         assert connector_of(llm)._cached._entries.keys() == pool._by_digest.keys()
 
 

@@ -281,7 +281,7 @@ def test_a_captured_run_is_replayed_exactly(tmp_path, expected):
 
 def test_a_cache_of_no_given_size_grows_with_what_is_in_it():
     with LLM("mini", num_threads=1, max_num_seqs=4) as llm:
-        pool = core_of(llm).scheduler.accounts.kv.pool
+        pool = core_of(llm).scheduler.accounts.kv.pools.first
         assert pool.num_committed == 0
         llm.generate("short", greedy(1))
         small = pool.num_committed

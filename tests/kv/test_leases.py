@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,11 @@ times = st.integers(0, 20)
 blocks = st.lists(st.integers(0, 30), unique=True, max_size=5)
 
 
+def in_groups(block_ids: Sequence[int]) -> np.ndarray:
+    """The blocks of one group, and those of another beside them."""
+    return np.array([block_ids, [block_id + 100 for block_id in block_ids]], dtype=np.int32)
+
+
 class LeaseMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -27,9 +34,9 @@ class LeaseMachine(RuleBasedStateMachine):
     def grant(self, lease_id, kind, block_ids, deadline):
         if lease_id in self.naive:
             with pytest.raises(ValueError, match="held already"):
-                self.table.grant(lease_id, kind, block_ids, deadline)
+                self.table.grant(lease_id, kind, in_groups(block_ids), deadline)
             return
-        self.table.grant(lease_id, kind, block_ids, deadline)
+        self.table.grant(lease_id, kind, in_groups(block_ids), deadline)
         self.naive[lease_id] = (kind, tuple(block_ids), deadline)
 
     @rule(lease_id=ids, deadline=times)
@@ -41,7 +48,11 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(lease_id=ids)
     def release(self, lease_id):
-        assert self.table.release(lease_id) == self.naive.pop(lease_id, (None, ()))[1]
+        lease, expected = self.table.release(lease_id), self.naive.pop(lease_id, None)
+        assert (lease is None) == (expected is None)
+        if lease is not None:
+            assert np.array_equal(lease.block_ids, in_groups(expected[1]))
+            assert (lease.kind, lease.deadline) == (expected[0], expected[2])
 
     @rule(now=times)
     def expired(self, now):
@@ -57,11 +68,13 @@ class LeaseMachine(RuleBasedStateMachine):
         broken = {lease.lease_id: lease.block_ids for lease in self.table.break_pins()}
         assert set(pins) <= set(broken) <= set(pins) | empty
         for name, block_ids in broken.items():
-            assert block_ids == self.naive.pop(name)[1]
+            assert np.array_equal(block_ids, in_groups(self.naive.pop(name)[1]))
 
     @invariant()
     def same_blocks(self):
-        assert Counter(self.table.held()) == Counter(b for _, held, _ in self.naive.values() for b in held)
+        assert Counter(block for held in self.table.held() for block in held[0].tolist()) == Counter(
+            b for _, held, _ in self.naive.values() for b in held
+        )
         assert len(self.table) == len(self.naive)
         for kind in LeaseKind:
             held = [lease[1] for lease in self.naive.values() if lease[0] is kind]
@@ -88,7 +101,7 @@ TestLeaseMachine.settings = settings(max_examples=60, stateful_step_count=30)
 @settings(max_examples=5)
 def test_heartbeats_leave_no_trace(count: int):
     table = LeaseTable()
-    table.grant("peer", LeaseKind.TRANSFER, [1, 2], 0.0)
+    table.grant("peer", LeaseKind.TRANSFER, in_groups([1, 2]), 0.0)
     held = num_held(table)
     for beat in range(count):
         table.renew("peer", float(beat))
@@ -99,9 +112,9 @@ def test_heartbeats_leave_no_trace(count: int):
 
 def test_short_leases_beside_a_long_one_leave_no_trace():
     table = LeaseTable()
-    table.grant("pinned", LeaseKind.PIN, [0], 1e9)
+    table.grant("pinned", LeaseKind.PIN, in_groups([0]), 1e9)
     held = num_held(table)
     for number in range(1000):
-        table.grant(f"transfer-{number}", LeaseKind.TRANSFER, [1], 1e8)
+        table.grant(f"transfer-{number}", LeaseKind.TRANSFER, in_groups([1]), 1e8)
         table.release(f"transfer-{number}")
     assert num_held(table) <= held + 100

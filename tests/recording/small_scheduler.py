@@ -83,10 +83,10 @@ class SmallScheduler(SchedulerInterface):
             finished_req_ids=self.finished_ids,
             preempted_req_ids=[],
             scheduled_new_reqs=new,
-            scheduled_cached_reqs=CachedRequestData(EMPTY, EMPTY, EMPTY, []),
+            scheduled_cached_reqs=CachedRequestData(EMPTY, EMPTY, EMPTY.reshape(1, 0), []),
             forks=[],
             chosen_tokens=ChosenTokens(EMPTY, EMPTY),
-            block_copies=np.empty((0, 2), dtype=np.int32),
+            block_copies=np.empty((0, 2, 1), dtype=np.int32),
         )
         self.finished_ids = []
         self.steps += 1
@@ -141,7 +141,7 @@ class SmallScheduler(SchedulerInterface):
                 [],
                 request.sampling_params,
                 request.eos_token_ids,
-                ints(row.blocks),
+                ints(row.blocks).reshape(1, -1),
                 row.num_computed,
             )
         )

@@ -352,6 +352,6 @@ def test_a_plan_survives_the_file():
     assert decoded.plan.num_tokens.tolist() == [5]
     assert decoded.plan.num_tokens.dtype == np.int32
     assert decoded.plan.draft_token_ids.shape == (1, 0)
-    assert decoded.plan.scheduled_new_reqs[0].block_ids.tolist() == [0, 1]
+    assert decoded.plan.scheduled_new_reqs[0].block_ids.tolist() == [[0, 1]]
     assert decoded.plan.scheduled_new_reqs[0].sampling_params == SamplingParams(max_tokens=1, seed=3)
     assert NO_TOKEN not in decoded.plan.slots

@@ -4,7 +4,8 @@ Its KV is, for each place of each block, a number that stands for the token ther
 Before it "computes" a token it checks that the request's block table really holds the request's own history,
 so a wrong table, a block given to two requests, a false prefix hit, a wrong copy or a load of or into the
 wrong block is seen at once. The next token is a hash of the history, and with cache eviction of what the
-cache keeps of it: any error in the scheduling changes the output.
+cache keeps of it: any error in the scheduling changes the output. Cache groups with a window have KV of their
+own, of which only what is in the window is checked.
 
 It proposes drafts that are right with a fixed probability, obeys grammar bitmasks, and drives the worker side
 of a KV connector over its own blocks.
@@ -20,6 +21,7 @@ import numpy as np
 from eviction_rules import EvictionRules, Held
 
 from quire.execution.failed_requests import FailedRequests, KnownErrors
+from quire.kv.cache.groups import NULL_BLOCK, WindowBlocks
 from quire.step import (
     NO_TOKEN,
     GrammarOutput,
@@ -87,17 +89,22 @@ class FakeRunner:
         connector=None,
         seed: int = 0,
         rules: EvictionRules | None = None,
+        windows: tuple[WindowBlocks, ...] = (),
     ) -> None:
+        self.windows = windows
         self.block_size = block_size
         self.rules = rules  # of cache eviction
         self.num_evictions = 0
         self.positions: dict[int, list[int]] = {}  # what is in the cache of each slot, by place
-        self.kv = np.full((num_blocks, block_size), NEVER_WRITTEN)
+        self.kv = np.full((num_blocks, block_size), NEVER_WRITTEN)  # of the group that keeps all tokens
+        counts = [group.num_blocks for group in windows]
+        self.window_kv = [np.full((count, block_size), NEVER_WRITTEN) for count in counts]
         self.tokens: dict[str, list[int]] = {}
         self.prompt_length: dict[str, int] = {}
         self.num_logprobs: dict[str, int] = {}
         self.slot_of: dict[str, int] = {}
         self.tables: dict[int, list[int]] = {}
+        self.window_tables: dict[int, list[list[int]]] = {}  # by slot, of each group with a window
         self.fail: set[str] = set()
         self.param_at_fault: str | None = None  # for those that fail
         self.bad_blocks: set[int] = set()  # whose load has failed, and that were not written since
@@ -182,6 +189,7 @@ class FakeRunner:
         is_bad = not self.bad_blocks.isdisjoint(self.tables[slot][: -(-len(positions) // self.block_size)])
         is_bad |= (read == GARBAGE).any().item()
         assert is_bad or (read == kv[positions]).all(), request_id
+        self._check_windows(slot, start, kv)
         seen: list = history
         if self.rules is not None:
             held = [(position, history[position]) for position in positions]
@@ -220,12 +228,17 @@ class FakeRunner:
         for resumed in cached.resumed:
             del self.tokens[resumed.request_id][resumed.num_tokens :]
             self._open(resumed.request_id, resumed.slot, resumed.block_ids, resumed.num_computed_tokens)
-        changes = (cached.slots.tolist(), cached.block_index.tolist(), cached.block_ids.tolist())
-        for slot, index, block_id in zip(*changes, strict=True):
+        changes = (cached.slots.tolist(), cached.block_index.tolist())
+        assert len(cached.block_ids) == 1 + len(self.windows)
+        for number, (slot, index) in enumerate(zip(*changes, strict=True)):
             assert index == len(self.tables[slot])
-            self.tables[slot].append(block_id)
+            for table, block_ids in zip(self._tables_of(slot), cached.block_ids, strict=True):
+                table.append(int(block_ids[number]))
         self._choose_last_tokens(plan)
-        for source, target in plan.block_copies.tolist():
+        for group, kv in enumerate(self.window_kv, 1):
+            for source, target in plan.block_copies[:, :, group].tolist():
+                kv[target] = kv[source]
+        for source, target in plan.block_copies[:, :, 0].tolist():
             self.kv[target] = self.kv[source]
             (self.bad_blocks.add if source in self.bad_blocks else self.bad_blocks.discard)(target)
 
@@ -236,7 +249,7 @@ class FakeRunner:
         }
         for fork in plan.forks:
             self.tokens[name_of[fork.slot]] = [*copies[fork.slot], NEVER_WRITTEN]
-            self.tables[fork.slot] = fork.block_ids.tolist()
+            self._set_tables(fork.slot, fork.block_ids)
 
     def _choose_last_tokens(self, plan: SchedulerOutput) -> None:
         name_of = {slot: name for name, slot in self.slot_of.items()}
@@ -251,8 +264,27 @@ class FakeRunner:
         assert slot not in self.tables, f"slot {slot} given to two requests"
         assert self.rules is None or num_computed <= self.rules.start, "shared behind the start area"
         self.slot_of[request_id] = slot
-        self.tables[slot] = block_ids.tolist()
+        self._set_tables(slot, block_ids)
         self.positions[slot] = list(range(num_computed))
+
+    def _set_tables(self, slot: int, block_ids: np.ndarray) -> None:
+        self.tables[slot], *self.window_tables[slot] = block_ids.tolist()
+        assert len(self.window_tables[slot]) == len(self.windows)
+
+    def _tables_of(self, slot: int) -> list[list[int]]:
+        return [self.tables[slot], *self.window_tables[slot]]
+
+    def _check_windows(self, slot: int, start: int, kv: np.ndarray) -> None:
+        """Write what a row from `start` on computes to the groups with windows; check all that it sees."""
+        for group, cache, table in zip(self.windows, self.window_kv, self.window_tables[slot], strict=True):
+            assert len(table) == len(self.tables[slot])
+            blocks = np.repeat(table, self.block_size)[: len(kv)]
+            places = np.arange(len(kv)) % self.block_size
+            assert (blocks[start:] != NULL_BLOCK).all()
+            cache[blocks[start:], places[start:]] = kv[start:]
+            seen = slice(max(start - group.window + 1, 0), None)
+            assert (blocks[seen] != NULL_BLOCK).all()
+            assert (cache[blocks[seen], places[seen]] == kv[seen]).all()
 
     def _evict(self, slot: int, held: Held, num_blocks: int, is_due: bool) -> None:
         """Check how many blocks go, and fill the places of those that do, wherever they are in the table."""
@@ -276,7 +308,7 @@ class FakeRunner:
     def _forget_slot(self, request_id: str) -> None:
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
-            del self.tables[slot], self.positions[slot]
+            del self.tables[slot], self.positions[slot], self.window_tables[slot]
 
     def _write(self, slot: int, start: int, kv: np.ndarray) -> None:
         size, table = self.block_size, self.tables[slot]

@@ -82,7 +82,7 @@ def check_nothing_held(driver: MixedDriver) -> None:
     assert not driver.live
     assert scheduler.reset_prefix_cache()
     assert scheduler.get_kv_cache_usage() == 0
-    assert scheduler.accounts.kv.pool.num_in_use == 0
+    assert scheduler.accounts.kv.pools.first.num_in_use == 0
     assert not world.runner.tables
     assert not world.runner.tokens
     assert not requests_among(held_by_scheduler(world))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mixed_requests import Expected
 
+from quire.kv.cache.groups import NULL_BLOCK
 from quire.request import Request
 from quire.scheduling import PauseState
 from quire.scheduling.accounts.flow_shares import LEAST_SHARE
@@ -61,7 +62,13 @@ def check_tables(driver: MixedDriver) -> None:
     for request_id, expected in driver.live.items():
         slot = state.running.slot_of(request_id)
         if slot is not None and not expected.is_beam_search:
-            assert state.kv.table(slot).tolist() == runner.tables[slot]
+            table, *others = state.kv.table(slot).tolist()
+            assert table == runner.tables[slot]
+            for held, known in zip(others, runner.window_tables[slot], strict=True):
+                num_left = held.count(NULL_BLOCK)
+                assert held[:num_left] == [NULL_BLOCK] * num_left
+                assert held[num_left:] == known[num_left:]
+            driver.counts["blocks left behind a window"] += sum(held.count(NULL_BLOCK) for held in others)
 
 
 def _check_nobody_overdue(driver: MixedDriver) -> None:

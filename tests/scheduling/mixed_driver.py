@@ -303,7 +303,7 @@ class MixedDriver:
     def change_memory(self, choose: Chooser) -> None:
         """More memory for the cache, or all that was left is gone."""
         world = self.world
-        left = world.num_blocks - self.scheduler.accounts.kv.pool.num_committed
+        left = world.num_blocks - self.scheduler.accounts.kv.pools.first.num_committed
         world.num_blocks_of_memory = choose.integer(0, max(left, 0)) if world.grows else 0
         self.counts["changes of memory"] += world.grows
 
@@ -352,7 +352,7 @@ class MixedDriver:
         self.counts["invariant checks"] += 1
         num_there = sum(map(scheduler.has_request, self.live))
         assert scheduler.get_num_unfinished_requests() == num_there
-        assert scheduler.accounts.kv.pool.num_cached == len(self.world.events.digests)
+        assert scheduler.accounts.kv.pools.first.num_cached == len(self.world.events.digests)
         assert not self.world.events.wrong
         check_tables(self)
 

@@ -13,6 +13,7 @@ from mixed_connectors import draw_connector
 from mixed_policies import NONSENSE, Fault, misbehaving_policies
 
 from quire.config import AggregationMode, CacheEvictionConfig, KVCrushConfig, SchedulerConfig
+from quire.kv.cache.groups import WindowBlocks
 from quire.scheduling import Scheduler
 from quire.scheduling.context import SchedulerContext
 
@@ -84,6 +85,19 @@ def draw_config(choose: Chooser) -> SchedulerConfig:
     ).validate()
 
 
+def draw_windows(
+    choose: Chooser, config: SchedulerConfig, num_blocks: int, commit
+) -> tuple[WindowBlocks, ...]:
+    """Groups with the fewest blocks that a memory plan gives them, or some more."""
+    size, groups = config.block_size, []
+    for window in sorted({choose.integer(1, 20) for _ in range(choose.among([0, 1, 1, 2]))}, reverse=True):
+        in_window = min(num_blocks, -(-window // size) + 1)
+        chunks = 2 * -(-config.max_num_batched_tokens // size) + 2
+        fewest = min(num_blocks, choose.integer(1, config.max_num_seqs) * in_window + chunks)
+        groups.append(WindowBlocks(window, 1 + fewest, commit))
+    return tuple(groups)
+
+
 class CacheEvents:
     """What can be found in the prefix cache, by its events alone."""
 
@@ -130,12 +144,18 @@ class World:
         self.connector = None if config.use_cache_eviction else draw_connector(choose, config.block_size)
         self.events = CacheEvents()
         self.most_drafts = choose.among([0, 0, 1, 3])
+        self.windows = ()
+        if self.connector is None and not config.use_cache_eviction:
+            self.windows = draw_windows(
+                choose, config, self.num_blocks, self.commit_blocks if self.grows else None
+            )
         self.runner = FakeRunner(
             self.num_blocks,
             config.block_size,
             connector=self.connector,
             seed=choose.integer(0, 99),
             rules=rules_of(config),
+            windows=self.windows,
         )
         context = SchedulerContext(
             clock=self.clock,
@@ -145,6 +165,7 @@ class World:
             kv_events=self.events,
             draft_length=self.draft_length,
             commit_blocks=self.commit_blocks if self.grows else None,
+            windows=self.windows,
         )
         self.scheduler = Scheduler(
             dataclasses.replace(config, **self.policies),

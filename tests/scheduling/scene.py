@@ -52,6 +52,7 @@ class Scene:
         commit_blocks=None,
         kv_events=None,
         clock=None,
+        windows=(),
         **config,
     ) -> None:
         pins = {"max_pinned_share": 1.0, "max_pinned_share_per_tenant": 1.0}
@@ -59,7 +60,7 @@ class Scene:
         self.config = config = config.with_step_tokens()
         self.clock = Clock()
         context = {"clock": clock or self.clock, "connector": connector, "grammars": grammars}
-        context |= {"commit_blocks": commit_blocks, "kv_events": kv_events}
+        context |= {"commit_blocks": commit_blocks, "kv_events": kv_events, "windows": windows}
         if draft_length is not None:
             context["draft_length"] = draft_length
         self.connector = connector
@@ -67,7 +68,9 @@ class Scene:
             config, num_blocks=num_blocks, max_model_len=max_model_len, context=SchedulerContext(**context)
         )
         self.num_blocks = num_blocks
-        self.runner = FakeRunner(num_blocks, config.block_size, connector, rules=rules_of(config))
+        self.runner = FakeRunner(
+            num_blocks, config.block_size, connector, rules=rules_of(config), windows=windows
+        )
         self.runner.draft_accuracy = draft_accuracy
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}

@@ -47,6 +47,7 @@ ROWS = {  # of the summary: what the driver counts, under a name for people
     "forks of beams": "forks of beams",
     "blocks copied on write": "blocks copied",
     "blocks evicted while running": "blocks evicted",
+    "blocks behind a window, in checks": "blocks left behind a window",
     "cache resets with requests running": "prefix cache resets, requests running",
     "invariant checks": "invariant checks",
 }

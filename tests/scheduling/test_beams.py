@@ -188,7 +188,7 @@ def test_searches_beside_each_other_find_what_each_finds_alone(num_blocks):
     scene.add("plain", range(9), max_tokens=12)
     while scene.scheduler.has_requests():
         plan = scene.plan()
-        targets = plan.block_copies[:, 1].tolist()
+        targets = plan.block_copies[:, 1, 0].tolist()
         assert len(set(targets)) == len(targets), "two copies to one block"
         scene.apply(plan)
     assert scene.scheduler.make_stats().num_preemptions > 0
@@ -207,7 +207,7 @@ def test_copies_for_a_search_that_is_preempted_in_the_same_step_are_not_made(num
     add_search(scene, names=urgent, prompt=list(range(7)))
     while scene.scheduler.has_requests():
         plan = scene.plan()
-        targets = plan.block_copies[:, 1].tolist()
+        targets = plan.block_copies[:, 1, 0].tolist()
         assert len(set(targets)) == len(targets), "two copies to one block"
         scene.apply(plan)
     assert found(scene, 3, idle) == naive_beam_search(PROMPT, width=3, n=3, max_tokens=8)

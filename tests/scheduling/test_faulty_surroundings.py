@@ -121,7 +121,7 @@ def test_memory_that_raises_or_lies_costs_nobody_anything(fault):
         scene.add(f"{number}", range(number, number + 9), max_tokens=9)
         faulty.fault = fault
         scene.step()
-        assert scene.scheduler.accounts.kv.pool.num_committed <= 40
+        assert scene.scheduler.accounts.kv.pools.first.num_committed <= 40
     scene.finish()
     scene.check_naive()
 

@@ -65,8 +65,8 @@ def test_committed_blocks_alone_are_given_out():
     scene.add("a", range(30), max_tokens=8)
     while scene.scheduler.has_requests():
         plan = scene.plan()
-        used = {block for new in plan.scheduled_new_reqs for block in new.block_ids.tolist()}
-        used |= set(plan.scheduled_cached_reqs.block_ids.tolist())
+        used = {block for new in plan.scheduled_new_reqs for block in new.block_ids[0].tolist()}
+        used |= set(plan.scheduled_cached_reqs.block_ids[0].tolist())
         assert max(used, default=0) < memory.granted
         scene.apply(plan)
     scene.check_naive()

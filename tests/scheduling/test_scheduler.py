@@ -268,13 +268,13 @@ def test_a_new_request_data_is_sent_once_and_then_only_differences():
     scene.apply(first)
     (new,) = first.scheduled_new_reqs
     assert new.prompt_token_ids.tolist() == [0, 1, 2, 3]
-    assert len(new.block_ids) == 1
+    assert new.block_ids.shape == (1, 1)
     second = scene.scheduler.schedule()
     scene.apply(second)
     assert second.scheduled_new_reqs == []
     assert second.scheduled_cached_reqs.block_index.tolist() == [1]
     third = scene.scheduler.schedule()
-    assert third.scheduled_cached_reqs.block_ids.tolist() == []
+    assert third.scheduled_cached_reqs.block_ids.tolist() == [[]]
 
 
 # -- whole prompts apart from decoding ---------------------------------------------------------------------

@@ -24,12 +24,12 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(caching):
     assert scene.step() == {"s0": 10}
     plan = scene.plan()
     assert dict(plan.num_scheduled_tokens) == {"s0": 1, "s1": 1, "s2": 1, "s3": 1}
-    tables = [new.block_ids.tolist() for new in plan.scheduled_new_reqs]
+    tables = [new.block_ids[0].tolist() for new in plan.scheduled_new_reqs]
     assert len({tuple(table[:2]) for table in tables}) == 1
     lasts = {table[2] for table in tables}
     assert len(lasts) == 3
     source = scene.runner.tables[scene.runner.slot_of["s0"]][2]
-    assert plan.block_copies.tolist() == [[source, table[2]] for table in tables]
+    assert plan.block_copies[:, :, 0].tolist() == [[source, table[2]] for table in tables]
     scene.apply(plan)
     scene.finish()
     scene.check_naive()

@@ -23,7 +23,7 @@ def burst(count: int = 3, **settings) -> Scene:
 
 
 def tables(plan) -> dict[str, list[int]]:
-    return {new.request_id: new.block_ids.tolist() for new in plan.scheduled_new_reqs}
+    return {new.request_id: new.block_ids[0].tolist() for new in plan.scheduled_new_reqs}
 
 
 def test_a_burst_of_32_computes_250_shared_tokens_once():

@@ -103,7 +103,11 @@ class Scheduler(SchedulerInterface):
         self._transfer_phase.expire()
         self._queue_compiled()
         self._commit_memory_ahead()
-        plan = Plan(self.accounts.config.max_num_batched_tokens, throttle_prefills)
+        plan = Plan(
+            self.accounts.config.max_num_batched_tokens,
+            self.accounts.kv.no_prefix.block_ids,
+            throttle_prefills,
+        )
         self._fill(plan)
         return self._commit_phase.commit(plan)
 
@@ -115,8 +119,8 @@ class Scheduler(SchedulerInterface):
 
     def _commit_memory_ahead(self) -> None:
         """Let a growing cache commit as many blocks as this step can use at most."""
-        if self.accounts.kv.pool.num_uncommitted:
-            self.accounts.kv.pool.commit_ahead(self._max_blocks_per_step)
+        if self.accounts.kv.pools.num_uncommitted:
+            self.accounts.kv.pools.commit_ahead(self._max_blocks_per_step)
 
     def _fill(self, plan: Plan) -> None:
         match self._pause_state:
@@ -228,7 +232,7 @@ class Scheduler(SchedulerInterface):
         for slot in running.in_order()[::-1].tolist():
             self._slots.preempt_if_running(slot)
         self.accounts.holdings.break_pins()
-        self.accounts.kv.pool.forget_contents()
+        self.accounts.kv.pools.forget_contents()
         return True
 
     @property
@@ -248,11 +252,11 @@ class Scheduler(SchedulerInterface):
 
     @override
     def get_kv_cache_usage(self) -> float:
-        return self.accounts.kv.pool.num_in_use / self.accounts.kv.pool.num_blocks
+        return self.accounts.kv.pools.usage
 
     @override
     def next_blocks(self) -> IntArray:
-        return self.accounts.kv.pool.next_blank(self._max_blocks_per_step)
+        return self.accounts.kv.pools.first.next_blank(self._max_blocks_per_step)
 
     @override
     def make_stats(self) -> SchedulerStats:

@@ -26,15 +26,13 @@ GROWTH_SHARE = 64
 """A cache that grows does so by at least one part in this many of its final size."""
 
 
-NO_BLOCKS: IntArray = np.empty(0, dtype=np.int32)
-
-
 class BlockPool:
     """Reference counts, free blocks and cached contents of `num_blocks` KV blocks.
 
     Args:
         num_blocks: maximum number of blocks.
         block_size: tokens per block.
+        num_reserved: blocks from number 0 on that are in use from the start, and for ever.
         retention: name of the retention policy, or the policy.
         commit: given a number of further blocks, returns how many may be used; None: all may be at once.
         events: gets what can be found and what no longer can.
@@ -46,20 +44,22 @@ class BlockPool:
         num_blocks: int,
         block_size: int,
         *,
+        num_reserved: int = 0,
         retention: object = "lru",
         commit: Callable[[int], int] | None = None,
         events: KVEventSink | None = None,
         on_replaced_retention: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_blocks = num_blocks
-        self.num_committed = num_blocks if commit is None else 0
+        self.num_committed = num_blocks if commit is None else num_reserved
         self._commit = commit
         self._may_grow = commit is not None
         self._events = events
         self._counts = np.zeros(num_blocks, dtype=np.int32)
+        self._counts[:num_reserved] = 1
         self._num_hits = np.zeros(num_blocks, dtype=np.int32)  # since the content was cached
         self._blank = BlankBlocks(num_blocks)
-        self._blank.push(np.arange(self.num_committed, dtype=np.int32)[::-1])
+        self._blank.push(np.arange(num_reserved, self.num_committed, dtype=np.int32)[::-1])
         self._idle = idle_blocks(retention, num_blocks, on_replaced_retention)
         # What cached blocks hold. Zeroed memory is committed when first written.
         self._is_cached = np.zeros(num_blocks, dtype=np.bool_)
@@ -124,7 +124,7 @@ class BlockPool:
         if count > len(self._blank):
             self.commit_ahead(count)
         if count > len(self._blank) + len(self._idle):
-            raise ValueError(f"{count} KV blocks requested,  {self.num_free} of {self.num_blocks} free")
+            raise ValueError(f"{count} KV blocks requested, {self.num_free} of {self.num_blocks} free")
         taken = self._blank.pop(count)
         if count > len(taken):
             evicted = self._idle.evict(count - len(taken))
@@ -217,13 +217,27 @@ class BlockPool:
             tokens: of at least these blocks, [N, block_size].
         """
         hits, chain = self._leading(digests)
-        if not hits:
-            return NO_BLOCKS
         found = np.array(hits, dtype=np.int32)
+        if not hits:
+            return found
         parents = np.frombuffer(b"".join([root, *chain[:-1]]), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         same = (self._tokens[found] == tokens[: len(hits)]).all(axis=1)
         same &= (self._parents[found] == parents).all(axis=1)
         return found if same.all() else found[: int(same.argmin())]
+
+    def lookup(self, chain: list[bytes], tokens: IntArray) -> IntArray:
+        """Return the blocks of a sequence that are cached, -1 for the others: [N]. Changes nothing.
+
+        Args:
+            chain: the digest that starts the sequence's chain, and those of its first N blocks.
+            tokens: of these blocks, [N, block_size].
+        """
+        missing = -1
+        found = np.array([self._by_digest.get(digest, missing) for digest in chain[1:]], dtype=np.int32)
+        parents = np.frombuffer(b"".join(chain[:-1]), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        same = (found != missing) & (self._tokens[found] == tokens).all(axis=1)
+        same &= (self._parents[found] == parents).all(axis=1)
+        return np.where(same, found, missing)
 
     def count_findable(self, digests: Iterable[bytes]) -> int:
         """Return the length of the longest cached run at the start of `digests`, by the digests alone."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+
+from quire.step import IntArray
 
 
 class LeaseKind(enum.StrEnum):
@@ -22,11 +24,11 @@ class LeaseKind(enum.StrEnum):
 
 @dataclasses.dataclass(slots=True)
 class Lease:
-    """Blocks held until a deadline (seconds); each block id appears once."""
+    """Blocks held until a deadline (seconds)."""
 
     lease_id: str
     kind: LeaseKind
-    block_ids: tuple[int, ...]
+    block_ids: IntArray  # [G, blocks], each once
     deadline: float
 
 
@@ -60,16 +62,16 @@ class LeaseTable:
         lease = self._leases.get(lease_id)
         return None if lease is None else lease.kind
 
-    def grant(self, lease_id: str, kind: LeaseKind, block_ids: Sequence[int], deadline: float) -> None:
-        """Hold `block_ids` (no duplicates) until `deadline`.
+    def grant(self, lease_id: str, kind: LeaseKind, block_ids: IntArray, deadline: float) -> None:
+        """Hold `block_ids` [G, blocks] until `deadline`.
 
         Raises:
             ValueError: a lease with this id is held already.
         """
         if lease_id in self._leases:
             raise ValueError(f"lease {lease_id!r} is held already; release it before it is granted again")
-        self._leases[lease_id] = Lease(lease_id, kind, tuple(block_ids), deadline)
-        self._num_blocks[kind] += len(block_ids)
+        self._leases[lease_id] = Lease(lease_id, kind, block_ids, deadline)
+        self._num_blocks[kind] += block_ids.shape[1]
         self._note_deadline(deadline, lease_id)
 
     def renew(self, lease_id: str, deadline: float) -> bool:
@@ -83,16 +85,15 @@ class LeaseTable:
         lease.deadline = max(lease.deadline, deadline)
         return True
 
-    def release(self, lease_id: str) -> tuple[int, ...]:
-        """End a lease and return the blocks it held, in the order they were granted.
+    def release(self, lease_id: str) -> Lease | None:
+        """End a lease and return it.
 
-        Empty if it is not held: a transfer may be reported after its lease has expired.
+        None if it is not held: a transfer may be reported after its lease has expired.
         """
         lease = self._leases.pop(lease_id, None)
-        if lease is None:
-            return ()
-        self._num_blocks[lease.kind] -= len(lease.block_ids)
-        return lease.block_ids
+        if lease is not None:
+            self._num_blocks[lease.kind] -= lease.block_ids.shape[1]
+        return lease
 
     def expired(self, now: float) -> list[str]:
         """Return the leases whose deadline is not after `now`, first due first; they stay until released."""
@@ -126,10 +127,10 @@ class LeaseTable:
             self.release(lease.lease_id)
         return pins
 
-    def held(self) -> Iterator[int]:
-        """Yield every held block id, once for each lease that holds it: what invariant 2 counts."""
+    def held(self) -> Iterator[IntArray]:
+        """Yield the blocks [G, blocks] of each lease: what invariant 2 counts."""
         for lease in self._leases.values():
-            yield from lease.block_ids
+            yield lease.block_ids
 
     def num_blocks(self, kind: LeaseKind) -> int:
         """Return the blocks held by leases of `kind`, each counted once for every lease that holds it."""
@@ -141,7 +142,7 @@ class LeaseTable:
         for kind in LeaseKind:
             leases = [lease for lease in self._leases.values() if lease.kind is kind]
             if leases:
-                blocks = {block_id for lease in leases for block_id in lease.block_ids}
+                blocks = {block_id for lease in leases for block_id in lease.block_ids[0].tolist()}
                 deadlines = [lease.deadline for lease in leases]
                 summaries.append(LeaseSummary(kind, len(leases), len(blocks), max(deadlines)))
         return summaries

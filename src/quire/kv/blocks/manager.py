@@ -1,4 +1,4 @@
-"""Block tables of the running requests over one block pool, and the prefix cache in front of it.
+"""Block tables of the running requests over the block pools, and the prefix cache in front of them.
 
 Only the logical side: block numbers, no tensors. A running request is known by its slot, see `quire.step`.
 """
@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
-from quire.kv.blocks.block_pool import NO_BLOCKS, BlockPool
+from quire.kv.blocks.block_pools import BlockPools
+from quire.kv.cache.groups import NULL_BLOCK
 from quire.request import Request
-from quire.step import IntArray
+from quire.step import BoolArray, Int64Array, IntArray
 
 LOOKUP_BLOCKS = 1024
 """Cached blocks of one request that are looked for at a time, at most: some 2 milliseconds."""
@@ -25,14 +26,14 @@ class Prefix:
     """Computed KV for the first `num_tokens` tokens of a request.
 
     It is in `block_ids` and, for the tokens beyond their last full one, at the start of `copy_from`: a block
-    that another request writes to and that must be copied. `is_held` says that each of `block_ids` already
-    has a reference for this request. The next `num_filling` blocks are those of the request in slot `filler`,
-    which computes them in the step that is being planned.
+    of each group that another request writes to and that must be copied. `is_held` says that each of
+    `block_ids` already has a reference for this request. The next `num_filling` blocks are those of the
+    request in slot `filler`, which computes them in the step that is being planned.
     """
 
-    block_ids: IntArray  # [blocks]
+    block_ids: IntArray  # [G, blocks]
     num_tokens: int
-    copy_from: int | None = None
+    copy_from: IntArray | None = None  # [G]
     is_held: bool = False
     filler: int | None = None
     num_filling: int = 0
@@ -43,19 +44,21 @@ class Prefix:
         return not self.is_held and self.copy_from is None
 
     @property
+    def num_full(self) -> int:
+        """Number of `block_ids` of each group."""
+        return int(self.block_ids.shape[1])
+
+    @property
     def num_blocks(self) -> int:
-        """Blocks that need not be allocated."""
-        return len(self.block_ids) + self.num_filling
-
-
-NO_PREFIX = Prefix(NO_BLOCKS, 0)
+        """Blocks of each group that need not be allocated."""
+        return self.num_full + self.num_filling
 
 
 class KVCacheManager:
     """Gives slots their blocks, takes them back, and finds cached prefixes.
 
     Args:
-        pool: where the blocks come from.
+        pools: where the blocks come from.
         block_size: tokens per block.
         max_num_seqs: slots.
         max_model_len: longest sequence in tokens.
@@ -64,7 +67,7 @@ class KVCacheManager:
 
     def __init__(
         self,
-        pool: BlockPool,
+        pools: BlockPools,
         *,
         block_size: int,
         max_num_seqs: int,
@@ -72,10 +75,12 @@ class KVCacheManager:
         enable_prefix_caching: bool,
     ) -> None:
         self.block_size = block_size
-        self.pool = pool
+        self.pools = pools
         self.enable_prefix_caching = enable_prefix_caching
+        self.no_prefix = Prefix(np.empty((len(pools), 0), dtype=np.int32), 0)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)  # [slots] blocks in each table
-        self._tables = np.zeros((max_num_seqs, self.blocks_for(max_model_len)), dtype=np.int32)
+        self._tables = np.zeros((len(pools), max_num_seqs, self.blocks_for(max_model_len)), dtype=np.int32)
+        self._num_left = np.zeros((len(pools), max_num_seqs), dtype=np.int32)  # leading entries: NULL_BLOCK
         self._num_cached = np.zeros(max_num_seqs, dtype=np.int32)  # [slots] leading blocks made findable
         self._closed: list[tuple[IntArray, int]] | None = None  # see `closing_together`
         self._keys: dict[str, SequenceKeys] = {}  # by request id
@@ -89,8 +94,8 @@ class KVCacheManager:
         return int(self.num_blocks[slot]) * self.block_size
 
     def table(self, slot: int) -> IntArray:
-        """Return a copy of the block table of `slot`: [blocks]."""
-        table: IntArray = self._tables[slot, : self.num_blocks[slot]].copy()
+        """Return a copy of the block tables of `slot`: [G, blocks]."""
+        table: IntArray = self._tables[:, slot, : self.num_blocks[slot]].copy()
         return table
 
     # -- prefixes ------------------------------------------------------------------------------------------
@@ -119,35 +124,45 @@ class KVCacheManager:
         At most the blocks before the last token: that one is always computed, for its logits.
         """
         block_ids, _ = self.find_full_blocks(request_id, token_ids[:-1])
-        return Prefix(block_ids, len(block_ids) * self.block_size)
+        return Prefix(block_ids, block_ids.shape[1] * self.block_size)
 
     def count_findable(self, request_id: str, start: int, end: int) -> int:
-        """Return how many blocks can be found, by their digests, from number `start` up to `end`."""
-        return self.pool.count_findable(self.digests(request_id, start, end))
+        """Return how many blocks the first group has of these digests, from number `start` up to `end`."""
+        return self.pools.first.count_findable(self.digests(request_id, start, end))
 
     def count_cached_tokens(self, request: Request) -> int:
         """Return how many tokens at a request's start are cached; looks for `LOOKUP_BLOCKS` blocks."""
         token_ids = request.all_token_array()[: LOOKUP_BLOCKS * self.block_size + 1]
         return self.find_prefix(request.request_id, token_ids).num_tokens
 
+    def can_share(self, slot: int, num_tokens: int) -> bool:
+        """Whether the blocks of `slot` hold what a token after its first `num_tokens` tokens sees."""
+        if num_tokens > self.capacity(slot):
+            return False
+        position = np.array(num_tokens, dtype=np.int32)
+        return all(
+            self._num_left[group, slot] <= self.pools.first_in_window(position, window)
+            for group, window in self.pools.windows
+        )
+
     def prefix_in_slot(self, slot: int, num_tokens: int) -> Prefix:
         """Return the first `num_tokens` tokens of a running request, all computed, to be shared."""
         num_shared, num_copied = divmod(num_tokens, self.block_size)
-        copy_from = int(self._tables[slot, num_shared]) if num_copied else None
-        return Prefix(self._tables[slot, :num_shared].copy(), num_tokens, copy_from)
+        copy_from = self._tables[:, slot, num_shared].copy() if num_copied else None
+        return Prefix(self._tables[:, slot, :num_shared].copy(), num_tokens, copy_from)
 
     def find_full_blocks(self, request_id: str, token_ids: IntArray) -> tuple[IntArray, bytes]:
         """Return the cached full blocks at the start of a request's tokens, and the last one's digest.
 
-        Unlike `find_prefix`, this includes the block of the last token.
+        They are [G, blocks]. Unlike `find_prefix`, this includes the block of the last token.
         """
         keys = self._keys.get(request_id)
         if keys is None:
-            return NO_BLOCKS, b""
+            return self.no_prefix.block_ids, b""
         num_full = len(token_ids) // self.block_size
         tokens = token_ids[: num_full * self.block_size].reshape(-1, self.block_size)
-        block_ids = self.pool.find(keys.digest(0), keys.digests(0, num_full), tokens)
-        return block_ids, keys.digest(len(block_ids))
+        block_ids = self.pools.find(keys, tokens)
+        return block_ids, keys.digest(block_ids.shape[1])
 
     def rows_with_new_full_blocks(self, slots: IntArray, num_computed: IntArray) -> IntArray:
         """Return the positions in `slots` that hold computed full blocks which cannot be found yet."""
@@ -169,8 +184,7 @@ class KVCacheManager:
         size = self.block_size
         first = self._num_cached[slots]
         count = num_computed // size - first
-        rows = np.repeat(slots, count)
-        index = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(len(rows))
+        rows, index = _entries(slots, first, count)
         tokens = token_ids[rows[:, None], index[:, None] * size + np.arange(size)]
         digests: list[bytes] = []
         parents: list[bytes] = []
@@ -179,7 +193,7 @@ class KVCacheManager:
             chain = self._chain(self._keys[request_id], token_ids[slot], start, start + num_new)
             parents += chain[:-1]
             digests += chain[1:]
-        self.pool.cache(self._tables[rows, index], digests, parents, tokens)
+        self.pools.cache(self._tables[:, rows, index], digests, parents, tokens)
         self._num_cached[slots] += count
 
     def cache_loaded_blocks(
@@ -189,7 +203,7 @@ class KVCacheManager:
 
         Args:
             request: whose tokens they are.
-            block_ids: from its first token on, [blocks].
+            block_ids: from its first token on, [G, blocks].
             num_cached: how many of them, from the start, can be found already.
             num_tokens: tokens whose KV they hold.
         """
@@ -200,7 +214,7 @@ class KVCacheManager:
         token_ids = request.all_token_array()
         chain = self._chain(keys, token_ids, num_cached, end)
         tokens = token_ids[num_cached * size : end * size].reshape(-1, size)
-        self.pool.cache(block_ids[num_cached:end], chain[1:], chain[:-1], tokens)
+        self.pools.cache(block_ids[:, num_cached:end], chain[1:], chain[:-1], tokens)
 
     def _chain(self, keys: SequenceKeys, token_ids: IntArray, start: int, end: int) -> list[bytes]:
         """Return the digest before block number `start`, and those of the blocks from there up to `end`.
@@ -222,15 +236,18 @@ class KVCacheManager:
 
         Args:
             slot: whose table.
-            held: blocks that it begins with; their references become the table's.
-            fresh: newly allocated blocks, which follow; the same holds for their references.
+            held: blocks that it begins with, [G, blocks]; their references become the table's.
+            fresh: newly allocated blocks, which follow, [G, blocks]; the same holds for their references.
             num_cached: how many of `held`, from the start, can be found already.
         """
-        num_blocks = len(held) + len(fresh)
-        self._tables[slot, : len(held)] = held
-        self._tables[slot, len(held) : num_blocks] = fresh
+        num_held = held.shape[1]
+        num_blocks = num_held + fresh.shape[1]
+        self._tables[:, slot, :num_held] = held
+        self._tables[:, slot, num_held:num_blocks] = fresh
         self.num_blocks[slot] = num_blocks
         self._num_cached[slot] = num_cached
+        for group, _ in self.pools.windows:
+            self._num_left[group, slot] = np.count_nonzero(held[group] == NULL_BLOCK)
 
     def missing_blocks(self, slots: IntArray, num_tokens: IntArray) -> IntArray:
         """Return how many blocks each slot lacks to hold `num_tokens` tokens: [slots]."""
@@ -242,15 +259,16 @@ class KVCacheManager:
         """Append `missing` new blocks to each slot's table.
 
         Returns:
-            For each new block: its slot, its index in the table, its block id; [new blocks] each.
+            For each new block of a group: its slot and its index in the table, [new blocks] each, and the
+            block ids: [G, new blocks].
         """
         rows = np.repeat(slots, missing)
         index = self.num_blocks[rows]
         if len(rows) > np.count_nonzero(missing):  # some slots get several
             first = np.repeat(np.cumsum(missing) - missing, missing)
             index = (index + np.arange(len(rows)) - first).astype(np.int32)
-        block_ids = self.pool.allocate(len(rows))
-        self._tables[rows, index] = block_ids
+        block_ids = self.pools.allocate(len(rows))
+        self._tables[:, rows, index] = block_ids
         self.num_blocks[slots] += missing
         return rows, index, block_ids
 
@@ -261,35 +279,62 @@ class KVCacheManager:
         """
         released = []
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-            table = self._tables[slot, first : self.num_blocks[slot]]
-            released.append(table[:count].copy())
-            table[:-count] = table[count:].copy()
+            table = self._tables[:, slot, first : self.num_blocks[slot]]
+            released.append(table[:, :count].copy())
+            table[:, :-count] = table[:, count:].copy()
         self.num_blocks[slots] -= counts
-        self.pool.release(np.concatenate(released), 0)
+        self.pools.release(np.concatenate(released, axis=1))
 
-    def fork(self, parent: int, slot: int, num_computed: int) -> tuple[int, int] | None:
+    def leave_windows(
+        self, slots: IntArray, num_computed: IntArray, priorities: Int64Array, waits_to_be_cached: BoolArray
+    ) -> None:
+        """Free the blocks that are before the window of all tokens still to be computed.
+
+        Args:
+            slots: [S].
+            num_computed: tokens before which none is computed again, [S].
+            priorities: of the requests, [S].
+            waits_to_be_cached: whose blocks stay until they can be found, [S].
+        """
+        bound = self.num_blocks[slots]
+        if self.enable_prefix_caching:
+            bound = np.where(waits_to_be_cached, self._num_cached[slots], bound)
+        for group, window in self.pools.windows:
+            first = self._num_left[group, slots]
+            count = np.minimum(self.pools.first_in_window(num_computed, window), bound) - first
+            count = np.maximum(count, 0)
+            if not count.any():
+                continue
+            rows, index = _entries(slots, first, count)
+            block_ids = self._tables[group, rows, index]
+            self._tables[group, rows, index] = NULL_BLOCK
+            self._num_left[group, slots] += count
+            self.pools.release_in(group, block_ids, np.repeat(priorities, count))
+
+    def fork(self, parent: int, slot: int, num_computed: int) -> tuple[IntArray, IntArray] | None:
         """Give `slot`, whatever it held, the parent's blocks of its first `num_computed` tokens.
 
         Full blocks are shared; the one that both would write to next is copied.
 
         Returns:
-            (from, to) of the block to copy, or None if the tokens end at a block's end.
+            (from, to) of the block to copy, [G] each, or None if the tokens end at a block's end.
         """
         prefix = self.prefix_in_slot(parent, num_computed)
-        self.pool.acquire(prefix.block_ids)
+        self.pools.acquire(prefix.block_ids)
         self.close(slot)
-        num_cached = min(int(self._num_cached[parent]), len(prefix.block_ids))
-        copied = self.pool.allocate(0 if prefix.copy_from is None else 1)
+        num_cached = min(int(self._num_cached[parent]), prefix.num_full)
+        copied = self.pools.allocate(0 if prefix.copy_from is None else 1)
         self.open(slot, prefix.block_ids, copied, num_cached=num_cached)
-        return None if prefix.copy_from is None else (prefix.copy_from, int(copied[0]))
+        return None if prefix.copy_from is None else (prefix.copy_from, copied[:, 0])
 
     def close(self, slot: int, priority: int = 0) -> None:
         """Take back all blocks of `slot`, tail first, so that the start of a prefix is rewritten last."""
-        block_ids = self.table(slot)[::-1]
+        block_ids = self.table(slot)[:, ::-1]
         self.num_blocks[slot] = 0
         self._num_cached[slot] = 0
+        self._num_left[:, slot] = 0
         if self._closed is None:
-            self.pool.release(block_ids, priority)
+            self.pools.release(block_ids, priority)
         else:
             self._closed.append((block_ids, priority))
 
@@ -302,26 +347,24 @@ class KVCacheManager:
         finally:
             closed, self._closed = self._closed, None
             if closed:
-                priorities = [np.full(len(block_ids), priority) for block_ids, priority in closed]
-                block_ids = np.concatenate([block_ids for block_ids, _ in closed])
-                self.pool.release(block_ids, np.concatenate(priorities))
+                priorities = [np.full(block_ids.shape[1], priority) for block_ids, priority in closed]
+                block_ids = np.concatenate([block_ids for block_ids, _ in closed], axis=1)
+                self.pools.release(block_ids, np.concatenate(priorities))
 
     def slots_holding(self, block_ids: frozenset[int], slots: IntArray) -> list[int]:
-        """Return which of `slots` have any of `block_ids` in their tables."""
+        """Return which of `slots` have any of `block_ids` in their tables of the first group."""
         wanted = list(block_ids)
-        return [slot for slot in slots.tolist() if np.isin(self.table(slot), wanted).any()]
+        return [slot for slot in slots.tolist() if np.isin(self.table(slot)[0], wanted).any()]
 
     # -- checks --------------------------------------------------------------------------------------------
 
-    def check(self, held_elsewhere: Iterable[int] = ()) -> None:
+    def check(self, held_elsewhere: Iterable[IntArray] = ()) -> None:
         """Check invariants 1 and 2; `AssertionError` names what does not hold.
 
         Args:
-            held_elsewhere: blocks with a reference that is no table's, once for each.
+            held_elsewhere: blocks with a reference that is no table's, [G, blocks] of each holder.
         """
-        tables = [self._tables[slot, :count] for slot, count in enumerate(self.num_blocks)]
-        held = [int(block) for table in tables for block in table]
-        self.pool.check([*held, *held_elsewhere])
+        self.pools.check([*map(self.table, range(len(self.num_blocks))), *held_elsewhere])
 
     @property
     def num_open_slots(self) -> int:
@@ -332,3 +375,10 @@ class KVCacheManager:
     def num_known_requests(self) -> int:
         """Requests whose prefix keys are kept: for leak checks."""
         return len(self._keys)
+
+
+def _entries(slots: IntArray, first: IntArray, count: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the slot and the index of `count` entries of each slot's table from number `first` on."""
+    rows = np.repeat(slots, count)
+    index = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(len(rows))
+    return rows, index.astype(np.int32)

@@ -1,4 +1,7 @@
-"""The prompt blocks that each step completes, derived from the plans, for KV connectors to save."""
+"""The prompt blocks that each step completes, derived from the plans, for KV connectors to save.
+
+They are those of the first cache group; beside a connector there is no other.
+"""
 
 from __future__ import annotations
 
@@ -68,12 +71,12 @@ class PromptBlocks:
     ) -> None:
         self.forget(request_id)
         if keys.get(request_id):
-            table = _Table(slot, block_ids.tolist(), keys[request_id])
+            table = _Table(slot, block_ids[0].tolist(), keys[request_id])
             self._tables[request_id] = self._by_slot[slot] = table
 
     def _take_new_blocks(self, plan: SchedulerOutput) -> None:
         changed = plan.scheduled_cached_reqs
-        rows = (changed.slots.tolist(), changed.block_index.tolist(), changed.block_ids.tolist())
+        rows = (changed.slots.tolist(), changed.block_index.tolist(), changed.block_ids[0].tolist())
         for slot, index, block_id in zip(*rows, strict=True):
             table = self._by_slot.get(slot)
             if table is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from quire.config import SchedulerConfig
 from quire.grammar.manager import GrammarManager
 from quire.kv.blocks.block_pool import BlockPool
+from quire.kv.blocks.block_pools import BlockPools
 from quire.kv.blocks.manager import KVCacheManager
 from quire.kv.blocks.retention import RETENTIONS
+from quire.kv.cache.groups import NULL_BLOCK
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.request import Request
 from quire.scheduling.accounts.beam_groups import BeamGroups
@@ -33,7 +35,7 @@ class Accounts:
 
     Args:
         config: of the scheduler.
-        num_blocks: blocks of the KV cache.
+        num_blocks: KV blocks of the group that keeps all tokens.
         max_model_len: longest sequence in tokens.
         context: the scheduler's surroundings, guarded.
 
@@ -50,7 +52,7 @@ class Accounts:
         self.clock = clock = StepClock(context.clock)
         self.connector = ConnectorCalls(context.connector, clock, patience=config.kv_transfer_timeout)
         retention = RETENTIONS.build(config.prefix_retention)
-        pool = BlockPool(
+        first = BlockPool(
             num_blocks,
             config.block_size,
             retention=retention,
@@ -58,8 +60,20 @@ class Accounts:
             events=context.kv_events,
             on_replaced_retention=self.note_replaced_policy,
         )
+        others = [
+            BlockPool(
+                group.num_blocks,
+                config.block_size,
+                num_reserved=NULL_BLOCK + 1,
+                retention=RETENTIONS.build(config.prefix_retention),
+                commit=group.commit,
+                on_replaced_retention=self.note_replaced_policy,
+            )
+            for group in context.windows
+        ]
+        windows = [group.window for group in context.windows]
         self.kv = KVCacheManager(
-            pool,
+            BlockPools(first, zip(others, windows, strict=True), config.block_size),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -74,7 +88,7 @@ class Accounts:
             executor=context.executor,
         )
         self.in_flight = StepsInFlight()
-        self.fences = Fences(self.in_flight, self.running, pool)
+        self.fences = Fences(self.in_flight, self.running, self.kv.pools)
         self.loads = RemoteLoads()
         self.holdings = KVHoldings(
             config, self.kv, loads=self.loads, fences=self.fences, connector=self.connector, clock=clock

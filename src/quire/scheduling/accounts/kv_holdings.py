@@ -6,10 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
-
 from quire.config import SchedulerConfig
-from quire.kv.blocks.leases import LeaseKind, LeaseSummary, LeaseTable
+from quire.kv.blocks.leases import Lease, LeaseKind, LeaseSummary, LeaseTable
 from quire.kv.blocks.manager import KVCacheManager
 from quire.request import Request
 from quire.scheduling.accounts.remote_loads import RemoteLoads
@@ -49,8 +47,8 @@ class KVHoldings:
         self._transfer_timeout = config.kv_transfer_timeout
         self._max_pin_time = config.max_pin_time
         self._pinned = PinnedBlocks(
-            int(config.max_pinned_share * kv.pool.num_blocks),
-            int(config.max_pinned_share_per_tenant * kv.pool.num_blocks),
+            int(config.max_pinned_share * kv.pools.first.num_blocks),
+            int(config.max_pinned_share_per_tenant * kv.pools.first.num_blocks),
         )
         self._leases = LeaseTable()
 
@@ -71,20 +69,20 @@ class KVHoldings:
         Pins of the same blocks are one, to the later end.
         """
         block_ids, digest = self._kv.find_full_blocks(request.request_id, request.prompt_array)
-        if not len(block_ids):
+        if not block_ids.size:
             return
         lease_id = f"pin {digest.hex()}"
         deadline = self._clock.now + min(request.pin_prefix, self._max_pin_time)
-        held = block_ids.tolist()
+        held = block_ids[0].tolist()
         if not self._leases.renew(lease_id, deadline) and self._pinned.has_room(request.tenant, held):
-            self._kv.pool.acquire(block_ids)
-            self._leases.grant(lease_id, LeaseKind.PIN, held, deadline)
+            self._kv.pools.acquire(block_ids)
+            self._leases.grant(lease_id, LeaseKind.PIN, block_ids, deadline)
             self._pinned.add(lease_id, request.tenant, held)
 
     def hold_for_peer(self, request_id: str, block_ids: IntArray) -> None:
-        """Hold the blocks of a request that ends until a peer has read them."""
-        self._kv.pool.acquire(block_ids)
-        self._leases.grant(request_id, LeaseKind.TRANSFER, block_ids.tolist(), self.transfer_deadline)
+        """Hold the blocks [G, blocks] of a request that ends until a peer has read them."""
+        self._kv.pools.acquire(block_ids)
+        self._leases.grant(request_id, LeaseKind.TRANSFER, block_ids, self.transfer_deadline)
 
     def renew(self, request_ids: Iterable[str]) -> None:
         """Put off the deadlines of transfers whose peer has been heard of."""
@@ -93,13 +91,11 @@ class KVHoldings:
 
     def end_lease(self, lease_id: str) -> None:
         """Free the blocks of a lease, if it is still held."""
-        kind = self._leases.kind(lease_id)
-        block_ids = self._leases.release(lease_id)
-        if kind is LeaseKind.PIN:
-            self._pinned.remove(lease_id, block_ids)
-        self._release(block_ids)
-        if kind is LeaseKind.TRANSFER:
-            self._connector.end_lease(lease_id)
+        lease = self._leases.release(lease_id)
+        if lease is not None:
+            self._free(lease)
+            if lease.kind is LeaseKind.TRANSFER:
+                self._connector.end_lease(lease_id)
 
     def end_expired_leases(self) -> None:
         """Free the blocks of the leases whose deadline has passed."""
@@ -119,12 +115,14 @@ class KVHoldings:
         """Free all pinned blocks; whether there were any."""
         pins = self._leases.break_pins()
         for pin in pins:
-            self._pinned.remove(pin.lease_id, pin.block_ids)
-            self._release(pin.block_ids)
+            self._free(pin)
         return bool(pins)
 
-    def _release(self, block_ids: tuple[int, ...]) -> None:
-        self._kv.pool.release(np.array(block_ids[::-1], dtype=np.int32))
+    def _free(self, lease: Lease) -> None:
+        """Drop the references of a lease that has ended."""
+        if lease.kind is LeaseKind.PIN:
+            self._pinned.remove(lease.lease_id, lease.block_ids[0].tolist())
+        self._kv.pools.release(lease.block_ids[:, ::-1])
 
     # -- loads ---------------------------------------------------------------------------------------------
 
@@ -137,7 +135,7 @@ class KVHoldings:
         if load is None:
             return
         if load.has_arrived:
-            self._kv.pool.release(load.block_ids[::-1])
+            self._kv.pools.release(load.block_ids[:, ::-1])
         else:
             self._fences.fence_blocks(request_id, load.block_ids)
             self._connector.cancel_load(request_id)
@@ -175,8 +173,8 @@ class KVHoldings:
         """Return, for each kind of lease that is held, how many blocks and until when."""
         return self._leases.describe()
 
-    def held_blocks(self) -> Iterator[int]:
-        """Yield every block reference that is not a running request's: for invariant 2."""
+    def held_blocks(self) -> Iterator[IntArray]:
+        """Yield the blocks [G, blocks] of every holder that is not a running request: for invariant 2."""
         yield from self._leases.held()
         yield from self._loads.held()
         yield from self._fences.held_blocks()

@@ -15,21 +15,22 @@ class Plan:
     Attributes:
         slots: in order of service, [R].
         num_tokens: that each gets, 0 where the budget does not reach, [R].
-        new_blocks: slot, index in the table and block id of every block that a running request is given.
+        new_blocks: of every block that running requests are given, slot and index in the table, [blocks]
+            each, and the block of each group, [G, blocks].
         chosen: (slot, token id) of tokens that the scheduler chose itself.
-        block_copies: (from, to).
+        block_copies: (from, to), [G] each.
     """
 
-    def __init__(self, budget: int, throttles_prefills: bool = False) -> None:
+    def __init__(self, budget: int, no_blocks: IntArray, throttles_prefills: bool = False) -> None:
         self.budget = budget  # tokens
         self.throttles_prefills = throttles_prefills
         self.slots = self.num_tokens = NOTHING
-        self.new_blocks: tuple[IntArray, IntArray, IntArray] = (NOTHING, NOTHING, NOTHING)
+        self.new_blocks: tuple[IntArray, IntArray, IntArray] = (NOTHING, NOTHING, no_blocks)
         self.new: list[NewRequestData] = []
         self.resumed: list[ResumedRequestData] = []
         self.forks: list[ForkData] = []
         self.chosen: list[tuple[int, int]] = []
-        self.block_copies: list[tuple[int, int]] = []
+        self.block_copies: list[tuple[IntArray, IntArray]] = []
         self.admission_closed = False  # a request was preempted, or the first one waits for blocks
 
     @property

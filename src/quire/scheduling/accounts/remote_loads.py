@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from quire.kv.blocks.manager import NO_PREFIX, Prefix
+from quire.kv.blocks.manager import Prefix
 from quire.request import Request
 from quire.step import IntArray
 
@@ -23,26 +23,32 @@ class RemoteLoad:
     """One asynchronous load: `block_ids` will hold the request's first `num_tokens` tokens."""
 
     request: Request
-    block_ids: IntArray  # [blocks]
+    block_ids: IntArray  # [G, blocks]
     num_local_blocks: int  # of them, from the start, were in the prefix cache
     num_tokens: int
     num_missing_blocks: int  # that the rest of the request's tokens will need
     deadline: float  # seconds on the scheduler's clock
     first_step: int  # the one that asks for it; what earlier steps report is of another load
     middle_digest: bytes | None = None  # of the block that ends the first half; None: it is not shared
-    failed_block_ids: frozenset[int] = frozenset()
+    failed_block_ids: frozenset[int] = frozenset()  # of the first group
     has_arrived: bool = False
     number: int = 0  # no other load has it; given by `RemoteLoads`, from 1 on
 
     def drop_failed(self, block_size: int) -> IntArray:
-        """Cut the load off at its first failed block; return the blocks that are no longer of use."""
-        failed = np.flatnonzero(np.isin(self.block_ids, list(self.failed_block_ids)))
+        """Cut the load off at its first failed block; return the blocks [G, blocks] that are of no use."""
+        failed = np.flatnonzero(np.isin(self.block_ids[0], list(self.failed_block_ids)))
         if not failed.size:
-            return NO_PREFIX.block_ids
-        dropped = self.block_ids[failed[0] :]
-        self.block_ids = self.block_ids[: failed[0]]
-        self.num_tokens = len(self.block_ids) * block_size
+            return self.block_ids[:, :0]
+        first = int(failed[0])
+        dropped = self.block_ids[:, first:]
+        self.block_ids = self.block_ids[:, :first]
+        self.num_tokens = first * block_size
         return dropped
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each group that it holds."""
+        return int(self.block_ids.shape[1])
 
     def prefix(self) -> Prefix:
         """Return what has arrived as the start of the request's tokens; its blocks have their reference."""
@@ -86,7 +92,7 @@ class RemoteLoads:
         self._coming_numbers.add(load.number)
         if load.middle_digest is not None:
             self._by_middle.setdefault(load.middle_digest, load)
-        self.num_coming_blocks += len(load.block_ids)
+        self.num_coming_blocks += load.num_blocks
         self.num_missing_blocks += load.num_missing_blocks
 
     def arrive(self, load: RemoteLoad) -> None:
@@ -129,10 +135,10 @@ class RemoteLoads:
         arrived = reversed(self._arrived.values())
         return next((load for load in arrived if load.request is not spared), None)
 
-    def held(self) -> Iterator[int]:
-        """Yield the blocks of all loads, with repetition: each is one reference."""
+    def held(self) -> Iterator[IntArray]:
+        """Yield the blocks of all loads, [G, blocks] of each: each is one reference."""
         for load in self:
-            yield from load.block_ids.tolist()
+            yield load.block_ids
 
     def _forget_coming(self, request_id: str) -> RemoteLoad | None:
         load = self._coming.pop(request_id, None)
@@ -140,6 +146,6 @@ class RemoteLoads:
             self._coming_numbers.remove(load.number)
             if load.middle_digest is not None and self._by_middle.get(load.middle_digest) is load:
                 del self._by_middle[load.middle_digest]
-            self.num_coming_blocks -= len(load.block_ids)
+            self.num_coming_blocks -= load.num_blocks
             self.num_missing_blocks -= load.num_missing_blocks
         return load

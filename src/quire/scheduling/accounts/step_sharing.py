@@ -78,7 +78,7 @@ class StepSharing:
         """
         if not self._filler_of or request.sampling_params.prompt_logprobs is not None:
             return prefix
-        num_found = end = len(prefix.block_ids)
+        num_found = end = prefix.num_full
         last = (request.num_tokens - 1) // self._kv.block_size
         filler = None
         for digest in self._kv.digests(request.request_id, end, last):

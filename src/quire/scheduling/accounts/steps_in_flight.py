@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.kv.blocks.block_pool import BlockPool
+from quire.kv.blocks.block_pools import BlockPools
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.step import IntArray, SchedulerOutput
 
@@ -70,7 +70,7 @@ class StepsInFlight:
 class _FencedBlocks(NamedTuple):
     step: int  # the one that cancels the load; once it has been applied, nothing writes to the blocks
     request_id: str
-    block_ids: IntArray
+    block_ids: IntArray  # [G, blocks]
 
 
 class Fences:
@@ -79,13 +79,13 @@ class Fences:
     Args:
         in_flight: the steps that may name them.
         running: gets the slots back.
-        pool: gets the blocks back.
+        pools: get the blocks back.
     """
 
-    def __init__(self, in_flight: StepsInFlight, running: RunningSlots, pool: BlockPool) -> None:
+    def __init__(self, in_flight: StepsInFlight, running: RunningSlots, pools: BlockPools) -> None:
         self._in_flight = in_flight
         self._running = running
-        self._pool = pool
+        self._pools = pools
         self._slots: deque[tuple[int, int]] = deque()  # (last step that names it, slot)
         self._blocks: deque[_FencedBlocks] = deque()
         self.num_blocks = 0  # fenced
@@ -100,7 +100,7 @@ class Fences:
     def fence_blocks(self, request_id: str, block_ids: IntArray) -> None:
         """Hold back the blocks of a load that the next step cancels."""
         self._blocks.append(_FencedBlocks(self._in_flight.next_step, request_id, block_ids))
-        self.num_blocks += len(block_ids)
+        self.num_blocks += block_ids.shape[1]
 
     def refence_blocks(self, step: int) -> list[str]:
         """Move the fences around blocks whose loads steps up to `step` cancelled to the next step.
@@ -121,13 +121,13 @@ class Fences:
             self._running.free(self._slots.popleft()[1])
         while self._blocks and self._blocks[0].step <= step:
             block_ids = self._blocks.popleft().block_ids
-            self.num_blocks -= len(block_ids)
-            self._pool.release(block_ids)
+            self.num_blocks -= block_ids.shape[1]
+            self._pools.release(block_ids)
 
-    def held_blocks(self) -> Iterator[int]:
-        """Yield the fenced blocks, with repetition: each is one reference."""
+    def held_blocks(self) -> Iterator[IntArray]:
+        """Yield the fenced blocks, [G, blocks] of each load: each is one reference."""
         for fenced in self._blocks:
-            yield from fenced.block_ids.tolist()
+            yield fenced.block_ids
 
     @property
     def num_slots(self) -> int:

@@ -87,9 +87,10 @@ class ConnectorCalls:
     def begin_load(self, request: Request, block_ids: IntArray, num_external_tokens: int) -> bool:
         """See `KVConnector.update_state_after_alloc`; False if that fails."""
         assert self._connector is not None, "without a connector nothing is found elsewhere"
-        self._loaded.update(block_ids.tolist())
+        held = block_ids[0].tolist()
+        self._loaded.update(held)
         try:
-            self._connector.update_state_after_alloc(request, block_ids.tolist(), num_external_tokens)
+            self._connector.update_state_after_alloc(request, held, num_external_tokens)
         except Exception:
             logger.exception("the KV connector failed to load for request %r", request.request_id)
             return False
@@ -121,7 +122,7 @@ class ConnectorCalls:
             return False, None
         self._unanswered.pop(request.request_id, None)
         try:
-            is_read_later, params = self._connector.request_finished(request, block_ids.tolist())
+            is_read_later, params = self._connector.request_finished(request, block_ids[0].tolist())
             is_read_later = bool(is_read_later)
         except Exception:
             logger.exception("the KV connector failed at the end of request %r", request.request_id)

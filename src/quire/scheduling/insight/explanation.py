@@ -57,7 +57,7 @@ class Explanation:
         load = self.accounts.loads.get(request_id)
         assert load is not None, "a request with this status has a load"
         return (
-            f"waiting: the KV of {load.num_tokens} tokens is on its way into {len(load.block_ids)} blocks; "
+            f"waiting: the KV of {load.num_tokens} tokens is on its way into {load.num_blocks} blocks; "
             f"given up in {load.deadline - self.accounts.clock.read():.1f} s"
         )
 
@@ -89,24 +89,23 @@ class Explanation:
     def _needs(self, request: Request) -> str:
         """Say what the head of the queue lacks, in blocks and slots."""
         accounts = self.accounts
-        config, pool = accounts.config, accounts.kv.pool
+        config, pools = accounts.config, accounts.kv.pools
         num_slots = max(1, request.sampling_params.beam_width)
         if accounts.running.num_free < num_slots:
             num_free = accounts.running.num_free
             return f"needs {num_slots} of {config.max_num_seqs} slots (max_num_seqs), {num_free} free"
-        needed = accounts.kv.blocks_for(request.num_tokens) - len(
-            accounts.kv.find_prefix(request.request_id, request.all_token_array()).block_ids
-        )
+        prefix = accounts.kv.find_prefix(request.request_id, request.all_token_array())
+        needed = accounts.kv.blocks_for(request.num_tokens) - prefix.num_full
         held = [
             f"{summary.num_blocks} held by {_count(summary.num_leases, summary.kind)} for up to "
             f"{max(0.0, summary.last_deadline - accounts.clock.read()):.1f} s"
             for summary in accounts.holdings.describe_leases()
         ]
-        loading = sum(len(load.block_ids) for load in accounts.loads)
+        loading = sum(load.num_blocks for load in accounts.loads)
         if loading:
             held.append(f"{loading} held by loads from elsewhere")
-        kept = int(config.watermark * pool.num_blocks)
-        parts = [f"needs {needed} blocks", f"{pool.num_free} free", *held, f"{kept} kept free (watermark)"]
+        kept = int(config.watermark * pools.first.num_blocks)
+        parts = [f"needs {needed} blocks", f"{pools.num_free} free", *held, f"{kept} kept free (watermark)"]
         return ", ".join(parts)
 
 

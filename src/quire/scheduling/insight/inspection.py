@@ -20,14 +20,14 @@ class Inspection:
         """Return the present state and the counters since the start."""
         accounts = self.accounts
         num_running, num_waiting = accounts.request_counts()
-        pool = accounts.kv.pool
+        pools = accounts.kv.pools
         return msgspec.structs.replace(
             accounts.stats,
             num_running=num_running,
             num_waiting=num_waiting,
-            num_free_blocks=pool.num_free,
-            num_idle_blocks=pool.num_idle,
-            prefix_evicted_blocks=pool.num_evicted,
+            num_free_blocks=pools.num_free,
+            num_idle_blocks=pools.first.num_idle,
+            prefix_evicted_blocks=pools.first.num_evicted,
             num_steps=accounts.in_flight.next_step,
             num_leased_blocks=accounts.holdings.num_leased_blocks,
             num_awaiting=accounts.waiting.num_awaiting + accounts.connector.num_unanswered,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.kv.blocks.manager import LOOKUP_BLOCKS, NO_PREFIX, Prefix
+from quire.kv.blocks.manager import LOOKUP_BLOCKS, Prefix
 from quire.request import Request
 from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.accounts.plan import Plan
@@ -142,7 +142,7 @@ class AdmissionPhase:
             return load.prefix()
         # Prompt log-probabilities need every prompt position computed, so nothing may be skipped.
         if request.sampling_params.prompt_logprobs is not None:
-            return NO_PREFIX
+            return self.accounts.kv.no_prefix
         leader = self._leader_of(request)
         if leader is not None:
             return self.accounts.kv.prefix_in_slot(leader, request.num_prompt_tokens - 1)
@@ -186,8 +186,8 @@ class AdmissionPhase:
         num_computed = accounts.in_flight.num_computed_before(slot)
         if num_computed is None:
             num_computed = int(running.num_computed[slot])
-        num_there = min(num_computed, accounts.kv.capacity(slot))
-        return slot if num_there >= request.num_prompt_tokens - 1 else None
+        num_shared = request.num_prompt_tokens - 1
+        return slot if num_computed >= num_shared and accounts.kv.can_share(slot, num_shared) else None
 
     def _with_filling(self, request: Request, prefix: Prefix) -> Prefix:
         """Add the blocks that this step fills, unless the request begins with a load or a leader's prompt."""
@@ -219,7 +219,7 @@ class AdmissionPhase:
             return False
         if not self._may_load_more(request, prefix):
             return False
-        start, last = len(prefix.block_ids), (request.num_tokens - 1) // accounts.kv.block_size
+        start, last = prefix.num_full, (request.num_tokens - 1) // accounts.kv.block_size
         end = min(last, start + LOOKUP_BLOCKS)
         load = accounts.loads.that_brings(accounts.kv.digests(request.request_id, start, end))
         if load is None:
@@ -236,8 +236,8 @@ class AdmissionPhase:
         accounts = self.accounts
         return MemoryView(
             block_size=accounts.config.block_size,
-            num_blocks=accounts.kv.pool.num_blocks,
-            num_free=accounts.kv.pool.num_free,
+            num_blocks=accounts.kv.pools.first.num_blocks,
+            num_free=accounts.kv.pools.num_free,
             num_reserved_for_loads=accounts.loads.num_missing_blocks,
             read_running=functools.partial(self._running_memory, accounts.running.in_order()),
         )
@@ -279,7 +279,7 @@ class AdmissionPhase:
         accounts = self.accounts
         # Loaded tokens take no budget, so they may need more blocks than were committed ahead of the step.
         needed = candidate.num_chunk_blocks - candidate.num_cached_blocks
-        accounts.kv.pool.commit_ahead(self._num_promised + needed)
+        accounts.kv.pools.commit_ahead(self._num_promised + needed)
         memory.num_free = self._num_free_for(prefix)
         if len(accounts.running) or accounts.loads.num_coming:
             is_admitted = self.policy.admits(candidate, memory)
@@ -291,8 +291,9 @@ class AdmissionPhase:
 
     def _num_free_for(self, prefix: Prefix) -> int:
         """Return the blocks that are free once the prefix is in use."""
-        num_free = self.accounts.kv.pool.num_free - self._num_promised
-        return num_free if prefix.is_held else num_free - self.accounts.kv.pool.count_idle(prefix.block_ids)
+        pools = self.accounts.kv.pools
+        num_free = pools.num_free if prefix.is_held else pools.num_free_beside(prefix.block_ids)
+        return num_free - self._num_promised
 
     def _make_room(self, request: Request, prefix: Prefix, needed: int) -> bool:
         """Drop other requests' loads and break pins until `needed` blocks are free; False if that fails."""
@@ -314,20 +315,20 @@ class AdmissionPhase:
     def _begin_load(self, request: Request, prefix: Prefix, num_external: int) -> None:
         accounts = self.accounts
         num_tokens = prefix.num_tokens + num_external
-        accounts.kv.pool.acquire(prefix.block_ids)
-        missing = accounts.kv.blocks_for(num_tokens) - len(prefix.block_ids)
-        block_ids = np.concatenate((prefix.block_ids, accounts.kv.pool.allocate(missing)))
+        accounts.kv.pools.acquire(prefix.block_ids)
+        missing = accounts.kv.blocks_for(num_tokens) - prefix.num_full
+        block_ids = np.concatenate((prefix.block_ids, accounts.kv.pools.allocate(missing)), axis=1)
         deadline = accounts.holdings.transfer_deadline
-        num_missing = accounts.kv.blocks_for(request.num_tokens) - len(block_ids)
+        num_missing = accounts.kv.blocks_for(request.num_tokens) - block_ids.shape[1]
         load = RemoteLoad(
             request=request,
             block_ids=block_ids,
-            num_local_blocks=len(prefix.block_ids),
+            num_local_blocks=prefix.num_full,
             num_tokens=num_tokens,
             num_missing_blocks=num_missing,
             deadline=deadline,
             first_step=accounts.in_flight.next_step,
-            middle_digest=self._middle_digest(request, len(prefix.block_ids), num_tokens),
+            middle_digest=self._middle_digest(request, prefix.num_full, num_tokens),
         )
         accounts.loads.begin(load)
         if not accounts.connector.begin_load(request, block_ids, num_external):
@@ -351,11 +352,11 @@ class AdmissionPhase:
         """Give a request that has left the queue a slot, and promise it its blocks."""
         accounts = self.accounts
         load = accounts.loads.pop(request.request_id)
-        num_cached = len(prefix.block_ids) if load is None else load.num_local_blocks
+        num_cached = prefix.num_full if load is None else load.num_local_blocks
         if not prefix.is_held:
-            accounts.kv.pool.acquire(prefix.block_ids)
+            accounts.kv.pools.acquire(prefix.block_ids)
         if num_cached:
-            accounts.kv.pool.count_hit(prefix.block_ids[:num_cached])
+            accounts.kv.pools.count_hit(prefix.block_ids[:, :num_cached])
         request.num_computed_tokens = prefix.num_tokens + num_external
         self._count_prefix_hit(
             request, prefix.num_tokens if load is None else num_cached * accounts.kv.block_size
@@ -381,27 +382,27 @@ class AdmissionPhase:
         for one in admitted:
             table = self.accounts.kv.table(one.slot)
             if one.prefix.copy_from is not None:
-                plan.block_copies.append((one.prefix.copy_from, int(table[len(one.prefix.block_ids)])))
+                plan.block_copies.append((one.prefix.copy_from, table[:, one.prefix.num_full]))
             self._tell_runner(plan, one, table)
         plan.add([(one.slot, one.chunk) for one in admitted])
 
     def _give_blocks(self, admitted: list[_Admitted]) -> None:
         """Open the block tables of all admitted requests, with one allocation for all of them."""
-        fresh = self.accounts.kv.pool.allocate(sum(one.num_new_blocks for one in admitted))
+        fresh = self.accounts.kv.pools.allocate(sum(one.num_new_blocks for one in admitted))
         start = 0
         for one in admitted:
             end = start + one.num_new_blocks
             held = self._held_blocks(one.prefix)
-            self.accounts.kv.open(one.slot, held, fresh[start:end], num_cached=one.num_cached)
+            self.accounts.kv.open(one.slot, held, fresh[:, start:end], num_cached=one.num_cached)
             start = end
 
     def _held_blocks(self, prefix: Prefix) -> IntArray:
         """Return the blocks of a prefix, with a reference to each; who fills any of them has its table."""
         if prefix.filler is None:
             return prefix.block_ids
-        filling = self.accounts.kv.table(prefix.filler)[len(prefix.block_ids) : prefix.num_blocks]
-        self.accounts.kv.pool.acquire(filling)
-        return np.concatenate((prefix.block_ids, filling))
+        filling = self.accounts.kv.table(prefix.filler)[:, prefix.num_full : prefix.num_blocks]
+        self.accounts.kv.pools.acquire(filling)
+        return np.concatenate((prefix.block_ids, filling), axis=1)
 
     def _start_loads(self, admitted: list[_Admitted]) -> list[_Admitted]:
         """Ask the connector to load what the step waits for; return who takes part in the step."""
@@ -439,7 +440,7 @@ class AdmissionPhase:
         for other in one.beams:
             other_slot = self.accounts.running.slot_of(other.request_id)
             assert other_slot is not None
-            plan.new.append(new_request_data(other, other_slot, np.empty(0, dtype=np.int32)))
+            plan.new.append(new_request_data(other, other_slot, self.accounts.kv.no_prefix.block_ids))
 
     def _count_prefix_hit(self, request: Request, num_local_tokens: int) -> None:
         """Count what a request begins with; `num_local_tokens` of that are from this engine's own cache."""

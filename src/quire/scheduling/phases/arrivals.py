@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 
 from quire.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
-from quire.kv.blocks.manager import NO_PREFIX
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.request import Request
 from quire.request_options import require_text
@@ -44,7 +43,7 @@ class Arrivals:
         accounts.grammars.forget(request_id)
         accounts.deadlines.forget(request_id)
         accounts.kv.forget(request_id)
-        accounts.connector.finish(request, NO_PREFIX.block_ids)
+        accounts.connector.finish(request, accounts.kv.no_prefix.block_ids)
 
     def _refuse(self, request: Request) -> None:
         """Raise the error about a request that cannot be served, or not now."""
@@ -126,7 +125,7 @@ def _refuse_if_never_fits(request: Request, accounts: Accounts) -> None:
             "dynamic_split_fuse on",
             param="prompt",
         )
-    capacity = accounts.kv.pool.num_blocks * config.block_size
+    capacity = accounts.kv.pools.first.num_blocks * config.block_size
     most_tokens = _most_kv_tokens(request, max_model_len)
     if accounts.eviction is not None:
         _refuse_if_never_held(num_prompt, most_tokens, capacity, accounts.eviction.lengths)
@@ -161,7 +160,7 @@ def _refuse_if_never_held(
 
 def _refuse_if_beams_never_fit(request: Request, accounts: Accounts) -> None:
     """Raise `InvalidRequestError` for a beam search whose beams could not all run at once."""
-    config, num_blocks = accounts.config, accounts.kv.pool.num_blocks
+    config, num_blocks = accounts.config, accounts.kv.pools.first.num_blocks
     width = request.sampling_params.beam_width
     if width > config.max_num_seqs:
         raise InvalidRequestError(

@@ -11,9 +11,7 @@ from quire.scheduling.accounts.plan import Plan
 from quire.scheduling.interface import StepWithdrawnError
 from quire.scheduling.phases.drafting import Drafting
 from quire.scheduling.phases.lost_steps import LostSteps
-from quire.step import CachedRequestData, ChosenTokens, IntArray, SchedulerOutput
-
-NO_PAIRS: IntArray = np.empty((0, 2), dtype=np.int32)
+from quire.step import CachedRequestData, ChosenTokens, SchedulerOutput
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,8 +47,8 @@ class CommitPhase:
             scheduled_new_reqs=plan.new,
             scheduled_cached_reqs=CachedRequestData(*plan.new_blocks, plan.resumed),
             forks=plan.forks,
-            chosen_tokens=ChosenTokens(*_pairs(plan.chosen).T),
-            block_copies=_pairs(plan.block_copies),
+            chosen_tokens=ChosenTokens(*np.array(plan.chosen, dtype=np.int32).reshape(-1, 2).T),
+            block_copies=np.array(plan.block_copies, dtype=np.int32).reshape(-1, 2, len(accounts.kv.pools)),
             evictions=evictions,
             pending_structured_output_tokens=bool(in_flight)
             and bool((running.has_grammar[slots] & samples & (running.num_pending[slots] > 0)).any()),
@@ -72,8 +70,3 @@ class CommitPhase:
             self.lost_steps.withdraw_newest()
             raise StepWithdrawnError("the KV connector could not prepare the step") from error
         return output if metadata is None else dataclasses.replace(output, kv_connector_metadata=metadata)
-
-
-def _pairs(pairs: list[tuple[int, int]]) -> IntArray:
-    """Return pairs as an array: [N, 2]."""
-    return np.array(pairs, dtype=np.int32) if pairs else NO_PAIRS

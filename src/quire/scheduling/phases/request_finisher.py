@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire.kv.blocks.manager import NO_PREFIX
 from quire.request import Request
 from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.phases.slot_manager import SlotManager
@@ -47,7 +46,7 @@ class RequestFinisher:
 
     def fail_for_lack_of_memory(self, request: Request) -> None:
         """End a request that does not fit into memory, although no other request will give any back."""
-        pool = self.accounts.kv.pool
+        pool = self.accounts.kv.pools.first
         self.fail(
             request,
             f"the request does not fit into the {pool.num_committed} KV blocks that there is memory for now, "
@@ -62,11 +61,11 @@ class RequestFinisher:
         held = self._held_blocks(request.request_id, slot)
         is_read_later, params = accounts.connector.finish(request, held)
         request.kv_transfer_params = params  # what came with it said where to load from
-        if is_read_later and len(held):
+        if is_read_later and held.size:
             accounts.holdings.hold_for_peer(request.request_id, held)
 
     def _held_blocks(self, request_id: str, slot: int | None) -> IntArray:
         if slot is not None:
             return self.accounts.kv.table(slot)
         load = self.accounts.loads.get(request_id)
-        return NO_PREFIX.block_ids if load is None else load.block_ids
+        return self.accounts.kv.no_prefix.block_ids if load is None else load.block_ids

@@ -85,7 +85,7 @@ class ResultsPhase:
         computed = self._judged(scheduler_output, computed)
         self._note_what_the_runner_knows(scheduler_output, computed)
         if computed.kv_connector_output is not None:
-            news = valid_news(computed.kv_connector_output, accounts.kv.pool.num_blocks)
+            news = valid_news(computed.kv_connector_output, accounts.kv.pools.first.num_blocks)
             self.transfer_phase.take(news, scheduler_output)
         if not computed.is_applied:
             self.transfer_phase.give_up_asked_for_in(scheduler_output)

@@ -31,11 +31,29 @@ class RunningPhase:
 
     def plan(self, plan: Plan) -> None:
         """Hand the budget to the running requests in order, and preempt until their new blocks are free."""
+        if self.accounts.kv.pools.windows:
+            self._leave_windows()
         self.beam_phase.place(plan, self._make_room)
         self._hand_out_tokens(plan)
         missing = self._preempt_until_it_fits(plan)
         if missing.any():
             plan.new_blocks = self.accounts.kv.grow(plan.slots, missing)
+
+    def _leave_windows(self) -> None:
+        """Free what no step after those in flight reads; steps are computed in order.
+
+        Tokens in flight that are drafts may be computed again, and a block in flight is not cached yet. What
+        a beam has added to its prompt is never cached.
+        """
+        running = self.accounts.running
+        slots = running.in_order()
+        slots = slots[~(running.awaits_tokens[slots] & (running.num_pending[slots] > 0))]
+        self.accounts.kv.leave_windows(
+            slots,
+            running.num_computed[slots],
+            running.priority[slots],
+            ~running.is_beam[slots] | (running.num_computed[slots] <= running.num_prompt[slots]),
+        )
 
     def _hand_out_tokens(self, plan: Plan) -> None:
         accounts = self.accounts
@@ -122,10 +140,11 @@ class RunningPhase:
 
     def _lacks(self, num_blocks: int) -> bool:
         """Whether fewer blocks are free, even after asking again for memory that was refused."""
-        pool = self.accounts.kv.pool
-        if num_blocks > pool.num_free:
-            pool.commit_ahead(num_blocks)
-        return num_blocks > pool.num_free
+        pools = self.accounts.kv.pools
+        if not num_blocks or num_blocks <= pools.num_free:
+            return False
+        pools.commit_ahead(num_blocks)
+        return num_blocks > pools.num_free
 
     def _free_something(self, plan: Plan, spared: list[int]) -> bool:
         """Free what costs least; False if there is nothing.
@@ -176,6 +195,6 @@ class RunningPhase:
     def _drop_copies_to_free_blocks(self, plan: Plan) -> None:
         """Drop the copies for a search that was preempted: its blocks may be reused in this step."""
         if plan.block_copies:
-            targets = np.array([target for _, target in plan.block_copies], dtype=np.int32)
-            is_held = self.accounts.kv.pool.reference_counts(targets) > 0
+            targets = np.array([target[0] for _, target in plan.block_copies], dtype=np.int32)
+            is_held = self.accounts.kv.pools.first.reference_counts(targets) > 0
             plan.block_copies = list(itertools.compress(plan.block_copies, is_held))

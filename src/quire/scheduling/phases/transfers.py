@@ -61,13 +61,13 @@ class TransferPhase:
         request, block_size = load.request, accounts.config.block_size
         accounts.loads.arrive(load)
         useless = load.drop_failed(block_size)
-        accounts.kv.pool.release(useless[::-1])
+        accounts.kv.pools.release(useless[:, ::-1])
         accounts.stats.num_loaded_tokens += max(0, load.num_tokens - load.num_local_blocks * block_size)
-        if len(load.block_ids):
+        if load.num_blocks:
             self._cache(load)
         else:
             accounts.holdings.drop_load(request.request_id)
-        if len(useless):
+        if useless.size:
             self._go_on_without(request, "could not be loaded")
         else:
             self._queue(request)
@@ -88,7 +88,7 @@ class TransferPhase:
         accounts = self.accounts
         for load in accounts.loads.coming():
             load.failed_block_ids |= block_ids
-        accounts.kv.pool.forget_content(np.array(sorted(block_ids), dtype=np.int32))
+        accounts.kv.pools.first.forget_content(np.array(sorted(block_ids), dtype=np.int32))
         for slot in accounts.kv.slots_holding(block_ids, slots[accounts.running.occupied[slots]]):
             if not accounts.running.occupied[slot]:
                 continue  # a beam of a search that has ended with another of its beams
