@@ -14,7 +14,7 @@ from insides import copier_of
 from late_device import LateDevice
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine import devices as engine_devices
-from quire.engine.building.assembly import build_connector, build_context
+from quire.engine.building.assembly import build_connector, commits_of_groups
 from quire.engine.building.kv_identity import kv_fingerprint
 from quire.engine.devices import available_bytes, device_name, on_cuda, on_one_device
 from quire.engine.memory.byte_sizes import GB
@@ -392,12 +392,11 @@ def test_a_gpu_s_memory_is_planned_and_all_of_the_cache_is_there_from_the_start(
         largest = plan_memory(asked, mini)
         assert 0 <= 40 * GB * share - largest.total_bytes < largest.kv_bytes_per_block
     assert plan_memory_again(config, mini, 77).num_blocks == 77
-    context = build_context(config, resolve_model("mini"), mini, plan, None)
-    assert context.commit_blocks is None
+    assert commits_of_groups(config, plan) == [None]
     assert config.scheduler.overlap_steps
     on_host = on_one_device(EngineConfig(device="cpu", max_model_len=512))
     assert device_name(on_host) == "cpu"
-    assert build_context(on_host, resolve_model("mini"), mini, plan, None).commit_blocks is not None
+    assert None not in commits_of_groups(on_host, plan)
 
 
 def test_weights_of_a_gpu_are_not_in_mapped_files(mini: ModelConfig) -> None:

@@ -173,7 +173,7 @@ def test_layers_that_differ_are_described_one_by_one():
             [None, KVLayerSpec(1, 4, 0)], page_size=4, dtype="float32", num_pages=3
         )
     with pytest.raises(ValueError, match="at least one layer must have keys and values"):
-        PagedAttentionCacheMetaData.for_layers([None], page_size=4, dtype="float32", num_pages=3)
+        PagedAttentionCacheMetaData.create_for_layers(None, PartitionAxis(), 1, [None], 64, 4, 0.9)
     with pytest.raises(ValueError, match="layers has 3 entries, and num_hidden_layers is 2"):
         made.replace(num_hidden_layers=2)
     with pytest.raises(ValueError, match="num_pages_per_layer is -1"):

@@ -118,8 +118,23 @@ def as_dict(name: str, architecture: str, plan: MemoryPlan) -> dict[str, Any]:
         "model": name,
         "architecture": architecture,
         **{name: getattr(plan, name) for name in _PLAN_FIELDS},
+        **({"window_groups": window_groups(plan)} if plan.windows else {}),
         "max_sequences": {str(length): plan.max_sequences_at(length) for length in shown_lengths(plan)},
     }
+
+
+def window_groups(plan: MemoryPlan) -> list[dict[str, int]]:
+    """Return the sizes of the cache groups that keep the last tokens of a sequence only, as plain data."""
+    return [
+        {
+            "window": window,
+            "num_layers": sum(spec is not None for spec in cache.layers),
+            "num_blocks": cache.num_pages_per_layer,
+            "kv_bytes_per_block": cache.bytes_per_block,
+            "kv_bytes": cache.num_pages_per_layer * cache.bytes_per_block,
+        }
+        for window, cache in zip(plan.windows, plan.kv_caches[1:], strict=True)
+    ]
 
 
 def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) -> Table:
@@ -134,6 +149,9 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) ->
         ("Activations", plan.activation_bytes, "temporary tensors of the largest step, estimated"),
         ("KV cache", plan.kv_bytes, f"{plan.num_blocks:,} blocks, {plan.num_kv_tokens:,} tokens"),
     ]
+    for group in window_groups(plan):
+        details = f"of it, {group['num_blocks']:,} blocks for {group['num_layers']} layers"
+        rows.append((f"  window {group['window']:,}", group["kv_bytes"], details))
     if plan.score_bytes:
         rows.append(("Scores", plan.score_bytes, "of cache eviction, at most"))
     if plan.staged_bytes:
@@ -147,6 +165,9 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) ->
     table.add_section()
     explanation = f"keys and values of all layers, {plan.kv_dtype}"
     table.add_row("KV per token", format_bytes(plan.kv_bytes_per_token), explanation)
+    if plan.windows:
+        kept = plan.group_sizes.bytes_per_block[0] // plan.block_size
+        table.add_row("  before windows", format_bytes(kept), "layers without a window alone")
     table.add_row("KV per block", format_bytes(plan.kv_bytes_per_block), f"{plan.block_size} tokens")
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -13,16 +14,16 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.engine.building.kv_peers import build_peers, cached_block_events
 from quire.engine.building.kv_tier import build_tier, gpu_copier
-from quire.engine.connector_classes import CONNECTORS
+from quire.engine.custom_classes import CONNECTORS, SCHEDULERS
 from quire.engine.ranks.group import RankGroup
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trials import TriedGrammars
 from quire.kernels import has_native_kernels
 from quire.kv.blocks.events import KVEventCollector, KVEventFanOut
+from quire.kv.cache.groups import WindowBlocks
 from quire.kv.cache.memory_limits import available_memory
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.tiers.connector import TierConnector
-from quire.registry import Registry
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
 
@@ -46,8 +47,6 @@ SLOW_MODULES = (
 )
 """Modules that are imported where an engine is built, because the front shall not import them."""
 
-SCHEDULERS: Registry[SchedulerInterface] = Registry("EngineConfig.scheduler_cls", SchedulerInterface, {})
-
 
 def build_context(
     config: EngineConfig,
@@ -56,7 +55,7 @@ def build_context(
     plan: MemoryPlan,
     kv_events: KVEventCollector | None,
 ) -> SchedulerContext:
-    """Return the context of the engine's scheduler: grammars, KV connector, KV events, cache growth."""
+    """Return what the engine's scheduler has around it whatever the size of its cache is."""
     connector = build_connector(config, model_path, model_config, plan)
     # What peers read comes first: a removal that it missed because another sink raised would be wrong text.
     sinks = [sink for sink in (cached_block_events(connector), kv_events) if sink is not None]
@@ -65,7 +64,6 @@ def build_context(
         connector=connector,
         kv_events=KVEventFanOut(sinks) if sinks else None,
         draft_length=config.speculation.draft_length,
-        commit_blocks=_growth(config, plan),
     )
 
 
@@ -118,13 +116,12 @@ def _grammar_backend(config: EngineConfig, model_path: Path, model_config: Model
 
 
 class CacheGrowth:
-    """Grants blocks of a cache's reserved address space; see `SchedulerContext.commit_blocks`.
+    """Grants blocks of the reserved address space of caches; see `SchedulerContext.commit_blocks`.
 
     Blocks that were granted but not yet written still count as available memory in the system. So all
     granted blocks are also subtracted from what was available at the start.
 
     Args:
-        bytes_per_block: over all layers.
         spare_bytes: memory to leave free.
         read_available: returns the bytes currently available to this process.
         clock: returns seconds.
@@ -132,13 +129,11 @@ class CacheGrowth:
 
     def __init__(
         self,
-        bytes_per_block: int,
-        *,
         spare_bytes: int,
+        *,
         read_available: Callable[[], int] = available_memory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bytes_per_block = bytes_per_block
         self._spare_bytes = spare_bytes
         self._read_available = read_available
         self._clock = clock
@@ -146,25 +141,32 @@ class CacheGrowth:
         self._granted_bytes = 0
         self._short_until = clock()
 
-    def __call__(self, num_blocks: int) -> int:
-        """Return how many of `num_blocks` additional blocks may be used."""
+    def grant(self, bytes_per_block: int, num_blocks: int) -> int:
+        """Return how many of `num_blocks` additional blocks may be used, which are those of any cache."""
         now = self._clock()
         if now < self._short_until:
             return 0
         left = min(self._read_available(), self._available_at_start - self._granted_bytes)
-        granted = min(num_blocks, max(0, left - self._spare_bytes) // self._bytes_per_block)
-        self._granted_bytes += granted * self._bytes_per_block
+        granted = min(num_blocks, max(0, left - self._spare_bytes) // bytes_per_block)
+        self._granted_bytes += granted * bytes_per_block
         if granted < num_blocks:
             self._short_until = now + RETRY_INTERVAL
         return granted
 
 
-def _growth(config: EngineConfig, plan: MemoryPlan) -> CacheGrowth | None:
-    """Return the `CacheGrowth` of a growing cache; None: it does not grow, on a GPU or with a given size."""
+def commits_of_groups(config: EngineConfig, plan: MemoryPlan) -> list[Callable[[int], int] | None]:
+    """Return what commits the memory of each cache group's blocks; see `SchedulerContext.commit_blocks`.
+
+    A cache does not grow on a GPU, with a given size, or if its blocks take no memory.
+    """
     if config.device == "cuda" or config.scheduler.num_kv_blocks or config.scheduler.cache_size:
-        return None
+        return [None] * len(plan.kv_caches)
     spare_bytes = int(plan.available_bytes * SPARE_SHARE) + plan.activation_bytes
-    return CacheGrowth(plan.kv_bytes_per_block * plan.num_ranks, spare_bytes=spare_bytes * plan.num_ranks)
+    growth = CacheGrowth(spare_bytes * plan.num_ranks)
+    return [
+        functools.partial(growth.grant, size * plan.num_ranks) if size else None
+        for size in plan.group_sizes.bytes_per_block
+    ]
 
 
 def scheduler_class(config: EngineConfig) -> type[SchedulerInterface]:
@@ -173,11 +175,17 @@ def scheduler_class(config: EngineConfig) -> type[SchedulerInterface]:
 
 
 def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerContext) -> SchedulerInterface:
-    """Return the engine's scheduler, wrapped in a recorder if `record_path` is set.
+    """Return the engine's scheduler over the planned cache, wrapped in a recorder if `record_path` is set.
 
     Raises:
         ConfigError: the scheduler class, a policy or the capture file cannot be used.
     """
+    commit_blocks, *others = commits_of_groups(config, plan)
+    windows = [
+        WindowBlocks(window, cache.num_pages_per_layer, commit)
+        for window, cache, commit in zip(plan.windows, plan.kv_caches[1:], others, strict=True)
+    ]
+    context = dataclasses.replace(context, commit_blocks=commit_blocks, windows=tuple(windows))
     scheduler_cls = scheduler_class(config)
     size = {"num_blocks": plan.num_blocks, "max_model_len": plan.max_model_len}
     if not config.record_path:

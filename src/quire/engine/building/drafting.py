@@ -120,7 +120,8 @@ def build_proposer(
     from quire.execution.drafts.draft_model_proposer import DraftGraphs, DraftModelProposer
     from quire.kv.cache.paged_cache import PagedAttentionCache
 
-    kv_cache = PagedAttentionCache.on_device(plan.kv_caches[1], draft_model.kernels.device)
+    assert plan.draft_cache is not None
+    kv_cache = PagedAttentionCache.on_device(plan.draft_cache, draft_model.kernels.device)
     graphs = None
     if capture is not None:
         graphs = DraftGraphs(draft_model, kv_cache, capture, config.scheduler.max_num_batched_tokens)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROFILE_BLOCKS = 16
-"""KV blocks of the run that measures; all requests share them."""
+"""KV blocks of each cache group in the run that measures; all requests share them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,11 +82,10 @@ def measure(
     measured_bytes = max(0, peak - plan.weight_bytes) + of_eviction
     measured = plan_again(available_bytes=memory.num_available, measured_bytes=measured_bytes)
     logger.info(
-        "activations take %s, measured (%s computed); the KV cache gets %d blocks of %s (%d computed)",
+        "activations take %s, measured (%s computed); the KV cache gets %s (%d computed)",
         format_bytes(measured_bytes),
         format_bytes(plan.activation_bytes),
-        measured.num_blocks,
-        format_bytes(measured.kv_bytes_per_block),
+        measured.blocks_text,
         plan.num_blocks,
     )
     return Measurement(measured, most_captured_tokens)
@@ -112,9 +111,7 @@ def _computed_steps(
         speculation.draft_length(1),
         speculation.max_drafts(scheduler.max_num_seqs),
     )
-    small = dataclasses.replace(
-        plan, kv_caches=tuple(cache.replace(num_pages_per_layer=PROFILE_BLOCKS) for cache in plan.kv_caches)
-    )
+    small = plan.with_blocks([PROFILE_BLOCKS] * len(plan.kv_caches))
     memory.begin_peak()
     with refusing_shortage(
         lambda _: (

@@ -39,7 +39,7 @@ class CacheWarmer:
         self._next_blocks = next_blocks
         self._is_warm = np.zeros(len(cache), dtype=np.bool_)
         self._is_idle = False
-        self._is_usable = cache.is_cpu
+        self._is_usable = cache.is_cpu and cache.nbytes > 0
         self._thread: threading.Thread | None = None
 
     def resume(self) -> None:

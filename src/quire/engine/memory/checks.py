@@ -31,11 +31,11 @@ def check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
         raise ConfigError(
             f"{knob} asks for a KV cache of {format_bytes(plan.kv_bytes)}, but {takers} leave "
             f"{format_bytes(free)}{of_rank}; the largest that fits is "
-            f"{free // plan.kv_bytes_per_block} blocks ({free * plan.num_ranks / GB:.2f} GB)"
+            f"{plan.group_sizes.largest(free)} blocks ({free * plan.num_ranks / GB:.2f} GB)"
         )
     if not plan.num_blocks:
         raise ConfigError(
-            f"no KV block of {format_bytes(plan.kv_bytes_per_block)} fits: of "
+            f"no KV block of {format_bytes(plan.group_sizes.num_bytes(1))} fits: of "
             f"{format_bytes(plan.available_bytes)} available{of_rank}, weights take "
             f"{format_bytes(plan.weight_bytes)} and activations {format_bytes(plan.activation_bytes)}; "
             f"raise {knob}, or lower SchedulerConfig.max_num_batched_tokens or SchedulerConfig.max_num_seqs"

@@ -7,20 +7,23 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from quire.engine import devices
-from quire.engine.connector_classes import stages_kv
-from quire.engine.memory.byte_sizes import GB
+from quire.engine.custom_classes import keeps_all_tokens, stages_kv
+from quire.engine.memory.byte_sizes import GB, format_bytes
 from quire.engine.memory.checks import check_fits
 from quire.engine.memory.eviction import eviction_bytes, score_bytes_per_token
+from quire.engine.memory.group_sizes import GroupSizes, blocks_for
 from quire.engine.memory.model_sizes import ModelSizes, has_float8, has_native, model_sizes
 from quire.errors import ConfigError
 from quire.kernels import bounds
 from quire.kernels.devices.cores import usable_cores
 from quire.kernels.size_classes import wide_size_class
+from quire.kv.cache.groups import CacheGroup, cache_groups
 from quire.kv.cache.metadata import PagedAttentionCacheMetaData
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.tiers.block_copier import num_staged_blocks
@@ -31,6 +34,7 @@ from quire.models.weights import held_quantization
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig, SchedulerConfig
+    from quire.kv.cache.page_layout import KVLayerSpec
     from quire.models.config import ModelConfig
 
 FLOAT32_BYTES = 4
@@ -51,6 +55,9 @@ class MemoryPlan:
     `max_model_len` is the limit for requests: the configured length, or the model's maximum, reduced to what
     fits into the KV cache.
 
+    Layers with a window may have cache groups of their own, which keep less. Numbers of blocks and tokens are
+    those of the first group, which keeps all tokens; bytes are those of all groups.
+
     With several ranks, sizes in bytes are those of the rank that needs most, as if it had the draft model
     like rank 0, and `available_bytes` is its share. All ranks have equally many blocks.
     """
@@ -61,7 +68,10 @@ class MemoryPlan:
     weight_bytes: int
     activation_bytes: int
     available_bytes: int
-    kv_caches: tuple[PagedAttentionCacheMetaData, ...]  # the target model's first
+    kv_caches: tuple[PagedAttentionCacheMetaData, ...]  # of the target model's cache groups
+    draft_cache: PagedAttentionCacheMetaData | None  # of the draft model, with the blocks of the first group
+    windows: tuple[int, ...]  # tokens that the layers of each group but the first see
+    group_sizes: GroupSizes
     score_bytes_per_block: int  # that cache eviction has of the tokens of a KV block, at most
     max_num_seqs: int
     max_model_len: int
@@ -87,23 +97,24 @@ class MemoryPlan:
 
     @property
     def num_blocks(self) -> int:
-        """Number of KV blocks."""
+        """Number of KV blocks that keep all tokens."""
         return self.kv_caches[0].num_pages_per_layer
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
+        """Bytes of one token's keys and values over all layers, while all of them keep it."""
         return self.kv_bytes_per_block // self.block_size
 
     @property
     def kv_bytes_per_block(self) -> int:
-        """Bytes of one KV block over all layers."""
-        return sum(cache.bytes_per_block for cache in self.kv_caches)
+        """Bytes of one KV block of each group, over all layers."""
+        return sum(self.group_sizes.bytes_per_block)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the whole KV cache."""
-        return self.kv_bytes_per_block * self.num_blocks
+        caches = self.kv_caches if self.draft_cache is None else (*self.kv_caches, self.draft_cache)
+        return sum(cache.num_pages_per_layer * cache.bytes_per_block for cache in caches)
 
     @property
     def num_kv_tokens(self) -> int:
@@ -131,9 +142,28 @@ class MemoryPlan:
         """Bytes that do not depend on the size of the KV cache."""
         return self.weight_bytes + self.activation_bytes + self.staged_bytes
 
+    @property
+    def blocks_text(self) -> str:
+        """The number and size of the blocks of each group, in words."""
+        numbers = zip(self.kv_caches, self.group_sizes.bytes_per_block, strict=True)
+        texts = [f"{cache.num_pages_per_layer} blocks of {format_bytes(size)}" for cache, size in numbers]
+        windows = [f"{text} for the window of {w}" for w, text in zip(self.windows, texts[1:], strict=True)]
+        return ", ".join([texts[0], *windows])
+
     def max_sequences_at(self, length: int) -> int:
         """Return how many sequences of `length` tokens can run at once, without shared prefixes."""
-        return min(self.max_num_seqs, self.num_blocks // _blocks_for(length, self.block_size))
+        return min(self.max_num_seqs, self.num_blocks // blocks_for(length, self.block_size))
+
+    def with_blocks(self, num_blocks: Sequence[int]) -> Self:
+        """Return the plan with other numbers of blocks, one for each group; the draft model has the first."""
+        draft = self.draft_cache
+        return dataclasses.replace(
+            self,
+            kv_caches=tuple(
+                cache.with_pages(number) for cache, number in zip(self.kv_caches, num_blocks, strict=True)
+            ),
+            draft_cache=None if draft is None else draft.with_pages(num_blocks[0]),
+        )
 
 
 def plan_memory(
@@ -262,25 +292,34 @@ def _plan_at(
     activations = measured_bytes
     if activations is None:
         activations = sum(_estimated_bytes(config, each, length) for each in models)
+    target, *drafts = models
+    groups = _cache_groups(config, target, length)
+    caches = [_empty_cache(scheduler, target, group.layers, length) for group in groups]
+    draft_caches = [_empty_cache(scheduler, draft, draft.kv_layers, length) for draft in drafts]
+    bytes_per_block = [cache.bytes_per_block for cache in caches]
+    bytes_per_block[0] += sum(cache.bytes_per_block for cache in draft_caches)
+    windows = tuple(group.window for group in groups[1:])
     empty = MemoryPlan(
-        dtype=models[0].dtype,
-        quantization=held_quantization(models[0].model, config.quantization, has_float8=has_float8(config)),
+        dtype=target.dtype,
+        quantization=held_quantization(target.model, config.quantization, has_float8=has_float8(config)),
         num_parameters=sum(each.num_parameters for each in models),
         weight_bytes=sum(each.weight_bytes for each in models),
         activation_bytes=activations,
         available_bytes=available_bytes,
-        kv_caches=_kv_caches(scheduler, models, length, num_blocks=0),
+        kv_caches=tuple(caches),
+        draft_cache=draft_caches[0] if draft_caches else None,
+        windows=windows,
+        group_sizes=GroupSizes.of(scheduler, windows, bytes_per_block, max_model_len=length),
         score_bytes_per_block=scheduler.block_size
-        * score_bytes_per_token(scheduler, models[0].model, on_gpu=config.device == "cuda"),
+        * score_bytes_per_token(scheduler, target.model, on_gpu=config.device == "cuda"),
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=length,
-        model_max_len=models[0].model.max_model_len,
-        num_ranks=models[0].num_ranks,
+        model_max_len=target.model.max_model_len,
+        num_ranks=target.num_ranks,
         is_measured=measured_bytes is not None,
         stages_kv=stages_kv(config),
     )
-    num_blocks = _num_blocks(config, empty)
-    return dataclasses.replace(empty, kv_caches=_kv_caches(scheduler, models, length, num_blocks=num_blocks))
+    return empty.with_blocks(empty.group_sizes.num_blocks(_num_blocks(config, empty)))
 
 
 def _estimated_bytes(config: EngineConfig, sizes: ModelSizes, length: int) -> int:
@@ -298,41 +337,39 @@ def _estimated_bytes(config: EngineConfig, sizes: ModelSizes, length: int) -> in
     )
 
 
-def _kv_caches(
-    scheduler: SchedulerConfig, models: list[ModelSizes], length: int, *, num_blocks: int
-) -> tuple[PagedAttentionCacheMetaData, ...]:
-    """Return what the KV caches of the models are, each with `num_blocks` blocks."""
-    return tuple(
-        PagedAttentionCacheMetaData.for_layers(
-            each.kv_layers,
-            kv_head_shards=each.kv_head_shards,
-            page_size=scheduler.block_size,
-            dtype=each.kv_dtype,
-            num_pages=num_blocks,
-            batch_size=scheduler.max_num_seqs,
-            max_sequences=length,
-        )
-        for each in models
+def _cache_groups(config: EngineConfig, target: ModelSizes, length: int) -> tuple[CacheGroup, ...]:
+    """Return the cache groups of the target model's layers, for sequences of up to `length` tokens."""
+    gives_back = any(spec is not None and 0 < spec.window < length for spec in target.kv_layers)
+    return cache_groups(target.kv_layers, keeps_all=not gives_back or keeps_all_tokens(config))
+
+
+def _empty_cache(
+    scheduler: SchedulerConfig, sizes: ModelSizes, layers: Sequence[KVLayerSpec | None], length: int
+) -> PagedAttentionCacheMetaData:
+    """Return what the KV cache of these layers of a model is, without blocks."""
+    return PagedAttentionCacheMetaData.for_layers(
+        layers,
+        kv_head_shards=sizes.kv_head_shards,
+        page_size=scheduler.block_size,
+        dtype=sizes.kv_dtype,
+        num_pages=0,
+        batch_size=scheduler.max_num_seqs,
+        max_sequences=length,
     )
 
 
 def _num_blocks(config: EngineConfig, plan: MemoryPlan) -> int:
-    scheduler = config.scheduler
+    """Return the number of blocks of the first group."""
+    scheduler, sizes = config.scheduler, plan.group_sizes
     if scheduler.num_kv_blocks:
         return scheduler.num_kv_blocks
     if scheduler.cache_size:
-        return int(scheduler.cache_size * GB) // (plan.kv_bytes_per_block * plan.num_ranks)
+        return sizes.largest(int(scheduler.cache_size * GB) // plan.num_ranks)
     if config.device == "cuda":
         allowed = int(plan.available_bytes * config.hbm_utilization) - plan.taken_bytes
     else:
         allowed = int((plan.available_bytes - plan.taken_bytes) * config.memory_fraction)
-    affordable = allowed // (plan.kv_bytes_per_block + plan.score_bytes_per_block)
-    usable = plan.max_num_seqs * _blocks_for(plan.max_model_len, plan.block_size)
-    return max(0, min(affordable, usable))
-
-
-def _blocks_for(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
+    return min(sizes.largest(allowed, beside=plan.score_bytes_per_block), sizes.most_running)
 
 
 def activation_bytes(

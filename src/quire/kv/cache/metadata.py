@@ -39,8 +39,10 @@ class PagedAttentionCacheMetaData(PlainData):
         num_pages_per_sequence: pages of the longest sequence.
         max_sequences: length of the longest sequence in tokens.
         page_size: tokens of a page.
-        num_kv_heads: KV heads of a layer, over all devices; the most of any, where layers differ.
-        kv_head_dim_size: features of a head; the most of any, where layers or keys and values differ.
+        num_kv_heads: KV heads of a layer, over all devices; the most of any, where layers differ. 1 if none
+            has KV.
+        kv_head_dim_size: features of a head; the most of any, where layers or keys and values differ. 1 if
+            none has KV.
         hbm_utilization: share of the device's memory that may be in use once the cache is there.
         hbm_bytes: bytes for the cache, over all devices that KV heads are divided among.
         layers: what each layer keeps; None: nothing. Left out: all have `num_kv_heads` keys and values of
@@ -154,6 +156,8 @@ class PagedAttentionCacheMetaData(PlainData):
             partition_axis=partition_axis,
             kv_head_shards=count_kv_head_shards(mesh, partition_axis, layers),
         )
+        if not single.bytes_per_block:
+            raise ValueError(f"layers is {list(layers)}; at least one layer must have keys and values")
         memory = memory_limit()
         per_device = int(memory.limit * float(hbm_utilization)) - memory.in_use
         num_pages = per_device // single.bytes_per_block
@@ -203,9 +207,6 @@ class PagedAttentionCacheMetaData(PlainData):
         page_size, num_pages = int(page_size), plain_number(num_pages)
         longest = max(1, num_pages * page_size) if max_sequences is None else plain_number(max_sequences)
         check_positive("max_sequences", longest)
-        most = _most_of(layers)
-        if not most:
-            raise ValueError(f"layers is {list(layers)}; at least one layer must have keys and values")
         metadata = cls(
             partition_axis=partition_axis or PartitionAxis(),
             dtype=dtype_name(dtype),
@@ -215,13 +216,13 @@ class PagedAttentionCacheMetaData(PlainData):
             num_pages_per_sequence=-(-longest // page_size),
             max_sequences=longest,
             page_size=page_size,
-            **most,
+            **{"num_kv_heads": 1, "kv_head_dim_size": 1, **_most_of(layers)},
             hbm_utilization=1.0,
             hbm_bytes=0,
             layers=tuple(layers),
             kv_head_shards=kv_head_shards,
         )
-        return metadata.replace(hbm_bytes=num_pages * metadata.bytes_per_block * metadata.num_sharing_devices)
+        return metadata.with_pages(num_pages)
 
     @property
     def bytes_per_block(self) -> int:
@@ -284,6 +285,11 @@ class PagedAttentionCacheMetaData(PlainData):
         """Return the metadata of a cache of this layer only."""
         layers = (self.layers[layer_index],)
         return self.replace(num_hidden_layers=1, layers=layers, **_most_of(layers))
+
+    def with_pages(self, num_pages: int) -> Self:
+        """Return the metadata of a cache of this many pages."""
+        hbm_bytes = num_pages * self.bytes_per_block * self.num_sharing_devices
+        return self.replace(num_pages_per_layer=num_pages, hbm_bytes=hbm_bytes)
 
     def sharded_over(self, mesh: DeviceMesh | None, kv_pages_sharding: PagesSharding | None) -> Self:
         """Return the metadata of this cache on a mesh.

@@ -1,0 +1,50 @@
+"""Scheduler and KV connector classes by dotted name, and what the memory plan needs to know of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire.kv.connectors.interface import KVConnector
+from quire.kv.tiers.connector import TierConnector
+from quire.registry import Registry
+from quire.scheduling.interface import SchedulerInterface
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+CONNECTORS: Registry[KVConnector] = Registry("EngineConfig.kv_connector", KVConnector, {})
+
+SCHEDULERS: Registry[SchedulerInterface] = Registry("EngineConfig.scheduler_cls", SchedulerInterface, {})
+
+WINDOWS_GIVE_BACK = False
+"""Whether layers with a window give back the KV of tokens before it."""
+
+
+def keeps_all_tokens(config: EngineConfig) -> bool:
+    """Return whether layers with a window keep the KV of all tokens, in one cache group with the others.
+
+    A KV connector moves whole blocks of all layers, cache eviction has one block table for each sequence, and
+    a scheduler of the user's own need not know of groups.
+
+    Raises:
+        ConfigError: the class of the scheduler cannot be used.
+    """
+    moves_kv = config.kv_tier or config.kv_connector or config.shares_kv
+    if not WINDOWS_GIVE_BACK or moves_kv or config.scheduler.use_cache_eviction:
+        return True
+    from quire.scheduling.scheduler import Scheduler
+
+    return not issubclass(SCHEDULERS.class_of(config.scheduler_cls), Scheduler)
+
+
+def stages_kv(config: EngineConfig) -> bool:
+    """Return whether blocks pass through a buffer of a GPU on their way to a tier.
+
+    Raises:
+        ConfigError: the class of the connector cannot be used.
+    """
+    if config.device != "cuda":
+        return False
+    if not config.kv_connector:
+        return bool(config.kv_tier)
+    return issubclass(CONNECTORS.class_of(config.kv_connector), TierConnector)
