@@ -23,6 +23,7 @@ from small_scheduler import SmallScheduler
 import subprocesses
 from quire.config import CacheEvictionConfig, SchedulerConfig
 from quire.errors import ConfigError
+from quire.kv.cache.groups import WindowBlocks
 from quire.recording import calls
 from quire.recording import file_format as recording
 from quire.recording.file_format import Recording, RecordingError
@@ -102,6 +103,34 @@ def test_a_run_with_cache_eviction_is_repeated_exactly(tmp_path_factory, seed: i
     report = replay(path)
     assert report.difference is None
     assert report.num_steps == num_planned
+
+
+class SchedulerWithWindows(SmallScheduler):
+    """Asks for memory of every cache group before each step."""
+
+    def schedule(self, throttle_prefills=False):
+        for group in self.context.windows:
+            if group.commit is not None:
+                group.commit(group.num_blocks // group.window)
+        return super().schedule(throttle_prefills)
+
+
+def test_further_cache_groups_are_there_in_a_replay(tmp_path):
+    asked = []
+    windows = (WindowBlocks(8, 40, lambda count: asked.append(count) or 1), WindowBlocks(4, 30))
+    scheduler = RecordingScheduler(
+        CONFIG,
+        num_blocks=30,
+        max_model_len=64,
+        context=SchedulerContext(windows=windows),
+        scheduler_cls=SchedulerWithWindows,
+        path=tmp_path / "recording",
+    )
+    scheduler.schedule()
+    assert asked == [5]
+    assert replay(tmp_path / "recording").difference is None
+    path = rewritten(tmp_path / "recording", tmp_path / "changed", lambda header: header.update(windows=[]))
+    assert replay(path).difference.where == "questions"
 
 
 def test_an_eviction_more_or_less_is_a_difference(tmp_path):
@@ -248,7 +277,7 @@ def test_damage_is_told_or_makes_a_difference(recorded, tmp_path, seed):
 
 def test_another_version_is_refused(recorded, tmp_path):
     path = rewritten(recorded, tmp_path / "newer", lambda header: header.update(version=99))
-    with pytest.raises(RecordingError, match="is of version 99; this version of Quire reads 5"):
+    with pytest.raises(RecordingError, match="is of version 99; this version of Quire reads 6"):
         replay(path)
 
 

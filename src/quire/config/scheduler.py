@@ -50,8 +50,8 @@ class SchedulerConfig(SettableConfig):
     num_kv_blocks: NonNegativeInt = knob(
         default=0,
         unit="blocks",
-        help="Number of KV blocks in the cache; overrides cache_size. 0: derived from cache_size. Layers with "
-        "a sliding window have blocks of their own beside these; docs/cli.md says how many.",
+        help="Number of KV blocks in the cache; overrides cache_size. 0: derived from cache_size. Layers "
+        "with a sliding window have more blocks, of their own: see docs/cli.md.",
     )
     cache_size: NonNegativeFloat = knob(
         default=0.0,

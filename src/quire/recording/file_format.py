@@ -22,7 +22,7 @@ from quire.recording.recorded_context import Answer
 T = TypeVar("T")
 
 MAGIC = b"quire recording\n"
-VERSION = 5
+VERSION = 6
 LENGTH_BYTES = 4
 
 
@@ -31,7 +31,10 @@ class RecordingError(QuireError):
 
 
 class Header(msgspec.Struct):
-    """How the scheduler was built; `vocab_size` is None without grammars."""
+    """How the scheduler was built; `vocab_size` is None without grammars.
+
+    `windows` are the further cache groups: window, number of blocks, and whether their memory is reserved.
+    """
 
     version: int
     scheduler_cls: str
@@ -41,6 +44,7 @@ class Header(msgspec.Struct):
     vocab_size: int | None
     has_connector: bool
     has_reserved_blocks: bool
+    windows: list[tuple[int, int, bool]]
     answers: list[Answer]
 
 

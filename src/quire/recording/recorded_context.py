@@ -162,7 +162,11 @@ def recorded_context(
         answers: records their answers, or replays them.
         executor: hands compiled grammars over at known points.
     """
-    clock, draft_length, commit = context.clock, context.draft_length, context.commit_blocks
+    clock, draft_length = context.clock, context.draft_length
+
+    def recorded_commit(group: str, commit: Callable[[int], int] | None) -> Callable[[int], int] | None:
+        return commit and (lambda count: answers.ask("commit_blocks", group, commit, count))
+
     return dataclasses.replace(
         context,
         clock=lambda: answers.ask("clock", "", clock),
@@ -170,9 +174,11 @@ def recorded_context(
         executor=executor,
         connector=None if context.connector is None else RecordedConnector(answers, context.connector),
         draft_length=lambda num_running: answers.ask("draft_length", "", draft_length, num_running),
-        commit_blocks=None
-        if commit is None
-        else lambda count: answers.ask("commit_blocks", "", commit, count),
+        commit_blocks=recorded_commit("", context.commit_blocks),
+        windows=tuple(
+            dataclasses.replace(each, commit=recorded_commit(str(each.window), each.commit))
+            for each in context.windows
+        ),
     )
 
 

@@ -82,6 +82,7 @@ class RecordingScheduler(SchedulerInterface):
             vocab_size=None if context.grammars is None else context.grammars.vocab_size,
             has_connector=context.connector is not None,
             has_reserved_blocks=context.commit_blocks is not None,
+            windows=[(each.window, each.num_blocks, each.commit is not None) for each in context.windows],
             answers=self._context_recorder.end(),
         )
         self._writer: RecordingWriter | None = _writer(path, header)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.kv.cache.groups import WindowBlocks
 from quire.recording import calls, file_format
 from quire.recording.calls import Plans
 from quire.recording.compilations import CompilationPlayer
@@ -194,6 +195,10 @@ def _silent_context(header: Header) -> SchedulerContext:
         connector=silence if header.has_connector else None,
         draft_length=silence.draft_length,
         commit_blocks=silence.commit if header.has_reserved_blocks else None,
+        windows=tuple(
+            WindowBlocks(window, num_blocks, silence.commit if is_reserved else None)
+            for window, num_blocks, is_reserved in header.windows
+        ),
     )
 
 
