@@ -29,7 +29,8 @@ _GAUGES = _rows(
     "KV looked up or loaded.",
     "quire_kv_cache_usage_ratio kv_cache_usage: Fraction of KV blocks held by requests, pins and transfers "
     "(0 to 1).",
-    "quire_kv_blocks num_blocks: Total number of KV blocks.",
+    "quire_kv_blocks num_blocks: Total number of KV blocks, without those that sliding windows have of their "
+    "own.",
     "quire_kv_blocks_free num_free_blocks: Number of KV blocks that are free, or idle in the prefix cache.",
     "quire_kv_blocks_idle num_idle_blocks: Number of free KV blocks that the prefix cache still finds.",
     "quire_kv_blocks_leased num_leased_blocks: Number of KV blocks held by pins and transfers.",
