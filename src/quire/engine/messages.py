@@ -67,6 +67,7 @@ def _message_of(error: BaseException) -> str:
 class EngineInfo(msgspec.Struct, frozen=True):
     """Information about a ready engine: lengths in tokens, sizes in bytes, times in seconds.
 
+    `num_blocks` counts the KV blocks that keep all tokens; `kv_cache_bytes` include those of sliding windows.
     `kv_transfer_address` is where peers read the KV of prompts, IPv4 address and port; None: it lends none.
     `kv_events_ports` are the TCP ports of KV events, live and replayed; None: they do not have one each.
     `reads_priority`: whether any policy does; if none does, requests with a priority are refused.

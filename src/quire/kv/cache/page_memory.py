@@ -15,7 +15,9 @@ from quire.kv.cache.page_layout import NUMBER_BYTES, HeadsLayout, PageLayout, Ve
 
 
 class PageMemory:
-    """The pages of one device, one after the other. They are not initialized.
+    """The pages of one device, one after the other. Only the first is initialized, with zeros.
+
+    Attention may read that one, `NULL_BLOCK`, beside keys that count.
 
     `tensor` is the same memory, page by page, as `PagedAttentionCache` describes it.
 
@@ -43,6 +45,8 @@ class PageMemory:
         num_bytes = self._num_pages * self.layout.bytes_per_page
         if memory is None:
             memory = _allocate(num_bytes, device)
+            if device != HOST:  # whose memory begins as zeros
+                memory[: self.layout.bytes_per_page] = 0
         self._bytes = memory[:num_bytes]
         first = self.layout.layers[0]
         if first is not None and not has_own_format and metadata.has_equal_layers:
