@@ -123,7 +123,7 @@ class Captures:
 
 def graphs_of(model: Decoder, cache: PagedAttentionCache, captures: Captures) -> StepGraphs:
     """Return what captures the steps of a model."""
-    return StepGraphs(model.whole_step, cache, captures.capture, lambda ids: ids, model.kernels)
+    return StepGraphs(model.whole_step, cache.views, captures.capture, lambda ids: ids, model.kernels)
 
 
 @contextlib.contextmanager
@@ -182,7 +182,7 @@ def measure(name: str, num_decodes: int, num_tokens: int) -> tuple[float, float]
     rows = np.arange(num_decodes + 1)
 
     def ask_one_by_one() -> None:
-        hidden = model.forward(torch.from_numpy(token_ids), cache, batch_of(num_decodes, num_tokens))
+        hidden = model.forward(torch.from_numpy(token_ids), cache.views, batch_of(num_decodes, num_tokens))
         model.logits(hidden[torch.from_numpy(rows)])
 
     graphs = graphs_of(model, cache, Captures())
@@ -226,7 +226,7 @@ def start_seconds(name: str) -> float:
     def make_up_steps() -> None:
         runner = ModelRunner(
             model,
-            cache,
+            [cache],
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,

@@ -84,7 +84,7 @@ def compute_logits(path: Path, kind: Kind, token_ids: torch.Tensor) -> torch.Ten
     kv_cache = PagedAttentionCache.init_cache(None, metadata)
     table = np.arange(num_blocks, dtype=np.int32)[None]
     batch = AttentionBatch.build(np.array([0]), np.array([len(token_ids)]), table, BLOCK_SIZE)
-    return decoder.logits(decoder.forward(token_ids, kv_cache, batch)).clone()
+    return decoder.logits(decoder.forward(token_ids, kv_cache.views, batch)).clone()
 
 
 def report(name: str, logits: torch.Tensor, exact: torch.Tensor) -> None:

@@ -105,7 +105,7 @@ def next_tokens(
     counts = np.array([len(ids) for ids in token_ids])
     tables = np.array(list(itertools.zip_longest(*block_tables, fillvalue=0))).T
     batch = AttentionBatch.build(np.array(num_computed), counts, tables, kv_cache.block_size)
-    hidden = decoder.forward(torch.tensor(list(itertools.chain(*token_ids))), kv_cache, batch)
+    hidden = decoder.forward(torch.tensor(list(itertools.chain(*token_ids))), kv_cache.views, batch)
     last_rows = torch.from_numpy(counts.cumsum() - 1)
     return decoder.logits(hidden[last_rows]).argmax(dim=1).tolist()
 

@@ -117,7 +117,7 @@ def compile_together(core: EngineCore) -> None:
     core.ranks.send = lambda message: (told.append(message), send(message))[1]
     batch = AttentionBatch.build(np.zeros(1), np.ones(1), np.zeros((1, 1)), 16)
     with core.runner.compile_only():
-        core.runner._model.forward(torch.zeros(1, dtype=torch.int64), core.runner.kv_cache, batch)
+        core.runner._model.forward(torch.zeros(1, dtype=torch.int64), core.runner.kv_caches[0].views, batch)
     assert [type(message) for message in told] == [CompileOnly, Forward, CompileOnly]
     core.ranks.send = send
 

@@ -114,7 +114,7 @@ def test_an_idle_engine_warms_what_its_next_step_may_use(checkpoint):
     for thread in threading.enumerate():
         if thread.name == "quire-cache-warmer":
             thread.join()
-    cache = core.runner.kv_cache.tensor
+    cache = core.runner.kv_caches[0].tensor
     assert num_resident(cache) == num_resident(cache[: len(blocks)]) > 0
     core.shutdown()
 

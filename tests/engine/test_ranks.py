@@ -93,7 +93,7 @@ def kill_in_step(core: EngineCore, pid: int, *, number: int) -> None:
 def test_an_error_on_another_rank_ends_the_engine_with_its_reason(checkpoint, preloaded_engines):
     with LLM(checkpoint, tensor_parallel_size=2, num_kv_blocks=64, num_threads=1) as llm:
         ranks = core_of(llm).ranks
-        ranks.send(CopyBlocks(np.array([[0, 64]], dtype=np.int32)))
+        ranks.send(CopyBlocks(np.array([[0, 64]], dtype=np.int32), 0))
         for _ in range(2):
             with pytest.raises(EngineDeadError, match=r"rank 1 failed: IndexError.*64"):
                 llm.generate("the", LONG)
@@ -158,6 +158,7 @@ def test_other_ranks_are_told_all_of_a_step():
     sent = {field.name for field in dataclasses.fields(Forward)}
     assert {field.name for field in dataclasses.fields(AttentionBatch)} - sent == {
         "key_scores",
+        "others",  # its arrays are in those of the first group
         "plans",
         "sizes",
         "step_arrays",
@@ -263,7 +264,7 @@ def test_a_rank_killed_while_it_starts_is_noticed():
     with pytest.raises(EngineDeadError, match=rf"rank 2, the process {ranks.pids[1]}, was killed by SIGKILL"):
         ranks.wait_until_ready()
     with pytest.raises(EngineDeadError, match="rank 2"):
-        ranks.send(CopyBlocks(np.empty((0, 2), dtype=np.int32)))
+        ranks.send(CopyBlocks(np.empty((0, 2), dtype=np.int32), 0))
     ranks.close()
     assert not any(psutil.pid_exists(pid) for pid in ranks.pids)
 

@@ -39,7 +39,7 @@ def driver_of(model: Decoder, capture: Any = None, max_num_seqs: int = 4, **part
     cache = model_cache(model)
     runner = ModelRunner(
         model,
-        cache,
+        [cache],
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,

@@ -8,6 +8,7 @@ import torch
 from caches import cache_of
 from quire.execution.device_step import DeviceStep
 from quire.execution.model_runner import ModelRunner
+from quire.kv.cache.groups import NULL_BLOCK
 from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,
@@ -31,10 +32,15 @@ class DrivenRequest:
     logprobs: list = dataclasses.field(default_factory=list)
     prompt_logprobs: list = dataclasses.field(default_factory=list)
     slot: int | None = None
-    blocks: list[int] = dataclasses.field(default_factory=list)
+    tables: list[list[int]] = dataclasses.field(default_factory=lambda: [[]])  # of each group
     computed: int = 0
     started: bool = False
     error: str | None = None
+
+    @property
+    def blocks(self):
+        """Those of the group that keeps all."""
+        return self.tables[0]
 
     @property
     def num_known(self):
@@ -75,12 +81,14 @@ def plan(
     copies=(),
     num_drafts_wanted=0,
     metadata=None,
+    num_groups=1,
 ):
     """A SchedulerOutput from plain lists.
 
-    `blocks` holds (slot, index, block id), `chosen` (slot, token), `copies` (from, to). Without `known` the
-    rows end with their last known token.
+    `blocks` holds (slot, index, block id of each group), `chosen` (slot, token), `copies` (from, to), each of
+    which is a block id of each group. Without `known` the rows end with their last known token.
     """
+    grown = int_array(blocks).reshape(-1, 2 + num_groups).T
     after = np.array(num_tokens, dtype=np.int32) + np.array(computed, dtype=np.int32)
     drafts = drafts or [[]] * len(slots)
     return SchedulerOutput(
@@ -94,44 +102,69 @@ def plan(
         finished_req_ids=list(finished),
         preempted_req_ids=list(preempted),
         scheduled_new_reqs=list(new),
-        scheduled_cached_reqs=CachedRequestData(*int_array(blocks).reshape(-1, 3).T, list(resumed)),
+        scheduled_cached_reqs=CachedRequestData(grown[0], grown[1], grown[2:], list(resumed)),
         forks=list(forks),
         chosen_tokens=ChosenTokens(*int_array(chosen).reshape(-1, 2).T),
-        block_copies=int_array(copies).reshape(-1, 2),
+        block_copies=int_array(copies).reshape(-1, 2, num_groups),
         num_drafts_wanted=int_array([num_drafts_wanted] * len(slots)) if num_drafts_wanted else None,
         kv_connector_metadata=metadata,
     )
 
 
 class StepDriver:
-    """Drives a runner over `num_blocks` blocks; slots and blocks are handed out in random order.
+    """Drives a runner over caches, of groups with `windows`; slots and blocks are handed out in random order.
 
-    Blocks that nobody holds are filled with NaN, so that reading one is seen.
+    Blocks that nobody holds are filled with NaN, so that reading one is seen. What has left a window is held
+    by nobody.
     """
 
-    def __init__(self, runner, kv_cache, *, max_num_seqs, seed=0):
+    def __init__(self, runner, *kv_caches, max_num_seqs, seed=0, windows=(0,)):
         self.runner = runner
-        self.kv_cache = kv_cache
+        self.kv_cache = kv_caches[0]
+        self.kv_caches = kv_caches
+        self.windows = windows
         self.requests = {}
         self._rng = np.random.default_rng(seed)
         self._free_slots = list(range(max_num_seqs))
-        self.free_blocks = list(range(kv_cache.num_blocks))
+        firsts = [0 if window == 0 else NULL_BLOCK + 1 for window in windows]
+        self.free = [
+            list(range(first, cache.num_blocks)) for first, cache in zip(firsts, kv_caches, strict=True)
+        ]
         self._finished, self._preempted = [], []
         with torch.inference_mode():
-            kv_cache.tensor.fill_(float("nan"))
+            for cache in kv_caches:
+                cache.tensor.fill_(float("nan"))
+
+    @property
+    def free_blocks(self):
+        return self.free[0]
 
     def add(self, request_id, prompt, params):
-        self.requests[request_id] = DrivenRequest(list(prompt), params)
+        tables = [[] for _ in self.kv_caches]
+        self.requests[request_id] = DrivenRequest(list(prompt), params, tables=tables)
 
     def _take(self, free):
         return free.pop(int(self._rng.integers(len(free))))
 
-    def _release(self, request):
+    def _give_back(self, group, blocks):
+        blocks = [block for block in blocks if group == 0 or block != NULL_BLOCK]
         with torch.inference_mode():
-            self.kv_cache.tensor[request.blocks] = float("nan")
+            self.kv_caches[group].tensor[blocks] = float("nan")
+        self.free[group] += blocks
+
+    def _release(self, request):
+        for group, blocks in enumerate(request.tables):
+            self._give_back(group, blocks)
         self._free_slots.append(request.slot)
-        self.free_blocks += request.blocks
-        request.slot, request.blocks, request.computed = None, [], 0
+        request.slot, request.computed = None, 0
+        request.tables = [[] for _ in self.kv_caches]
+
+    def _leave_windows(self, request):
+        for group, window in enumerate(self.windows):
+            num_left = max(0, request.computed - window + 1) // BLOCK_SIZE if window else 0
+            table = request.tables[group]
+            self._give_back(group, table[:num_left])
+            table[:num_left] = [NULL_BLOCK] * num_left
 
     def preempt(self, request_id):
         self._preempted.append(request_id)
@@ -152,6 +185,8 @@ class StepDriver:
         num_drafts = {request_id: len(drafts.get(request_id, ())) for request_id in num_tokens}
         total = {request_id: count + num_drafts[request_id] for request_id, count in num_tokens.items()}
         new, resumed, grown = [], [], []
+        for request_id in num_tokens:
+            self._leave_windows(self.requests[request_id])
         for request_id, count in total.items():
             self._place(request_id, count, new, resumed, grown)
         scheduled = [self.requests[request_id] for request_id in num_tokens]
@@ -168,6 +203,7 @@ class StepDriver:
             preempted=self._preempted,
             blocks=grown,
             num_drafts_wanted=num_drafts_wanted,
+            num_groups=len(self.kv_caches),
         )
         self._finished, self._preempted = [], []
         result = self.runner.execute(output, lambda: grammar)
@@ -180,18 +216,20 @@ class StepDriver:
         """Give a request the slot and blocks that it lacks, and say so in the lists of the plan."""
         request = self.requests[request_id]
         missing = max(0, -(-(request.computed + count) // BLOCK_SIZE) - len(request.blocks))
-        fresh = [self._take(self.free_blocks) for _ in range(missing)]
+        first = len(request.blocks)
+        fresh = [[self._take(free) for _ in range(missing)] for free in self.free]
+        for table, blocks in zip(request.tables, fresh, strict=True):
+            table.extend(blocks)
         if request.slot is not None:
-            first = len(request.blocks)
-            grown += [(request.slot, first + index, block) for index, block in enumerate(fresh)]
-            request.blocks += fresh
+            of_groups = zip(*fresh, strict=True)
+            grown += [(request.slot, first + index, *blocks) for index, blocks in enumerate(of_groups)]
             return
-        request.slot, request.blocks = self._take(self._free_slots), fresh
+        request.slot = self._take(self._free_slots)
         common = {
             "request_id": request_id,
             "slot": request.slot,
-            "block_ids": int_array(fresh),
-            "num_computed_tokens": 0,
+            "block_ids": int_array(request.tables),
+            "num_computed_tokens": request.computed,
         }
         if request.started:
             num_reported = len(request.prompt_logprobs)
@@ -267,7 +305,7 @@ def make_driver(model, *, num_blocks=200, seed=0, max_num_seqs=MAX_NUM_SEQS, **p
     kv_cache = model_cache(model, num_blocks)
     runner = ModelRunner(
         model,
-        kv_cache,
+        [kv_cache],
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,

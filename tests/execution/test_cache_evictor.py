@@ -38,7 +38,7 @@ def build(model, config, *, num_blocks=64, **options):
     sizes = {"max_model_len": 256}
     runner = ModelRunner(
         model,
-        kv_cache,
+        [kv_cache],
         max_num_seqs=scheduler_config.max_num_seqs,
         block_size=BLOCK_SIZE,
         eviction=config,

@@ -119,7 +119,7 @@ def test_scores_come_to_the_host_once_after_a_pass_and_keys_change_on_the_device
     runner = OnOneDevice(
         ModelRunner(
             model,
-            PagedAttentionCache.on_device(metadata, META),
+            [PagedAttentionCache.on_device(metadata, META)],
             max_num_seqs=8,
             max_model_len=256,
             block_size=BLOCK_SIZE,

@@ -67,8 +67,8 @@ def test_who_failed_stays_invalid_until_it_leaves_its_slot(failed):
     assert failed_in(failed, slots=[2, 3], computed=[0] * 5) == {"r2"}
 
 
-NEW = NewRequestData("r3", 3, np.arange(5), [], None, (), np.array(TABLES[3]), 0)
-RESUMED = ResumedRequestData("r3", 3, np.array(TABLES[3]), 0, 5, 0)
+NEW = NewRequestData("r3", 3, np.arange(5), [], None, (), np.array([TABLES[3]]), 0)
+RESUMED = ResumedRequestData("r3", 3, np.array([TABLES[3]]), 0, 5, 0)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def new_request(request_id, slot, prompt, params=PARAMS, *, output=(), blocks=()
         output_token_ids=list(output),
         sampling_params=params,
         eos_token_ids=(),
-        block_ids=int_array(blocks),
+        block_ids=int_array([blocks]),
         num_computed_tokens=computed,
     )
 
@@ -72,7 +72,7 @@ class Beams:
         for beam, parent in enumerate(parents):
             self.outputs[beam] = [*before[parent], tokens[beam]]
             if beam != parent:
-                forks.append(ForkData(beam, parent, int_array(self.blocks[beam]), known, known - 1))
+                forks.append(ForkData(beam, parent, int_array([self.blocks[beam]]), known, known - 1))
                 copies += zip(self.blocks[parent], self.blocks[beam], strict=True)
         slots = range(len(self.ids))
         ones = [1] * len(self.ids)

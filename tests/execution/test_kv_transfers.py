@@ -114,7 +114,7 @@ def model_on_device(models, monkeypatch):
 def start(driver, name, tokens, num_tokens, computed=0, **changes):
     """Ask for a step of one request of `tokens`, in the slot and the blocks of its name."""
     slot = int(name)
-    blocks = np.arange(slot * 10, slot * 10 + 10, dtype=np.int32)
+    blocks = np.arange(slot * 10, slot * 10 + 10, dtype=np.int32)[None]
     new = [NewRequestData(name, slot, int_array(tokens), [], GREEDY, (), blocks, 0)] * (not computed)
     return driver.runner.execute(
         plan([slot], [num_tokens], [computed], [name], known=[len(tokens)], new=new, **changes)

@@ -271,18 +271,18 @@ def new_request(**changes):
         "output_token_ids": [],
         "sampling_params": GREEDY,
         "eos_token_ids": (),
-        "block_ids": np.array([7, 8], dtype=np.int32),
+        "block_ids": np.array([[7, 8]], dtype=np.int32),
         "num_computed_tokens": 0,
     }
     return NewRequestData(**(values | changes))
 
 
 def resumed_request(request_id, slot, num_tokens=5):
-    return ResumedRequestData(request_id, slot, np.array([9], dtype=np.int32), 0, num_tokens, 0)
+    return ResumedRequestData(request_id, slot, np.array([[9]], dtype=np.int32), 0, num_tokens, 0)
 
 
 def fork_of(parent_slot, *, slot=2, num_tokens=5, computed=4):
-    return ForkData(slot, parent_slot, np.array([9, 10], dtype=np.int32), num_tokens, computed)
+    return ForkData(slot, parent_slot, np.array([[9, 10]], dtype=np.int32), num_tokens, computed)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,11 @@ def fork_of(parent_slot, *, slot=2, num_tokens=5, computed=4):
         (plan(new=[new_request(request_id="x", prompt_token_ids=int_array([]))]), "has 0 prompt tokens"),
         (plan(new=[new_request(request_id="x", prompt_token_ids=int_array([1] * 129))]), "129 prompt tokens"),
         (plan(new=[new_request(request_id="x", output_token_ids=[1] * 124)]), "5 prompt tokens and 129 in"),
-        (plan(new=[new_request(request_id="x", slot=3, block_ids=np.array([50]))]), "has blocks 0 to 49"),
-        (plan(new=[new_request(request_id="x", slot=3, block_ids=np.arange(34))]), "a block table of 34"),
+        (plan(new=[new_request(request_id="x", slot=3, block_ids=np.array([[50]]))]), "has blocks 0 to 49"),
+        (
+            plan(new=[new_request(request_id="x", slot=3, block_ids=np.arange(34)[None])]),
+            "a block table of 34",
+        ),
         (plan(blocks=[(2, 33, 4)]), "a block table of 34"),
         (plan(blocks=[(2, 2, -1)]), "block ids from -1"),
         (plan(resumed=[resumed_request("x", 4)]), "'x' is resumed, but the runner does not know it"),
@@ -326,7 +329,7 @@ def test_a_plan_that_contradicts_the_rows_is_refused(models, wrong, message):
 
 def test_too_few_blocks_for_the_tokens_are_refused(models):
     runner = make_driver(models["float32"]).runner
-    new = new_request(block_ids=np.array([7], dtype=np.int32))
+    new = new_request(block_ids=np.array([[7]], dtype=np.int32))
     with pytest.raises(ValueError, match="1 blocks of 4"):
         runner.execute(plan([2], [5], [0], ["r"], new=[new]))
 

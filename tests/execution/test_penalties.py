@@ -172,8 +172,8 @@ def test_a_row_without_a_token_counts_nothing() -> None:
 
 def test_other_tokens_than_those_sampled_are_noticed() -> None:
     """Forks, rows that another request takes, and tokens that the scheduler has chosen."""
-    batch = PersistentBatch(max_num_seqs=2, max_model_len=16, block_size=4, num_blocks=8)
-    blocks, slots = np.zeros(1, dtype=np.int32), np.array([0, 1])
+    batch = PersistentBatch(max_num_seqs=2, max_model_len=16, block_size=4, num_blocks=[8])
+    blocks, slots = np.zeros((1, 1), dtype=np.int32), np.array([0, 1])
 
     def admit(slot: int) -> None:
         ids = np.arange(3, dtype=np.int32)

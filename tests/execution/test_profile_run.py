@@ -118,7 +118,7 @@ def runner_of(model: Decoder, limits: StepLimits, **parts: Any) -> ModelRunner:
     cache = model_cache(model, num_blocks=3)
     return ModelRunner(
         model,
-        cache,
+        [cache],
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         block_size=BLOCK_SIZE,
@@ -288,7 +288,7 @@ def test_requests_after_it_are_what_they_would_be(model: Decoder) -> None:
     outputs = []
     for _ in range(2):
         cache = model_cache(model)
-        runner = ModelRunner(model, cache, max_num_seqs=4, max_model_len=128, block_size=BLOCK_SIZE)
+        runner = ModelRunner(model, [cache], max_num_seqs=4, max_model_len=128, block_size=BLOCK_SIZE)
         driver = StepDriver(runner, cache, max_num_seqs=4)
         driver.add("a", [5, 6, 7], SamplingParams(temperature=0.0))
         driver.run(6)
@@ -402,7 +402,7 @@ def test_layers_of_one_kind_are_compiled_once(
         (contextlib.nullcontext(), None, [0, 1, 2, 3]),
     ):
         with context:
-            model.forward(torch.zeros(1, dtype=torch.int64), cache, batch, hook=is_told)
+            model.forward(torch.zeros(1, dtype=torch.int64), cache.views, batch, hook=is_told)
         assert computed == expected
         computed.clear()
 

@@ -331,7 +331,7 @@ def test_a_draft_model_takes_part_in_block_copies(models, prompts):
 
     def new(request_id, slot, output, blocks, computed):
         return NewRequestData(
-            request_id, slot, int_array(prompt), output, GREEDY, (), int_array(blocks), computed
+            request_id, slot, int_array(prompt), output, GREEDY, (), int_array([blocks]), computed
         )
 
     runner.execute(plan([0], [17], [0], ["a"], new=[new("a", 0, [], range(5), 0)]))

@@ -55,7 +55,7 @@ def forward(model: Decoder, cache: PagedAttentionCache, computed: list[int], cou
     """Compute a step and its logits; return how many copies went to the device."""
     token_ids = torch.arange(sum(counts), device=META)
     with OneDevice() as watched:
-        hidden = model.forward(token_ids, cache, batch_of(computed, counts))
+        hidden = model.forward(token_ids, cache.views, batch_of(computed, counts))
         logits = model.logits(hidden[: len(counts)])
     assert hidden.device == logits.device == META
     assert hidden.shape == (sum(counts), model.config.hidden_size)
@@ -117,7 +117,7 @@ class WatchedRunner:
 def driver(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepDriver:
     model = load(make_checkpoint("qwen3", tmp_path))
     cache = cache_of(model)
-    runner = ModelRunner(model, cache, max_num_seqs=4, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    runner = ModelRunner(model, [cache], max_num_seqs=4, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
     for module in (tokens_in_flight, prompt_logprobs):
         monkeypatch.setattr(module, "HostCopy", MadeUpCopy)
     return StepDriver(WatchedRunner(runner), cache, max_num_seqs=4)

@@ -45,7 +45,7 @@ class PagedHarness:
             self.block_size,
         )
         flat = torch.tensor([token for ids in token_ids for token in ids])
-        return self.decoder.forward(flat, self.kv_cache, batch)
+        return self.decoder.forward(flat, self.kv_cache.views, batch)
 
 
 def generate(

@@ -138,7 +138,7 @@ class EngineCore:
         self._requests = OwnedRequests()
         stepper_cls = OverlappedStepper if config.scheduler.overlap_steps else SerialStepper
         self._stepper = stepper_cls(self.scheduler, self.runner)
-        self._warmer = CacheWarmer(self.runner.kv_cache.tensor, self.scheduler.next_blocks)
+        self._warmer = CacheWarmer(self.runner.kv_caches[0].tensor, self.scheduler.next_blocks)
         self._warmer.resume()
         self.info = EngineInfo(
             model=config.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -9,8 +10,8 @@ import torch
 
 from quire.execution.arrays import Int64Array
 from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.interface import KernelSet
-from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.models.config import ModelConfig
 from quire.models.decoder import LayerHook
 
@@ -18,9 +19,7 @@ from quire.models.decoder import LayerHook
 class StepModel(Protocol):
     """Computes one step, on each of the ranks that do so together."""
 
-    def forward(
-        self, token_ids: torch.Tensor, kv_cache: PagedAttentionCache, batch: AttentionBatch
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, kv: Sequence[KVLayer], batch: AttentionBatch) -> torch.Tensor:
         """See `Decoder.forward`."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -44,7 +43,7 @@ class Model(Protocol):
     def forward(
         self,
         token_ids: torch.Tensor,
-        kv_cache: PagedAttentionCache,
+        kv: Sequence[KVLayer],
         batch: AttentionBatch,
         *,
         hook: LayerHook | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,7 +29,7 @@ from quire.execution.step_graphs import Capture, StepGraphs, StepLogits
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.devices.device import array_to_device
-from quire.kv.cache.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache, views_of_layers
 from quire.kv.connectors.interface import KVConnector
 from quire.step import (
     NO_TOKEN,
@@ -53,14 +54,15 @@ class ModelRunner:
 
     Args:
         model: the decoder.
-        kv_cache: where keys and values live; may hold garbage.
+        kv_caches: where keys and values of each cache group live; may hold garbage.
         max_num_seqs: number of slots.
         max_model_len: maximum number of tokens of a request, prompt and output.
         block_size: tokens per KV block.
         proposer: makes the drafts that the scheduler asks for; None: no speculation.
-        connector: moves KV in and out of `kv_cache`.
+        connector: moves KV in and out of the cache, of which there must be one.
         sparse_attention: which keys the tokens of prompts leave out; None: none.
-        eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector or a proposer.
+        eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector, a proposer, or
+            more than one cache.
         capture: captures what the device is asked for, for decode steps and for others of up to
             `most_captured_tokens`; None: nothing is captured, nor is it beside eviction and a connector that
             works layer by layer. Steps that leave out keys are not captured.
@@ -72,7 +74,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Model,
-        kv_cache: PagedAttentionCache,
+        kv_caches: Sequence[PagedAttentionCache],
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -84,11 +86,16 @@ class ModelRunner:
         capture: Capture | None = None,
     ) -> None:
         self._model = model
-        self._kv_cache = kv_cache
+        self._kv_caches = tuple(kv_caches)
+        if len(kv_caches) > 1 and (connector is not None or eviction is not None):
+            raise ValueError(
+                f"there are {len(kv_caches)} cache groups; connectors and eviction need all layers in one"
+            )
+        self._kv = views_of_layers(kv_caches)
         self._block_size = block_size
         self._vocab_size = model.config.vocab_size
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
-        self._transfers = None if connector is None else KVTransfers(connector, kv_cache, block_size)
+        self._transfers = None if connector is None else KVTransfers(connector, kv_caches[0], block_size)
         self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
         is_plain = eviction is None and self._layer_hook is None
         capture = capture if is_plain else None
@@ -97,7 +104,7 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
-            num_blocks=kv_cache.num_blocks,
+            num_blocks=[cache.num_blocks for cache in kv_caches],
         )
         self._prompt_logprobs = PromptLogprobs(self._batch, model, max_num_seqs)
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
@@ -107,21 +114,21 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         if capture is not None:
             self._graphs = StepGraphs(
-                model.whole_step, kv_cache, capture, self._sampler.input_ids, model.kernels
+                model.whole_step, self._kv, capture, self._sampler.input_ids, model.kernels
             )
         self._sparse = None if sparse_attention is None else SparsePrefill(sparse_attention, block_size)
         self._evictor = None
         if eviction is not None:
-            self._evictor = CacheEvictor(eviction, model.config, kv_cache, self._batch, block_size)
+            self._evictor = CacheEvictor(eviction, model.config, kv_caches[0], self._batch, block_size)
 
     def compile_only(self) -> AbstractContextManager[None] | None:
         """See `KernelSet.compile_only`; of all ranks."""
         return self._model.compile_only()
 
     @property
-    def kv_cache(self) -> PagedAttentionCache:
-        """Where keys and values live."""
-        return self._kv_cache
+    def kv_caches(self) -> tuple[PagedAttentionCache, ...]:
+        """Where keys and values of each cache group live."""
+        return self._kv_caches
 
     @property
     def captures(self) -> bool:
@@ -211,8 +218,7 @@ class ModelRunner:
     def _end_transfers(self, output: SchedulerOutput, errors: StepErrors) -> KVConnectorOutput | None:
         if self._transfers is None:
             return None
-        tables = functools.partial(self._batch.block_tables, output.slots)
-        return self._transfers.end(output, errors, tables)
+        return self._transfers.end(output, errors, lambda: self._batch.block_tables(output.slots)[0])
 
     def _apply_changes(self, output: SchedulerOutput) -> None:
         """Apply the changes in the order of the plan's fields: slots are freed before they are reused."""
@@ -237,9 +243,10 @@ class ModelRunner:
         if len(output.chosen_tokens.slots):
             self._batch.choose_last_tokens(output.chosen_tokens)
         if len(output.block_copies):
-            self._kv_cache.copy_blocks(output.block_copies)
-            if self._proposer is not None:
-                self._proposer.copy_blocks(output.block_copies)
+            for cache, copies in zip(self._kv_caches, np.moveaxis(output.block_copies, 2, 0), strict=True):
+                cache.copy_blocks(copies)
+            if self._proposer is not None:  # what it keeps is in blocks of group 0
+                self._proposer.copy_blocks(output.block_copies[:, :, 0])
 
     def _clear(self, slot: int | None) -> None:
         if slot is not None:
@@ -313,7 +320,7 @@ class ModelRunner:
         if self._evictor is not None:
             self._evictor.begin(batch.key_scores)
             hook = self._evictor
-        return self._model.forward(token_ids, self._kv_cache, batch, hook=hook)
+        return self._model.forward(token_ids, self._kv, batch, hook=hook)
 
     def _input_ids(self, encoded: Int64Array) -> torch.Tensor:
         """Return the token ids of a step on the device, [T] both."""
@@ -333,9 +340,11 @@ class ModelRunner:
         options: dict[str, Any] = {"num_computed_tokens": output.num_computed_tokens}
         if self._evictor is not None and output.evictions is not None:
             options = self._evictor.batch_options(output, output.evictions, skipped_keys)
+        tables = self._batch.block_tables(output.slots)
         return AttentionBatch.build(
             num_tokens=output.num_tokens,
-            block_tables=self._batch.block_tables(output.slots),
+            block_tables=tables[0],
+            other_tables=tables[1:],
             block_size=self._block_size,
             skipped_keys=skipped_keys,
             key_selection=key_selection,

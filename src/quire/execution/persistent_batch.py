@@ -7,6 +7,7 @@ operations. A preempted request leaves its row and keeps its tokens until it is 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from quire.execution.arrays import Int64Array
 from quire.execution.drafts.proposer import RowsToContinue
 from quire.execution.known_tokens import KnownTokens
+from quire.kv.cache.groups import NULL_BLOCK
 from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,
@@ -72,13 +74,15 @@ class PersistentBatch:
         max_num_seqs: number of slots.
         max_model_len: maximum number of tokens of a request.
         block_size: tokens per KV block.
-        num_blocks: KV blocks in the cache.
+        num_blocks: KV blocks in the cache of each of the G cache groups.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_blocks: Sequence[int]
+    ) -> None:
         self._max_model_len = max_model_len
         self._block_size = block_size
-        self._num_kv_blocks = num_blocks
+        self._num_kv_blocks = np.array(num_blocks)
         self._requests: dict[str, RunnerRequest] = {}
         self._checked_rows: tuple[tuple[str, ...], bytes] | None = None  # until a slot changes hands
         self._by_slot: list[RunnerRequest | None] = [None] * max_num_seqs
@@ -89,7 +93,8 @@ class PersistentBatch:
         self._unknown_at: Int64Array = np.full(max_num_seqs, _KNOWN, dtype=np.int64)  # position of the last
         self.num_prompt_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         table_length = -(-(max_model_len + 1) // block_size)
-        self._block_tables: IntArray = np.zeros((max_num_seqs, table_length), dtype=np.int32)
+        # [G, slots, blocks]; of a group with a window, what is before it may be others' blocks by now.
+        self._block_tables: IntArray = np.zeros((len(num_blocks), max_num_seqs, table_length), dtype=np.int32)
         self._num_blocks: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_kv_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_evicted: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)  # tokens, of those
@@ -185,13 +190,13 @@ class PersistentBatch:
     def _write_row(
         self, slot: int, token_ids: IntArray, block_ids: IntArray, num_computed_tokens: int
     ) -> None:
-        num_blocks = len(block_ids)
-        self._check_blocks(block_ids, num_blocks)
+        num_blocks = block_ids.shape[-1]
+        self._check_blocks(block_ids, num_blocks, num_computed_tokens // self._block_size)
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.num_tokens[slot] = len(token_ids)
         self._times_written[slot] += 1
         self._unknown_at[slot] = _KNOWN
-        self._block_tables[slot, :num_blocks] = block_ids
+        self._block_tables[:, slot, :num_blocks] = block_ids
         self._num_blocks[slot] = num_blocks
         self._num_kv_tokens[slot] = num_computed_tokens
         self._num_evicted[slot] = 0
@@ -207,7 +212,7 @@ class PersistentBatch:
     def extend_block_tables(self, data: CachedRequestData) -> None:
         """Write newly allocated blocks into the tables of running requests."""
         self._check_blocks(data.block_ids, int(data.block_index.max()) + 1)
-        self._block_tables[data.slots, data.block_index] = data.block_ids
+        self._block_tables[:, data.slots, data.block_index] = data.block_ids
         np.maximum.at(self._num_blocks, data.slots, data.block_index + 1)
 
     def fork(self, forks: list[ForkData]) -> None:
@@ -252,16 +257,32 @@ class PersistentBatch:
         slots = output.slots[rows]
         self.token_ids[slots, self.num_tokens[slots] + columns] = output.draft_token_ids[rows, columns]
 
-    def _check_blocks(self, block_ids: IntArray, num_blocks: int) -> None:
-        if num_blocks > self._block_tables.shape[1]:
+    def _check_blocks(self, block_ids: IntArray, num_blocks: int, first_to_write: int = 0) -> None:
+        """Raise `InconsistentPlanError` unless block ids [G, any] are the caches', and tables have room."""
+        num_groups, _, table_length = self._block_tables.shape
+        if block_ids.ndim != 2 or len(block_ids) != num_groups:
+            raise InconsistentPlanError(
+                f"block ids of shape {list(block_ids.shape)}; they must be [{num_groups}, blocks], those of "
+                "each cache group"
+            )
+        if num_blocks > table_length:
             raise InconsistentPlanError(
                 f"a block table of {num_blocks} blocks; max_model_len {self._max_model_len} "
-                f"needs at most {self._block_tables.shape[1]}"
+                f"needs at most {table_length}"
             )
-        if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_kv_blocks:
+        if not block_ids.size:
+            return
+        lowest, highest = block_ids.min(axis=1), block_ids.max(axis=1)
+        if lowest.min() < 0 or (highest >= self._num_kv_blocks).any():
+            group = int(np.argmax((lowest < 0) | (highest >= self._num_kv_blocks)))
             raise InconsistentPlanError(
-                f"block ids from {block_ids.min()} to {block_ids.max()}; "
-                f"the cache has blocks 0 to {self._num_kv_blocks - 1}"
+                f"block ids from {lowest[group]} to {highest[group]}; "
+                f"the cache of group {group} has blocks 0 to {self._num_kv_blocks[group] - 1}"
+            )
+        if num_groups > 1 and (block_ids[1:, first_to_write:] == NULL_BLOCK).any():
+            raise InconsistentPlanError(
+                f"a group with a window has block {NULL_BLOCK}, which nothing is written to, as number "
+                f"{first_to_write} or later of the table of a request; tokens to compute need others"
             )
 
     # -- one step ------------------------------------------------------------------------------------------
@@ -320,18 +341,18 @@ class PersistentBatch:
         return tokens
 
     def block_tables(self, slots: IntArray) -> IntArray:
-        """Return the block tables of `slots`, as wide as the longest needs: [S, B]."""
-        return self._block_tables[slots, : self._num_blocks[slots].max(initial=0)]
+        """Return the block tables of `slots`, as wide as the longest needs: [G, S, B]."""
+        return self._block_tables[:, slots, : self._num_blocks[slots].max(initial=0)]
 
     def block_table(self, slot: int) -> IntArray:
-        """Return a copy of the block table of `slot`: [blocks]."""
-        table: IntArray = self._block_tables[slot, : self._num_blocks[slot]].copy()
+        """Return a copy of the block table of `slot` in group 0: [blocks]."""
+        table: IntArray = self._block_tables[0, slot, : self._num_blocks[slot]].copy()
         return table
 
     def shorten_block_table(self, slot: int, first: int, count: int) -> None:
-        """Take `count` entries, from number `first` on, out of the table of `slot`: they are evicted."""
-        table = self._block_tables[slot, first : self._num_blocks[slot]]
-        table[:-count] = table[count:].copy()
+        """Take `count` entries, from number `first` on, out of the tables of `slot`: they are evicted."""
+        tables = self._block_tables[:, slot, first : self._num_blocks[slot]]
+        tables[:, :-count] = tables[:, count:].copy()
         self._num_blocks[slot] -= count
         self._num_evicted[slot] += count * self._block_size
 
@@ -399,7 +420,7 @@ class PersistentBatch:
             token_ids=self.token_ids,
             slots=asked,
             num_tokens=num_tokens,
-            block_tables=self._block_tables,
+            block_tables=self._block_tables[0],
             num_blocks=self._num_blocks,
             max_drafts=np.minimum(np.maximum(self._max_model_len - num_tokens, 0), max_drafts),
             other_slots=others,

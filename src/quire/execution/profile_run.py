@@ -93,7 +93,8 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
         (`ModelRunner.most_captured_tokens`): the host takes longer to ask for such a step than the device to
         compute it. 0 if the runner captures nothing.
     """
-    runner.kv_cache.tensor.zero_()
+    for cache in runner.kv_caches:
+        cache.tensor.zero_()
     steps = _MadeUpSteps(runner, vocab_size)
     compile_only = runner.compile_only()
     if compile_only is not None:
@@ -250,6 +251,7 @@ class _MadeUpSteps:
         request_ids = [request.request_id for request in new]
         num_tokens = _array([row.num_tokens + num_drafts for row in rows])
         none = np.zeros_like(num_tokens)
+        num_groups = len(self._runner.kv_caches)
         output = SchedulerOutput(
             step=0,
             request_ids=request_ids,
@@ -262,9 +264,11 @@ class _MadeUpSteps:
             preempted_req_ids=[],
             scheduled_new_reqs=new,
             forks=[],
-            scheduled_cached_reqs=CachedRequestData(_array([]), _array([]), _array([]), []),
+            scheduled_cached_reqs=CachedRequestData(
+                _array([]), _array([]), np.empty((num_groups, 0), dtype=np.int32), []
+            ),
             chosen_tokens=ChosenTokens(_array([]), _array([])),
-            block_copies=np.empty((0, 2), dtype=np.int32),
+            block_copies=np.empty((0, 2, num_groups), dtype=np.int32),
             num_drafts_wanted=np.full(len(rows), num_drafts, dtype=np.int32) if num_drafts else None,
             evictions=EvictionData(none, none) if scores else None,
         )
@@ -285,8 +289,12 @@ class _MadeUpSteps:
 
     def _request(self, slot: int, row: _Row, params: SamplingParams, num_drafts: int) -> NewRequestData:
         length = row.num_computed + row.num_tokens
-        kv_cache = self._runner.kv_cache
-        num_blocks = -(-(length + num_drafts) // kv_cache.block_size)
+        caches = self._runner.kv_caches
+        entries = np.arange(-(-(length + num_drafts) // caches[0].block_size))
+        firsts = [min(group, 1) for group in range(len(caches))]  # behind the null block
+        tables = [
+            first + entries % (cache.num_blocks - first) for first, cache in zip(firsts, caches, strict=True)
+        ]
         return NewRequestData(
             request_id=str(next(self._numbers)),
             slot=slot,
@@ -294,7 +302,7 @@ class _MadeUpSteps:
             output_token_ids=[],
             sampling_params=params,
             eos_token_ids=(0,),
-            block_ids=_array(np.arange(num_blocks) % kv_cache.num_blocks),
+            block_ids=_array(tables),
             num_computed_tokens=row.num_computed,
         )
 

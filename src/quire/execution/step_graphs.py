@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,10 @@ from typing_extensions import override
 from quire.execution.arrays import Int64Array
 from quire.execution.capture_backoff import CaptureBackoff
 from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kernels.devices.device import copy_to_device
 from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES
-from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.step import GraphStats
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class StepGraphs:
 
     Args:
         step_of: returns what computes a step with such logits, which is captured.
-        kv_cache: where keys and values live.
+        kv: where keys and values of each layer live.
         capture: of the device.
         token_ids: makes token ids of what is copied for them, [T] int64 both, on the device.
         kernels: of the model.
@@ -80,13 +80,13 @@ class StepGraphs:
     def __init__(
         self,
         step_of: Callable[[AttentionBatch, Int64Array | None], AbstractContextManager[StepModel]],
-        kv_cache: PagedAttentionCache,
+        kv: Sequence[KVLayer],
         capture: Capture,
         token_ids: Callable[[torch.Tensor], torch.Tensor],
         kernels: KernelSet,
     ) -> None:
         self._step_of = step_of
-        self._kv_cache = kv_cache
+        self._kv = kv
         self._capture = capture
         self._token_ids = token_ids
         self._makers: dict[Hashable, MakeArrays] = {}
@@ -151,6 +151,8 @@ class StepGraphs:
         graph = self._graph_of(made)
         graph.arrays.fill(made)
         padded.step_arrays = graph.arrays
+        for number, other in enumerate(padded.others):
+            other.step_arrays = _GroupArrays(graph.arrays, padded, number)
         return graph, padded
 
     def _graph_of(self, made: Mapping[Hashable, HostArrays]) -> _StepGraph:
@@ -160,7 +162,7 @@ class StepGraphs:
         )
         graph = self._graphs.get(sizes)
         if graph is None:
-            graph = self._graphs[sizes] = _StepGraph(StaticArrays(made, self._kv_cache.tensor.device))
+            graph = self._graphs[sizes] = _StepGraph(StaticArrays(made, self._kernels.device))
             if len(self._graphs) > MAX_GRAPHS:
                 _, oldest = self._graphs.popitem(last=False)
                 self.stats.num_graphs -= oldest.replay is not None
@@ -187,7 +189,7 @@ class StepGraphs:
 
     def _compute(self, model: StepModel, graph: _StepGraph, batch: AttentionBatch) -> None:
         token_ids = self._token_ids(graph.arrays.token_ids)
-        hidden = model.forward(token_ids, self._kv_cache, batch)
+        hidden = model.forward(token_ids, self._kv, batch)
         rows = graph.arrays.logit_rows
         if rows is None or len(rows):
             graph.logits = model.logits(hidden if rows is None else hidden[rows])
@@ -279,6 +281,29 @@ class StaticArrays(StepArrays):
         if name not in self._to_copy:
             self.makers_of_others[name] = make
         return super().of(batch, name, make, device)
+
+
+class _GroupArrays(StepArrays):
+    """What the arrays of a captured step are for a cache group other than the first.
+
+    Args:
+        arrays: of all groups.
+        first: the step in the first group.
+        number: of the group among `first.others`.
+    """
+
+    def __init__(self, arrays: StaticArrays, first: AttentionBatch, number: int) -> None:
+        super().__init__()
+        self._arrays = arrays
+        self._first = first
+        self._number = number
+
+    @override
+    def of(
+        self, batch: AttentionBatch, name: Hashable, make: MakeArrays, device: torch.device
+    ) -> DeviceArrays:
+        number = self._number
+        return self._arrays.of(self._first, (number, name), lambda first: make(first.others[number]), device)
 
 
 def _torch_type(array: np.ndarray[Any, Any]) -> torch.dtype:

@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol, Self
 import torch
 
 from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import Int64Array
 from quire.kernels.interface import KernelSet
 from quire.kernels.layers.linear import Linear
-from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.models.config import ModelConfig
 from quire.models.embedding import Embedding
 from quire.models.layer import Step, SubLayer
@@ -113,7 +113,7 @@ class Decoder:
     def forward(
         self,
         token_ids: torch.Tensor,
-        kv_cache: PagedAttentionCache,
+        kv: Sequence[KVLayer],
         batch: AttentionBatch,
         *,
         hook: LayerHook | None = None,
@@ -124,7 +124,8 @@ class Decoder:
 
         Args:
             token_ids: [T] int64, in the batch's order and on the device.
-            kv_cache: holds the keys and values of all earlier tokens of these sequences.
+            kv: of each layer; holds the keys and values of all earlier tokens of these sequences that it
+                sees.
             batch: which tokens these are.
             hook: is called at each layer that writes KV.
 
@@ -136,7 +137,7 @@ class Decoder:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         positions, last = batch.positions_on(self.kernels.device), batch.last_position
         angles = [table.rows(positions, last=last) for table in self._rotary]
-        step = Step(batch, angles, kv_cache.views)
+        step = Step((batch, *batch.others), angles, kv)
         buffers = self._workspace.step(len(token_ids))
         normed, out = buffers[0].values()
         kernels, eps, scale = self.kernels, self.config.norm_eps, self.config.residual_scale

@@ -190,7 +190,7 @@ class LayerLoader(Protocol):
 class Step:
     """The inputs of a forward pass to its sub-layers."""
 
-    batch: AttentionBatch
+    batches: Sequence[AttentionBatch]  # of each cache group, alike but for where its blocks are
     angles: Sequence[Angles]  # of each of the model's `ropes`
     kv: Sequence[KVLayer]  # of each layer; of those without KV, nothing to touch
 

@@ -87,7 +87,7 @@ def build_runner(
     capture_drafts = None if models.draft is None else _capture(config, models.draft)
     runner = ModelRunner(
         models.target,
-        _kv_cache(models, plan),
+        _kv_caches(models, plan),
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
@@ -103,16 +103,16 @@ def build_runner(
     return runner
 
 
-def _kv_cache(models: LoadedModels, plan: MemoryPlan) -> PagedAttentionCache:
-    """Return memory for the target model's KV, on all ranks."""
+def _kv_caches(models: LoadedModels, plan: MemoryPlan) -> tuple[PagedAttentionCache, ...]:
+    """Return memory for the target model's KV of each cache group, on all ranks."""
     from quire.kv.cache.paged_cache import PagedAttentionCache
 
-    metadata, device = plan.kv_caches[0], models.target.kernels.device
+    groups, device = plan.kv_caches[:1], models.target.kernels.device
     if models.ranks is None:
-        return PagedAttentionCache.on_device(metadata, device)
-    from quire.engine.ranks.leading import leading_cache
+        return tuple(PagedAttentionCache.on_device(metadata, device) for metadata in groups)
+    from quire.engine.ranks.leading import leading_caches
 
-    return leading_cache(metadata, device, models.ranks)
+    return leading_caches(groups, device, models.ranks)
 
 
 def _capture(config: EngineConfig, model: Model | Decoder) -> Capture | None:

@@ -6,7 +6,7 @@ Everything else of an engine is on rank 0 alone: requests, sampling, drafts and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import numpy as np
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from quire.engine.ranks.group import RankGroup
 from quire.engine.ranks.messages import (
-    AllocateCache,
+    AllocateCaches,
     CompileOnly,
     CopyBlocks,
     Forward,
@@ -26,6 +26,7 @@ from quire.engine.ranks.messages import (
 )
 from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.interface import KernelSet
 from quire.kv.cache.metadata import PagedAttentionCacheMetaData
 from quire.kv.cache.paged_cache import PagedAttentionCache
@@ -66,7 +67,7 @@ class LeadingDecoder:
     def forward(
         self,
         token_ids: torch.Tensor,
-        kv_cache: PagedAttentionCache,
+        kv: Sequence[KVLayer],
         batch: AttentionBatch,
         *,
         hook: LayerHook | None = None,
@@ -74,7 +75,7 @@ class LeadingDecoder:
         """See `Decoder.forward`."""
         self._ranks.send(_forward(batch))
         with self._failing_together():
-            return self._own.forward(token_ids, kv_cache, batch, hook=hook)
+            return self._own.forward(token_ids, kv, batch, hook=hook)
 
     @contextlib.contextmanager
     def whole_step(
@@ -120,14 +121,15 @@ class LeadingDecoder:
 
 def _forward(batch: AttentionBatch) -> Forward:
     assert batch.key_scores is None, "each rank has the scores of its own heads only"
+    groups = (batch, *batch.others)
     return Forward(
         positions=batch.positions.numpy(),
         block_size=batch.block_size,
-        slot_blocks=batch.slot_blocks.numpy(),
+        slot_blocks=np.stack([each.slot_blocks.numpy() for each in groups]),
         slot_offsets=batch.slot_offsets.numpy(),
         num_cached_tokens=batch.num_cached_tokens,
         num_tokens=batch.num_tokens,
-        block_tables=batch.block_tables,
+        block_tables=np.stack([each.block_tables for each in groups]),
         skipped_keys=batch.skipped_keys,
         key_selection=batch.key_selection,
     )
@@ -137,18 +139,21 @@ class LeadingCache(PagedAttentionCache):
     """Rank 0's KV cache; the others have blocks of the same numbers, with the KV of their heads."""
 
     _ranks: RankGroup
+    _group: int
 
     @classmethod
-    def leading(cls, metadata: PagedAttentionCacheMetaData, device: torch.device, ranks: RankGroup) -> Self:
-        """Return a cache whose blocks `ranks` copy too."""
+    def leading(
+        cls, metadata: PagedAttentionCacheMetaData, device: torch.device, ranks: RankGroup, group: int
+    ) -> Self:
+        """Return the cache of a group, whose blocks `ranks` copy too."""
         cache = cls.on_device(metadata, device)
-        cache._ranks = ranks
+        cache._ranks, cache._group = ranks, group
         return cache
 
     @override
     def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
         if len(copies):
-            self._ranks.send(CopyBlocks(copies))
+            self._ranks.send(CopyBlocks(copies, self._group))
         super().copy_blocks(copies)
 
 
@@ -182,19 +187,24 @@ class SharedCache(PagedAttentionCache):
                 blocks[target] = blocks[source]
 
 
-def leading_cache(
-    metadata: PagedAttentionCacheMetaData, device: torch.device, ranks: RankGroup
-) -> LeadingCache | SharedCache:
-    """Have all ranks allocate a KV cache, in place of one before, and return rank 0's.
+def leading_caches(
+    metadata: Sequence[PagedAttentionCacheMetaData], device: torch.device, ranks: RankGroup
+) -> tuple[PagedAttentionCache, ...]:
+    """Have all ranks allocate the KV cache of each cache group, in place of those before; return rank 0's.
 
     Raises:
         EngineDeadError: a rank has failed; it may have no room.
-        OSError: there is no room for that of all ranks in memory that they share.
+        OSError: there is no room for those of all ranks in memory that they share.
+        ValueError: ranks that share memory have more than one cache.
     """
+    caches: tuple[PagedAttentionCache, ...]
     if ranks.kv_file is None:
-        cache: LeadingCache | SharedCache = LeadingCache.leading(metadata, device, ranks)
+        caches = tuple(
+            LeadingCache.leading(each, device, ranks, group) for group, each in enumerate(metadata)
+        )
     else:
-        cache = SharedCache.sharing(metadata, ShardMemory(ranks.kv_file, metadata))
-    ranks.send(AllocateCache(metadata, ranks.kv_file))
+        (only,) = metadata
+        caches = (SharedCache.sharing(only, ShardMemory(ranks.kv_file, only)),)
+    ranks.send(AllocateCaches(tuple(metadata), ranks.kv_file))
     ranks.wait_until_ready()
-    return cache
+    return caches

@@ -41,10 +41,10 @@ class RankStart:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AllocateCache:
-    """Take memory for a KV cache, in place of the one before; then the rank is ready again."""
+class AllocateCaches:
+    """Take memory for the KV cache of each group, in place of those before; then the rank is ready again."""
 
-    metadata: PagedAttentionCacheMetaData
+    metadata: tuple[PagedAttentionCacheMetaData, ...]  # with a file, of one group
     file: int | None  # with the KV of all ranks, a descriptor that the process has; None: each has its own
 
 
@@ -71,11 +71,11 @@ class Forward:
 
     positions: npt.NDArray[np.int64]
     block_size: int
-    slot_blocks: npt.NDArray[np.int64]
+    slot_blocks: npt.NDArray[np.int64]  # [G, T], of each cache group
     slot_offsets: npt.NDArray[np.int64]
     num_cached_tokens: npt.NDArray[np.int64]
     num_tokens: npt.NDArray[np.int64]
-    block_tables: npt.NDArray[np.int32]
+    block_tables: npt.NDArray[np.int32]  # [G, S, max_blocks]
     skipped_keys: SkippedKeys | None
     key_selection: KeySelection | None
 
@@ -97,12 +97,13 @@ class WholeStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyBlocks:
-    """Copy KV blocks [N, 2] (from, to)."""
+    """Copy KV blocks [N, 2] (from, to) of a cache group."""
 
     copies: npt.NDArray[np.int32]
+    group: int
 
 
-ToRank = RankStart | AllocateCache | Reserve | CompileOnly | Forward | Logits | WholeStep | CopyBlocks
+ToRank = RankStart | AllocateCaches | Reserve | CompileOnly | Forward | Logits | WholeStep | CopyBlocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

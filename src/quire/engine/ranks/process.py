@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from quire.engine.ranks.messages import (
     HEARTBEAT_INTERVAL,
-    AllocateCache,
+    AllocateCaches,
     Channel,
     RankAlive,
     RankConnecting,
@@ -79,7 +79,7 @@ def _serve(channel: Channel, inbox: queue.SimpleQueue[ToRank]) -> NoReturn:
     while True:
         message = inbox.get()
         runner.run(message)
-        if isinstance(message, AllocateCache):
+        if isinstance(message, AllocateCaches):
             channel.send(RankReady())
 
 

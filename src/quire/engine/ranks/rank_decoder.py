@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.kernels.attention.batch import AttentionBatch
-from quire.kv.cache.paged_cache import PagedAttentionCache
+from quire.kernels.attention.kv_layer import KVLayer
 from quire.models.decoder import Decoder, LayerHook
 from quire.models.parallel import Communicator
 from quire.models.shard import Shard
@@ -30,14 +32,14 @@ class RankDecoder:
     def forward(
         self,
         token_ids: torch.Tensor,
-        kv_cache: PagedAttentionCache,
+        kv: Sequence[KVLayer],
         batch: AttentionBatch,
         *,
         hook: LayerHook | None = None,
     ) -> torch.Tensor:
         """See `Decoder.forward`; `token_ids` [T] are overwritten with rank 0's."""
         self._communicator.broadcast(token_ids)
-        return self._decoder.forward(token_ids, kv_cache, batch, hook=hook)
+        return self._decoder.forward(token_ids, kv, batch, hook=hook)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits` on rank 0; others return nothing, and keep nothing of what they give to it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from quire.engine.memory.byte_sizes import format_bytes
 from quire.engine.ranks.connecting import communicator_on
 from quire.engine.ranks.messages import (
-    AllocateCache,
+    AllocateCaches,
     CompileOnly,
     CopyBlocks,
     Forward,
@@ -29,8 +29,10 @@ from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.devices.cuda_graphs import CudaGraphs
 from quire.kernels.devices.device import HOST, refusing_shortage
 from quire.kernels.dispatch import kernel_set
-from quire.kv.cache.paged_cache import PagedAttentionCache
+from quire.kv.cache.metadata import PagedAttentionCacheMetaData
+from quire.kv.cache.paged_cache import PagedAttentionCache, views_of_layers
 from quire.kv.cache.shard_memory import ShardMemory
+from quire.kv.cache.view import PagedAttentionCacheView
 from quire.models.checkpoints.loading import load_decoder
 from quire.models.parallel import TensorParallel
 from quire.models.shard import Shard
@@ -63,8 +65,9 @@ class ShardRunner:
             parallel=TensorParallel(self._shard, communicator),
         )
         self._own = RankDecoder(self._decoder, communicator, self._shard)
-        self._graphs: StepGraphs | None = None  # over the cache
-        self._kv_cache = PagedAttentionCache([])
+        self._graphs: StepGraphs | None = None  # over the caches
+        self._kv_caches: list[PagedAttentionCache] = []  # of each cache group
+        self._kv: list[PagedAttentionCacheView] = []  # of each layer
 
     @torch.inference_mode()
     def run(self, message: ToRank) -> None:
@@ -75,7 +78,7 @@ class ShardRunner:
             ConfigError: there is no room for the KV cache.
         """
         match message:
-            case AllocateCache():
+            case AllocateCaches():
                 self._allocate(message)
             case Reserve(num_tokens):
                 self._decoder.reserve(num_tokens)
@@ -83,22 +86,22 @@ class ShardRunner:
                 self._compile_only(begins=begins)
             case Forward():
                 token_ids = torch.empty(len(message.positions), dtype=torch.int64, device=self._device)
-                self._own.forward(token_ids, self._kv_cache, _batch(message))
+                self._own.forward(token_ids, self._kv, _batch(message))
             case Logits(num_rows):
                 shape = num_rows, self._decoder.config.hidden_size
                 self._own.logits(torch.empty(shape, dtype=self._decoder.dtype, device=self._device))
             case WholeStep(step, logit_rows):
                 unknown = np.zeros(len(step.positions), dtype=np.int64)
                 self._step_graphs().logits(unknown, _batch(step), logit_rows)
-            case CopyBlocks(copies):
-                self._kv_cache.copy_blocks(copies)
+            case CopyBlocks(copies, group):
+                self._kv_caches[group].copy_blocks(copies)
 
     def _step_graphs(self) -> StepGraphs:
-        """Return what does the same with the same steps as rank 0's, from one cache to the next."""
+        """Return what does the same with the same steps as rank 0's, until there are other caches."""
         if self._graphs is None:
             self._graphs = StepGraphs(
                 lambda *_: contextlib.nullcontext(self._own),
-                self._kv_cache,
+                self._kv,
                 CudaGraphs().capture,
                 lambda unknown: unknown,
                 self._decoder.kernels,
@@ -111,36 +114,47 @@ class ShardRunner:
         if compiling is not None:
             self._compiling.enter_context(compiling)
 
-    def _allocate(self, message: AllocateCache) -> None:
-        metadata = message.metadata
+    def _allocate(self, message: AllocateCaches) -> None:
         self._graphs = None
-        self._kv_cache = PagedAttentionCache([])  # the memory of the one before is free now
+        self._kv_caches, self._kv = [], []  # the memory of those before is free now
         if message.file is not None:
+            (metadata,) = message.metadata
             shards = ShardMemory(message.file, metadata)
             os.close(message.file)
-            self._kv_cache = PagedAttentionCache.over(metadata, shards.of_rank(self._shard.rank))
-            return
-        num_bytes = metadata.num_pages_per_layer * metadata.bytes_per_block
+            self._kv_caches = [PagedAttentionCache.over(metadata, shards.of_rank(self._shard.rank))]
+        else:
+            self._kv_caches = self._allocated(message.metadata)
+        self._kv = views_of_layers(self._kv_caches)
+
+    def _allocated(self, metadata: Sequence[PagedAttentionCacheMetaData]) -> list[PagedAttentionCache]:
+        num_bytes = sum(each.num_pages_per_layer * each.bytes_per_block for each in metadata)
         with refusing_shortage(
             lambda _: (
                 f"its GPU has no room for the KV cache of {format_bytes(num_bytes)}, which was planned by "
                 "the memory that is free on rank 0's; lower EngineConfig.hbm_utilization, or free some of its"
             )
         ):
-            self._kv_cache = PagedAttentionCache.on_device(metadata, self._device)
+            caches = [PagedAttentionCache.on_device(each, self._device) for each in metadata]
             if self._device != HOST:
-                self._kv_cache.tensor.zero_()  # steps that are measured read what nobody has written
+                for cache in caches:
+                    cache.tensor.zero_()  # steps that are measured read what nobody has written
+        return caches
 
 
 def _batch(message: Forward) -> AttentionBatch:
-    return AttentionBatch(
-        positions=torch.from_numpy(message.positions),
-        block_size=message.block_size,
-        slot_blocks=torch.from_numpy(message.slot_blocks),
-        slot_offsets=torch.from_numpy(message.slot_offsets),
-        num_cached_tokens=message.num_cached_tokens,
-        num_tokens=message.num_tokens,
-        block_tables=message.block_tables,
-        skipped_keys=message.skipped_keys,
-        key_selection=message.key_selection,
+    first, *others = (
+        AttentionBatch(
+            positions=torch.from_numpy(message.positions),
+            block_size=message.block_size,
+            slot_blocks=torch.from_numpy(slot_blocks),
+            slot_offsets=torch.from_numpy(message.slot_offsets),
+            num_cached_tokens=message.num_cached_tokens,
+            num_tokens=message.num_tokens,
+            block_tables=block_tables,
+            skipped_keys=message.skipped_keys,
+            key_selection=message.key_selection,
+        )
+        for slot_blocks, block_tables in zip(message.slot_blocks, message.block_tables, strict=True)
     )
+    first.others = tuple(others)
+    return first

@@ -34,7 +34,7 @@ class DraftGraphs:
         self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=model.kernels.device)
         self._graphs = StepGraphs(
             model.whole_step,
-            kv_cache,
+            kv_cache.views,
             capture,
             lambda unknown: self._token_ids[: len(unknown)],
             model.kernels,
@@ -112,7 +112,7 @@ class DraftModelProposer(Proposer):
         if self._graphs is not None and is_captured:
             self._graphs.forward(token_ids, batch)
         else:
-            self._model.forward(token_ids, self._kv_cache, batch)
+            self._model.forward(token_ids, self._kv_cache.views, batch)
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray:
@@ -144,7 +144,7 @@ class DraftModelProposer(Proposer):
     def _logits(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         if self._graphs is not None:
             return self._graphs.logits(token_ids, batch)
-        return self._model.logits(self._model.forward(token_ids, self._kv_cache, batch))
+        return self._model.logits(self._model.forward(token_ids, self._kv_cache.views, batch))
 
 
 def _until_missing(drafts: IntArray) -> IntArray:

@@ -6,7 +6,7 @@ Everything that depends on the step but not on the layer is computed once here a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -30,6 +30,9 @@ class AttentionBatch:
     It is in the host's memory; kernels of another device have what they need of it copied once, see
     `on_device`.
 
+    The layers of each cache group have block tables of their own, see `quire.kv.cache.groups`; those here are
+    of one group.
+
     S sequences, T tokens. Sequence s computes `num_tokens[s]` tokens, the ones after the tokens that it has
     computed. Their keys and values follow the `num_cached_tokens[s]` in its cache, which are all of these
     unless some were evicted: then a token's place in the cache is not its position.
@@ -48,6 +51,7 @@ class AttentionBatch:
     sizes: SizeClasses = DECODE_SIZES  # to which kernels round up the sizes of their plans
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
     step_arrays: StepArrays = dataclasses.field(default_factory=StepArrays)
+    others: tuple[AttentionBatch, ...] = ()  # the same step in cache groups 1 and up
 
     @classmethod
     def build(
@@ -64,6 +68,7 @@ class AttentionBatch:
         scores_on: torch.device = HOST,
         skipped_keys: SkippedKeys | None = None,
         key_selection: KeySelection | None = None,
+        other_tables: Sequence[npt.NDArray[Any]] = (),
     ) -> Self:
         """Return the batch of one step.
 
@@ -81,6 +86,7 @@ class AttentionBatch:
             skipped_keys: cached keys that the step's tokens do not see; a sequence that skips any must not
                 score.
             key_selection: which tokens see only selected keys.
+            other_tables: the block tables [S, B] of cache groups 1 and up.
 
         Raises:
             ValueError: a sequence skips keys and scores.
@@ -109,7 +115,7 @@ class AttentionBatch:
                 _refuse_scores(skipped_keys, np.asarray(first_scoring_token) < counts)
         entries, offsets = np.divmod(places, block_size)
         blocks = tables[sequence, entries].astype(np.int64)
-        return cls(
+        batch = cls(
             positions=torch.from_numpy(positions),
             block_size=block_size,
             slot_blocks=torch.from_numpy(blocks),
@@ -120,6 +126,22 @@ class AttentionBatch:
             key_scores=key_scores,
             skipped_keys=skipped_keys,
             key_selection=key_selection,
+        )
+        if len(other_tables):
+            batch.others = tuple(batch._with_tables(other, sequence, entries) for other in other_tables)
+        return batch
+
+    def _with_tables(
+        self, block_tables: npt.NDArray[Any], sequence: Int64Array, entries: Int64Array
+    ) -> AttentionBatch:
+        """Return the same step with the block tables of another cache group."""
+        tables = np.ascontiguousarray(block_tables, dtype=np.int32)
+        return dataclasses.replace(
+            self,
+            slot_blocks=torch.from_numpy(tables[sequence, entries].astype(np.int64)),
+            block_tables=tables,
+            plans={},
+            step_arrays=StepArrays(),
         )
 
     @property
@@ -142,6 +164,7 @@ class AttentionBatch:
             sizes=sizes,
             plans={},
             step_arrays=StepArrays(),
+            others=tuple(other.padded(sizes) for other in self.others) if self.others else (),
         )
 
     def on_device(self, name: Hashable, make: MakeArrays, device: torch.device) -> DeviceArrays:

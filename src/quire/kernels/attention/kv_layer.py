@@ -26,6 +26,8 @@ class KVLayer(Protocol):
     """Makes the pages' numbers; None: keys and values are rounded to the pages' type."""
     handles: dict[str, Any]
     """What the kernels keep of this layer, by their name."""
+    group: int
+    """Number of its cache group, whose block tables say where a step's tokens are."""
 
 
 def pages_of(pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:

@@ -265,3 +265,18 @@ class PagedAttentionCache(TensorData):
         if self.views:
             views = "\n  " + ",\n  ".join(map(repr, self.views)) + "\n"
         return f"{type(self).__name__}({views})"
+
+
+def views_of_layers(caches: Sequence[PagedAttentionCache]) -> list[PagedAttentionCacheView]:
+    """Return each layer's view in the cache of its group, with the number of the group.
+
+    Args:
+        caches: of each cache group; at most one of them has KV of a layer.
+    """
+    views = list(caches[0].views)
+    for group, cache in enumerate(caches):
+        for index, spec in enumerate(cache.metadata.layers):
+            if spec is not None:
+                views[index] = cache.views[index]
+                views[index].group = group
+    return views

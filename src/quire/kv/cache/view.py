@@ -61,6 +61,7 @@ class PagedAttentionCacheView(TensorData):
     value_scales: torch.Tensor | None
     quantizer: PageQuantizer | None
     handles: dict[str, Any]
+    group = 0
 
     def __init__(
         self,

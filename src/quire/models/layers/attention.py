@@ -205,13 +205,14 @@ class Attention(SubLayer):
         self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
     ) -> torch.Tensor:
         config, kv = self._config, step.kv[self._kv_layer]
+        batch = step.batches[kv.group]
         cos, sin = (None, None) if self._rope is None else step.angles[self._rope]
         qkv = self.qkv(inputs, out=buffers["qkv"])
         if config.kv_source is None:
             query = self._kernels.rotary_and_write_kv(
                 qkv,
                 kv,
-                step.batch,
+                batch,
                 heads=self._heads,
                 cos=cos,
                 sin=sin,
@@ -226,7 +227,7 @@ class Attention(SubLayer):
         attended = self._kernels.paged_attention(
             query,
             kv,
-            step.batch,
+            batch,
             scale=config.scale,
             window=config.window,
             softcap=config.softcap,
