@@ -107,7 +107,7 @@ def _kv_caches(models: LoadedModels, plan: MemoryPlan) -> tuple[PagedAttentionCa
     """Return memory for the target model's KV of each cache group, on all ranks."""
     from quire.kv.cache.paged_cache import PagedAttentionCache
 
-    groups, device = plan.kv_caches[:1], models.target.kernels.device
+    groups, device = plan.kv_caches, models.target.kernels.device
     if models.ranks is None:
         return tuple(PagedAttentionCache.on_device(metadata, device) for metadata in groups)
     from quire.engine.ranks.leading import leading_caches
