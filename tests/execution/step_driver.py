@@ -20,6 +20,7 @@ from quire.step import (
 )
 
 BLOCK_SIZE = 4
+_NAN_BYTE = 0xFF  # of which any type of floats is not a number
 MAX_NUM_SEQS = 8
 MAX_MODEL_LEN = 128
 
@@ -133,7 +134,7 @@ class StepDriver:
         self._finished, self._preempted = [], []
         with torch.inference_mode():
             for cache in kv_caches:
-                cache.tensor.fill_(float("nan"))
+                cache.tensor.view(torch.uint8).fill_(_NAN_BYTE)
 
     @property
     def free_blocks(self):
@@ -149,7 +150,7 @@ class StepDriver:
     def _give_back(self, group, blocks):
         blocks = [block for block in blocks if group == 0 or block != NULL_BLOCK]
         with torch.inference_mode():
-            self.kv_caches[group].tensor[blocks] = float("nan")
+            self.kv_caches[group].tensor.view(torch.uint8)[blocks] = _NAN_BYTE
         self.free[group] += blocks
 
     def _release(self, request):
