@@ -123,6 +123,16 @@ def test_kv_that_a_layer_cannot_read_is_refused(
         load_decoder(tmp_path, config)
 
 
+@pytest.mark.parametrize("window", [0, 10])
+def test_kv_of_a_shorter_window_is_refused(window: int, tmp_path: Path) -> None:
+    layers = [dataclasses.replace(ATTENTION[4], kv_source=None, window=9)]
+    layers += [dataclasses.replace(ATTENTION[4], window=each) for each in (9, window)]
+    config = model_of(*layers)
+    write_weights(config, tmp_path)
+    with pytest.raises(ModelError, match="layer 2 sees .* which is kept for the last 9 tokens only"):
+        load_decoder(tmp_path, config)
+
+
 def test_layers_without_kv_are_refused_beside_eviction() -> None:
     with pytest.raises(ConfigError, match="2 layers of LlamaForCausalLM keep no KV of their own"):
         refuse_model_beside_eviction(SchedulerConfig(use_cache_eviction=True), model_of(*ATTENTION))

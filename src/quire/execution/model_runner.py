@@ -344,7 +344,7 @@ class ModelRunner:
         return AttentionBatch.build(
             num_tokens=output.num_tokens,
             block_tables=tables[0],
-            other_tables=tables[1:],
+            other_tables=list(tables[1:]),
             block_size=self._block_size,
             skipped_keys=skipped_keys,
             key_selection=key_selection,

@@ -257,6 +257,11 @@ def _check(config: AttentionConfig, loader: LayerLoader) -> None:
             f"layer {loader.index} reads the KV of layer {config.kv_source}, which has {source}; it needs "
             f"{needed}"
         )
+    if source.window and not 0 < config.window <= source.window:
+        raise ModelError(
+            f"layer {loader.index} sees {config.window or 'all'} tokens, and reads the KV of layer "
+            f"{config.kv_source}, which is kept for the last {source.window} tokens only"
+        )
 
 
 # -- memory ------------------------------------------------------------------------------------------------
