@@ -129,7 +129,7 @@ def test_kv_of_a_shorter_window_is_refused(window: int, tmp_path: Path) -> None:
     layers += [dataclasses.replace(ATTENTION[4], window=each) for each in (9, window)]
     config = model_of(*layers)
     write_weights(config, tmp_path)
-    with pytest.raises(ModelError, match="layer 2 sees .* which is kept for the last 9 tokens only"):
+    with pytest.raises(ModelError, match=r"layer 2 sees .* which is kept for the last 9 tokens only"):
         load_decoder(tmp_path, config)
 
 
