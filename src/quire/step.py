@@ -3,7 +3,7 @@
 Both sides know a running request by its *slot*: a row of the persistent batch, from 0 to max_num_seqs - 1,
 held from admission to finish or preemption. Arrays are in one order, that of `SchedulerOutput.slots`.
 
-KV blocks are those of G cache groups, see `quire.kv.cache.groups`; G is 1 unless layers have windows. Blocks
+KV blocks are those of G cache groups, see `quire.kv.blocks.groups`; G is 1 unless layers have windows. Blocks
 of a group before a sequence's window are `NULL_BLOCK`; a runner never reads them, and need not be told when.
 """
 

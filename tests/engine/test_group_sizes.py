@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from faulty_scheduler import OneByOne
 from quire.cli.commands.plan import as_dict, memory_table
 from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
-from quire.engine import custom_classes
 from quire.engine.building.assembly import RETRY_INTERVAL, CacheGrowth, build_scheduler, commits_of_groups
 from quire.engine.memory.byte_sizes import GB
 from quire.engine.memory.cache_warming import CacheWarmer
@@ -72,11 +71,6 @@ class DerivedScheduler(Scheduler):
         self.given = num_blocks, context
 
 
-@pytest.fixture(autouse=True)
-def windows_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(custom_classes, "WINDOWS_GIVE_BACK", True)
-
-
 def model(directory: Path, hf_config: dict) -> ModelConfig:
     (directory / "config.json").write_text(json.dumps(hf_config))
     return read_model_config(directory)
@@ -110,12 +104,18 @@ def blocks(plan: MemoryPlan) -> list[int]:
 GEMMA_WINDOW = 520 + 66 + 1
 
 
-def test_a_window_s_blocks_end_where_all_sequences_have_theirs(gemma: ModelConfig):
-    result = plan(gemma, engine={"max_model_len": 32768}, num_kv_blocks=16_384)
+# A block that keeps prefixes of four windows takes a quarter of a block with a window.
+PREFIX_BLOCK = FULL_BLOCK + WINDOW_BLOCK // 4
+
+
+def test_a_window_s_blocks_are_those_of_all_sequences_or_of_cached_prefixes(gemma: ModelConfig):
+    long = {"max_model_len": 32768}
+    assert blocks(plan(gemma, engine=long, num_kv_blocks=2300)) == [2300, GEMMA_WINDOW]
+    result = plan(gemma, engine=long, num_kv_blocks=16_384)
     assert result.windows == (1024,)
     assert [cache.bytes_per_block for cache in result.kv_caches] == [FULL_BLOCK, WINDOW_BLOCK]
-    assert blocks(result) == [16_384, GEMMA_WINDOW]
-    assert result.kv_bytes == 16_384 * FULL_BLOCK + GEMMA_WINDOW * WINDOW_BLOCK == 6_484_328_448
+    assert blocks(result) == [16_384, 16_384 // 4 + 1]
+    assert result.kv_bytes == 16_384 * FULL_BLOCK + 4097 * WINDOW_BLOCK == 13_155_237_888
     assert result.num_kv_tokens == 8 * 32_768
     assert result.max_sequences_at(32_768) == 8
     # A token takes the memory of all layers at first.
@@ -125,13 +125,11 @@ def test_a_window_s_blocks_end_where_all_sequences_have_theirs(gemma: ModelConfi
 
 def test_what_windows_give_back_goes_to_longer_sequences(gemma: ModelConfig):
     result = plan(gemma, engine={"max_model_len": 8192}, cache_size=2.0)
-    assert (
-        blocks(result) == [(2 * GB - GEMMA_WINDOW * WINDOW_BLOCK) // FULL_BLOCK, GEMMA_WINDOW] == [2698, 587]
-    )
-    assert 2 * GB - FULL_BLOCK < result.kv_bytes <= 2 * GB
+    assert blocks(result) == [(2 * GB - WINDOW_BLOCK) // PREFIX_BLOCK, 622 + 1] == [2488, 623]
+    assert 2 * GB - FULL_BLOCK - WINDOW_BLOCK < result.kv_bytes <= 2 * GB
     as_before = 2 * GB // (FULL_BLOCK + WINDOW_BLOCK)
     assert as_before == 897
-    assert (result.max_sequences_at(8192), as_before // 512) == (5, 1)
+    assert (result.max_sequences_at(8192), as_before // 512) == (4, 1)
 
 
 def test_with_less_than_a_window_each_all_groups_have_equally_many(gemma: ModelConfig):
@@ -156,8 +154,8 @@ def test_no_more_blocks_than_sequences_can_use(gemma: ModelConfig):
 def test_memory_is_shared_after_weights_and_activations(gemma: ModelConfig):
     result = plan(gemma, gigabytes=16, engine={"memory_fraction": 0.5})
     allowed = (16 * GB - result.weight_bytes - result.activation_bytes) // 2
-    assert allowed - FULL_BLOCK < result.kv_bytes <= allowed
-    assert blocks(result)[1] == GEMMA_WINDOW
+    assert allowed - FULL_BLOCK - WINDOW_BLOCK < result.kv_bytes <= allowed
+    assert blocks(result)[1] > GEMMA_WINDOW
     again = plan_memory_again(config_of(), gemma, result.num_blocks, available_bytes=int(15.5 * GB))
     assert blocks(again) == blocks(result)
 
@@ -194,7 +192,7 @@ def test_without_windows_and_without_any_kv(gemma: ModelConfig):
 def test_ranks_have_a_part_of_the_heads_of_each_group(gemma: ModelConfig):
     two = plan(gemma, engine={"tensor_parallel_size": 2, "max_model_len": 8192}, cache_size=2.0)
     assert [cache.bytes_per_block for cache in two.kv_caches] == [FULL_BLOCK // 2, WINDOW_BLOCK // 2]
-    assert blocks(two) == [2698, 587]
+    assert blocks(two) == [2488, 623]
 
 
 def test_a_draft_model_keeps_all_tokens_beside_the_first_group(gemma: ModelConfig):
@@ -204,6 +202,7 @@ def test_a_draft_model_keeps_all_tokens_beside_the_first_group(gemma: ModelConfi
     result = plan_memory(config, draft_model=draft, model=gemma, available_bytes=64 * GB)
     draft_block = 2 * 2 * 4 * 256 * 2 * 16
     num_blocks = (2 * GB - GEMMA_WINDOW * WINDOW_BLOCK) // (FULL_BLOCK + draft_block)
+    assert num_blocks < 4 * GEMMA_WINDOW
     assert blocks(result) == [num_blocks, GEMMA_WINDOW]
     assert result.draft_cache is not None
     assert result.draft_cache.num_pages_per_layer == num_blocks
@@ -231,7 +230,9 @@ def test_windows_keep_all_tokens_beside_what_knows_nothing_of_groups(gemma: Mode
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_largest_that_does(gemma: ModelConfig):
     left = 10 * GB - plan(gemma, num_kv_blocks=100).weight_bytes
-    largest = (left - GEMMA_WINDOW * WINDOW_BLOCK) // FULL_BLOCK
+    largest = 2785
+    assert largest * FULL_BLOCK + (697 + 1) * WINDOW_BLOCK <= left
+    assert (largest + 1) * FULL_BLOCK + (697 + 1) * WINDOW_BLOCK > left
     with pytest.raises(ConfigError, match=rf"num_kv_blocks asks for .* {largest} blocks"):
         plan(gemma, gigabytes=10, num_kv_blocks=largest + 1)
     assert plan(gemma, gigabytes=10, num_kv_blocks=largest).num_blocks == largest
@@ -247,7 +248,7 @@ def test_the_scheduler_gets_the_blocks_of_windows(gemma: ModelConfig):
     num_blocks, context = scheduler.given
     assert num_blocks == 5000
     assert [(group.window, group.num_blocks, group.commit) for group in context.windows] == [
-        (1024, GEMMA_WINDOW, None)
+        (1024, 1250 + 1, None)
     ]
     growing = config_of({"scheduler_cls": DerivedScheduler})
     scheduler = build_scheduler(growing, plan(gemma, gigabytes=16), SchedulerContext())
@@ -273,13 +274,13 @@ def test_the_table_shows_the_groups(gemma: ModelConfig):
     with console.capture() as capture:
         console.print(memory_table("m", "Gemma3ForCausalLM", result, "cpu"))
     lines = [" ".join(line.split()) for line in capture.get().splitlines()]
-    assert "KV cache 6.48 GB 16,384 blocks, 262,144 tokens" in lines
-    assert "window 1,024 1.12 GB of it, 587 blocks for 29 layers" in lines
+    assert "KV cache 13.2 GB 16,384 blocks, 262,144 tokens" in lines
+    assert "window 1,024 7.79 GB of it, 4,097 blocks for 29 layers" in lines
     assert "KV per token 139 kB keys and values of all layers, bfloat16" in lines
     assert "before windows 20.5 kB layers without a window alone" in lines
     [group] = as_dict("m", "Gemma3ForCausalLM", result)["window_groups"]
-    assert (group["num_layers"], group["kv_bytes"]) == (29, 587 * WINDOW_BLOCK)
-    assert result.blocks_text == "16384 blocks of 328 kB, 587 blocks of 1.9 MB for the window of 1024"
+    assert (group["num_layers"], group["kv_bytes"]) == (29, 4097 * WINDOW_BLOCK)
+    assert result.blocks_text == "16384 blocks of 328 kB, 4097 blocks of 1.9 MB for the window of 1024"
 
 
 def test_a_cache_of_no_layers_takes_no_memory():

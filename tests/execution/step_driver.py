@@ -8,7 +8,7 @@ import torch
 from caches import cache_of
 from quire.execution.device_step import DeviceStep
 from quire.execution.model_runner import ModelRunner
-from quire.kv.cache.groups import NULL_BLOCK
+from quire.kv.blocks.groups import NULL_BLOCK
 from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,

@@ -27,7 +27,7 @@ from quire.execution.drafts.draft_model_proposer import DraftModelProposer
 from quire.execution.model_runner import ModelRunner
 from quire.kernels.size_classes import size_class
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
-from quire.kv.cache.groups import NULL_BLOCK, cache_groups
+from quire.kv.blocks.groups import NULL_BLOCK, cache_groups
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder

@@ -23,7 +23,7 @@ from small_scheduler import SmallScheduler
 import subprocesses
 from quire.config import CacheEvictionConfig, SchedulerConfig
 from quire.errors import ConfigError
-from quire.kv.cache.groups import WindowBlocks
+from quire.kv.blocks.groups import WindowBlocks
 from quire.recording import calls
 from quire.recording import file_format as recording
 from quire.recording.file_format import Recording, RecordingError

@@ -21,7 +21,7 @@ import numpy as np
 from eviction_rules import EvictionRules, Held
 
 from quire.execution.failed_requests import FailedRequests, KnownErrors
-from quire.kv.cache.groups import NULL_BLOCK, WindowBlocks
+from quire.kv.blocks.groups import NULL_BLOCK, WindowBlocks
 from quire.step import (
     NO_TOKEN,
     GrammarOutput,

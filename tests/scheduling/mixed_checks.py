@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mixed_requests import Expected
 
-from quire.kv.cache.groups import NULL_BLOCK
+from quire.kv.blocks.groups import NULL_BLOCK
 from quire.request import Request
 from quire.scheduling import PauseState
 from quire.scheduling.accounts.flow_shares import LEAST_SHARE

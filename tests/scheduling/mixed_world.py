@@ -13,7 +13,7 @@ from mixed_connectors import draw_connector
 from mixed_policies import NONSENSE, Fault, misbehaving_policies
 
 from quire.config import AggregationMode, CacheEvictionConfig, KVCrushConfig, SchedulerConfig
-from quire.kv.cache.groups import WindowBlocks
+from quire.kv.blocks.groups import WindowBlocks
 from quire.scheduling import Scheduler
 from quire.scheduling.context import SchedulerContext
 

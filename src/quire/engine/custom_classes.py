@@ -16,9 +16,6 @@ CONNECTORS: Registry[KVConnector] = Registry("EngineConfig.kv_connector", KVConn
 
 SCHEDULERS: Registry[SchedulerInterface] = Registry("EngineConfig.scheduler_cls", SchedulerInterface, {})
 
-WINDOWS_GIVE_BACK = False
-"""Whether layers with a window give back the KV of tokens before it."""
-
 
 def keeps_all_tokens(config: EngineConfig) -> bool:
     """Return whether layers with a window keep the KV of all tokens, in one cache group with the others.
@@ -30,7 +27,7 @@ def keeps_all_tokens(config: EngineConfig) -> bool:
         ConfigError: the class of the scheduler cannot be used.
     """
     moves_kv = config.kv_tier or config.kv_connector or config.shares_kv
-    if not WINDOWS_GIVE_BACK or moves_kv or config.scheduler.use_cache_eviction:
+    if moves_kv or config.scheduler.use_cache_eviction:
         return True
     from quire.scheduling.scheduler import Scheduler
 

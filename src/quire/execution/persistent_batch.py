@@ -15,7 +15,7 @@ import numpy as np
 from quire.execution.arrays import Int64Array
 from quire.execution.drafts.proposer import RowsToContinue
 from quire.execution.known_tokens import KnownTokens
-from quire.kv.cache.groups import NULL_BLOCK
+from quire.kv.blocks.groups import NULL_BLOCK
 from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,

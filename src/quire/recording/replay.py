@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.kv.cache.groups import WindowBlocks
+from quire.kv.blocks.groups import WindowBlocks
 from quire.recording import calls, file_format
 from quire.recording.calls import Plans
 from quire.recording.compilations import CompilationPlayer

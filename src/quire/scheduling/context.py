@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 
 from quire.grammar.interface import GrammarBackend
 from quire.kv.blocks.events import KVEventSink
-from quire.kv.cache.groups import WindowBlocks
+from quire.kv.blocks.groups import WindowBlocks
 from quire.kv.connectors.interface import KVConnector
 
 

@@ -20,7 +20,7 @@ from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trials import TriedGrammars
 from quire.kernels import has_native_kernels
 from quire.kv.blocks.events import KVEventCollector, KVEventFanOut
-from quire.kv.cache.groups import WindowBlocks
+from quire.kv.blocks.groups import WindowBlocks
 from quire.kv.cache.memory_limits import available_memory
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.tiers.connector import TierConnector

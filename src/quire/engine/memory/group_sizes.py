@@ -1,4 +1,4 @@
-"""How many blocks each cache group gets, see `quire.kv.cache.groups`.
+"""How many blocks each cache group gets, see `quire.kv.blocks.groups`.
 
 Of the first group, a sequence needs a block for every `block_size` tokens. Of a group with a window, it never
 needs more than the window can touch, `ceil(window / block_size) + 1`; all sequences together need some more,
@@ -6,10 +6,11 @@ because tokens of two steps may have blocks before the windows move on.
 
 Memory is divided so that `max_num_seqs` sequences of equal length can be as long as possible. While it holds
 less than a window for each of them, all groups have equally many blocks, as many as one group of all layers
-would have (but for the memory of `NULL_BLOCK`), so that no workload runs fewer sequences. Beyond that only
-the first group grows. What sequences of maximum length cannot use keeps cached prefixes. One of those needs
-all of its blocks in the first group and those of a window in the others, like a sequence that runs, so all
-groups then grow in the proportion in which sequences of maximum length use them.
+would have (but for the memory of `NULL_BLOCK`), so that no workload runs fewer sequences. Beyond that the
+first group grows alone, as long as the others have room for cached prefixes, too: one of those needs all of
+its blocks in the first group and those of a window in the others, like a sequence that runs. The others have
+room for as many prefixes of maximum length as the first group has, and of `WINDOWS_PER_PREFIX` windows unless
+the first group has no layers: then its blocks are no memory, and tell nothing of prefixes.
 
 A group with a window is therefore never the one that runs out first when all sequences are equally long.
 """
@@ -25,6 +26,9 @@ from quire.config import SchedulerConfig
 
 STEPS_AHEAD = 2
 """Steps whose tokens may have blocks before the windows of their sequences move on."""
+
+WINDOWS_PER_PREFIX = 4
+"""Length of cached prefixes, in windows, that all groups have equal room for."""
 
 MAX_BLOCKS = 2**31 - 1
 """Block ids are 32-bit numbers."""
@@ -77,8 +81,9 @@ class GroupSizes:
     def _in_window(self, first: int, most: int) -> int:
         if not first:
             return 0
-        share = -(-most * first // self.most_running)  # above `most` if sequences cannot use all of `first`
-        return 1 + min(first, max(most, share))
+        of_longest = -(-most * first // self.most_running)
+        of_prefixes = -(-first // WINDOWS_PER_PREFIX) if self.bytes_per_block[0] else 0
+        return 1 + min(first, max(most, of_longest, of_prefixes))
 
     def num_bytes(self, first: int) -> int:
         """Return the bytes of all groups if the first has `first` blocks."""

@@ -23,7 +23,7 @@ from quire.errors import ConfigError
 from quire.kernels import bounds
 from quire.kernels.devices.cores import usable_cores
 from quire.kernels.size_classes import wide_size_class
-from quire.kv.cache.groups import CacheGroup, cache_groups
+from quire.kv.blocks.groups import CacheGroup, cache_groups
 from quire.kv.cache.metadata import PagedAttentionCacheMetaData
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.tiers.block_copier import num_staged_blocks

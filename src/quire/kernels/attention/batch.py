@@ -30,8 +30,8 @@ class AttentionBatch:
     It is in the host's memory; kernels of another device have what they need of it copied once, see
     `on_device`.
 
-    The layers of each cache group have block tables of their own, see `quire.kv.cache.groups`; those here are
-    of one group.
+    The layers of each cache group have block tables of their own, see `quire.kv.blocks.groups`; those here
+    are of one group.
 
     S sequences, T tokens. Sequence s computes `num_tokens[s]` tokens, the ones after the tokens that it has
     computed. Their keys and values follow the `num_cached_tokens[s]` in its cache, which are all of these

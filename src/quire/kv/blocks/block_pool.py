@@ -19,8 +19,9 @@ import numpy as np
 
 from quire.kv.blocks.block_hash import DIGEST_BYTES, BlockKey
 from quire.kv.blocks.events import KVEventSink
-from quire.kv.blocks.retention import idle_blocks
-from quire.step import IntArray
+from quire.kv.blocks.groups import NULL_BLOCK
+from quire.kv.blocks.retention import IdleBlocks, LeftBehindFirst, idle_blocks
+from quire.step import Int64Array, IntArray
 
 GROWTH_SHARE = 64
 """A cache that grows does so by at least one part in this many of its final size."""
@@ -32,7 +33,7 @@ class BlockPool:
     Args:
         num_blocks: maximum number of blocks.
         block_size: tokens per block.
-        num_reserved: blocks from number 0 on that are in use from the start, and for ever.
+        has_window: whether sequences leave blocks behind; then `NULL_BLOCK` is in use from the start.
         retention: name of the retention policy, or the policy.
         commit: given a number of further blocks, returns how many may be used; None: all may be at once.
         events: gets what can be found and what no longer can.
@@ -44,13 +45,14 @@ class BlockPool:
         num_blocks: int,
         block_size: int,
         *,
-        num_reserved: int = 0,
+        has_window: bool = False,
         retention: object = "lru",
         commit: Callable[[int], int] | None = None,
         events: KVEventSink | None = None,
         on_replaced_retention: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_blocks = num_blocks
+        num_reserved = NULL_BLOCK + 1 if has_window else 0
         self.num_committed = num_blocks if commit is None else num_reserved
         self._commit = commit
         self._may_grow = commit is not None
@@ -60,7 +62,9 @@ class BlockPool:
         self._num_hits = np.zeros(num_blocks, dtype=np.int32)  # since the content was cached
         self._blank = BlankBlocks(num_blocks)
         self._blank.push(np.arange(num_reserved, self.num_committed, dtype=np.int32)[::-1])
-        self._idle = idle_blocks(retention, num_blocks, on_replaced_retention)
+        idle = idle_blocks(retention, num_blocks, on_replaced_retention)
+        self._left_first = LeftBehindFirst(idle, num_blocks) if has_window else None
+        self._idle: IdleBlocks = idle if self._left_first is None else self._left_first
         # What cached blocks hold. Zeroed memory is committed when first written.
         self._is_cached = np.zeros(num_blocks, dtype=np.bool_)
         self._digests = np.empty(num_blocks, dtype=np.object_)  # of bytes
@@ -148,12 +152,16 @@ class BlockPool:
         """Note that a prefix lookup has found and used these blocks."""
         self._num_hits[block_ids] += 1
 
-    def release(self, block_ids: IntArray, priorities: IntArray | int = 0) -> None:
+    def release(
+        self, block_ids: IntArray, priorities: IntArray | Int64Array | int = 0, *, is_left: bool = False
+    ) -> None:
         """Drop one reference from each block, or as many as it is named times, in order.
 
         Args:
             block_ids: of idle blocks, the first given is the first to be rewritten, other things being equal.
             priorities: of the requests that let go, lower being more important.
+            is_left: the blocks are behind the window of sequences that go on. Those that no lookup has found
+                are rewritten before all others.
 
         Raises:
             ValueError: a block is released more often than it was taken.
@@ -173,7 +181,10 @@ class BlockPool:
         idle = free[is_cached]
         if isinstance(priorities, np.ndarray):
             priorities = priorities[last[is_cached]]
-        self._idle.put(idle, self._num_hits[idle], priorities)
+        if is_left and self._left_first is not None:
+            self._left_first.put_left(idle, self._num_hits[idle], priorities)
+        else:
+            self._idle.put(idle, self._num_hits[idle], priorities)
         if len(idle) < len(free):
             self._blank.push(free[~is_cached])
 

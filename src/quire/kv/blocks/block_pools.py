@@ -9,12 +9,12 @@ import numpy as np
 
 from quire.kv.blocks.block_hash import SequenceKeys
 from quire.kv.blocks.block_pool import BlockPool
-from quire.kv.cache.groups import NULL_BLOCK
-from quire.step import IntArray
+from quire.kv.blocks.groups import NULL_BLOCK
+from quire.step import Int64Array, IntArray
 
 
 class BlockPools:
-    """One pool for each cache group, see `quire.kv.cache.groups`.
+    """One pool for each cache group, see `quire.kv.blocks.groups`.
 
     Block ids are [G, blocks], a row for each group. Blocks of all groups are taken together, and released
     together but for those before a window; `NULL_BLOCK` in their place counts for nothing.
@@ -25,8 +25,7 @@ class BlockPools:
 
     Args:
         first: of the group that keeps all tokens.
-        others: the pools of further groups, in which `NULL_BLOCK` is reserved, with the window of each in
-            tokens.
+        others: the pools of further groups, which have windows, with the window of each in tokens.
         block_size: tokens per block.
     """
 
@@ -88,12 +87,19 @@ class BlockPools:
         for group, _ in self.windows:
             self.release_in(group, block_ids[group], priorities)
 
-    def release_in(self, group: int, block_ids: IntArray, priorities: IntArray | int = 0) -> None:
-        """Drop one reference from each of `block_ids` [blocks] of one group with a window."""
+    def release_in(
+        self,
+        group: int,
+        block_ids: IntArray,
+        priorities: IntArray | Int64Array | int,
+        *,
+        is_left: bool = False,
+    ) -> None:
+        """Drop one reference from each of `block_ids` [blocks] of a group with a window."""
         is_block = block_ids != NULL_BLOCK
         if isinstance(priorities, np.ndarray):
             priorities = priorities[is_block]
-        self._pools[group].release(block_ids[is_block], priorities)
+        self._pools[group].release(block_ids[is_block], priorities, is_left=is_left)
 
     def count_hit(self, block_ids: IntArray) -> None:
         """Note that a prefix lookup has found and used these blocks [G, blocks]."""

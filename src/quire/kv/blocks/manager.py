@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.kv.blocks.block_pools import BlockPools
-from quire.kv.cache.groups import NULL_BLOCK
+from quire.kv.blocks.groups import NULL_BLOCK
 from quire.request import Request
 from quire.step import BoolArray, Int64Array, IntArray
 
@@ -286,13 +286,20 @@ class KVCacheManager:
         self.pools.release(np.concatenate(released, axis=1))
 
     def leave_windows(
-        self, slots: IntArray, num_computed: IntArray, priorities: Int64Array, waits_to_be_cached: BoolArray
+        self,
+        slots: IntArray,
+        num_computed: IntArray,
+        *,
+        num_prompt: IntArray,
+        priorities: Int64Array,
+        waits_to_be_cached: BoolArray,
     ) -> None:
         """Free the blocks that are before the window of all tokens still to be computed.
 
         Args:
             slots: [S].
             num_computed: tokens before which none is computed again, [S].
+            num_prompt: tokens of the prompts, [S]; a prompt may come again, to be answered once more.
             priorities: of the requests, [S].
             waits_to_be_cached: whose blocks stay until they can be found, [S].
         """
@@ -309,7 +316,12 @@ class KVCacheManager:
             block_ids = self._tables[group, rows, index]
             self._tables[group, rows, index] = NULL_BLOCK
             self._num_left[group, slots] += count
-            self.pools.release_in(group, block_ids, np.repeat(priorities, count))
+            num_tokens, of_row = np.repeat(num_prompt, count), np.repeat(priorities, count)
+            follows = (index >= self.pools.first_in_window(num_tokens, window)) & (
+                index < num_tokens // self.block_size
+            )
+            self.pools.release_in(group, block_ids[follows], of_row[follows])
+            self.pools.release_in(group, block_ids[~follows], of_row[~follows], is_left=True)
 
     def fork(self, parent: int, slot: int, num_computed: int) -> tuple[IntArray, IntArray] | None:
         """Give `slot`, whatever it held, the parent's blocks of its first `num_computed` tokens.

@@ -19,7 +19,7 @@ import numpy as np
 from typing_extensions import override
 
 from quire.registry import Registry
-from quire.step import IntArray
+from quire.step import Int64Array, IntArray
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class IdleBlocks(ABC):
     """The idle blocks, in the order in which they are rewritten."""
 
     @abstractmethod
-    def put(self, block_ids: IntArray, num_hits: IntArray, priorities: IntArray | int) -> None:
+    def put(self, block_ids: IntArray, num_hits: IntArray, priorities: IntArray | Int64Array | int) -> None:
         """Add blocks that are not in here, one after the other; see `IdleBlock`."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class LruBlocks(IdleBlocks):
         self._count = 0
 
     @override
-    def put(self, block_ids: IntArray, num_hits: IntArray, priorities: IntArray | int) -> None:
+    def put(self, block_ids: IntArray, num_hits: IntArray, priorities: IntArray | Int64Array | int) -> None:
         if self._end + len(block_ids) > len(self._queue):
             self._compact()
         end = self._end + len(block_ids)
@@ -191,7 +191,7 @@ class RankedBlocks(IdleBlocks):
         self._serials = itertools.count()
 
     @override
-    def put(self, block_ids: IntArray, num_hits: IntArray, priorities: IntArray | int) -> None:
+    def put(self, block_ids: IntArray, num_hits: IntArray, priorities: IntArray | Int64Array | int) -> None:
         each = np.broadcast_to(priorities, block_ids.shape).tolist()
         for block_id, hits, priority in zip(block_ids.tolist(), num_hits.tolist(), each, strict=True):
             serial = next(self._serials)
@@ -256,6 +256,61 @@ class RankedBlocks(IdleBlocks):
         self._heap = [(serial, serial, block_id) for block_id, serial in self._serial_of.items()]
         heapq.heapify(self._heap)
         self._on_replaced()
+
+
+class LeftBehindFirst(IdleBlocks):
+    """Blocks that running sequences have left behind their windows go first, the others in their order.
+
+    A sequence is mostly continued at its end, and then a lookup needs the blocks of its last window alone.
+
+    Args:
+        others: all other blocks.
+        num_blocks: blocks in the pool.
+    """
+
+    def __init__(self, others: IdleBlocks, num_blocks: int) -> None:
+        self._others = others
+        self._left = LruBlocks(num_blocks)
+        self._is_left = np.zeros(num_blocks, dtype=np.bool_)
+
+    def put_left(
+        self, block_ids: IntArray, num_hits: IntArray, priorities: IntArray | Int64Array | int
+    ) -> None:
+        """Add blocks, of which those without hits go first; see `put`."""
+        has_hits = num_hits > 0
+        if isinstance(priorities, np.ndarray):
+            priorities = priorities[has_hits]
+        self._others.put(block_ids[has_hits], num_hits[has_hits], priorities)
+        never_hit = block_ids[~has_hits]
+        self._left.put(never_hit, num_hits[~has_hits], 0)
+        self._is_left[never_hit] = True
+
+    @override
+    def put(self, block_ids: IntArray, num_hits: IntArray, priorities: IntArray | Int64Array | int) -> None:
+        self._others.put(block_ids, num_hits, priorities)
+
+    @override
+    def take(self, block_ids: IntArray) -> None:
+        is_left = self._is_left[block_ids]
+        self._left.take(block_ids[is_left])
+        self._others.take(block_ids[~is_left])
+        self._is_left[block_ids] = False
+
+    @override
+    def evict(self, count: int) -> IntArray:
+        left = self._left.evict(min(count, len(self._left)))
+        self._is_left[left] = False
+        return np.concatenate((left, self._others.evict(count - len(left))))
+
+    @override
+    def clear(self) -> IntArray:
+        return self.evict(len(self))
+
+    def __len__(self) -> int:
+        return len(self._left) + len(self._others)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(self._left, self._others)
 
 
 RETENTIONS: Registry[RetentionPolicy] = Registry(

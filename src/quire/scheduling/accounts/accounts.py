@@ -8,7 +8,6 @@ from quire.kv.blocks.block_pool import BlockPool
 from quire.kv.blocks.block_pools import BlockPools
 from quire.kv.blocks.manager import KVCacheManager
 from quire.kv.blocks.retention import RETENTIONS
-from quire.kv.cache.groups import NULL_BLOCK
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.request import Request
 from quire.scheduling.accounts.beam_groups import BeamGroups
@@ -64,7 +63,7 @@ class Accounts:
             BlockPool(
                 group.num_blocks,
                 config.block_size,
-                num_reserved=NULL_BLOCK + 1,
+                has_window=True,
                 retention=RETENTIONS.build(config.prefix_retention),
                 commit=group.commit,
                 on_replaced_retention=self.note_replaced_policy,

@@ -25,7 +25,7 @@ class Inspection:
             accounts.stats,
             num_running=num_running,
             num_waiting=num_waiting,
-            num_free_blocks=pools.num_free,
+            num_free_blocks=pools.first.num_free,
             num_idle_blocks=pools.first.num_idle,
             prefix_evicted_blocks=pools.first.num_evicted,
             num_steps=accounts.in_flight.next_step,

@@ -51,8 +51,10 @@ class RunningPhase:
         self.accounts.kv.leave_windows(
             slots,
             running.num_computed[slots],
-            running.priority[slots],
-            ~running.is_beam[slots] | (running.num_computed[slots] <= running.num_prompt[slots]),
+            num_prompt=running.num_prompt[slots],
+            priorities=running.priority[slots],
+            waits_to_be_cached=~running.is_beam[slots]
+            | (running.num_computed[slots] <= running.num_prompt[slots]),
         )
 
     def _hand_out_tokens(self, plan: Plan) -> None:

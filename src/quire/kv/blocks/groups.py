@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from quire.kv.cache.page_layout import KVLayerSpec
+if TYPE_CHECKING:
+    from quire.kv.cache.page_layout import KVLayerSpec
 
 NULL_BLOCK = 0
 """In tables of a group with a window: tokens that no layer will read. Its memory is zero for ever."""

@@ -1,0 +1,130 @@
+"""Layers with windows give back the KV of tokens before them: the same answers, from fewer blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoints import make_checkpoint
+from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
+from quire.engine.core import EngineCore
+from quire.engine.memory import plan as memory_plan
+from quire.engine.messages import EngineCoreRequest
+from quire.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+LENGTHS = 150, 7, 90, 33
+MAX_TOKENS = 24
+SCHEDULER = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": BLOCK_SIZE, "num_kv_blocks": 240}
+
+
+class Engine:
+    """An engine in this process, whose blocks are checked after each step."""
+
+    def __init__(self, path: Path, speculation: SpeculationConfig | None = None, **scheduler: Any) -> None:
+        config = EngineConfig(
+            model=str(path),
+            dtype="float32",
+            speculation=speculation or SpeculationConfig(),
+            scheduler=SchedulerConfig(**{**SCHEDULER, **scheduler}),
+        )
+        self.core = EngineCore(config, path)
+        self._num_requests = 0
+        self.most_left = 0  # entries of block tables that name no block
+
+    @property
+    def stats(self) -> Any:
+        return self.core.scheduler.make_stats()
+
+    def answers(self, prompts: list[np.ndarray], **params: Any) -> list[list[int]]:
+        """Return the tokens of each prompt's answer; the prompts run together."""
+        fields = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, **params}
+        answers: dict[str, list[int]] = {}
+        for prompt in prompts:
+            name = str(self._num_requests)
+            self._num_requests += 1
+            answers[name] = []
+            self.core.add(
+                EngineCoreRequest([name], [self._num_requests], prompt.tolist(), SamplingParams(**fields))
+            )
+        kv = self.core.scheduler.accounts.kv
+        while self.core.has_unfinished_requests():
+            for output in self.core.step()[0]:
+                answers[output.request_id] += output.new_token_ids
+            self.core.scheduler.check_invariants()
+            tables = [kv.table(slot) for slot in range(len(kv.num_blocks))]
+            self.most_left = max(self.most_left, *(int((table[1:] == 0).sum()) for table in tables))
+        return list(answers.values())
+
+
+@pytest.fixture(params=["gemma3", "mistral"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A checkpoint with windows in some layers, or in all."""
+    return make_checkpoint(request.param, tmp_path, max_position_embeddings=512)
+
+
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(5, 90, length) for length in LENGTHS]
+
+
+def continued(prompts: list[np.ndarray]) -> list[np.ndarray]:
+    return [np.concatenate((prompt, [11, 12, 13, 14, 15])) for prompt in prompts]
+
+
+def expected(path: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> list[list[list[int]]]:
+    """Return the answers, and those of the continued prompts, where all layers keep all tokens."""
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_plan, "keeps_all_tokens", lambda _config: True)
+        engine = Engine(path)
+    found = [engine.answers(prompts(), **params), engine.answers(continued(prompts()), **params)]
+    assert len(engine.core.scheduler.accounts.kv.pools) == 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_steps": True},
+        {"enable_prefix_caching": False},
+        {"num_kv_blocks": 48, "max_num_seqs": 3},
+        {"max_num_batched_tokens": 7},
+        {"speculation": SpeculationConfig(speculative_method="ngram")},
+    ],
+    ids=["plain", "overlapped", "no prefix cache", "preempted", "small steps", "drafts"],
+)
+def test_the_answers_are_those_of_layers_that_keep_all_tokens(path, monkeypatch, options):
+    engine = Engine(path, **options)
+    first, second = expected(path, monkeypatch)
+    assert engine.answers(prompts()) == first
+    assert engine.answers(continued(prompts())) == second
+    assert engine.most_left > max(LENGTHS) // BLOCK_SIZE // 2
+    if options.get("enable_prefix_caching", True) and "num_kv_blocks" not in options:
+        assert engine.stats.prefix_hit_tokens > 100
+    if "num_kv_blocks" in options:
+        assert engine.stats.num_preemptions
+    if "speculation" in options:
+        assert engine.stats.num_draft_tokens
+
+
+def test_samples_of_one_prompt_and_beams(path, monkeypatch):
+    for params in ({"beam_width": 3, "logprobs": 0}, {"temperature": 1.0, "seed": 3}):
+        assert Engine(path).answers(prompts(), **params) == expected(path, monkeypatch, **params)[0], params
+
+
+def test_conversations_in_turn_find_their_prefixes_again(path):
+    engine = Engine(path, num_kv_blocks=400, max_num_seqs=2)
+    conversations = prompts()[:1] + prompts()[2:3]
+    for turn in range(4):
+        before = engine.stats.prefix_hit_tokens
+        answers = [answer for one in conversations for answer in engine.answers([one])]
+        found = engine.stats.prefix_hit_tokens - before
+        assert not turn or found >= sum(len(one) for one in conversations) - 2 * (BLOCK_SIZE + 30)
+        conversations = [
+            np.concatenate((one, answer, [7, 8, 9]))
+            for one, answer in zip(conversations, answers, strict=True)
+        ]
