@@ -40,8 +40,9 @@ if TYPE_CHECKING:
         PipelineMetrics,
     )
     from quire.front.openvino.streaming import StreamerBase, StreamingStatus, TextStreamer
+    from quire.pooling_params import PoolingParams
     from quire.request_options import RequestOptions
-    from quire.request_output import CompletionOutput, RequestOutput
+    from quire.request_output import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
     from quire.sampling_params import SamplingParams
     from quire.structured_outputs import StructuredOutputsParams
 
@@ -67,6 +68,9 @@ __all__ = [
     "KVCrushConfig",
     "PerfMetrics",
     "PipelineMetrics",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOptions",
     "RequestOutput",
     "SamplingParams",
@@ -95,6 +99,9 @@ _HOMES = {
     "ContinuousBatchingPipeline": "quire.front.openvino.pipeline",
     "EngineConfig": "quire.config",
     "GenerationConfig": "quire.front.openvino.generation_config",
+    "PoolingOutput": "quire.request_output",
+    "PoolingParams": "quire.pooling_params",
+    "PoolingRequestOutput": "quire.request_output",
     "RequestOutput": "quire.request_output",
     "RequestOptions": "quire.request_options",
     "SamplingParams": "quire.sampling_params",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.status import RequestStatus
 
@@ -35,6 +36,9 @@ class Request:
         beam_sequence_ids: with beam search, the ids under which the best hypotheses are returned.
         output_token_ids: what it has generated in an engine that has died; it continues from there.
         is_resumed: it was accepted by an engine that has died, and is not refused for a full queue.
+        pooling_params: resolved; its prompt becomes a row, and no token is sampled. `sampling_params` is
+            `ONE_TOKEN` then: it is scheduled like a request that ends with its first token. None: it
+            generates.
         arrival_time: when it came, in seconds on the scheduler's clock, by which it has its place in the
             queue; one that is still to come, such as infinity, is when the scheduler gets it.
 
@@ -51,9 +55,9 @@ class Request:
         "arrival", "arrival_time", "awaited_load", "beam_sequence_ids", "cache_salt", "client_index",
         "eos_token_ids", "first_scheduled_time", "flow", "has_had_place", "is_known_to_runner", "is_resumed",
         "kv_load_failed", "kv_transfer_params", "num_cached_tokens", "num_computed_tokens",
-        "num_prompt_logprobs", "output_token_ids", "pin_prefix", "priority", "prompt_array", "queue_timeout",
-        "queued_time", "request_id", "sampling_params", "shares_prompt_with", "status", "stop_reason",
-        "tenant", "tenant_weight", "timeout",
+        "num_prompt_logprobs", "output_token_ids", "pin_prefix", "pooling_params", "priority", "prompt_array",
+        "queue_timeout", "queued_time", "request_id", "sampling_params", "shares_prompt_with", "status",
+        "stop_reason", "tenant", "tenant_weight", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +81,7 @@ class Request:
         beam_sequence_ids: tuple[str, ...] = (),
         output_token_ids: Sequence[int] = (),
         is_resumed: bool = False,
+        pooling_params: PoolingParams | None = None,
         arrival_time: float = math.inf,
     ) -> None:
         self.request_id = request_id
@@ -84,6 +89,7 @@ class Request:
         self.prompt_array = np.array(prompt_token_ids, dtype=np.int32)
         self.output_token_ids = list(output_token_ids)
         self.sampling_params = sampling_params
+        self.pooling_params = pooling_params
         self.eos_token_ids = tuple(eos_token_ids)
         self.arrival = 0
         self.priority = priority
@@ -122,6 +128,13 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens in the prompt."""
         return len(self.prompt_array)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether what it returns depends on every position of its prompt, so that none may be skipped."""
+        if self.pooling_params is not None:
+            return self.pooling_params.pooling_type != "last"
+        return self.sampling_params.prompt_logprobs is not None
 
     @property
     def num_tokens(self) -> int:

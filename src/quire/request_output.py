@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from quire.status import FinishReason
@@ -83,6 +85,35 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class PoolingOutput:
+    """What a prompt has become: `data` is a row, [hidden] float32, not to be written to.
+
+    `data` is None if the request has ended otherwise than with finish reason "stop", or not yet. `error`,
+    `error_type` and `error_param` are as in `CompletionOutput`.
+    """
+
+    data: npt.NDArray[np.float32] | None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    error_type: str | None = None
+    error_param: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class PoolingRequestOutput:
+    """All that is known of a request that is pooled; the fields are as in `RequestOutput`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    num_cached_tokens: int = 0
+    first_scheduled_time: float | None = None
+    finished: bool = False
+    metrics: RequestMetrics | None = None
 
 
 @dataclasses.dataclass(slots=True)

@@ -313,3 +313,6 @@ _NOT_WITH_BEAM_SEARCH: dict[str, Any] = {  # it ranks tokens by the model's own 
     "bad_words_token_ids": (),
     "structured_outputs": None,
 }
+
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
+"""Of requests whose token is of no interest, if they have any."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
@@ -38,6 +39,7 @@ class NewRequestData(NamedTuple):
     block_ids: IntArray  # [G, blocks]
     num_computed_tokens: int
     draft_scope: tuple[str, str] = ("", "")  # requests of the same one may see each other's outputs in drafts
+    pooling_params: PoolingParams | None = None  # resolved; None: it generates
 
 
 class ResumedRequestData(NamedTuple):
@@ -137,7 +139,8 @@ class SchedulerOutput:
     `num_known_tokens` counts prompt and output; tokens that the runner has beyond it are discarded.
     The tokens of a row end with its drafts: a request with d drafts is scheduled up to token
     `num_known_tokens + d` and samples 1 to d + 1 tokens; one that does not reach `num_known_tokens` samples
-    none. The runner applies the lists in the order of the fields below, before it computes anything.
+    none. A request that is pooled has its row where another would sample. The runner applies the lists in the
+    order of the fields below, before it computes anything.
     """
 
     step: int
@@ -256,7 +259,8 @@ class ModelRunnerOutput:
     """Results of one step, in the order of `SchedulerOutput.slots`.
 
     Row r of `sampled_token_ids` holds the tokens sampled for request r, padded with `NO_TOKEN`: accepted
-    drafts and one more. A prefill chunk that does not reach the end of its prompt has none.
+    drafts and one more. A prefill chunk that does not reach the end of its prompt has none, nor has a request
+    that is pooled: its row is in `pooled` when its prompt is computed, as the bytes of [hidden] float32.
     `draft_token_ids` proposes tokens after them, with the same padding; None: no drafts. In the next
     `num_steps_without_drafts` steps that a request samples in, nothing would be proposed for it; None changes
     nothing in what was said before. `errors` names requests whose own data made their computation fail; they
@@ -270,6 +274,7 @@ class ModelRunnerOutput:
     sampled_token_ids: IntArray  # [R, most sampled tokens]
     logprobs: dict[str, list[PositionLogprobs]] = dataclasses.field(default_factory=dict)
     prompt_logprobs: dict[str, list[PositionLogprobs]] = dataclasses.field(default_factory=dict)
+    pooled: dict[str, bytes] = dataclasses.field(default_factory=dict)
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
     error_params: dict[str, str] = dataclasses.field(default_factory=dict)
     draft_token_ids: IntArray | None = None  # [R, K]

@@ -15,7 +15,13 @@ import msgspec
 
 from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.building import kv_peers
-from quire.engine.building.assembly import build_context, build_scheduler, scheduler_class, start_ranks
+from quire.engine.building.assembly import (
+    build_context,
+    build_scheduler,
+    config_for_model,
+    scheduler_class,
+    start_ranks,
+)
 from quire.engine.building.drafting import find_draft_model
 from quire.engine.building.kv_identity import loaded_kv_identity, model_files_key
 from quire.engine.building.measurement import measure, telling_of_shortage
@@ -37,7 +43,7 @@ from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
 from quire.kv.tiers.connector import TierConnector
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.request import Request
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import ONE_TOKEN
 from quire.scheduling.accounts.suspects import PROBE_ID
 from quire.scheduling.interface import PauseState, SchedulerInterface, StepWithdrawnError
 from quire.scheduling.outputs import EngineCoreOutput, SchedulerStats
@@ -78,6 +84,7 @@ class EngineCore:
         started = time.monotonic()
         config = on_one_device(config)
         model_config = read_model_config(model_path)
+        config = config_for_model(config, model_config)
         refuse_model_beside_eviction(config.scheduler, model_config)
         draft_model = find_draft_model(config, model_config, model_path)
         memory = watched_memory(config)
@@ -156,6 +163,7 @@ class EngineCore:
             reads_kv_transfer_params=not isinstance(self._connector, TierConnector | None),
             device=device_name(config),
             cache_knob=cache_knob(config, plan),
+            pooling=model_config.pooling,
         )
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -247,9 +255,9 @@ class EngineCore:
         """Queue a probe of one token: if that fails, too, no request is to blame for failed steps."""
         if self._probes:
             return
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
+        probe = Request(PROBE_ID, [0], ONE_TOKEN, is_resumed=True, pooling_params=self.info.pooling)
         try:
-            self.scheduler.add_request(Request(PROBE_ID, [0], params, is_resumed=True))
+            self.scheduler.add_request(probe)
         except Exception:
             logger.exception("the scheduler refused the probe after a failed step")
             return
@@ -492,5 +500,6 @@ def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = T
         beam_sequence_ids=tuple(request.sequence_ids) if is_beam_search else (),
         output_token_ids=() if resumed is None else resumed[index],
         is_resumed=resumed is not None,
+        pooling_params=request.pooling_params,
         arrival_time=request.arrival_time,
     )

@@ -15,6 +15,7 @@ from quire import errors
 from quire.config import EngineConfig, EngineRole, SchedulerConfig
 from quire.errors import ConfigError, InvalidRequestError, QueueFullError, QuireError
 from quire.limits import limits_of
+from quire.pooling_params import PoolingParams
 from quire.request_options import RequestOptions
 from quire.sampling_params import SamplingParams
 from quire.scheduling.interface import PauseState
@@ -75,6 +76,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     `device`: a readable name of what the model runs on.
     `cache_knob`: the field that makes the KV cache too small for sequences as long as the model's maximum;
     empty: none does.
+    `pooling`: how the model makes a row of a prompt if the request does not say; None: it generates.
     """
 
     model: str
@@ -92,6 +94,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     reads_kv_transfer_params: bool = True
     device: str = "cpu"
     cache_knob: str = ""
+    pooling: PoolingParams | None = None
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Maximum length of a prompt in tokens: one token is left for output, if there is any."""
+        return self.max_model_len - (self.pooling is None)
 
     @property
     def length_limit(self) -> str:
@@ -127,6 +135,7 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     which it continues; None: the request is new. `arrival_time` is when the request came, in seconds on the
     system's monotonic clock; infinity: when the engine gets it. `flow` names what it is a part of, such as a
     call with many prompts, which takes turns with others; empty: its sequences are a flow of their own.
+    `pooling_params` is resolved, too, see `Request`; None: the sequences generate.
     """
 
     sequence_ids: list[str]
@@ -138,6 +147,7 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     resumed_outputs: list[list[int]] | None = None
     arrival_time: float = math.inf
     flow: str = ""
+    pooling_params: PoolingParams | None = None
 
     @property
     def queued_sequence_ids(self) -> list[str]:

@@ -19,7 +19,8 @@ from quire.execution.drafts.proposer import GuardedProposer, Proposer
 from quire.execution.eviction.cache_evictor import CacheEvictor
 from quire.execution.failed_requests import KnownErrors, StepErrors
 from quire.execution.model import Model
-from quire.execution.persistent_batch import PersistentBatch, RunnerRequest
+from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch, RunnerRequest
+from quire.execution.pooling import Pooler
 from quire.execution.sampling.constraints import RowMasks
 from quire.execution.sampling.positions import SamplingPositions
 from quire.execution.sampling.prompt_logprobs import NO_PROMPT_LOGPROBS, PromptLogprobs, StepPromptLogprobs
@@ -65,7 +66,8 @@ class ModelRunner:
             more than one cache.
         capture: captures what the device is asked for, for decode steps and for others of up to
             `most_captured_tokens`; None: nothing is captured, nor is it beside eviction and a connector that
-            works layer by layer. Steps that leave out keys are not captured.
+            works layer by layer. Steps that leave out keys are not captured, nor those of models that are
+            pooled.
 
     Attributes:
         most_captured_tokens: of a step with chunks of prompts that is captured; see `profile_run`.
@@ -97,7 +99,8 @@ class ModelRunner:
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
         self._transfers = None if connector is None else KVTransfers(connector, kv_caches[0], block_size)
         self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
-        is_plain = eviction is None and self._layer_hook is None
+        pooling = model.config.pooling
+        is_plain = eviction is None and self._layer_hook is None and pooling is None
         capture = capture if is_plain else None
         self._sampler = Sampler(max_num_seqs, self._vocab_size, max_model_len, model.kernels, capture=capture)
         self._batch = PersistentBatch(
@@ -106,6 +109,10 @@ class ModelRunner:
             block_size=block_size,
             num_blocks=[cache.num_blocks for cache in kv_caches],
         )
+        self._pooler: Pooler | None = None  # of a model without logits
+        if pooling is not None:
+            size, device = model.config.hidden_size, model.kernels.device
+            self._pooler = Pooler(self._batch, max_num_seqs=max_num_seqs, hidden_size=size, device=device)
         self._prompt_logprobs = PromptLogprobs(self._batch, model, max_num_seqs)
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
         self._in_flight: list[DeviceStep] = []  # whose tokens the batch lacks
@@ -129,6 +136,11 @@ class ModelRunner:
     def kv_caches(self) -> tuple[PagedAttentionCache, ...]:
         """Where keys and values of each cache group live."""
         return self._kv_caches
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether prompts become rows, and nothing is sampled."""
+        return self._pooler is not None
 
     @property
     def captures(self) -> bool:
@@ -179,6 +191,12 @@ class ModelRunner:
         if len(output.slots):
             self._newest = output
             self._batch.check(output)
+            if self._pooler is not None:
+                hidden = self._forward(output)
+                self._batch.note_computed(output)
+                self._pooler.pool(output, hidden, result)
+                reported = self._end_transfers(output, KnownErrors(result.errors))
+                return dataclasses.replace(result, kv_connector_output=reported)
             if output.draft_token_ids.size:
                 self._batch.write_drafts(output)
             if self._proposer is not None:
@@ -255,6 +273,14 @@ class ModelRunner:
                 self._evictor.close(slot)
 
     def _open(self, request: RunnerRequest) -> None:
+        if (request.pooling_params is None) != (self._pooler is None):
+            pooled = "is not" if self._pooler is None else "is"
+            raise InconsistentPlanError(
+                f"request {request.request_id!r} has pooling_params {request.pooling_params}, but the model "
+                f"{pooled} pooled"
+            )
+        if self._pooler is not None:
+            self._pooler.open(request)
         if self._proposer is not None:
             num_tokens = int(self._batch.num_tokens[request.slot])
             self._proposer.open(request.slot, num_tokens, request.draft_scope)

@@ -16,6 +16,7 @@ from quire.execution.arrays import Int64Array
 from quire.execution.drafts.proposer import RowsToContinue
 from quire.execution.known_tokens import KnownTokens
 from quire.kv.blocks.groups import NULL_BLOCK
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.step import (
     NO_TOKEN,
@@ -47,6 +48,7 @@ class RunnerRequest:
     num_prompt_tokens: int
     draft_scope: tuple[str, str]
     saved: IntArray  # prompt and output tokens as of the preemption; empty while it has a slot
+    pooling_params: PoolingParams | None = None  # None: it generates
     slot: int = _NO_SLOT
     num_prompt_logprobs_reported: int = 0
 
@@ -141,6 +143,7 @@ class PersistentBatch:
             eos_token_ids=data.eos_token_ids,
             num_prompt_tokens=len(data.prompt_token_ids),
             draft_scope=data.draft_scope,
+            pooling_params=data.pooling_params,
             saved=np.concatenate((data.prompt_token_ids, np.array(data.output_token_ids, dtype=np.int32))),
         )
         self._enter(request, data)

@@ -11,6 +11,7 @@ import numpy as np
 
 from quire.execution.model_runner import ModelRunner
 from quire.kernels.bounds import prompt_logit_rows
+from quire.pooling_params import PoolingParams
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
 from quire.step import (
     NO_TOKEN,
@@ -222,6 +223,7 @@ class _MadeUpSteps:
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         self._runner = runner
+        self._pooling = PoolingParams(pooling_type="last") if runner.is_pooled else None
         self.vocab_size = vocab_size
         self._numbers = itertools.count()
         self._running: list[str] = []
@@ -304,6 +306,7 @@ class _MadeUpSteps:
             eos_token_ids=(0,),
             block_ids=_array(tables),
             num_computed_tokens=row.num_computed,
+            pooling_params=self._pooling,
         )
 
     def _grammar(self, request_ids: list[str], num_places: int) -> GrammarOutput:

@@ -25,18 +25,21 @@ from quire.errors import (
     QueueFullError,
     RequestTimeoutError,
 )
+from quire.front.batch import Output
 from quire.front.control import Explaining, PauseMode, Pausing
-from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
+from quire.front.kv_files import KVSaving, Prompt, restore_message
 from quire.front.live_requests import ASLEEP, LiveRequests
 from quire.front.loop_driver import LoopDriver
 from quire.front.process.client import SHUTDOWN_TIMEOUT
 from quire.front.process.resumption import RecoveryStats
 from quire.front.process.supervision import EngineSupervisor
 from quire.front.text.input_processor import InputProcessor, ProcessedRequest
+from quire.front.text.output_processor import RequestState
 from quire.front.text.preparation_threads import PreparationThreads, length_of
 from quire.models.checkpoints.engine_files import resolve_files
-from quire.request_output import RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.pooling_params import PoolingParams
+from quire.request_output import PoolingRequestOutput, RequestOutput
+from quire.sampling_params import ONE_TOKEN, SamplingParams
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
@@ -149,7 +152,9 @@ class AsyncLLM:
             EngineDeadError: the engine has ended.
             EngineAsleepError: the engine is asleep.
         """
-        return self._stream(InputProcessor.process, prompt, sampling_params, request_id=request_id, **options)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        call = InputProcessor.process
+        return self._stream(RequestState.snapshot, call, prompt, params, request_id=request_id, **options)
 
     def chat(
         self,
@@ -171,10 +176,41 @@ class AsyncLLM:
             QuireError: as `generate`; InvalidRequestError also if the template refuses the conversation.
         """
         return self._stream(
+            RequestState.snapshot,
             InputProcessor.process_chat,
             messages,
-            sampling_params,
+            SamplingParams() if sampling_params is None else sampling_params,
             may_wait=True,
+            request_id=request_id,
+            **options,
+        )
+
+    def encode(
+        self,
+        prompt: str | Sequence[int],
+        pooling_params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield the row of a prompt, see `LLM.encode`.
+
+        Closing the generator, or cancelling the task that awaits it, aborts the request.
+
+        Args:
+            prompt: text, or token ids.
+            pooling_params: how to make the row; None: the model's own.
+            request_id: as for `generate`.
+            options: as for `generate`.
+
+        Raises:
+            QuireError: as `generate`; InvalidRequestError also if the model generates.
+        """
+        return self._stream(
+            RequestState.pooling_snapshot,
+            InputProcessor.process_pooling,
+            prompt,
+            PoolingParams() if pooling_params is None else pooling_params,
             request_id=request_id,
             **options,
         )
@@ -337,7 +373,7 @@ class AsyncLLM:
         await self._driver.wait_until_ready()
         saving = KVSaving(self._requests, prompt, path, cache_salt)
         while not saving.note(await self._driver.call(saving.message)):
-            async for _ in self.generate(saving.token_ids, COMPUTE_ONLY, cache_salt=cache_salt):
+            async for _ in self.generate(saving.token_ids, ONE_TOKEN, cache_salt=cache_salt):
                 pass
         return saving.num_tokens
 
@@ -406,16 +442,16 @@ class AsyncLLM:
 
     async def _stream(
         self,
+        snapshot: Callable[[RequestState], Output],
         process: Callable[..., ProcessedRequest],
         prompt: Any,
-        params: SamplingParams | None,
+        params: SamplingParams | PoolingParams,
         *,
         may_wait: bool = False,
         before_submit: Callable[[ProcessedRequest], Awaitable[float | None]] | None = None,
         **options: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[Output, None]:
         await self._driver.wait_until_ready()
-        params = SamplingParams() if params is None else params
         call = functools.partial(process, self._requests.inputs, prompt, params, **options)
         processed = await self._threads.run(length_of(prompt, params), call, may_wait=may_wait)
         begun_at = None if before_submit is None else await before_submit(processed)
@@ -437,7 +473,7 @@ class AsyncLLM:
                     updated.clear()
                     if state.failure is not None:
                         raise state.failure
-                    output = state.snapshot()
+                    output = snapshot(state)
                     finished = output.finished
                     if finished and (error := state.error_before_output) is not None:
                         raise error

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
 
 from quire.errors import QueueFullError
 from quire.front.interrupt import deferred_interrupt
 from quire.front.live_requests import LiveRequests
 from quire.front.text.input_processor import ProcessedRequest
 from quire.front.text.output_processor import RequestState
-from quire.request_output import RequestOutput
+from quire.request_output import PoolingRequestOutput, RequestOutput
+
+Output = TypeVar("Output", RequestOutput, PoolingRequestOutput)
 
 
-class Batch:
+class Batch(Generic[Output]):
     """Runs requests of any number through an engine.
 
     Args:
         live_requests: of the engine, which is ready.
         requests: prepared by `live_requests`.
         max_live_sequences: maximum number of sequences in the engine at a time; its queue is bounded.
+        snapshot: returns the output of a request that has ended.
     """
 
     def __init__(
-        self, live_requests: LiveRequests, requests: list[ProcessedRequest], max_live_sequences: int
+        self,
+        live_requests: LiveRequests,
+        requests: list[ProcessedRequest],
+        max_live_sequences: int,
+        snapshot: Callable[[RequestState], Output],
     ) -> None:
-        self.results: dict[int, RequestOutput] = {}
+        self.results: dict[int, Output] = {}
+        self._snapshot: Callable[[RequestState], Output] = snapshot
         self.num_generated_tokens = 0
         self._live_requests = live_requests
         self._size = len(requests)
@@ -40,7 +49,7 @@ class Batch:
         """Requests in the engine, by index; some may have finished in the last step."""
         return self._live
 
-    def run(self, receive_outputs: Callable[[], None]) -> list[RequestOutput]:
+    def run(self, receive_outputs: Callable[[], None]) -> list[Output]:
         """Call `receive_outputs` until all requests are done; return their outputs in order.
 
         Raises:
@@ -73,7 +82,7 @@ class Batch:
             del self._live[index]
             self._num_live -= len(state.completions)
             if state.failure is None:
-                self.results[index] = state.snapshot()
+                self.results[index] = self._snapshot(state)
                 self.num_generated_tokens += sum(len(one.token_ids) for one in state.completions)
                 self._must_wait = False
             elif isinstance(state.failure, QueueFullError) and self._live:

@@ -11,13 +11,10 @@ from quire.engine.messages import Reply, RestoreKV, SaveKV
 from quire.errors import KVFileError
 from quire.front.arguments import TextOrTokenIds
 from quire.front.live_requests import LiveRequests
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import ONE_TOKEN
 
 Prompt = TextOrTokenIds | Sequence[Mapping[str, Any]]
 """Text, token ids, or the messages of a conversation."""
-
-COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1)
-"""Computes a prompt; its one token is of no interest."""
 
 
 class KVSaving:
@@ -37,7 +34,7 @@ class KVSaving:
         is_conversation = not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping)
         inputs = requests.inputs
         prepare: Callable[..., Any] = inputs.process_chat if is_conversation else inputs.process
-        request = prepare(prompt, COMPUTE_ONLY, cache_salt=cache_salt).core_request
+        request = prepare(prompt, ONE_TOKEN, cache_salt=cache_salt).core_request
         self.token_ids: list[int] = request.prompt_token_ids
         self.num_tokens = -1
         self._path = _absolute(path)

@@ -17,13 +17,15 @@ from quire.front.arguments import (
     prompts_of,
     tools_for_each,
 )
-from quire.front.batch import Batch
-from quire.front.kv_files import COMPUTE_ONLY, KVSaving, Prompt, restore_message
+from quire.front.batch import Batch, Output
+from quire.front.kv_files import KVSaving, Prompt, restore_message
 from quire.front.progress import batch_progress
 from quire.front.session import Session
 from quire.front.text.input_processor import ProcessedRequest
-from quire.request_output import RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.front.text.output_processor import RequestState
+from quire.pooling_params import PoolingParams
+from quire.request_output import PoolingRequestOutput, RequestOutput
+from quire.sampling_params import ONE_TOKEN, SamplingParams
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
@@ -122,7 +124,7 @@ class LLM:
         params = one_for_each(batch, sampling_params, SamplingParams, "sampling_params")
         with self._session.turn:
             requests = [inputs.process(*request, **options) for request in zip(batch, params, strict=True)]
-            return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
+            return self._run(requests, RequestState.snapshot, progress=progress, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -167,7 +169,46 @@ class LLM:
                 inputs.process_chat(conversation, one, tools=known, **options)
                 for conversation, one, known in zip(batch, params, told, strict=True)
             ]
-            return self._run(requests, progress if use_tqdm is None else bool(use_tqdm))
+            return self._run(requests, RequestState.snapshot, progress=progress, use_tqdm=use_tqdm)
+
+    def encode(
+        self,
+        prompts: PromptForm | Sequence[PromptForm],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        progress: bool = False,
+        use_tqdm: bool | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Make a row of each prompt, with a model that is made for that, and return them in the same order.
+
+        A row depends on nothing but its prompt, whatever else the engine computes. A request that fails by
+        itself has finish reason "error", as with `generate`.
+
+        Args:
+            prompts: as for `generate`; up to the model's maximum length, and if the model is not causal up to
+                `max_num_batched_tokens`.
+            pooling_params: for all prompts, or one for each; None: the model's own.
+            progress: as for `generate`.
+            use_tqdm: likewise.
+            options: as for `generate`; truncate_prompt_tokens -1 keeps as many as fit.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters are invalid, or the model generates; nothing was
+                run.
+            ConfigError: there is no option of that name.
+            EngineDeadError: the engine has ended.
+        """
+        self._session.wait_until_ready()
+        inputs = self._session.requests.inputs
+        batch = prompts_of(prompts)
+        params = one_for_each(batch, pooling_params, PoolingParams, "pooling_params")
+        with self._session.turn:
+            requests = [
+                inputs.process_pooling(prompt, one, **options)
+                for prompt, one in zip(batch, params, strict=True)
+            ]
+            return self._run(requests, RequestState.pooling_snapshot, progress=progress, use_tqdm=use_tqdm)
 
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler.
@@ -205,7 +246,7 @@ class LLM:
         self.wait_until_ready()
         saving = KVSaving(self._session.requests, prompt, path, cache_salt)
         while not saving.note(self._session.call(saving.message)):
-            self.generate([saving.token_ids], COMPUTE_ONLY, cache_salt=cache_salt)
+            self.generate([saving.token_ids], ONE_TOKEN, cache_salt=cache_salt)
         return saving.num_tokens
 
     def restore_kv(self, path: str | Path, *, cache_salt: str = "") -> list[int]:
@@ -229,9 +270,16 @@ class LLM:
         """Shut the engine down; this object cannot be used afterwards."""
         self._session.close()
 
-    def _run(self, requests: list[ProcessedRequest], progress: bool) -> list[RequestOutput]:
-        batch = Batch(self._session.requests, requests, 2 * self.config.scheduler.max_num_seqs)
-        if not progress:
+    def _run(
+        self,
+        requests: list[ProcessedRequest],
+        snapshot: Callable[[RequestState], Output],
+        *,
+        progress: bool,
+        use_tqdm: bool | None,
+    ) -> list[Output]:
+        batch = Batch(self._session.requests, requests, 2 * self.config.scheduler.max_num_seqs, snapshot)
+        if not (progress if use_tqdm is None else use_tqdm):
             return batch.run(self._session.receive_outputs)
         with batch_progress(len(requests), shown=True) as report:
 

@@ -36,6 +36,8 @@ GPU_ESTIMATE_BYTES = 1 << 25  # of query blocks that are estimated at a time
 GPU_CHOICE_BYTES = 64  # of a key block for a query block and head, while they are sorted by their masses
 VISIT_BYTES = 48  # of a tile that a query block sees, in a list that doubles as it grows
 
+POOLED_TOKENS = 256  # whose hidden states are added up together where prompts are pooled
+
 PROMPT_LOGITS = 1 << 23  # that are held at a time where log-probabilities of prompts are found
 
 

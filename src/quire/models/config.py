@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.kv.cache.page_layout import KVLayerSpec
 from quire.models.layer import LayerConfig, SubLayerConfig
+from quire.pooling_params import PoolingParams
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -57,6 +58,7 @@ class ModelConfig:
     residual_scale: float = 1.0  # multiplies what is added to the residual stream
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # soft cap of logits; 0: none
+    pooling: PoolingParams | None = None  # how a prompt becomes a row, in place of logits; None: it generates
 
     @property
     def num_layers(self) -> int:
@@ -82,6 +84,11 @@ class ModelConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The different rotary frequencies of its layers, in the order in which they come."""
         return tuple(dict.fromkeys(part.rope for part in self.parts if part.rope is not None))
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token's hidden state depends on a later token."""
+        return all(part.is_causal for part in self.parts)
 
     def changed(self, kind: type[Any], **changes: Any) -> ModelConfig:
         """Return a model whose sub-layers of `kind` have other values in some fields; lists are by layer."""

@@ -42,7 +42,7 @@ class Decoder:
         embedding: of all token ids; a rank's share of them.
         layers: the layers in order.
         norm: [hidden], the last norm, as in the layers.
-        output: from the hidden states to the vocabulary.
+        output: from the hidden states to the vocabulary; None: they are pooled.
         kernels: compute everything that is not a matrix product.
         parallel: the ranks that compute this model together, each with its shard; None: there is one.
     """
@@ -54,7 +54,7 @@ class Decoder:
         embedding: Embedding,
         layers: Sequence[Layer],
         norm: torch.Tensor,
-        output: Linear,
+        output: Linear | None,
         kernels: KernelSet,
         parallel: TensorParallel | None = None,
     ) -> None:
@@ -163,6 +163,7 @@ class Decoder:
 
         They are on the device, in a buffer that the next call overwrites.
         """
+        assert self.output is not None, "the hidden states of this model are pooled"
         if len(hidden) > len(self._logits):
             self._logits = self._logits.new_empty(len(hidden), self.config.vocab_size)
         logits = self.output(hidden, out=self._logits[: len(hidden)])

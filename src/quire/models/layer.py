@@ -114,6 +114,11 @@ class SubLayerConfig(ABC):
         """The rotary frequencies whose angles it needs."""
         return None
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether no result depends on a later token; otherwise each prompt is computed in one step."""
+        return True
+
     def buffers(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes, for each token, of intermediate results that are kept from step to step.
 

@@ -70,7 +70,7 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
                 if shard.rank == 0 or not weight.is_of_first_rank:
                     yield _spec(index, weight, shard, names)
     yield _spec(-1, LayerWeight("norm", ((family_names["norm"], (config.hidden_size,)),)), shard)
-    if not config.tie_word_embeddings:
+    if not config.tie_word_embeddings and config.pooling is None:
         output = (family_names["output"], shape)
         yield _spec(-1, LayerWeight("output", (output,), sections=vocabulary), shard)
 
@@ -122,7 +122,7 @@ def weight_bytes(
             wanted = output_quantization(quantization), group_size
         if spec.field == "embedding":
             total += _looked_up_bytes(spec, config, dtype, on_gpu=on_gpu)
-            if not config.tie_word_embeddings:
+            if not config.tie_word_embeddings or config.pooling is not None:
                 continue
         for source in spec.sources:
             held, held_size = wanted if is_float else (kind, size)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from quire.pooling_params import PoolingParams
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduling.interface import PauseState, SchedulerInterface
@@ -44,6 +45,7 @@ class RecordedRequest(msgspec.Struct, array_like=True):
     tenant_weight: float = 1.0
     arrival_time: float = math.inf
     flow: str = ""
+    pooling_params: PoolingParams | None = None
 
     @classmethod
     def of(cls, request: Request) -> RecordedRequest:
@@ -201,10 +203,14 @@ class StepResult(msgspec.Struct):
 
 
 def recorded(output: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Return a step's results as far as plans depend on them: of prompts' log-probabilities, how many."""
+    """Return a step's results as far as plans depend on them: of prompts' log-probabilities, how many.
+
+    Of pooled rows, whose they are.
+    """
     nothing = PositionLogprobs([], [], [])
     prompt_logprobs = {key: [nothing] * len(found) for key, found in output.prompt_logprobs.items()}
-    return dataclasses.replace(output, prompt_logprobs=prompt_logprobs)
+    pooled = dict.fromkeys(output.pooled, b"")
+    return dataclasses.replace(output, prompt_logprobs=prompt_logprobs, pooled=pooled)
 
 
 def ended(outputs: dict[int, EngineCoreOutputs]) -> list[tuple[str, str]]:

@@ -20,7 +20,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     `quire.errors` it belongs to, if it does, and `error_param` the request's field at fault, if one is.
     `num_cached_tokens` counts prompt tokens found in the prefix cache, or loaded from elsewhere, when the
     request was first admitted, and `first_scheduled_time` is when that was, in seconds on the scheduler's
-    clock, the system's monotonic one; both come with the first output.
+    clock, the system's monotonic one; both come with the first output. `pooled` is the row of a request that
+    is pooled, as the bytes of [hidden] float32.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     cumulative_logprob: float | None = None  # of a beam search's hypothesis, nats
     kv_transfer_params: Mapping[str, Any] | None = None  # where the request's KV can be had, from a connector
     error_param: str | None = None
+    pooled: bytes | None = None
 
 
 def error_fields(param: str | None) -> tuple[str, str | None]:

@@ -16,6 +16,7 @@ from quire.engine.building.kv_peers import build_peers, cached_block_events
 from quire.engine.building.kv_tier import build_tier, gpu_copier
 from quire.engine.custom_classes import CONNECTORS, SCHEDULERS
 from quire.engine.ranks.group import RankGroup
+from quire.errors import ConfigError, ModelError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trials import TriedGrammars
 from quire.kernels import has_native_kernels
@@ -46,6 +47,38 @@ SLOW_MODULES = (
     "quire.scheduling.scheduler",
 )
 """Modules that are imported where an engine is built, because the front shall not import them."""
+
+
+def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Return the configuration with which a model can be served.
+
+    Prompts of models that are not causal are computed whole, each in one step, and nothing of them is reused.
+
+    Raises:
+        ConfigError: a field asks for what such a model cannot do.
+        ModelError: the model is not causal, but would generate.
+    """
+    scheduler, method = config.scheduler, config.speculation.speculative_method
+    if model.pooling is not None:
+        why = f"{model.architecture} makes a row of each prompt and generates nothing"
+        _refuse(method != "none", "SpeculationConfig.speculative_method", method, why)
+        _refuse(scheduler.use_cache_eviction, "SchedulerConfig.use_cache_eviction", True, why)
+    if not model.is_causal or not model.kv_specs:
+        why = f"no KV of a prompt can be used again in {model.architecture}"
+        for name in config.moves_kv_by:
+            _refuse(True, f"EngineConfig.{name}", getattr(config, name), why)
+        _refuse(scheduler.use_sparse_attention, "SchedulerConfig.use_sparse_attention", True, why)
+    if model.is_causal:
+        return config
+    if model.pooling is None:
+        raise ModelError(f"{model.architecture} has layers that are not causal, so that it cannot generate")
+    whole = dataclasses.replace(scheduler, dynamic_split_fuse=False, enable_prefix_caching=False)
+    return dataclasses.replace(config, scheduler=whole)
+
+
+def _refuse(is_set: bool, name: str, value: object, why: str) -> None:
+    if is_set:
+        raise ConfigError(f"{name} is {value!r}, but {why}; leave it out")
 
 
 def build_context(

@@ -388,7 +388,8 @@ def activation_bytes(
 
     Counts the buffers that a model keeps (`quire.models.decoder.Workspace`), and what is alive beside them at
     the widest point of a step of `max_num_batched_tokens` tokens: inside a sub-layer, as that says, or in the
-    sampler with `max_num_seqs` rows and `num_drafts` more, whichever is most. `model` is that of one of
+    sampler with `max_num_seqs` rows and `num_drafts` more, whichever is most; in a model that is pooled, in
+    the pooler. `model` is that of one of
     `num_ranks` ranks, which also hold what they exchange; each computes on `num_threads`. With `on_gpu`, only
     what is in the GPU's memory counts, with the angles of all positions.
     """
@@ -415,7 +416,7 @@ def activation_bytes(
             buffers[name] = max(buffers.get(name, 0), math.prod(shape))
     # Residual stream, normalized rows, output of a sub-layer; and what those keep that share memory by name.
     kept = tokens * (3 * model.hidden_size + sum(buffers.values())) * step.item
-    kept += logit_rows * model.vocab_size * FLOAT32_BYTES
+    kept += 0 if model.pooling is not None else logit_rows * model.vocab_size * FLOAT32_BYTES
     if num_ranks > 1:
         kept += _exchange_bytes(model, tokens, places, num_ranks) + on_gpu * bounds.NCCL_BYTES
     kept += eviction_bytes(scheduler, model, max_model_len, on_gpu=on_gpu)
@@ -423,7 +424,10 @@ def activation_bytes(
         count_bytes = 2 if max_model_len < bounds.SHORT_COUNTS_END else 4
         kept += scheduler.max_num_seqs * model.vocab_size * count_bytes  # of tokens, for penalties
         kept += max_model_len * sum(rope.rotary_dim for rope in model.ropes) * FLOAT32_BYTES
-    if on_gpu or is_native:
+    if model.pooling is not None:
+        kept += scheduler.max_num_seqs * model.hidden_size * FLOAT64_BYTES
+        sampler = 4 * bounds.POOLED_TOKENS * model.hidden_size * FLOAT64_BYTES
+    elif on_gpu or is_native:
         sampler = places * bounds.MAX_HEAD_TOKENS * (FLOAT32_BYTES + INT64_BYTES + 2 * FLOAT64_BYTES)
         sampler += places * model.vocab_size * FLOAT32_BYTES  # the logits before penalties and masks
     else:

@@ -50,6 +50,7 @@ class RankDecoder:
         self._communicator.broadcast(hidden)
         if self._is_first:
             return self._decoder.logits(hidden)
+        assert self._decoder.output is not None
         self._decoder.output(hidden)
         return hidden.new_empty(0)
 

@@ -330,7 +330,7 @@ class ContinuousBatchingPipeline:
 
     def _run(self, requests: list[ProcessedRequest], stream: Stream) -> list[RequestOutput]:
         live_requests = self._session.requests
-        batch = Batch(live_requests, requests, self._max_live_sequences)
+        batch = Batch(live_requests, requests, self._max_live_sequences, RequestState.snapshot)
 
         def step_and_stream() -> None:
             self.step()

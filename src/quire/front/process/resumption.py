@@ -178,6 +178,7 @@ def continuation(state: RequestState, default_timeout: float, now: float) -> Eng
         resumed_outputs=list(live.values()),
         arrival_time=request.arrival_time,
         flow=request.flow,
+        pooling_params=request.pooling_params,
     )
 
 

@@ -25,8 +25,9 @@ from quire.front.text.reasoning import ReasoningControl, params_with_reasoning
 from quire.front.text.token_bounds import TokenBound
 from quire.front.text.truncation import MARGIN, Truncation, TruncationSide, truncation_of
 from quire.models.text.template_messages import RenderedChat
+from quire.pooling_params import PoolingParams
 from quire.request_options import RequestOptions, require_text
-from quire.sampling_params import MAX_LOGPROBS, SamplingParams
+from quire.sampling_params import MAX_LOGPROBS, ONE_TOKEN, SamplingParams
 from quire.scheduling.beam_search import num_candidates
 
 if TYPE_CHECKING:
@@ -114,6 +115,16 @@ class InputProcessor:
             token_ids = self._checked_ids(prompt, truncation)
         return self._request(token_ids, prompt_text, params, begun_at, **options)
 
+    def process_pooling(
+        self, prompt: str | Sequence[int], params: PoolingParams, **options: Any
+    ) -> ProcessedRequest:
+        """Like `process`, for a prompt that becomes a row."""
+        if not isinstance(params, PoolingParams):
+            raise InvalidRequestError(
+                f"pooling_params must be PoolingParams, not {type(params).__name__}", param="pooling_params"
+            )
+        return self.process(prompt, ONE_TOKEN, pooling_params=params, **options)
+
     def process_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -154,7 +165,7 @@ class InputProcessor:
             InvalidRequestError: the conversation or its parameters are invalid, or the template refuses it.
         """
         begun_at = time.monotonic()
-        limit = self.info.max_model_len - 1
+        limit = self.info.max_prompt_len
         require_chat(messages, tools, chat_template_kwargs)
         truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info)
         if truncation is None and len(messages) > limit:
@@ -202,6 +213,7 @@ class InputProcessor:
         shorten_output: bool = False,
         arrival_time: float | None = None,
         flow: str = "",
+        pooling_params: PoolingParams | None = None,
         **options: Any,
     ) -> ProcessedRequest:
         """Return the request for a checked prompt; see `process` for the arguments."""
@@ -210,7 +222,10 @@ class InputProcessor:
         else:
             require_text(request_id, "request_id", allow_empty=False)
         serial = next(self._serial)
-        params, seed = self._resolve(params, len(token_ids), shorten_output=shorten_output)
+        if pooling_params is not None or self.info.pooling is not None:
+            pooling_params, seed = self._resolved_pooling(pooling_params), 0
+        else:
+            params, seed = self._resolve(params, len(token_ids), shorten_output=shorten_output)
         num_sequences = params.num_sequences
         core_request = EngineCoreRequest(
             sequence_ids=[f"{request_id}#{serial}.{index}" for index in range(num_sequences)],
@@ -221,6 +236,7 @@ class InputProcessor:
             options=RequestOptions(**options) if options else _DEFAULT_OPTIONS,
             arrival_time=begun_at if arrival_time is None else _checked_time(arrival_time),
             flow=flow,
+            pooling_params=pooling_params,
         )
         return ProcessedRequest(request_id, prompt_text, params, core_request, begun_at)
 
@@ -269,11 +285,11 @@ class InputProcessor:
         if truncation is not None:
             return self._encode_truncated(chat, truncation, add_special_tokens)
         text = chat.text
-        limit = self.info.max_model_len - 1
+        limit = self.info.max_prompt_len
         if len(text) > limit and self._bound.least_num_tokens(text, limit) > limit:
             raise ContextLengthError(
-                f"the prompt has {len(text)} characters, which are more than {limit} tokens; with at least "
-                f"one output token, the limit is {limit} ({self.info.length_limit})",
+                f"the prompt has {len(text)} characters, which are more than {limit} tokens; "
+                f"{self._length_limit()}",
                 param="prompt",
             )
         encoding = self._tokenizer.tokenize_chat(chat, add_special_tokens=add_special_tokens)
@@ -313,13 +329,14 @@ class InputProcessor:
     def _check_length(self, num_tokens: int) -> None:
         if not num_tokens:
             raise InvalidRequestError("the prompt is empty; it must have at least one token", param="prompt")
-        limit = self.info.max_model_len - 1  # one token is left for output
-        if num_tokens > limit:
+        if num_tokens > self.info.max_prompt_len:
             raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens; with at least one output token, the limit is {limit} "
-                f"({self.info.length_limit})",
-                param="prompt",
+                f"the prompt has {num_tokens} tokens; {self._length_limit()}", param="prompt"
             )
+
+    def _length_limit(self) -> str:
+        beside = "with at least one output token, " if self.info.pooling is None else ""
+        return f"{beside}the limit is {self.info.max_prompt_len} ({self.info.length_limit})"
 
     def _check_vocabulary(self, token_ids: Iterable[int], param: str) -> None:
         size = self.info.vocab_size
@@ -329,6 +346,23 @@ class InputProcessor:
                     f"{param} contains token id {token_id}; the vocabulary has ids 0 to {size - 1}",
                     param=param,
                 )
+
+    def _resolved_pooling(self, params: PoolingParams | None) -> PoolingParams:
+        """Return `params` with the model's own way of pooling; None: the request asks for tokens."""
+        own, model = self.info.pooling, self.info.model
+        if own is None:
+            raise InvalidRequestError(
+                f"the model {model} generates, and its prompts cannot be pooled; use LLM.generate, or a "
+                "model that is made for pooling",
+                param="pooling_params",
+            )
+        if params is None:
+            raise InvalidRequestError(
+                f"the model {model} pools each prompt and cannot generate; use LLM.encode, or a model that "
+                "generates",
+                param="model",
+            )
+        return params.resolved(own)
 
     def _resolve(
         self, params: SamplingParams, prompt_length: int, *, shorten_output: bool

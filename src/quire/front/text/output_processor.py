@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from quire.dialogue.reasoning.text import ReasoningText
 from quire.engine.messages import ErrorInfo
 from quire.errors import DuplicateRequestError, QuireError
@@ -23,6 +25,8 @@ from quire.request_output import (
     CompletionOutput,
     ListView,
     Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestMetrics,
     RequestOutput,
     TokenLogprobs,
@@ -50,6 +54,7 @@ class CompletionState:
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.pooled: bytes | None = None
         self._error: ErrorInfo | None = None
         self._text = text
         self._sums_logprobs = params.logprobs is not None or params.num_sequences > params.n
@@ -86,6 +91,7 @@ class CompletionState:
             logprobs: of each new token, if requested.
         """
         self._logprob_of_beam = output.cumulative_logprob
+        self.pooled = output.pooled
         num_shown = len(output.new_token_ids)
         if output.finish_reason is FinishReason.STOP and not self._shows_stop_token:
             num_shown -= 1  # the end-of-sequence or stop token
@@ -121,6 +127,16 @@ class CompletionState:
             error=self.error,
             error_type=self._error.kind or None if self._error is not None else None,
             cumulative_logprob=self.cumulative_logprob,
+            error_param=None if self._error is None else self._error.param,
+        )
+
+    def pooling_snapshot(self) -> PoolingOutput:
+        """Return what has become of a prompt that is pooled."""
+        return PoolingOutput(
+            data=None if self.pooled is None else np.frombuffer(self.pooled, dtype=np.float32),
+            finish_reason=self.finish_reason,
+            error=self.error,
+            error_type=self._error.kind or None if self._error is not None else None,
             error_param=None if self._error is None else self._error.param,
         )
 
@@ -228,6 +244,21 @@ class RequestState:
             finished=finished,
             metrics=self._metrics() if finished else None,
             kv_transfer_params=self.kv_transfer_params,
+        )
+
+    def pooling_snapshot(self) -> PoolingRequestOutput:
+        """Return a copy of the output so far, if the request is pooled."""
+        [completion] = self.completions
+        finished = self.finished
+        return PoolingRequestOutput(
+            request_id=self.request_id,
+            prompt=self.processed.prompt,
+            prompt_token_ids=self.processed.core_request.prompt_token_ids,
+            outputs=completion.pooling_snapshot(),
+            num_cached_tokens=self.num_cached_tokens,
+            first_scheduled_time=self.first_scheduled_time,
+            finished=finished,
+            metrics=self._metrics() if finished else None,
         )
 
     def _outputs(self, *, finished: bool) -> list[CompletionOutput]:

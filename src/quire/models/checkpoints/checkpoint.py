@@ -82,7 +82,7 @@ class Checkpoint:
         missing = sorted(wanted - names)
         if missing:
             raise ModelError(f"{self._path} lacks {_listed(missing)}, which {config.architecture} needs")
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings or config.pooling is not None:
             wanted.update(self._store.stored_names(_TIED_OUTPUT))
         unexpected = sorted(name for name in names - wanted if not self._store.is_ignored(name))
         if unexpected:

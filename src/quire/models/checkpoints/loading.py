@@ -168,7 +168,9 @@ class _Loader:
         self._release(sources)
         return embedding
 
-    def _output(self) -> Linear:
+    def _output(self) -> Linear | None:
+        if self.model.pooling is not None:
+            return None
         field = "embedding" if self.model.tie_word_embeddings else "output"
         output = self._linear(field, output_quantization(self._quantization))
         if self.parallel is None:

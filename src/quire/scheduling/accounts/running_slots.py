@@ -216,7 +216,12 @@ class RunningSlots:
 
 
 def token_limit(request: Request, max_model_len: int) -> int:
-    """Return the tokens, prompt and output, at which a request ends for its length."""
+    """Return the tokens, prompt and output, at which a request ends for its length.
+
+    A prompt that is pooled ends with a row in place of a token, which may be one more than `max_model_len`.
+    """
+    if request.pooling_params is not None:
+        return request.num_prompt_tokens + 1
     max_tokens = request.sampling_params.max_tokens
     if max_tokens is None:
         return max_model_len

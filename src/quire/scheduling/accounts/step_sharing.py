@@ -76,7 +76,7 @@ class StepSharing:
 
         At most those before the last token: that one is always computed, for its logits.
         """
-        if not self._filler_of or request.sampling_params.prompt_logprobs is not None:
+        if not self._filler_of or request.needs_whole_prompt:
             return prefix
         num_found = end = prefix.num_full
         last = (request.num_tokens - 1) // self._kv.block_size

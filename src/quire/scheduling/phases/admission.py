@@ -140,8 +140,7 @@ class AdmissionPhase:
         load = self.accounts.loads.get(request.request_id)
         if load is not None:
             return load.prefix()
-        # Prompt log-probabilities need every prompt position computed, so nothing may be skipped.
-        if request.sampling_params.prompt_logprobs is not None:
+        if request.needs_whole_prompt:
             return self.accounts.kv.no_prefix
         leader = self._leader_of(request)
         if leader is not None:
@@ -206,7 +205,7 @@ class AdmissionPhase:
 
     def _may_load_more(self, request: Request, prefix: Prefix) -> bool:
         """Whether KV from elsewhere may follow a prefix: not where every prompt position is computed."""
-        return prefix.is_cached and request.sampling_params.prompt_logprobs is None
+        return prefix.is_cached and not request.needs_whole_prompt
 
     def _awaits_load(self, request: Request, prefix: Prefix) -> bool:
         """Whether to wait for another request's load, which brings much of what this one lacks.
@@ -448,7 +447,7 @@ class AdmissionPhase:
         is_resumed = request.status is RequestStatus.PREEMPTED or bool(request.output_token_ids)
         if not is_resumed:
             request.num_cached_tokens = request.num_computed_tokens
-        if not is_caching or request.sampling_params.prompt_logprobs is not None:
+        if not is_caching or request.needs_whole_prompt:
             return  # not looked up
         if is_resumed:
             stats.resumed_queried_tokens += request.num_tokens
@@ -470,4 +469,5 @@ def new_request_data(request: Request, slot: int, block_ids: IntArray) -> NewReq
         block_ids=block_ids,
         num_computed_tokens=request.num_computed_tokens,
         draft_scope=(request.tenant, request.cache_salt),
+        pooling_params=request.pooling_params,
     )

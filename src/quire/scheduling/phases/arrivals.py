@@ -112,17 +112,18 @@ def _refuse_if_never_fits(request: Request, accounts: Accounts) -> None:
     num_prompt = request.num_prompt_tokens
     if not num_prompt:
         raise InvalidRequestError("the prompt is empty; it must have at least 1 token", param="prompt")
-    if num_prompt >= max_model_len:
+    longest = max_model_len if request.pooling_params is not None else max_model_len - 1
+    if num_prompt > longest:
         raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens; at most {max_model_len - 1} leave room for "
-            f"output within max_model_len {max_model_len}",
+            f"the prompt has {num_prompt} tokens; at most {longest} leave room for what it returns within "
+            f"max_model_len {max_model_len}",
             param="prompt",
         )
     if not config.dynamic_split_fuse and num_prompt > config.max_num_batched_tokens:
         raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens, but without dynamic_split_fuse a prompt must fit into one "
-            f"step of max_num_batched_tokens {config.max_num_batched_tokens}; raise that, or turn "
-            "dynamic_split_fuse on",
+            f"the prompt has {num_prompt} tokens, but without dynamic_split_fuse, as for any model that is "
+            "not causal, a prompt must fit into one step of max_num_batched_tokens "
+            f"{config.max_num_batched_tokens}; raise that, or turn dynamic_split_fuse on for a causal model",
             param="prompt",
         )
     capacity = accounts.kv.pools.first.num_blocks * config.block_size

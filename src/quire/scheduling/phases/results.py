@@ -94,6 +94,8 @@ class ResultsPhase:
         self.beam_phase.fail(computed)
         results = self._settle(scheduler_output, computed)
         self._append(results)
+        if computed.pooled:
+            self._end_pooled(results, computed)
         self._advance_grammars(results)
         self._cache_full_blocks(results)
         self.beam_phase.take(results.slots, computed)
@@ -235,6 +237,13 @@ class ResultsPhase:
                     results.ended[slot] = End(RequestStatus.FINISHED_LENGTH_CAPPED)
             goes_on[rows[done]] = False
 
+    def _end_pooled(self, results: _StepResults, computed: ModelRunnerOutput) -> None:
+        """End the requests whose prompts have become rows."""
+        names = self.accounts.running.request_ids[results.slots].tolist()
+        for slot, name in zip(results.slots.tolist(), names, strict=True):
+            if name in computed.pooled:
+                results.ended.setdefault(slot, End(RequestStatus.FINISHED_STOPPED))
+
     def _advance_grammars(self, results: _StepResults) -> None:
         grammars, running = self.accounts.grammars, self.accounts.running
         if not grammars.num_live:
@@ -338,7 +347,8 @@ class ResultsPhase:
         slot, num_new = int(results.slots[row]), int(results.num_new[row])
         request = self.accounts.running.request_at(slot)
         end = results.ended.get(slot)
-        if num_new and self.accounts.running.awaits_first_token[slot]:
+        pooled = computed.pooled.get(request.request_id)
+        if (num_new or pooled is not None) and self.accounts.running.awaits_first_token[slot]:
             self.slots.prompt_is_computed(slot)
         if end is not None:
             self.finisher.finish(request, end.status)
@@ -359,6 +369,7 @@ class ResultsPhase:
             error_type="" if end is None else end.error_type,
             error_param=None if end is None else end.error_param,
             kv_transfer_params=None if end is None else request.kv_transfer_params,
+            pooled=pooled,
         )
 
 

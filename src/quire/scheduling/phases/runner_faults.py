@@ -14,7 +14,9 @@ from quire.step import NO_TOKEN, KVConnectorOutput, ModelRunnerOutput, Scheduler
 
 logger = logging.getLogger(__name__)
 
-NO_SAMPLE = "the model runner returned no token for this request, although all of its tokens were computed"
+NO_SAMPLE = (
+    "the model runner returned no token, or row, for this request, although all of its tokens were computed"
+)
 
 
 def checked(
@@ -54,7 +56,7 @@ def _what_is_malformed(planned: SchedulerOutput, computed: object) -> str:
         return (
             f"num_steps_without_drafts that are no numbers of steps for {shape[0]} requests: {pauses!r:.100}"
         )
-    for name in ("logprobs", "prompt_logprobs", "errors", "error_params"):
+    for name in ("logprobs", "prompt_logprobs", "pooled", "errors", "error_params"):
         if not isinstance(getattr(computed, name), dict):
             return f"{name} that are {type(getattr(computed, name)).__name__}, not dict"
     return ""
@@ -137,4 +139,4 @@ def _missing_samples(
     for row in np.flatnonzero(samples & running.is_beam[planned.slots]).tolist():
         if planned.request_ids[row] not in computed.logprobs:
             missing.append(planned.request_ids[row])
-    return dict.fromkeys(missing, NO_SAMPLE)
+    return dict.fromkeys([name for name in missing if name not in computed.pooled], NO_SAMPLE)

@@ -1,0 +1,40 @@
+"""How the hidden states of a prompt become one row, for models that do not generate."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from quire.config import config, knob
+from quire.errors import InvalidRequestError
+from quire.limits import violation
+
+
+@config
+class PoolingParams:
+    """How the last layer's hidden states of a prompt become one row, such as an embedding.
+
+    Raises:
+        InvalidRequestError: a value is outside its limits.
+        ConfigError: there is no field of that name.
+    """
+
+    pooling_type: Literal["last", "cls", "mean"] | None = knob(
+        default=None,
+        help="What the row is: the hidden state of the last token (last), of the first one (cls), or the "
+        "mean over all tokens (mean). None: as the model was trained.",
+    )
+    normalize: bool | None = knob(
+        default=None, help="Divide the row by its Euclidean norm. None: as the model was trained."
+    )
+
+    def __post_init__(self) -> None:
+        if (found := violation(self)) is not None:
+            name, refusal = found
+            raise InvalidRequestError(f"{name} {refusal}", param=name)
+
+    def resolved(self, default: PoolingParams) -> PoolingParams:
+        """Return these with the values of `default` for those that are None."""
+        return PoolingParams(
+            pooling_type=self.pooling_type or default.pooling_type,
+            normalize=default.normalize if self.normalize is None else self.normalize,
+        )
