@@ -42,6 +42,9 @@ class Request:
         arrival_time: when it came, in seconds on the scheduler's clock, by which it has its place in the
             queue; one that is still to come, such as infinity, is when the scheduler gets it.
 
+    `needs_whole_prompt` says whether what it returns depends on every position of its prompt: then none of
+    them may be skipped.
+
     The scheduler numbers requests as they arrive (`arrival`) and bounds their `arrival_time`. It dates when
     they take their place in the queue (`queued_time`, once it `has_had_place`), and numbers those anew that
     have waited for it behind others of their flow. It dates their first admission (`first_scheduled_time`),
@@ -54,10 +57,10 @@ class Request:
     __slots__ = (
         "arrival", "arrival_time", "awaited_load", "beam_sequence_ids", "cache_salt", "client_index",
         "eos_token_ids", "first_scheduled_time", "flow", "has_had_place", "is_known_to_runner", "is_resumed",
-        "kv_load_failed", "kv_transfer_params", "num_cached_tokens", "num_computed_tokens",
-        "num_prompt_logprobs", "output_token_ids", "pin_prefix", "pooling_params", "priority", "prompt_array",
-        "queue_timeout", "queued_time", "request_id", "sampling_params", "shares_prompt_with", "status",
-        "stop_reason", "tenant", "tenant_weight", "timeout",
+        "kv_load_failed", "kv_transfer_params", "needs_whole_prompt", "num_cached_tokens",
+        "num_computed_tokens", "num_prompt_logprobs", "output_token_ids", "pin_prefix", "pooling_params",
+        "priority", "prompt_array", "queue_timeout", "queued_time", "request_id", "sampling_params",
+        "shares_prompt_with", "status", "stop_reason", "tenant", "tenant_weight", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +93,9 @@ class Request:
         self.output_token_ids = list(output_token_ids)
         self.sampling_params = sampling_params
         self.pooling_params = pooling_params
+        self.needs_whole_prompt = sampling_params.prompt_logprobs is not None
+        if pooling_params is not None:
+            self.needs_whole_prompt = pooling_params.pooling_type != "last"
         self.eos_token_ids = tuple(eos_token_ids)
         self.arrival = 0
         self.priority = priority
@@ -128,13 +134,6 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens in the prompt."""
         return len(self.prompt_array)
-
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether what it returns depends on every position of its prompt, so that none may be skipped."""
-        if self.pooling_params is not None:
-            return self.pooling_params.pooling_type != "last"
-        return self.sampling_params.prompt_logprobs is not None
 
     @property
     def num_tokens(self) -> int:

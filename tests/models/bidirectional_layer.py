@@ -66,8 +66,8 @@ class Bidirectional(SubLayer):
     def forward(
         self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
     ) -> torch.Tensor:
-        assert not step.batch.num_cached_tokens.any(), "prompts come whole"
-        states = self.qkv(inputs, out=buffers["qkv"]).split(step.batch.num_tokens.tolist())
+        assert not step.batches[0].num_cached_tokens.any(), "prompts come whole"
+        states = self.qkv(inputs, out=buffers["qkv"]).split(step.batches[0].num_tokens.tolist())
         mixed = torch.cat([attended(each) for each in states], out=buffers["mixed"])
         return self.out(mixed, out=out)
 

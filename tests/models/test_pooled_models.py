@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -17,13 +18,24 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint, make_model, make_tokenizer
 from engine_checks import check_after_every_step, core_of
-from paged_harness import random_prompts
+from lockstep_ranks import LockstepRanks
+from paged_harness import PagedHarness, random_prompts
 from preempting import preempt
-from quire import LLM, PoolingParams, SamplingParams
+from quire import (
+    LLM,
+    AsyncLLM,
+    EngineConfig,
+    PoolingParams,
+    PoolingRequestOutput,
+    SamplingParams,
+    SchedulerConfig,
+)
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelError
 from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.loading import load_decoder
 from quire.models.config import ModelConfig
+from quire.models.decoder import Decoder
 from quire.models.families import ARCHITECTURES, FAMILIES, Family
 from quire.models.layer import LayerConfig
 from quire.scheduling.outputs import EngineCoreOutput
@@ -291,3 +303,68 @@ def test_a_model_that_is_not_causal_cannot_generate(tmp_path: Path) -> None:
     make_encoder(tmp_path, generates=True)
     with pytest.raises(ModelError, match="ToyEncoderModel has layers that are not causal"):
         LLM(str(tmp_path))
+
+
+# -- ranks and processes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("pooled_qwen3")
+def test_ranks_compute_the_same_states(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    config = read_model_config(tmp_path)
+    [prompt] = random_prompts([20], vocab_size=config.vocab_size)
+    ranks = LockstepRanks(2)
+    decoders = ranks.load(tmp_path, config)
+
+    def hidden_of(decoder: Decoder) -> torch.Tensor:
+        assert decoder.output is None
+        return PagedHarness(decoder, [20]).step([0], [0], [prompt])
+
+    whole = hidden_of(load_decoder(tmp_path, config))
+    for found in ranks.run(lambda each: hidden_of(decoders[each.shard.rank])):
+        torch.testing.assert_close(found, whole, atol=2e-4, rtol=0)
+
+
+POOLED_QWEN3 = """
+import dataclasses
+from quire.models.checkpoints.loading import load_decoder
+from quire.models.decoder import Decoder
+from quire.models.families import FAMILIES
+from quire.pooling_params import PoolingParams
+
+family = FAMILIES["qwen3"]
+pooling = PoolingParams(pooling_type="mean", normalize=True)
+specialize = lambda hf, base: dataclasses.replace(family.specialize(hf, base), pooling=pooling)
+FAMILIES["qwen3"] = dataclasses.replace(family, specialize=specialize)
+"""
+
+
+@pytest.mark.processes
+async def test_an_engine_process_pools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = str(make_checkpoint("qwen3", tmp_path / "model"))
+    (tmp_path / "sitecustomize.py").write_text(POOLED_QWEN3)  # what an engine runs first
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    scheduler = SchedulerConfig(num_kv_blocks=32, block_size=16, max_num_batched_tokens=16)
+    llm = AsyncLLM(EngineConfig(model=path, num_threads=1, scheduler=scheduler))
+
+    async def row(prompt: list[int]) -> PoolingRequestOutput:
+        [output] = [output async for output in llm.encode(prompt)]
+        return output
+
+    try:
+        prompts = random_prompts([40, 3, 17], vocab_size=384)
+        together = await asyncio.gather(*map(row, prompts))
+        for prompt, output in zip(prompts, together, strict=True):
+            assert output.outputs.data.tobytes() == (await row(prompt)).outputs.data.tobytes()
+            assert np.linalg.norm(output.outputs.data) == pytest.approx(1.0, rel=1e-6)
+        cancelled = asyncio.create_task(row([5] * 400))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        assert (await row(prompts[1])).outputs.data.tobytes() == together[1].outputs.data.tobytes()
+        assert llm.num_unfinished_requests == 0
+        stats = await llm.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        with pytest.raises(InvalidRequestError, match="cannot generate"):
+            _ = [output async for output in llm.generate("a")]
+    finally:
+        await llm.shutdown()

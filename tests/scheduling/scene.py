@@ -191,7 +191,7 @@ def drafts_wanted(plan: SchedulerOutput) -> dict[str, int]:
 
 _REQUEST_FIELDS = (
     "priority", "client_index", "tenant", "flow", "tenant_weight", "timeout", "queue_timeout", "pin_prefix",
-    "shares_prompt_with", "kv_transfer_params", "beam_sequence_ids",
+    "shares_prompt_with", "kv_transfer_params", "beam_sequence_ids", "pooling_params",
 )  # fmt: skip
 
 MODULUS = 5

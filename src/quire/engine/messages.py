@@ -5,6 +5,7 @@ If the engine runs in the caller's process, the same messages are passed as obje
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 from pathlib import Path
@@ -65,7 +66,7 @@ def _message_of(error: BaseException) -> str:
     return message.encode(errors="backslashreplace").decode()
 
 
-class EngineInfo(msgspec.Struct, frozen=True):
+class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     """Information about a ready engine: lengths in tokens, sizes in bytes, times in seconds.
 
     `num_blocks` counts the KV blocks that keep all tokens; `kv_cache_bytes` include those of sliding windows.
@@ -96,7 +97,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     cache_knob: str = ""
     pooling: PoolingParams | None = None
 
-    @property
+    @functools.cached_property
     def max_prompt_len(self) -> int:
         """Maximum length of a prompt in tokens: one token is left for output, if there is any."""
         return self.max_model_len - (self.pooling is None)

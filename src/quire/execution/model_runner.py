@@ -280,7 +280,7 @@ class ModelRunner:
                 f"{pooled} pooled"
             )
         if self._pooler is not None:
-            self._pooler.open(request)
+            self._pooler.open(request.slot)
         if self._proposer is not None:
             num_tokens = int(self._batch.num_tokens[request.slot])
             self._proposer.open(request.slot, num_tokens, request.draft_scope)

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch, RunnerRequest
+from quire.execution.arrays import Int64Array
+from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch
 from quire.kernels.bounds import POOLED_TOKENS
 from quire.kernels.devices.device import array_to_device
 from quire.pooling_params import PoolingParams
@@ -40,12 +41,13 @@ class Pooler:
     ) -> None:
         self._batch = batch
         self._sums = torch.zeros(max_num_seqs, hidden_size, dtype=torch.float64, device=device)
-        self._next_positions = np.zeros(max_num_seqs, dtype=np.int64)  # all before are in the sums
+        self._next_positions: Int64Array = np.zeros(
+            max_num_seqs, dtype=np.int64
+        )  # all before are in the sums
 
-    def open(self, request: RunnerRequest) -> None:
-        """Begin with a request, or begin anew, that has just entered its slot."""
-        self._sums[request.slot] = 0
-        self._next_positions[request.slot] = 0
+    def open(self, slot: int) -> None:
+        """Note that a request has entered a slot; its prompt starts at its first token."""
+        self._next_positions[slot] = 0
 
     def pool(self, output: SchedulerOutput, hidden: torch.Tensor, result: ModelRunnerOutput) -> None:
         """Add the states [T, hidden] of a step's tokens; report the rows, or errors, of prompts that end.
@@ -55,25 +57,24 @@ class Pooler:
         """
         params = [self._params(slot) for slot in output.slots.tolist()]
         kinds = np.array([one.pooling_type for one in params])
-        self._check_positions(output, kinds)
+        slots = output.slots.astype(np.int64)
+        is_new = (output.num_computed_tokens == 0) | (kinds == "last")
+        self._check_positions(output, kinds, np.flatnonzero(~is_new))
+        self._sums[array_to_device(slots[is_new], hidden.device)] = 0
         rows = np.repeat(np.arange(len(kinds)), output.num_tokens)
         first_tokens = np.cumsum(output.num_tokens) - output.num_tokens
         positions = np.arange(len(rows)) - (first_tokens - output.num_computed_tokens)[rows]
-        is_mean, kinds_of_tokens = kinds == "mean", kinds[rows]
-        num_prompt = self._batch.num_prompt_tokens[output.slots]
-        counts = is_mean[rows]
-        counts |= (kinds_of_tokens == "cls") & (positions == 0)
-        counts |= (kinds_of_tokens == "last") & (positions == num_prompt[rows] - 1)
-        tokens = np.flatnonzero(counts)
+        num_prompt, is_mean = self._batch.num_prompt_tokens[slots], kinds == "mean"
+        counted_position = np.where(kinds == "last", num_prompt - 1, 0)
+        tokens = np.flatnonzero(is_mean[rows] | (positions == counted_position[rows]))
         for start in range(0, len(tokens), POOLED_TOKENS):
             piece = tokens[start : start + POOLED_TOKENS]
-            self._add(output.slots[rows[piece]], is_mean[rows[piece]], piece, hidden)
+            self._add(slots[rows[piece]], is_mean[rows[piece]], hidden[array_to_device(piece, hidden.device)])
         ended = np.flatnonzero(output.samples)
         if ended.size:
             divisors = np.where(is_mean, num_prompt, 1)[ended]
-            slots = array_to_device(output.slots[ended].astype(np.int64), hidden.device)
-            pooled = self._sums[slots].cpu().numpy() / divisors[:, None]
-            for row, values in zip(ended.tolist(), pooled, strict=True):
+            pooled = self._sums[array_to_device(slots[ended], hidden.device)].cpu().numpy()
+            for row, values in zip(ended.tolist(), pooled / divisors[:, None], strict=True):
                 _report(result, output.request_ids[row], values, normalize=bool(params[row].normalize))
 
     def _params(self, slot: int) -> PoolingParams:
@@ -81,32 +82,27 @@ class Pooler:
         assert params is not None
         return params
 
-    def _check_positions(self, output: SchedulerOutput, kinds: npt.NDArray[np.str_]) -> None:
+    def _check_positions(
+        self, output: SchedulerOutput, kinds: npt.NDArray[np.str_], continued: Int64Array
+    ) -> None:
+        """Check that the rows that are `continued` go on where they were."""
         expected = self._next_positions[output.slots]
-        wrong = np.flatnonzero((kinds != "last") & (output.num_computed_tokens != expected))
-        if wrong.size:
-            row = int(wrong[0])
-            raise InconsistentPlanError(
-                f"request {output.request_ids[row]!r} is pooled by {kinds[row]} and scheduled from token "
-                f"{output.num_computed_tokens[row]}, with {expected[row]} pooled: its prompt must not come "
-                "from a cache"
-            )
+        for row in continued.tolist():
+            if output.num_computed_tokens[row] != expected[row]:
+                raise InconsistentPlanError(
+                    f"request {output.request_ids[row]!r} is pooled by {kinds[row]} and scheduled from token "
+                    f"{output.num_computed_tokens[row]}, with {expected[row]} pooled: its prompt must not "
+                    "come from a cache"
+                )
         self._next_positions[output.slots] = output.num_computed_tokens + output.num_tokens
 
-    def _add(
-        self,
-        slots: npt.NDArray[np.int32],
-        is_mean: npt.NDArray[np.bool_],
-        tokens: npt.NDArray[np.int64],
-        hidden: torch.Tensor,
-    ) -> None:
-        """Add the states of some tokens to the sums of their slots: [N] each."""
-        device = hidden.device
-        states = hidden[array_to_device(tokens, device)].double()
+    def _add(self, slots: Int64Array, is_mean: npt.NDArray[np.bool_], states: torch.Tensor) -> None:
+        """Add states [N, hidden] to the sums of their slots [N]."""
+        states = states.double()
         if is_mean.any():
             rounded = (states / _UNIT).round_().mul_(_UNIT)
-            states = torch.where(array_to_device(is_mean, device)[:, None], rounded, states)
-        self._sums.index_add_(0, array_to_device(slots.astype(np.int64), device), states)
+            states = torch.where(array_to_device(is_mean, states.device)[:, None], rounded, states)
+        self._sums.index_add_(0, array_to_device(slots, states.device), states)
 
 
 def _report(

@@ -223,7 +223,6 @@ class _MadeUpSteps:
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         self._runner = runner
-        self._pooling = PoolingParams(pooling_type="last") if runner.is_pooled else None
         self.vocab_size = vocab_size
         self._numbers = itertools.count()
         self._running: list[str] = []
@@ -290,6 +289,7 @@ class _MadeUpSteps:
         return _Times(until_asked, time.perf_counter() - started)
 
     def _request(self, slot: int, row: _Row, params: SamplingParams, num_drafts: int) -> NewRequestData:
+        pooling = PoolingParams(pooling_type="last" if row.num_computed else "mean")
         length = row.num_computed + row.num_tokens
         caches = self._runner.kv_caches
         entries = np.arange(-(-(length + num_drafts) // caches[0].block_size))
@@ -306,7 +306,7 @@ class _MadeUpSteps:
             eos_token_ids=(0,),
             block_ids=_array(tables),
             num_computed_tokens=row.num_computed,
-            pooling_params=self._pooling,
+            pooling_params=pooling if self._runner.is_pooled else None,
         )
 
     def _grammar(self, request_ids: list[str], num_places: int) -> GrammarOutput:

@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,14 +60,15 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     scheduler, method = config.scheduler, config.speculation.speculative_method
     if model.pooling is not None:
-        why = f"{model.architecture} makes a row of each prompt and generates nothing"
-        _refuse(method != "none", "SpeculationConfig.speculative_method", method, why)
-        _refuse(scheduler.use_cache_eviction, "SchedulerConfig.use_cache_eviction", True, why)
+        of_generating: dict[str, object] = {
+            "SpeculationConfig.speculative_method": "" if method == "none" else method,
+            "SchedulerConfig.use_cache_eviction": scheduler.use_cache_eviction,
+        }
+        _refuse_set(of_generating, f"{model.architecture} makes a row of each prompt and generates nothing")
     if not model.is_causal or not model.kv_specs:
-        why = f"no KV of a prompt can be used again in {model.architecture}"
-        for name in config.moves_kv_by:
-            _refuse(True, f"EngineConfig.{name}", getattr(config, name), why)
-        _refuse(scheduler.use_sparse_attention, "SchedulerConfig.use_sparse_attention", True, why)
+        of_kv: dict[str, object] = {"SchedulerConfig.use_sparse_attention": scheduler.use_sparse_attention}
+        of_kv |= {f"EngineConfig.{name}": getattr(config, name) for name in config.moves_kv_by}
+        _refuse_set(of_kv, f"no KV of a prompt can be used again in {model.architecture}")
     if model.is_causal:
         return config
     if model.pooling is None:
@@ -76,9 +77,11 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     return dataclasses.replace(config, scheduler=whole)
 
 
-def _refuse(is_set: bool, name: str, value: object, why: str) -> None:
-    if is_set:
-        raise ConfigError(f"{name} is {value!r}, but {why}; leave it out")
+def _refuse_set(fields: Mapping[str, object], why: str) -> None:
+    """Raise `ConfigError` for a field that is set, although it has no meaning for a model."""
+    for name, value in fields.items():
+        if value:
+            raise ConfigError(f"{name} is {value!r}, but {why}; leave it out")
 
 
 def build_context(

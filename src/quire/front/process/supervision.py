@@ -318,7 +318,7 @@ class EngineSupervisor:
                 self._standby.plan(self._last_message)
             case StartupFailed(error) if self._has_been_ready:
                 self._reason = f"the engine could not be built: {error.message}"
-            case StepOutputs(outputs) if any(output.new_token_ids for output in outputs):
+            case StepOutputs(outputs) if any(output.new_token_ids or output.pooled for output in outputs):
                 self._history.note_output()
 
     def _is_kept_back(self, message: FromEngine) -> bool:

@@ -135,8 +135,12 @@ def _missing_samples(
     """Return the error of each request that was to sample and did not."""
     samples = planned.samples
     lacks = samples & (computed.sampled_token_ids[:, 0] == NO_TOKEN)
-    missing = [planned.request_ids[row] for row in lacks.nonzero()[0].tolist()]
+    missing = [
+        name
+        for row in lacks.nonzero()[0].tolist()
+        if (name := planned.request_ids[row]) not in computed.pooled
+    ]
     for row in np.flatnonzero(samples & running.is_beam[planned.slots]).tolist():
         if planned.request_ids[row] not in computed.logprobs:
             missing.append(planned.request_ids[row])
-    return dict.fromkeys([name for name in missing if name not in computed.pooled], NO_SAMPLE)
+    return dict.fromkeys(missing, NO_SAMPLE)
