@@ -16,6 +16,7 @@ from typing import Any
 from generated import write_or_check
 from quire.cli.options import PANELS, config_fields
 from quire.limits import Limits
+from quire.pooling_params import PoolingParams
 from quire.structured_outputs import StructuredOutputsParams
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -48,7 +49,7 @@ nearest known name. Of the environment, `quire serve` and `quire route` read `QU
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([INTRODUCTION, *(section(cls) for cls in (*PANELS, StructuredOutputsParams))])
+    return "\n".join([INTRODUCTION, *(section(cls) for cls in (*PANELS, StructuredOutputsParams, PoolingParams))])
 
 
 def section(cls: type) -> str:
