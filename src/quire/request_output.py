@@ -111,9 +111,7 @@ class PoolingRequestOutput:
     prompt_token_ids: list[int]
     outputs: PoolingOutput
     num_cached_tokens: int = 0
-    first_scheduled_time: float | None = None
     finished: bool = False
-    metrics: RequestMetrics | None = None
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,9 +16,11 @@ from quire.errors import CrashLoopError, EngineDeadError
 from quire.front.process import supervision
 from quire.front.process.supervision import LATE, EngineCrashed, EngineSupervisor, EngineSuspended
 from quire.scheduling.outputs import EngineCoreOutput
+from quire.status import FinishReason
 
 INFO = EngineInfo("fake", 64, 100, 8, 16, 0, "float32", 0.0)
 OUTPUT = StepOutputs([EngineCoreOutput("a", [1])])
+ROW = StepOutputs([EngineCoreOutput("a", [], FinishReason.STOP, pooled=b"1234")])
 
 
 class FakeProcess:
@@ -170,12 +172,12 @@ def test_an_engine_that_waits_to_be_replaced_is_suspended(scene):
 def test_output_or_time_ends_a_series_of_crashes(scene):
     one = scene(max_engine_crashes=3, crash_window=50)
     one.hears(Ready(INFO))
-    for _ in range(4):
+    for output in (OUTPUT, ROW, OUTPUT, ROW):
         for delay in (0, 0.25):
             assert one.crash() == delay
             one.pass_time(delay)
             one.hears(Ready(INFO), StepOutputs([]))
-        one.hears(OUTPUT)
+        one.hears(output)
     for _ in range(4):
         assert one.crash() == 0
         one.pass_time(51)

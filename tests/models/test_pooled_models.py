@@ -170,7 +170,7 @@ def test_the_longest_prompt_needs_no_room_for_output(tmp_path: Path) -> None:
         for num_tokens in (-1, 32):
             [cut] = llm.encode([prompt], truncate_prompt_tokens=num_tokens)
             assert cut.prompt_token_ids == prompt[1:]
-        with pytest.raises(InvalidRequestError, match=r"it must be -1, or from 1 to 32 \("):
+        with pytest.raises(InvalidRequestError, match=r"it must be -1, or from 1 to 32, "):
             llm.encode([prompt], truncate_prompt_tokens=33)
 
 
@@ -218,7 +218,8 @@ CONFIG = {
 def encoder(hf: Any, base: ModelConfig) -> ModelConfig:
     mixer = BidirectionalConfig(size=48)
     layers = tuple(LayerConfig((mixer, layer.parts[1])) for layer in base.layers)
-    pooling = None if hf.get("generates", False) else PoolingParams(pooling_type="mean", normalize=False)
+    kind = hf.get("pooling_type", "mean") or None
+    pooling = None if hf.get("generates", False) else PoolingParams(pooling_type=kind, normalize=False)
     return dataclasses.replace(base, layers=layers, pooling=pooling)
 
 
@@ -303,6 +304,13 @@ def test_a_model_that_is_not_causal_cannot_generate(tmp_path: Path) -> None:
     make_encoder(tmp_path, generates=True)
     with pytest.raises(ModelError, match="ToyEncoderModel has layers that are not causal"):
         LLM(str(tmp_path))
+
+
+@pytest.mark.usefixtures("toy_encoder")
+def test_a_family_says_how_it_is_pooled(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"pooling_type": ""}))
+    with pytest.raises(ModelError, match="the pooling of the family toy_encoder has no pooling_type"):
+        read_model_config(tmp_path)
 
 
 # -- ranks and processes -------------------------------------------------------------------------------------

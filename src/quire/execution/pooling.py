@@ -41,9 +41,8 @@ class Pooler:
     ) -> None:
         self._batch = batch
         self._sums = torch.zeros(max_num_seqs, hidden_size, dtype=torch.float64, device=device)
-        self._next_positions: Int64Array = np.zeros(
-            max_num_seqs, dtype=np.int64
-        )  # all before are in the sums
+        # All positions before are in the sums, as far as they count.
+        self._next_positions: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
 
     def open(self, slot: int) -> None:
         """Note that a request has entered a slot; its prompt starts at its first token."""
@@ -70,6 +69,7 @@ class Pooler:
         for start in range(0, len(tokens), POOLED_TOKENS):
             piece = tokens[start : start + POOLED_TOKENS]
             self._add(slots[rows[piece]], is_mean[rows[piece]], hidden[array_to_device(piece, hidden.device)])
+        self._next_positions[slots] = output.num_computed_tokens + output.num_tokens
         ended = np.flatnonzero(output.samples)
         if ended.size:
             divisors = np.where(is_mean, num_prompt, 1)[ended]
@@ -94,7 +94,6 @@ class Pooler:
                     f"{output.num_computed_tokens[row]}, with {expected[row]} pooled: its prompt must not "
                     "come from a cache"
                 )
-        self._next_positions[output.slots] = output.num_computed_tokens + output.num_tokens
 
     def _add(self, slots: Int64Array, is_mean: npt.NDArray[np.bool_], states: torch.Tensor) -> None:
         """Add states [N, hidden] to the sums of their slots [N]."""

@@ -189,8 +189,7 @@ class LLM:
             prompts: as for `generate`; up to the model's maximum length, and if the model is not causal up to
                 `max_num_batched_tokens`.
             pooling_params: for all prompts, or one for each; None: the model's own.
-            progress: as for `generate`.
-            use_tqdm: likewise.
+            progress, use_tqdm: as for `generate`.
             options: as for `generate`; truncate_prompt_tokens -1 keeps as many as fit.
 
         Raises:

@@ -163,6 +163,8 @@ def _check_layer_types(hf: HFConfig, config: ModelConfig) -> None:
 
 
 def _check(config: ModelConfig) -> None:
+    if config.pooling is not None and config.pooling.pooling_type is None:
+        raise ModelError(f"the pooling of the family {config.family} has no pooling_type; it must have one")
     factors = [config.embedding_scale, *(rope.factor for rope in config.ropes)]
     for part in dict.fromkeys(config.parts):
         if isinstance(part, ExpertsConfig):

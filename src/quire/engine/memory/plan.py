@@ -388,10 +388,10 @@ def activation_bytes(
 
     Counts the buffers that a model keeps (`quire.models.decoder.Workspace`), and what is alive beside them at
     the widest point of a step of `max_num_batched_tokens` tokens: inside a sub-layer, as that says, or in the
-    sampler with `max_num_seqs` rows and `num_drafts` more, whichever is most; in a model that is pooled, in
-    the pooler. `model` is that of one of
-    `num_ranks` ranks, which also hold what they exchange; each computes on `num_threads`. With `on_gpu`, only
-    what is in the GPU's memory counts, with the angles of all positions.
+    sampler (of a model that is pooled, in the pooler) with `max_num_seqs` rows and `num_drafts` more,
+    whichever is most. `model` is that of one of `num_ranks` ranks, which also hold what they exchange; each
+    computes on `num_threads`. With `on_gpu`, only what is in the GPU's memory counts, with the angles of all
+    positions.
     """
     scheduler = scheduler.with_step_tokens()  # an engine's are decided already
     tokens = scheduler.max_num_batched_tokens
@@ -416,7 +416,7 @@ def activation_bytes(
             buffers[name] = max(buffers.get(name, 0), math.prod(shape))
     # Residual stream, normalized rows, output of a sub-layer; and what those keep that share memory by name.
     kept = tokens * (3 * model.hidden_size + sum(buffers.values())) * step.item
-    kept += 0 if model.pooling is not None else logit_rows * model.vocab_size * FLOAT32_BYTES
+    kept += logit_rows * model.vocab_size * FLOAT32_BYTES if model.pooling is None else 0
     if num_ranks > 1:
         kept += _exchange_bytes(model, tokens, places, num_ranks) + on_gpu * bounds.NCCL_BYTES
     kept += eviction_bytes(scheduler, model, max_model_len, on_gpu=on_gpu)

@@ -80,6 +80,8 @@ class InputProcessor:
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
+        pooling_params: PoolingParams | None = None,
+        /,
         *,
         prompt_text: str | None = None,
         add_special_tokens: bool = True,
@@ -92,6 +94,7 @@ class InputProcessor:
         Args:
             prompt: text, or token ids.
             params: as given by the caller.
+            pooling_params: as for `process_pooling`; None: the request generates.
             prompt_text: the text of a prompt of token ids, for the output.
             add_special_tokens: whether a text gets the tokens that the model wants around it.
             truncate_prompt_tokens: number of the prompt's tokens that are kept; -1: as many as fit beside
@@ -113,7 +116,7 @@ class InputProcessor:
             token_ids, prompt_text = self._encode_prompt(prompt, truncation, add_special_tokens)
         else:
             token_ids = self._checked_ids(prompt, truncation)
-        return self._request(token_ids, prompt_text, params, begun_at, **options)
+        return self._request(token_ids, prompt_text, params, begun_at, pooling_params, **options)
 
     def process_pooling(
         self, prompt: str | Sequence[int], params: PoolingParams, **options: Any
@@ -123,7 +126,7 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"pooling_params must be PoolingParams, not {type(params).__name__}", param="pooling_params"
             )
-        return self.process(prompt, ONE_TOKEN, pooling_params=params, **options)
+        return self.process(prompt, ONE_TOKEN, params, **options)
 
     def process_chat(
         self,
@@ -207,13 +210,13 @@ class InputProcessor:
         prompt_text: str | None,
         params: SamplingParams,
         begun_at: float,
+        pooling_params: PoolingParams | None = None,
         /,
         *,
         request_id: str | None = None,
         shorten_output: bool = False,
         arrival_time: float | None = None,
         flow: str = "",
-        pooling_params: PoolingParams | None = None,
         **options: Any,
     ) -> ProcessedRequest:
         """Return the request for a checked prompt; see `process` for the arguments."""

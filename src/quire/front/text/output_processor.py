@@ -130,16 +130,6 @@ class CompletionState:
             error_param=None if self._error is None else self._error.param,
         )
 
-    def pooling_snapshot(self) -> PoolingOutput:
-        """Return what has become of a prompt that is pooled."""
-        return PoolingOutput(
-            data=None if self.pooled is None else np.frombuffer(self.pooled, dtype=np.float32),
-            finish_reason=self.finish_reason,
-            error=self.error,
-            error_type=self._error.kind or None if self._error is not None else None,
-            error_param=None if self._error is None else self._error.param,
-        )
-
     def _so_far(self, entries: list[T]) -> Sequence[T]:
         """Return what the list has now; a copy for each token would cost time for all before it."""
         return ListView(entries) if self.finish_reason is None else entries.copy()
@@ -249,16 +239,15 @@ class RequestState:
     def pooling_snapshot(self) -> PoolingRequestOutput:
         """Return a copy of the output so far, if the request is pooled."""
         [completion] = self.completions
-        finished = self.finished
+        end, row = completion.snapshot(), completion.pooled
+        data = None if row is None else np.frombuffer(row, dtype=np.float32)
         return PoolingRequestOutput(
             request_id=self.request_id,
             prompt=self.processed.prompt,
             prompt_token_ids=self.processed.core_request.prompt_token_ids,
-            outputs=completion.pooling_snapshot(),
+            outputs=PoolingOutput(data, end.finish_reason, end.error, end.error_type, end.error_param),
             num_cached_tokens=self.num_cached_tokens,
-            first_scheduled_time=self.first_scheduled_time,
-            finished=finished,
-            metrics=self._metrics() if finished else None,
+            finished=end.finished,
         )
 
     def _outputs(self, *, finished: bool) -> list[CompletionOutput]:

@@ -71,15 +71,13 @@ def truncation_of(
     if num_tokens == -1:
         wanted = getattr(params, "max_tokens", None) or 1
         longest = info.max_model_len
-        if info.pooling is not None:
-            return Truncation(longest, side)
-        return Truncation(longest - (wanted if wanted < longest else 1), side)
+        fitting = longest - wanted if wanted < longest else info.max_prompt_len
+        return Truncation(fitting if info.pooling is None else longest, side)
     limit = info.max_prompt_len
     if type(num_tokens) is not int or not 1 <= num_tokens <= limit:
         raise InvalidRequestError(
-            f"truncate_prompt_tokens is {num_tokens!r:.80}; it must be -1, or from 1 to {limit}"
-            + (", which leaves room for one output token" if info.pooling is None else "")
-            + f" ({info.length_limit})",
+            f"truncate_prompt_tokens is {num_tokens!r:.80}; it must be -1, or from 1 to {limit}, which "
+            f"leaves room for what the request returns ({info.length_limit})",
             param="truncate_prompt_tokens",
         )
     return Truncation(num_tokens, side)
