@@ -49,7 +49,9 @@ nearest known name. Of the environment, `quire serve` and `quire route` read `QU
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([INTRODUCTION, *(section(cls) for cls in (*PANELS, StructuredOutputsParams, PoolingParams))])
+    return "\n".join(
+        [INTRODUCTION, *(section(cls) for cls in (*PANELS, StructuredOutputsParams, PoolingParams))]
+    )
 
 
 def section(cls: type) -> str:
