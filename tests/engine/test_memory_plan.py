@@ -18,6 +18,7 @@ from quire.models.layer import LayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
 from quire.models.weights import count_parameters
+from quire.pooling_params import PoolingParams
 from subprocesses import python_output
 
 # https://huggingface.co/Qwen/Qwen3-0.6B: 0.6B parameters, 0.44B without embeddings, 28 layers, 16 / 8 heads.
@@ -199,6 +200,19 @@ def test_experts_need_room_for_the_results_of_every_choice(qwen: ModelConfig):
         for model in (qwen, mixture)
     ]
     assert sizes[1] - sizes[0] >= 8192 * 8 * 1024 * 4  # float32, for each token and chosen expert
+
+
+def test_a_pooled_model_has_sums_in_place_of_logits_and_their_matrix(qwen: ModelConfig):
+    untied = dataclasses.replace(qwen, tie_word_embeddings=False)
+    pooled = dataclasses.replace(untied, pooling=PoolingParams(pooling_type="mean", normalize=True))
+    generating, pooling = plan(untied), plan(pooled)
+    matrix = qwen.vocab_size * qwen.hidden_size
+    assert generating.num_parameters - pooling.num_parameters == matrix
+    assert generating.weight_bytes - pooling.weight_bytes == 2 * matrix
+    small = dataclasses.replace(pooled, vocab_size=100)
+    assert plan(small).activation_bytes == pooling.activation_bytes < generating.activation_bytes
+    more = plan(pooled, max_num_seqs=plan(pooled).max_num_seqs + 1000)
+    assert more.activation_bytes - pooling.activation_bytes >= 1000 * qwen.hidden_size * 8
 
 
 def test_the_plan_names_what_the_weights_are_held_as(qwen: ModelConfig):

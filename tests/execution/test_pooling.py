@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
+import torch
 from step_driver import int_array, make_driver, plan
 
 from quire.execution.persistent_batch import InconsistentPlanError
@@ -98,6 +100,17 @@ def test_normalized_rows_have_length_one(models, prompts):
     plain = compute(runner, prompts[2:3], [MEAN], [{0: 17}])[0]
     row = compute(runner, prompts[2:3], [dataclasses.replace(MEAN, normalize=True)], [{0: 17}])[0]
     np.testing.assert_allclose(row, plain / np.linalg.norm(plain.astype(np.float64)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [[{0: 3}], [{0: 1}, {0: 2}]], ids=["whole", "chunks"])
+def test_a_mean_does_not_depend_on_the_order_of_its_terms(models, chunks):
+    model = pooled(models["float32"])
+    for order in itertools.permutations([2.0**26, -(2.0**26), 1.5 * 2**-26]):
+        states = torch.tensor(order)[:, None].expand(3, model.config.hidden_size)
+        parts = iter(states.split([chunk[0] for chunk in chunks]))
+        model.forward = lambda *given, parts=parts, **named: next(parts)
+        [row] = compute(make_driver(model).runner, [[5, 6, 7]], [MEAN], chunks).values()
+        assert set(row.tolist()) == {np.float32(2**-25 / 3).item()}
 
 
 def test_a_preempted_prompt_starts_again(models, prompts):
