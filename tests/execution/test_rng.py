@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 
 from quire.execution.sampling.rng import philox4x32, uniforms
+from quire.execution.sampling.table import SamplingTable
+from quire.sampling_params import SamplingParams
 
 # Published known answers for philox4x32, 10 rounds (Random123's kat_vectors).
 KNOWN_ANSWERS = [
@@ -75,3 +77,19 @@ def test_uniforms_are_uniform_and_neighbours_independent(along):
     pairs = np.histogram2d(drawn[:-1], drawn[1:], bins=10)[0]
     chi_square = ((pairs - count / 100) ** 2 / (count / 100)).sum()
     assert chi_square < 149
+
+
+def test_what_a_slot_draws_depends_on_its_seed_and_position_only():
+    """However far apart positions are, and whatever was drawn ahead for them or another request."""
+    rng, table = np.random.default_rng(0), SamplingTable(3, 50)
+    seeds = np.zeros(3, dtype=np.uint64)
+    for step in range(200):
+        if step % 20 == 0:
+            seeds[step // 20 % 3] = seed = int(rng.integers(2**62))
+            params = SamplingParams(seed=seed, top_k=7)
+            table.write(step // 20 % 3, params, num_prompt_tokens=1, eos_token_ids=())
+        first = step if step % 7 else int(rng.integers(2**40))
+        slots = np.repeat(rng.permutation(3), rng.integers(1, 100, 3))  # with drafts
+        positions = first + np.arange(len(slots))
+        found = table.draws(slots, positions)
+        assert np.array_equal(found[-1], uniforms(seeds[slots], positions))

@@ -14,7 +14,9 @@ DRAWS, PENALTIES, CONSTRAINTS, LOGPROBS = 1, 2, 4, 8
 """What a request may need beside its likeliest token; bits."""
 
 _NO_LOGPROBS = -1
+_NO_POSITION = -1
 _SEED_MASK = 2**64 - 1
+_NUM_AHEAD = 64
 
 
 class SamplingTable:
@@ -26,6 +28,10 @@ class SamplingTable:
         self.num_prompt_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._draws = np.zeros((NUM_DRAW_NUMBERS - 1, max_num_seqs))  # see `RowDraws`
         self._seed: UInt64Array = np.zeros(max_num_seqs, dtype=np.uint64)
+        # Random numbers are computed for some positions at once: one costs as much as many. Each lies at its
+        # position modulo their number.
+        self._uniforms = np.zeros((max_num_seqs, _NUM_AHEAD))
+        self._uniforms_of: Int64Array = np.full((max_num_seqs, _NUM_AHEAD), _NO_POSITION, dtype=np.int64)
         self.num_logprobs: Int64Array = np.full(max_num_seqs, _NO_LOGPROBS, dtype=np.int64)
         self._constrained_until: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._penalty = np.zeros((3, max_num_seqs), dtype=np.float32)
@@ -50,6 +56,7 @@ class SamplingTable:
         top_k = min(params.top_k or self._vocab_size, self._vocab_size)
         self._draws[:, slot] = params.temperature, top_k, params.top_p, params.min_p
         self._seed[slot] = (params.seed or 0) & _SEED_MASK
+        self._uniforms_of[slot] = _NO_POSITION
         self.num_logprobs[slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
         constraints = Constraints.of(params, eos_token_ids=eos_token_ids, vocab_size=self._vocab_size)
         self.constraints[slot] = constraints
@@ -94,7 +101,17 @@ class SamplingTable:
             slots: [R].
             positions: [R] absolute index of the token to choose.
         """
+        places = positions % _NUM_AHEAD
         numbers = np.empty((NUM_DRAW_NUMBERS, len(slots)))
-        numbers[:-1] = self._draws[:, slots]
-        numbers[-1] = uniforms(self._seed[slots], positions)
+        numbers[:-1] = self._draws.take(slots, axis=1)
+        numbers[-1] = self._uniforms[slots, places]
+        missing = (self._uniforms_of[slots, places] != positions).nonzero()[0]
+        if missing.size:
+            of_slots = slots[missing, None]
+            ahead = positions[missing, None] + np.arange(_NUM_AHEAD)
+            seeds = np.broadcast_to(self._seed[of_slots], ahead.shape)
+            found = uniforms(seeds.ravel(), ahead.ravel()).reshape(ahead.shape)
+            numbers[-1, missing] = found[:, 0]
+            self._uniforms[of_slots, ahead % _NUM_AHEAD] = found
+            self._uniforms_of[of_slots, ahead % _NUM_AHEAD] = ahead
         return numbers
