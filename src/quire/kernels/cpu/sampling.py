@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class NativeScans(RowScans):
         where = _where(logits, rows)
         token_ids = np.empty(where[3], dtype=np.int64)
         maxima = np.empty(where[3], dtype=np.float32)
-        _native.largest(*where, token_ids.ctypes.data, maxima.ctypes.data)
+        _native.largest(*where, _address(token_ids), _address(maxima))
         return token_ids, maxima
 
     @override
@@ -38,9 +39,7 @@ class NativeScans(RowScans):
         token_ids = np.empty(values.shape, dtype=np.int64)
         count = np.empty(num_rows, dtype=np.int64)
         complete = np.empty(num_rows, dtype=np.bool_)
-        _native.likeliest(
-            *where, values.ctypes.data, token_ids.ctypes.data, count.ctypes.data, complete.ctypes.data
-        )
+        _native.likeliest(*where, _address(values), _address(token_ids), _address(count), _address(complete))
         width = max(1, count.max(initial=0))
         return Head(values[:, :width], token_ids[:, :width], count, complete)
 
@@ -56,7 +55,7 @@ class NativeScans(RowScans):
         maxima = _numbers("maxima", maxima, np.float32, where[3])
         temperature = _numbers("temperature", temperature, np.float64, where[3])
         sums = np.empty(where[3])
-        _native.sum_exp(*where, maxima.ctypes.data, temperature.ctypes.data, sums.ctypes.data)
+        _native.sum_exp(*where, _address(maxima), _address(temperature), _address(sums))
         return sums
 
     @override
@@ -65,10 +64,10 @@ class NativeScans(RowScans):
     ) -> Int64Array:
         where = _where(logits, rows)
         token_ids = _numbers("token_ids", token_ids, np.int64, where[3])
-        if ((token_ids < 0) | (token_ids >= where[4])).any():
+        if _is_outside(token_ids, where[4]):
             raise IndexError(f"token ids are {token_ids}; they must be from 0 to {where[4] - 1}")
         places = np.empty(where[3], dtype=np.int64)
-        _native.ranks(*where, token_ids.ctypes.data, places.ctypes.data)
+        _native.ranks(*where, _address(token_ids), _address(places))
         return places
 
 
@@ -86,12 +85,13 @@ def _where(logits: Float32Array, rows: Int64Array | None) -> tuple[int, int, int
             f"logits are {logits.dtype} with strides {logits.strides} in bytes; they must be float32, and a "
             "row's numbers adjacent"
         )
+    first = _address(logits[0]) if num_rows else 0
     if rows is None:
-        return logits.ctypes.data, row_stride // 4, 0, num_rows, vocab_size
+        return first, row_stride // 4, 0, num_rows, vocab_size
     rows = _numbers("rows", rows, np.int64, len(rows))
-    if rows.size and np.maximum.reduce(rows.view(np.uint64)) >= num_rows:  # negative ones are the largest
+    if _is_outside(rows, num_rows):
         raise IndexError(f"rows are from {rows.min()} to {rows.max()}; logits have {num_rows} rows")
-    return logits.ctypes.data, row_stride // 4, rows.ctypes.data, len(rows), vocab_size
+    return first, row_stride // 4, _address(rows), len(rows), vocab_size
 
 
 def _numbers(name: str, array: npt.NDArray[Any], dtype: type[Any], length: int) -> npt.NDArray[Any]:
@@ -101,3 +101,12 @@ def _numbers(name: str, array: npt.NDArray[Any], dtype: type[Any], length: int) 
             f"{np.dtype(dtype)} [{length}] and contiguous"
         )
     return array
+
+
+def _is_outside(numbers: Int64Array, end: int) -> bool:
+    return bool(np.count_nonzero(numbers.view(np.uint64) >= end))  # negative ones are the largest
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    """Return the address of a contiguous, writable array, 0 of an empty one; `array.ctypes` takes longer."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else 0
