@@ -18,6 +18,7 @@ from quire.execution.sampling.penalties import Penalties
 from quire.execution.sampling.table import SamplingTable
 from quire.kernels.devices.device import HOST, array_to_device
 from quire.kernels.sampling import seen_tokens
+from quire.kernels.sampling.seen_tokens import SeenIds
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, ChosenTokens, ForkData, NewRequestData
 
@@ -29,12 +30,12 @@ GARBAGE = 10**6
 class Requests:
     """Requests in slots, some of which have penalties; the token before a row may be the device's alone."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype, *, is_on_host: bool = False) -> None:
+        self.is_on_host = is_on_host  # which knows all tokens
         self.rng = np.random.default_rng(seed)
         self.table = SamplingTable(NUM_SLOTS, VOCAB_SIZE)
-        self.device = Penalties(
-            self.table, NUM_SLOTS, VOCAB_SIZE, 100 if dtype == torch.int16 else 10**6, HOST
-        )
+        max_model_len = 100 if dtype == torch.int16 else 10**6
+        self.device = Penalties(self.table, NUM_SLOTS, VOCAB_SIZE, max_model_len, HOST, is_on_host=is_on_host)
         self.tokens: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
         self.written = np.zeros(NUM_SLOTS, dtype=np.int64)
         self.is_unknown = np.zeros(NUM_SLOTS, dtype=bool)
@@ -101,7 +102,13 @@ class Requests:
         counted = self.table.is_penalized(rows)
         assert (found is not None) == counted.any()
         chosen = torch.tensor(self.ids(len(rows)))
-        if found is not None:
+        if found is not None and self.is_on_host:
+            numbers: Any = found.numbers
+            seen_ids = self.device.on_device(numbers, found.drafts).seen
+            for row in first[counted[first]].tolist():
+                self.check_ids(int(rows[row]), seen_ids[rows[row]])
+            self.device.add(numbers, chosen)
+        elif found is not None:
             numbers = torch.from_numpy(found.numbers)
             drafted = None if found.drafts is None else torch.from_numpy(found.drafts)
             of_rows = self.device.on_device(numbers, drafted)
@@ -118,7 +125,8 @@ class Requests:
         for row, slot in zip(first.tolist(), slots, strict=True):
             num_accepted = int(self.rng.integers(0, len(drafts[slot]) + 1)) if slot in drafts else 0
             self.tokens[slot] += [*drafts.get(slot, [])[:num_accepted], int(chosen[row + num_accepted])]
-            self.is_unknown[slot] = slot not in drafts and self.rng.random() < 0.6
+            may_be_unknown = slot not in drafts and not self.is_on_host
+            self.is_unknown[slot] = may_be_unknown and self.rng.random() < 0.6
 
     @contextlib.contextmanager
     def fault(self) -> Iterator[None]:
@@ -142,10 +150,18 @@ class Requests:
         expected = [output.count(token) + in_prompt * (token in prompt) for token in range(VOCAB_SIZE)]
         assert counts.tolist() == expected
 
+    def check_ids(self, slot: int, seen: SeenIds) -> None:
+        tokens, split = self.tokens[slot], int(self.table.num_prompt_tokens[slot])
+        expected = {token: tokens[split:].count(token) for token in tokens}
+        assert dict(zip(seen.ids.tolist(), seen.times.tolist(), strict=True)) == expected
 
-@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.int16), (1, torch.int32), (2, torch.int16)])
-def test_what_was_chosen_before_a_row_is_counted(seed: int, dtype: torch.dtype) -> None:
-    requests = Requests(seed, dtype)
+
+@pytest.mark.parametrize(
+    ("seed", "dtype", "is_on_host"),
+    [(0, torch.int16, False), (1, torch.int32, False), (2, torch.int16, False), (3, torch.int16, True)],
+)
+def test_what_was_chosen_before_a_row_is_counted(seed: int, dtype: torch.dtype, is_on_host: bool) -> None:
+    requests = Requests(seed, dtype, is_on_host=is_on_host)
     events = requests.enter, requests.choose, requests.discard, requests.tell
     for _ in range(400):
         slots = requests.rng.permutation(NUM_SLOTS)[: requests.rng.integers(1, NUM_SLOTS + 1)].tolist()
@@ -202,3 +218,13 @@ def test_other_tokens_than_those_sampled_are_noticed() -> None:
     batch.finish("0")
     admit(0)
     assert changed() == [True, False]
+
+
+def test_any_number_of_ids_is_kept() -> None:
+    rng = np.random.default_rng(0)
+    prompt, output = rng.integers(0, 900, (2, 400), dtype=np.int32)
+    seen = SeenIds(prompt, output[:10])
+    for token_id in output[10:].tolist():
+        seen.add(token_id)
+    expected = {token: int((output == token).sum()) for token in [*prompt.tolist(), *output.tolist()]}
+    assert dict(zip(seen.ids.tolist(), seen.times.tolist(), strict=True)) == expected

@@ -38,8 +38,7 @@ def grammar_of(allowed_by_request, vocab_size):
 
 def apply(masks, logits, row):
     """Forbid what the mask of a row does not allow, in the logits of that row."""
-    of_row = torch.from_numpy(masks.mask_of_row[row : row + 1])
-    change_logits(logits[None], LogitChanges(LogitMasks(torch.from_numpy(masks.bitmask), of_row)))
+    change_logits(logits[None], LogitChanges(LogitMasks(masks.bitmask, masks.mask_of_row[row : row + 1])))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100])

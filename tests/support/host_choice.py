@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,36 @@ from quire.kernels.devices.device import HOST
 from quire.kernels.sampling import host_choice
 from quire.kernels.sampling.host_choice import change_logits
 from quire.kernels.sampling.row_scans import ReferenceScans, RowScans
-from quire.kernels.sampling.seen_tokens import SeenTokens
-from quire.kernels.sampling.token_choice import LogitChanges, LogitEdits, LogitMasks, RowPenalties
+from quire.kernels.sampling.seen_tokens import SeenIds, in_prompt
+from quire.kernels.sampling.token_choice import LogitChanges, LogitEdits, RowEdits, RowPenalties
 from quire.sampling_params import SamplingParams
+from quire.step import NO_TOKEN
+
+
+def of_arrays(parts: Any) -> Any:
+    """Return parts of a choice as arrays."""
+    tensors = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
+    return dataclasses.replace(
+        parts,
+        **{name: part.numpy() for name, part in tensors.items() if isinstance(part, torch.Tensor)},
+    )
+
+
+def row_edits(edits: LogitEdits) -> list[RowEdits]:
+    """Return the edits that are made, one by one."""
+    before = edits.tokens_before.tolist()
+    return [
+        RowEdits(int(row), np.array([int(token_id)]), added)
+        for row, token_id, added, after in edits.numbers.T.tolist()
+        if row >= 0 and after in (NO_TOKEN, before[int(row)])
+    ]
+
+
+def seen_ids(counts: Any) -> SeenIds:
+    """Return what a row of `SeenTokens.counts` says."""
+    ids = counts.nonzero()[0]
+    times = counts[ids] & (in_prompt(torch.from_numpy(counts).dtype) - 1)
+    return SeenIds(ids, np.repeat(ids, times))
 
 
 class HostChoice(host_choice.HostChoice):
@@ -29,6 +57,20 @@ class HostChoice(host_choice.HostChoice):
 
     def __init__(self) -> None:
         super().__init__(ReferenceScans())
+
+    def choose(self, logits, draws=None, changes=None, penalties=None):  # type: ignore[no-untyped-def]
+        if changes is not None:
+            masks = None if changes.masks is None else of_arrays(changes.masks)
+            edits = row_edits(changes.edits) if isinstance(changes.edits, LogitEdits) else ()
+            changes = LogitChanges(masks, edits)
+        if penalties is not None:
+            seen = {
+                slot: seen_ids(penalties.seen[slot].numpy())
+                for slot in penalties.seen_of_row.tolist()
+                if slot >= 0
+            }
+            penalties = dataclasses.replace(of_arrays(penalties), seen=seen)
+        return super().choose(logits, None if draws is None else of_arrays(draws), changes, penalties)
 
 
 class HostSampler(Sampler):
@@ -55,12 +97,11 @@ class HostSampler(Sampler):
 
 def penalized(row: Any, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Any:
     """Return a row of logits after the penalties of a request."""
-    seen = SeenTokens(1, len(row), 10**6, HOST)
-    seen.open(0, np.array(prompt, dtype=np.int32), np.array(output, dtype=np.int32))
+    seen = [SeenIds(np.array(prompt, dtype=np.int32), np.array(output, dtype=np.int32))]
     numbers = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-    of_row = (torch.tensor([number], dtype=torch.float32) for number in numbers)
+    of_row = (np.array([number], dtype=np.float32) for number in numbers)
     changed = row[None].copy()
-    change_logits(changed, LogitChanges(), RowPenalties(seen.counts, torch.tensor([0]), *of_row))
+    change_logits(changed, LogitChanges(), RowPenalties(seen, np.array([0]), *of_row))
     return changed[0]
 
 
@@ -72,13 +113,6 @@ def constrained(
     assert constraints is not None
     changes = ChangesOfStep(None, 1, len(row))
     changes.constrain(0, constraints, np.array(output, dtype=np.int32), lacks_last=False)
-    masks, edits = changes.masks, changes.edits
     changed = row[None].copy()
-    change_logits(
-        changed,
-        LogitChanges(
-            None if masks is None else LogitMasks(*map(torch.from_numpy, (masks.bitmask, masks.mask_of_row))),
-            None if edits is None else LogitEdits(torch.from_numpy(edits), torch.tensor([-1])),
-        ),
-    )
+    change_logits(changed, LogitChanges(changes.masks, changes.row_edits))
     return changed[0]

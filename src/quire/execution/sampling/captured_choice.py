@@ -21,7 +21,7 @@ import torch
 from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.capture_backoff import CaptureBackoff
 from quire.execution.sampling.constraints import NO_EDIT, NO_MASK, RowMasks
-from quire.execution.sampling.penalties import NO_PENALTIES
+from quire.execution.sampling.table import NO_PENALTIES
 from quire.execution.step_graphs import MAX_GRAPHS, Capture
 from quire.kernels.devices.device import array_to_device, copy_to_device
 from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS, LogitMasks
@@ -53,8 +53,8 @@ class ChoiceNumbers:
         """Return copies on a device, of the numbers that there are."""
         masks = None
         if self.masks is not None:
-            parts = self.masks.bitmask, self.masks.mask_of_row
-            masks = LogitMasks(*(array_to_device(part, device) for part in parts))
+            bitmask, mask_of_row = self.masks.bitmask, self.masks.mask_of_row
+            masks = LogitMasks(array_to_device(bitmask, device), array_to_device(mask_of_row, device))
         numbers = (
             None if part is None else array_to_device(part, device)
             for part in (self.draws, self.penalties, self.edits)

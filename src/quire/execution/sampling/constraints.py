@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
-from quire.execution.arrays import BoolArray, Float32Array, Float64Array, Int64Array
+from quire.execution.arrays import BoolArray, Float64Array, Int64Array
 from quire.execution.persistent_batch import InconsistentPlanError
 from quire.execution.sampling.positions import SamplingPositions
-from quire.kernels.sampling.token_choice import NUM_EDIT_NUMBERS
+from quire.kernels.sampling.token_choice import NUM_EDIT_NUMBERS, LogitMasks, RowEdits
 from quire.sampling_params import SamplingParams
 from quire.step import NO_TOKEN, GrammarOutput, IntArray, SchedulerOutput
 
@@ -35,6 +37,8 @@ class Constraints:
 
     Attributes:
         allowed_words: [V / 32] a mask of the only tokens that are allowed; None: all are.
+        allowed_ids: the same tokens.
+        has_completions: whether tokens are banned behind others.
         until: number of output tokens after which the request is unconstrained.
     """
 
@@ -46,18 +50,17 @@ class Constraints:
             if sequence and all(token_id in vocabulary for token_id in sequence)
         ]
         banned = [sequence[0] for sequence in sequences if len(sequence) == 1]
-        banned_ids: Int64Array = np.array(banned, dtype=np.int64)
-        self._completions = _Completions([sequence for sequence in sequences if len(sequence) > 1])
-        self.allowed_words = _mask_words(params.allowed_token_ids, vocab_size)
+        longer = [sequence for sequence in sequences if len(sequence) > 1]
+        self._completions = _Completions(longer)
+        self.has_completions = bool(longer)
+        self.allowed_ids: Int64Array = np.array(params.allowed_token_ids, dtype=np.int64)
+        self.allowed_words = _mask_words(self.allowed_ids, vocab_size)
         self._min_tokens = params.min_tokens
         # Models list end-of-sequence ids that their vocabulary does not have; those need no ban.
         ending = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
-        in_vocabulary = [token_id for token_id in ending if token_id in vocabulary]
-        bias: Float32Array = np.array(list(params.logit_bias.values()), dtype=np.float32)
-        always = edits(banned_ids, -np.inf), edits(np.array(list(params.logit_bias), dtype=np.int64), bias)
-        self._edits = np.concatenate(always, axis=1)
-        early = edits(np.array(in_vocabulary, dtype=np.int64), -np.inf)
-        self._early_edits = np.concatenate((early, self._edits), axis=1)
+        early = [token_id for token_id in ending if token_id in vocabulary]
+        self._edits = _edits(params.logit_bias, banned)
+        self._early_edits = _edits(params.logit_bias, banned + early)
         lasts = sequences or params.logit_bias or params.allowed_token_ids
         self.until = UNTIL_THE_END if lasts else self._min_tokens
 
@@ -66,11 +69,14 @@ class Constraints:
         cls, params: SamplingParams, *, eos_token_ids: tuple[int, ...], vocab_size: int
     ) -> Constraints | None:
         """Return the request's constraints, or None if it has none."""
+        ways = params.min_tokens, params.bad_words_token_ids, params.logit_bias, params.allowed_token_ids
+        if not any(ways):
+            return None
         constraints = cls(params, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
         return constraints if constraints.until > 0 else None
 
-    def edits(self, num_output_tokens: int) -> Float64Array:
-        """Return the edits of a row behind any output of this many tokens; see `edits`."""
+    def edits(self, num_output_tokens: int) -> RowEdits:
+        """Return the edits behind any output of this many tokens, of row 0."""
         return self._early_edits if num_output_tokens < self._min_tokens else self._edits
 
     def banned_completions(self, output_token_ids: IntArray) -> Int64Array:
@@ -134,11 +140,8 @@ def _begun(
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class RowMasks:
-    """Which tokens R rows may choose."""
-
-    bitmask: IntArray  # [N, V / 32 or more] see `LogitMasks`
-    mask_of_row: Int64Array  # [R] the row of `bitmask`; `NO_MASK`: all tokens are allowed
+class RowMasks(LogitMasks[npt.NDArray[Any]]):
+    """Which tokens R rows may choose, in the host's memory."""
 
     @classmethod
     def of(cls, grammar: GrammarOutput, output: SchedulerOutput, sampling: SamplingPositions) -> Self:
@@ -180,14 +183,14 @@ class ChangesOfStep:
     """
 
     def __init__(self, masks: RowMasks | None, num_rows: int, vocab_size: int) -> None:
-        self._mask_of_row: Int64Array = np.full(num_rows, NO_MASK, dtype=np.int64)
         self._bitmasks: list[IntArray] = []
-        self._num_masks = 0
+        self._ids: list[Int64Array | None] = []
+        self._mask_of_row = [NO_MASK] * num_rows
         if masks is not None:
-            self._mask_of_row[:] = masks.mask_of_row
+            self._mask_of_row = masks.mask_of_row.tolist()
             self._bitmasks.append(np.ascontiguousarray(masks.bitmask[:, : num_mask_words(vocab_size)]))
-            self._num_masks = len(masks.bitmask)
-        self._edits: list[Float64Array] = []
+            self._ids += [None] * len(masks.bitmask)
+        self.row_edits: list[RowEdits] = []
 
     def constrain(self, row: int, constraints: Constraints, output: IntArray, *, lacks_last: bool) -> None:
         """Add the constraints of a row's request.
@@ -199,26 +202,28 @@ class ChangesOfStep:
             lacks_last: whether the last of them is known to the device only.
         """
         if constraints.allowed_words is not None:
-            self._allow_only(row, constraints.allowed_words)
-        self._edit(row, constraints.edits(len(output)))
+            self._allow_only(row, constraints.allowed_words, constraints.allowed_ids)
+        self._edit(RowEdits(row, *constraints.edits(len(output))[1:]))
+        if not constraints.has_completions:
+            return
         if lacks_last:
             before, last = constraints.possible_completions(output[:-1])
-            self._edit(row, edits(last, -np.inf, before))
+            self._edit(RowEdits(row, last, -np.inf, before))
         else:
-            self._edit(row, edits(constraints.banned_completions(output), -np.inf))
+            self._edit(RowEdits(row, constraints.banned_completions(output), -np.inf))
 
-    def _allow_only(self, row: int, words: IntArray) -> None:
+    def _allow_only(self, row: int, words: IntArray, token_ids: Int64Array) -> None:
         """Forbid a row all other tokens, beside those that its grammar forbids."""
-        if self._mask_of_row[row] != NO_MASK:
-            words = words & self._bitmasks[0][self._mask_of_row[row]]
+        mask = self._mask_of_row[row]
+        if mask != NO_MASK:
+            words = words & self._bitmasks[0][mask]
+        self._mask_of_row[row] = len(self._ids)
         self._bitmasks.append(words[None])
-        self._mask_of_row[row] = self._num_masks
-        self._num_masks += 1
+        self._ids.append(token_ids if mask == NO_MASK else None)
 
-    def _edit(self, row: int, of_row: Float64Array) -> None:
-        if of_row.shape[1]:
-            self._edits.append(of_row.copy())
-            self._edits[-1][0] = row
+    def _edit(self, edits: RowEdits) -> None:
+        if len(edits.token_ids):
+            self.row_edits.append(edits)
 
     @property
     def masks(self) -> RowMasks | None:
@@ -226,23 +231,24 @@ class ChangesOfStep:
         if not self._bitmasks:
             return None
         bitmask = self._bitmasks[0] if len(self._bitmasks) == 1 else np.concatenate(self._bitmasks)
-        return RowMasks(bitmask, self._mask_of_row)
+        return RowMasks(bitmask, np.array(self._mask_of_row), self._ids)
 
     @property
     def edits(self) -> Float64Array | None:
         """What is added to single logits, [NUM_EDIT_NUMBERS, E], see `LogitEdits`; None: nothing."""
-        if len(self._edits) < 2:
-            return self._edits[0] if self._edits else None
-        return np.concatenate(self._edits, axis=1)
+        if not self.row_edits:
+            return None
+        ends = list(itertools.accumulate(len(edits.token_ids) for edits in self.row_edits))
+        numbers = np.empty((NUM_EDIT_NUMBERS, ends[-1]))
+        for end, (row, token_ids, added, after) in zip(ends, self.row_edits, strict=True):
+            part = numbers[:, end - len(token_ids) : end]
+            part[0], part[1], part[2], part[3] = row, token_ids, added, after
+        return numbers
 
 
-def edits(
-    token_ids: Int64Array, added: Float32Array | float, after: Int64Array | int = NO_TOKEN
-) -> Float64Array:
-    """Return edits of row 0 as in `LogitEdits`, made if `after` is the last token, or `NO_TOKEN`."""
-    numbers = np.zeros((NUM_EDIT_NUMBERS, len(token_ids)))
-    numbers[1], numbers[2], numbers[3] = token_ids, added, after
-    return numbers
+def _edits(logit_bias: Mapping[int, float], banned: Sequence[int]) -> RowEdits:
+    added = [*logit_bias.values()] + [-np.inf] * len(banned)
+    return RowEdits(0, np.array([*logit_bias, *banned], dtype=np.int64), np.array(added, dtype=np.float32))
 
 
 def num_mask_words(vocab_size: int) -> int:
@@ -250,10 +256,10 @@ def num_mask_words(vocab_size: int) -> int:
     return -(-vocab_size // _WORD)
 
 
-def _mask_words(token_ids: Sequence[int], vocab_size: int) -> IntArray | None:
+def _mask_words(token_ids: Int64Array, vocab_size: int) -> IntArray | None:
     """Return a mask of tokens, [V / 32]; None: without any."""
-    if not token_ids:
+    if not len(token_ids):
         return None
     allowed = np.zeros(num_mask_words(vocab_size) * _WORD, dtype=np.uint8)
-    allowed[list(token_ids)] = 1
+    allowed[token_ids] = 1
     return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,15 +12,12 @@ from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.known_tokens import KnownTokens
 from quire.execution.sampling.table import SamplingTable
 from quire.kernels.devices.device import array_to_device
-from quire.kernels.sampling.seen_tokens import SeenTokens
+from quire.kernels.sampling.seen_tokens import HostSeenTokens, SeenTokens
 from quire.kernels.sampling.token_choice import RowPenalties
 from quire.step import NO_TOKEN, IntArray
 
-_NOT_COUNTED = -1
+_NOT_COUNTED = np.iinfo(np.int64).max  # more than there are tokens
 _NO_SLOT = -1
-
-NO_PENALTIES = (_NO_SLOT, 1.0, 0.0, 0.0, _NO_SLOT)
-"""The numbers of a row without penalties, as in `StepPenalties`."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -45,6 +43,7 @@ class Penalties:
         vocab_size: V.
         max_model_len: maximum number of tokens of a request.
         device: of the logits.
+        is_on_host: whether the host chooses, and no device.
     """
 
     def __init__(
@@ -54,10 +53,16 @@ class Penalties:
         vocab_size: int,
         max_model_len: int,
         device: torch.device,
+        *,
+        is_on_host: bool = False,
     ) -> None:
         self._table = table
         self._device = device
-        self._seen = SeenTokens(max_num_seqs, vocab_size, max_model_len, device)
+        self._seen: SeenTokens | HostSeenTokens = (
+            HostSeenTokens(table.seen)
+            if is_on_host
+            else SeenTokens(max_num_seqs, vocab_size, max_model_len, device)
+        )
         self._num_counted: Int64Array = np.full(max_num_seqs, _NOT_COUNTED, dtype=np.int64)
         self._times_written: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -75,38 +80,40 @@ class Penalties:
             positions: [R] absolute index of the token to choose.
             known: of the rows.
         """
+        numbers, drafts = self._table.penalties_of(slots), None
         counted = self._table.is_penalized(slots)
-        if not counted.any():
+        if not np.count_nonzero(counted):
             return None
-        begins_slot = np.ones_like(counted)
+        num_counted = self._num_counted[slots]
+        is_stale = (num_counted != positions) | (self._times_written[slots] != known.times_written)
+        if not np.count_nonzero(is_stale & counted):  # of drafts, all rows but the first are
+            self._num_counted[slots] = num_counted + counted
+            return StepPenalties(numbers, None)
+        begins_slot = np.ones(len(slots), dtype=np.bool_)
         np.not_equal(slots[1:], slots[:-1], out=begins_slot[1:])
-        slots_to_count, drafts = np.where(counted, slots, _NO_SLOT), None
-        numbers = np.empty((5, len(slots)))
-        numbers[0], numbers[1:4] = slots_to_count, self._table.penalties_of(slots)
-        firsts = np.flatnonzero(counted & begins_slot)
-        self._catch_up(slots[firsts], positions[firsts], known.times_written[firsts], known.token_ids)
-        self._num_counted[slots[firsts]] = positions[firsts] + 1
-        if not begins_slot.all():
+        firsts = (counted & begins_slot).nonzero()[0]
+        first_slots, ends = slots[firsts], positions[firsts]
+        self._catch_up(first_slots, ends, known.times_written[firsts], known.token_ids)
+        self._num_counted[first_slots] = ends + 1
+        if np.count_nonzero(begins_slot) < len(slots):
             # Which of the drafts count is known to the host, and counted by the next time.
             num_drafts = positions - positions[begins_slot][np.cumsum(begins_slot) - 1]  # before each row
             num_drafts[~counted] = 0
-            has_drafts = counted & np.isin(slots, slots[num_drafts > 0])
-            slots_to_count[has_drafts] = _NO_SLOT
-            self._num_counted[slots[has_drafts]] = positions[has_drafts] - num_drafts[has_drafts]
-            if has_drafts.any():
+            has_drafts = num_drafts > 0
+            has_drafts[:-1] |= has_drafts[1:]  # the row before them, too
+            if np.count_nonzero(has_drafts):
+                numbers[4, has_drafts] = _NO_SLOT
+                self._num_counted[slots[has_drafts]] = (positions - num_drafts)[has_drafts]
                 drafts = self._drafts(slots, positions, num_drafts, known.token_ids)
-        numbers[4] = slots_to_count
         return StepPenalties(numbers, drafts)
 
-    def on_device(self, numbers: torch.Tensor, drafts: torch.Tensor | None = None) -> RowPenalties:
+    def on_device(self, numbers: Any, drafts: Any = None) -> RowPenalties[Any]:
         """Return what rows are penalized by; the arguments are those of `StepPenalties`, on the device."""
-        repetition, frequency, presence = numbers[1:4].float()
-        slots = numbers[0].long()
-        return RowPenalties(self._seen.counts, slots, repetition, frequency, presence, drafts)
+        return self._seen.penalties(numbers, drafts)
 
-    def add(self, numbers: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def add(self, numbers: Any, token_ids: torch.Tensor) -> None:
         """Count the tokens [R] int64 that have been chosen after penalties; see `on_device`."""
-        self._seen.add(numbers[-1].long(), token_ids)
+        self._seen.add(numbers[-1], token_ids)
 
     @staticmethod
     def _drafts(
@@ -124,13 +131,12 @@ class Penalties:
         """Have the tokens before each position counted, and no others."""
         num_counted = self._num_counted[slots]
         num_new = positions - num_counted
-        is_same = (self._times_written[slots] == times_written) & (num_new >= 0)
-        is_same &= num_counted != _NOT_COUNTED
-        if not is_same.all():
-            for slot, end in zip(slots[~is_same].tolist(), positions[~is_same].tolist(), strict=True):
+        is_other = (self._times_written[slots] != times_written) | (num_new < 0)
+        if np.count_nonzero(is_other):
+            for slot, end in zip(slots[is_other].tolist(), positions[is_other].tolist(), strict=True):
                 self._count_again(slot, token_ids[slot, :end])
-            num_new[~is_same] = 0
-        if num_new.any():
+            num_new[is_other] = 0
+        if np.count_nonzero(num_new):
             rows = np.repeat(slots, num_new)
             ends = np.cumsum(num_new)
             places = np.arange(len(rows)) - np.repeat(ends - num_new - num_counted, num_new)

@@ -58,8 +58,11 @@ class Sampler:
     ) -> None:
         self.table = SamplingTable(max_num_seqs, vocab_size)
         self._choice = kernels.sampling
+        self.is_synchronous = self._choice.is_synchronous
+        """See `TokenChoice`."""
         self._device = kernels.device
-        self._penalties = Penalties(self.table, max_num_seqs, vocab_size, max_model_len, kernels.device)
+        sizes = max_num_seqs, vocab_size, max_model_len
+        self._penalties = Penalties(self.table, *sizes, kernels.device, is_on_host=self.is_synchronous)
         # The one behind the slots' is of rows that are nobody's.
         self._last = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=kernels.device)
         self._captured: CapturedChoice | None = None
@@ -71,11 +74,6 @@ class Sampler:
                 max_num_seqs=max_num_seqs,
                 num_words=num_mask_words(vocab_size),
             )
-
-    @property
-    def is_synchronous(self) -> bool:
-        """See `TokenChoice`."""
-        return self._choice.is_synchronous
 
     def sample(
         self,
@@ -103,19 +101,28 @@ class Sampler:
         if needs & DRAWS:
             draws = self.table.draws(slots, positions)
         if needs & LOGPROBS:
-            is_changed = changes is not None or penalties is not None
-            raw = self._raw_logits(logits.rows, slots, is_copied=is_changed)
+            raw = self._raw_logits(logits.rows, slots, are_masked=masks is not None)
         all_masks = None if changes is None else changes.masks
-        numbers = ChoiceNumbers(
-            slots,
-            draws,
-            None if penalties is None else penalties.numbers,
-            all_masks,
-            None if changes is None else changes.edits,
-        )
-        token_ids, maxima = self._chosen(logits, numbers, penalties)
+        if self.is_synchronous:
+            token_ids, maxima = self._choose_on_host(logits.rows, draws, all_masks, changes, penalties)
+        else:
+            numbers = ChoiceNumbers(
+                slots,
+                draws,
+                None if penalties is None else penalties.numbers,
+                all_masks,
+                None if changes is None else changes.edits,
+            )
+            token_ids, maxima = self._chosen(logits, numbers, penalties)
         logprobs = None if raw is None else self._logprobs(raw, token_ids)
-        return TokensInFlight(token_ids, maxima, masks=all_masks, grammars=masks, logprobs=logprobs)
+        return TokensInFlight(
+            token_ids,
+            maxima,
+            masks=all_masks,
+            grammars=masks,
+            logprobs=logprobs,
+            are_known=self.is_synchronous,
+        )
 
     def _changes(
         self,
@@ -126,17 +133,36 @@ class Sampler:
         vocab_size: int,
     ) -> ChangesOfStep | None:
         """Return what grammars and constraints change; None: nothing."""
-        constrained = np.flatnonzero(self.table.is_constrained(slots, positions)).tolist()
-        if masks is None and not constrained:
+        rows = self.table.is_constrained(slots, positions).nonzero()[0]
+        if masks is None and not rows.size:
             return None
         changes = ChangesOfStep(masks, len(slots), vocab_size)
-        for row in constrained:
-            slot = slots[row]
+        of_slots, ends = slots[rows], positions[rows]
+        numbers = rows, of_slots, self.table.num_prompt_tokens[of_slots], ends, known.is_missing[rows]
+        for row, slot, start, end, lacks_last in zip(*(part.tolist() for part in numbers), strict=True):
             constraints = self.table.constraints[slot]
             assert constraints is not None
-            output = known.token_ids[slot, self.table.num_prompt_tokens[slot] : positions[row]]
-            changes.constrain(row, constraints, output, lacks_last=bool(known.is_missing[row]))
+            changes.constrain(row, constraints, known.token_ids[slot, start:end], lacks_last=lacks_last)
         return changes
+
+    def _choose_on_host(
+        self,
+        logits: torch.Tensor,
+        draws: Float64Array | None,
+        masks: RowMasks | None,
+        changes: ChangesOfStep | None,
+        penalties: StepPenalties | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose tokens by what is in the host's memory; see `TokenChoice.choose`."""
+        token_ids, maxima = self._choice.choose(
+            logits,
+            None if draws is None else RowDraws(draws[0], draws[1].astype(np.int64), *draws[2:]),
+            None if changes is None else LogitChanges(masks, changes.row_edits),
+            None if penalties is None else self._penalties.on_device(penalties.numbers, penalties.drafts),
+        )
+        if penalties is not None:
+            self._penalties.add(penalties.numbers, token_ids)
+        return token_ids, maxima
 
     def _chosen(
         self, logits: StepLogits, numbers: ChoiceNumbers, penalties: StepPenalties | None
@@ -158,32 +184,33 @@ class Sampler:
         """
         draws = changes = penalties = None
         if tensors.draws is not None:
-            draws = RowDraws.of(tensors.draws)
+            temperature, top_k, top_p, min_p, uniforms = tensors.draws
+            draws = RowDraws(temperature, top_k.long(), top_p, min_p, uniforms)
         if tensors.masks is not None or tensors.edits is not None:
-            edits = None
+            changes = LogitChanges(tensors.masks)
             if tensors.edits is not None:
                 edits = LogitEdits(tensors.edits, self._last.index_select(0, tensors.slots))
-            changes = LogitChanges(tensors.masks, edits)
+                changes = LogitChanges(tensors.masks, edits)
         if tensors.penalties is not None:
             penalties = self._penalties.on_device(tensors.penalties, drafts)
         token_ids, maxima = self._choice.choose(logits, draws, changes, penalties)
-        if not self._choice.is_synchronous:
-            self._choice.keep_last(token_ids, tensors.slots, self._last)
+        self._choice.keep_last(token_ids, tensors.slots, self._last)
         if tensors.penalties is not None:
             self._penalties.add(tensors.penalties, token_ids)
         return token_ids, maxima
 
-    def _raw_logits(self, logits: torch.Tensor, slots: Int64Array, *, is_copied: bool) -> _RawLogits:
+    def _raw_logits(self, logits: torch.Tensor, slots: Int64Array, *, are_masked: bool) -> _RawLogits:
         num_logprobs = self.table.num_logprobs[slots]
-        rows = np.flatnonzero(num_logprobs >= 0)
+        rows = (num_logprobs >= 0).nonzero()[0]
         of_rows = places = self._to_device(rows)
-        if is_copied:
+        if are_masked or self.table.needs(slots[rows]) & (CONSTRAINTS | PENALTIES):
             logits, places = logits[of_rows], self._to_device(np.arange(len(rows)))
         return _RawLogits(rows, num_logprobs[rows], of_rows, logits, places)
 
     def _logprobs(self, raw: _RawLogits, token_ids: torch.Tensor) -> ReportedLogprobs:
         most = min(int(raw.counts.max()), raw.logits.shape[1])
-        found = self._choice.logprobs(raw.logits, token_ids[raw.of_rows], most, raw.places)
+        chosen = token_ids if len(raw.rows) == len(token_ids) else token_ids[raw.of_rows]
+        found = self._choice.logprobs(raw.logits, chosen, most, raw.places)
         return ReportedLogprobs(raw.rows, raw.counts, found)
 
     def _to_device(self, numbers: Int64Array | Float64Array) -> torch.Tensor:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.execution.arrays import BoolArray, Float32Array, Float64Array, Int64Array, UInt8Array, UInt64Array
+from quire.execution.arrays import BoolArray, Float64Array, Int64Array, UInt8Array, UInt64Array
 from quire.execution.sampling.constraints import Constraints
 from quire.execution.sampling.rng import uniforms
+from quire.kernels.sampling.seen_tokens import SeenIds
 from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS
 from quire.sampling_params import SamplingParams
 
 DRAWS, PENALTIES, CONSTRAINTS, LOGPROBS = 1, 2, 4, 8
 """What a request may need beside its likeliest token; bits."""
+
+_NO_SLOT = -1
+NO_PENALTIES = (_NO_SLOT, 1.0, 0.0, 0.0, _NO_SLOT)
+"""The numbers of a row without penalties, as in `StepPenalties`."""
 
 _NO_LOGPROBS = -1
 _NO_POSITION = -1
@@ -34,8 +39,9 @@ class SamplingTable:
         self._uniforms_of: Int64Array = np.full((max_num_seqs, _NUM_AHEAD), _NO_POSITION, dtype=np.int64)
         self.num_logprobs: Int64Array = np.full(max_num_seqs, _NO_LOGPROBS, dtype=np.int64)
         self._constrained_until: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
-        self._penalty = np.zeros((3, max_num_seqs), dtype=np.float32)
+        self._penalties = np.tile(np.array(NO_PENALTIES)[:, None], max_num_seqs)
         self.constraints: list[Constraints | None] = [None] * max_num_seqs
+        self.seen: list[SeenIds | None] = [None] * max_num_seqs
 
     def write(
         self,
@@ -62,31 +68,36 @@ class SamplingTable:
         self.constraints[slot] = constraints
         self._constrained_until[slot] = 0 if constraints is None else constraints.until
         penalty = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        self._penalty[:, slot] = penalty
+        is_penalized = penalty != (1, 0, 0)
+        self._penalties[:, slot] = NO_PENALTIES
+        if is_penalized:
+            self._penalties[:, slot] = slot, *np.array(penalty, dtype=np.float32), slot
         self._needs[slot] = (
             DRAWS * (params.temperature > 0)
-            + PENALTIES * (penalty != (1, 0, 0))
+            + PENALTIES * is_penalized
             + CONSTRAINTS * (constraints is not None)
             + LOGPROBS * (params.logprobs is not None)
         )
 
     def clear(self, slot: int) -> None:
         """Free the memory held for the request that left the slot."""
-        self.constraints[slot] = None
+        self.constraints[slot] = self.seen[slot] = None
 
     def needs(self, slots: Int64Array) -> int:
         """Return what any of `slots` [R] needs."""
-        return int(np.bitwise_or.reduce(self._needs[slots]))
+        needs = 0
+        for of_slot in set(self._needs[slots].tobytes()):
+            needs |= of_slot
+        return needs
 
     def is_penalized(self, slots: Int64Array) -> BoolArray:
         """Return which of `slots` have penalties, [R]."""
-        penalized: BoolArray = self._needs[slots] & PENALTIES > 0
+        penalized: BoolArray = self._penalties[0, slots] != _NO_SLOT
         return penalized
 
-    def penalties_of(self, slots: Int64Array) -> Float32Array:
-        """Return the penalties of `slots` for repetition, frequency and presence, [3, R]."""
-        penalties: Float32Array = np.ascontiguousarray(self._penalty[:, slots])
-        return penalties
+    def penalties_of(self, slots: Int64Array) -> Float64Array:
+        """Return the numbers of `StepPenalties` of `slots`, [5, R]."""
+        return self._penalties.take(slots, axis=1)
 
     def is_constrained(self, slots: Int64Array, positions: Int64Array) -> BoolArray:
         """Return which of `slots` have constraints on the token at `positions`, [R]."""
@@ -95,7 +106,7 @@ class SamplingTable:
         return constrained
 
     def draws(self, slots: Int64Array, positions: Int64Array) -> Float64Array:
-        """Return the numbers that `RowDraws` are made of, [NUM_DRAW_NUMBERS, R].
+        """Return the numbers that `RowDraws` are made of, [NUM_DRAW_NUMBERS, R], in the order of its fields.
 
         Args:
             slots: [R].

@@ -55,6 +55,7 @@ class TokensInFlight:
         masks: of the rows; None: all tokens are allowed.
         grammars: those that are a grammar's.
         logprobs: of the rows that report any; None: none do.
+        are_known: whether the host has all of that.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class TokensInFlight:
         masks: RowMasks | None,
         grammars: RowMasks | None,
         logprobs: ReportedLogprobs | None,
+        are_known: bool = False,
     ) -> None:
         self._masks = masks
         self._grammars = grammars
@@ -72,10 +74,10 @@ class TokensInFlight:
         tensors = [token_ids, maxima]
         if logprobs is not None:
             tensors += [logprobs.found.token_ids, logprobs.found.logprobs, logprobs.found.ranks]
-        self._copies = [HostCopy(tensor) for tensor in tensors]
+        self._copies = [] if are_known else [HostCopy(tensor) for tensor in tensors]
         self._lock = threading.Lock()
-        self._outcome: list[torch.Tensor] | Exception | None = None
-        self.known_at = math.inf
+        self._outcome: list[torch.Tensor] | Exception | None = tensors if are_known else None
+        self.known_at = time.perf_counter() if are_known else math.inf
         """When somebody who waited was told, by `time.perf_counter`."""
 
     @property
@@ -98,15 +100,16 @@ class TokensInFlight:
     def sampled(self) -> SamplerOutput:
         """Return all that was asked for as soon as the host has it; raises as `token_ids`."""
         chosen, largest, *of_logprobs = self._wait()
-        token_ids, maxima = chosen.numpy(), largest.numpy()
+        token_ids = chosen.numpy()
         errors, error_params = {}, {}
         for row in (token_ids == NO_TOKEN).nonzero()[0].tolist():
-            if maxima[row] == -np.inf and self._masks is not None and self._masks.is_masked[row]:
+            maximum = largest[row].item()
+            if maximum == -np.inf and self._masks is not None and self._masks.is_masked[row]:
                 has_grammar = self._grammars is not None and self._grammars.is_masked[row]
                 errors[row] = NO_CHOICE
                 error_params[row] = "structured_outputs" if has_grammar else "allowed_token_ids"
             else:
-                errors[row] = nonfinite_error(maxima[row])
+                errors[row] = nonfinite_error(maximum)
         logprobs = {}
         if self._logprobs is not None:
             positions = position_logprobs(of_logprobs, self._logprobs.counts)

@@ -8,14 +8,17 @@ and numbers only: each operation runs along single rows in a fixed order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from typing_extensions import override
 
 from quire.kernels.sampling.row_scans import BoolArray, Float32Array, Int64Array, RowScans
-from quire.kernels.sampling.seen_tokens import in_prompt
-from quire.kernels.sampling.selection import Filters, draw
+from quire.kernels.sampling.selection import draw
 from quire.kernels.sampling.token_choice import (
+    Array,
+    Filters,
     LogitChanges,
     LogitEdits,
     LogitMasks,
@@ -43,45 +46,41 @@ class HostChoice(TokenChoice):
     def choose(
         self,
         logits: torch.Tensor,
-        draws: RowDraws | None = None,
-        changes: LogitChanges | None = None,
-        penalties: RowPenalties | None = None,
+        draws: RowDraws[Array] | None = None,
+        changes: LogitChanges[Array] | None = None,
+        penalties: RowPenalties[Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = logits.numpy()
         token_ids, maxima = self.scans.largest(rows)
         is_drawable = np.isfinite(maxima)
-        if not is_drawable.all():
-            token_ids[~is_drawable] = NO_TOKEN
+        unsound = (~is_drawable).nonzero()[0]
+        if unsound.size:
+            token_ids[unsound] = NO_TOKEN
         if changes is not None or penalties is not None:
-            is_changed = change_logits(rows, changes or LogitChanges(), penalties)
-            changed = np.flatnonzero(is_changed & is_drawable)
-            likeliest, largest = self.scans.largest(rows, changed)
-            has_one = np.isfinite(largest)
-            if not has_one.all():
-                likeliest[~has_one] = NO_TOKEN
-                is_drawable[changed] = has_one
+            is_changed = change_logits(rows, changes, penalties)
+            changed = (is_changed & is_drawable).nonzero()[0]
+            likeliest, largest = self.scans.largest(rows, None if len(changed) == len(rows) else changed)
+            has_none = ~np.isfinite(largest)
+            if np.count_nonzero(has_none):
+                likeliest[has_none] = NO_TOKEN
+                is_drawable[changed] = ~has_none
                 # Without a mask, a row where all tokens are banned keeps its likeliest one.
                 if changes is not None and changes.masks is not None:
-                    has_one |= changes.masks.mask_of_row.numpy()[changed] >= 0
-                changed, likeliest, largest = changed[has_one], likeliest[has_one], largest[has_one]
+                    has_none &= changes.masks.mask_of_row[changed] < 0
+                changed, likeliest, largest = changed[~has_none], likeliest[~has_none], largest[~has_none]
             token_ids[changed], maxima[changed] = likeliest, largest
         if draws is not None:
-            drawn = np.flatnonzero((draws.temperature.numpy() > 0) & is_drawable)
+            drawn = ((draws.temperature > 0) & is_drawable).nonzero()[0]
             if drawn.size:
                 token_ids[drawn] = self._draw(rows, maxima, draws, drawn)
         return torch.from_numpy(token_ids), torch.from_numpy(maxima)
 
     def _draw(
-        self, logits: Float32Array, maxima: Float32Array, draws: RowDraws, rows: Int64Array
+        self, logits: Float32Array, maxima: Float32Array, draws: RowDraws[Array], rows: Int64Array
     ) -> Int64Array:
-        filters = Filters(
-            draws.temperature.numpy()[rows],
-            draws.top_k.numpy()[rows],
-            draws.top_p.numpy()[rows],
-            draws.min_p.numpy()[rows],
-        )
-        uniforms = draws.uniforms.numpy()[rows]
-        return draw(logits, maxima[rows], filters, uniforms, rows=rows, scans=self.scans)
+        numbers = draws.temperature, draws.top_k, draws.top_p, draws.min_p
+        filters = Filters(*(of_rows[rows] for of_rows in numbers))
+        return draw(logits, maxima[rows], filters, draws.uniforms[rows], rows=rows, scans=self.scans)
 
     @override
     def logprobs(
@@ -90,7 +89,7 @@ class HostChoice(TokenChoice):
         all_rows, wanted = logits.numpy(), rows.numpy()
         largest = maxima = self.scans.largest(all_rows, wanted)[1]
         is_sound = np.isfinite(maxima)
-        if not is_sound.all():  # in place of such rows, others with any numbers
+        if np.count_nonzero(is_sound) < len(wanted):  # in place of such rows, others with any numbers
             all_rows, wanted = all_rows[wanted], np.arange(len(wanted))
             all_rows[~is_sound] = 0
             largest = np.where(is_sound, maxima, np.float32(0))
@@ -111,7 +110,7 @@ def top_tokens(logits: Float32Array, count: int, *, rows: Int64Array, scans: Row
     head = scans.likeliest(logits, rows)
     top = np.empty((len(rows), count), dtype=np.int64)
     enough = head.count >= count
-    if enough.any():
+    if np.count_nonzero(enough):
         top[enough] = head.token_ids[enough, :count]
     for index in np.flatnonzero(~enough).tolist():
         top[index] = np.argsort(-logits[rows[index]], kind="stable")[:count]
@@ -119,78 +118,74 @@ def top_tokens(logits: Float32Array, count: int, *, rows: Int64Array, scans: Row
 
 
 def change_logits(
-    logits: Float32Array, changes: LogitChanges, penalties: RowPenalties | None = None
+    logits: Float32Array, changes: LogitChanges[Array] | None, penalties: RowPenalties[Any] | None = None
 ) -> BoolArray:
     """Change logits [R, V] in place; return which rows are changed, [R]."""
     is_changed = np.zeros(len(logits), dtype=np.bool_)
-    if changes.masks is not None:
-        is_changed |= _forbid(logits, changes.masks)
-    if changes.edits is not None:
-        is_changed[_edit(logits, changes.edits)] = True
+    if changes is not None:
+        if changes.masks is not None:
+            is_changed |= _forbid(logits, changes.masks)
+        assert not isinstance(changes.edits, LogitEdits)
+        with np.errstate(invalid="ignore"):  # a ban of what is infinite, in a row that has no token
+            for row, token_ids, added, _ in changes.edits:
+                logits[row][token_ids] += added  # of several for one token, the last counts: a ban
+                is_changed[row] = True
     if penalties is not None:
         is_changed |= _penalize(logits, penalties)
     return is_changed
 
 
-def _forbid(logits: Float32Array, masks: LogitMasks) -> BoolArray:
-    bitmask, mask_of_row = masks.bitmask.numpy(), masks.mask_of_row.numpy()
-    is_masked: BoolArray = mask_of_row >= 0
-    for row in np.flatnonzero(is_masked).tolist():
-        words = np.ascontiguousarray(bitmask[mask_of_row[row]], dtype="<i4")
-        places = np.flatnonzero(words != 0)
-        if len(places) < len(words) // 4:
+def _forbid(logits: Float32Array, masks: LogitMasks[Array]) -> BoolArray:
+    is_masked: BoolArray = masks.mask_of_row >= 0
+    for row in is_masked.nonzero()[0].tolist():
+        of_row, mask = logits[row], masks.mask_of_row[row]
+        allowed = None if masks.ids is None else masks.ids[mask]
+        if allowed is None:
+            words = np.ascontiguousarray(masks.bitmask[mask], dtype="<i4")
+            places = np.flatnonzero(words != 0)
+            if len(places) >= len(words) // 4:
+                bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=len(of_row))
+                np.copyto(of_row, -np.inf, where=bits == 0)
+                continue
             bits = np.unpackbits(words[places].view(np.uint8), bitorder="little")
             found = np.flatnonzero(bits.view(np.bool_))
             allowed = 32 * places[found // 32] + found % 32
-            allowed = allowed[allowed < logits.shape[1]]
-            kept = logits[row][allowed]
-            logits[row].fill(-np.inf)
-            logits[row][allowed] = kept
-        else:
-            bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=logits.shape[1])
-            np.copyto(logits[row], -np.inf, where=bits == 0)
+            allowed = allowed[allowed < len(of_row)]
+        kept = of_row[allowed]
+        of_row.fill(-np.inf)
+        of_row[allowed] = kept
     return is_masked
 
 
-def _edit(logits: Float32Array, edits: LogitEdits) -> Int64Array:
-    """Return the rows of the edits."""
-    numbers, before = edits.numbers.numpy(), edits.tokens_before.numpy()
-    rows: Int64Array = numbers[0].astype(np.int64)
-    wanted = numbers[3]
-    is_made = (rows >= 0) & ((wanted == NO_TOKEN) | (wanted == before[rows]))
-    if not is_made.all():
-        rows, numbers = rows[is_made], numbers[:, is_made]
-    token_ids, added = numbers[1].astype(np.int64), numbers[2].astype(np.float32)
-    is_ban = added == -np.inf
-    added[is_ban] = 0
-    logits[rows, token_ids] += added
-    logits[rows[is_ban], token_ids[is_ban]] = -np.inf
-    return rows
-
-
-def _penalize(logits: Float32Array, penalties: RowPenalties) -> BoolArray:
+def _penalize(logits: Float32Array, penalties: RowPenalties[Any]) -> BoolArray:
     """Penalize tokens that rows have seen.
 
     Repetition (Keskar et al. 2019) concerns tokens of prompt and output: a positive logit is divided by it,
     any other multiplied. Frequency and presence (OpenAI's formula) concern the output only: logit - count *
     frequency - (count > 0) * presence.
     """
-    slots, seen = penalties.seen_of_row.numpy(), penalties.seen.numpy()
-    drafts = None if penalties.drafts is None else penalties.drafts.numpy()
-    numbers = (penalties.repetition, penalties.frequency, penalties.presence)
-    repetition, frequency, presence = (of_rows.numpy() for of_rows in numbers)
-    is_counted = in_prompt(penalties.seen.dtype) - 1  # the bits of the count
-    is_penalized: BoolArray = slots >= 0
-    for row in np.flatnonzero(is_penalized).tolist():
-        counts = seen[slots[row]]
-        if drafts is not None:
-            counts = counts.copy()
-            np.add.at(counts, drafts[row][drafts[row] != NO_TOKEN], 1)
-        ids = np.flatnonzero(counts != 0)
-        in_output = (counts[ids] & is_counted).astype(np.float32)
-        found = logits[row][ids]
-        found = np.where(found > 0, found / repetition[row], found * repetition[row])
-        found -= frequency[row] * in_output
-        found -= presence[row] * (in_output > 0)
-        logits[row][ids] = found
+    numbers = penalties.seen_of_row, penalties.repetition, penalties.frequency, penalties.presence
+    rows = zip(*(of_rows.tolist() for of_rows in numbers), strict=True)
+    is_penalized: BoolArray = penalties.seen_of_row >= 0
+    for row, (slot, repetition, frequency, presence) in enumerate(rows):
+        if slot < 0:
+            continue
+        seen = penalties.seen[slot]
+        num_ids, drafted = len(seen.ids), []
+        if penalties.drafts is not None:
+            drafted = [token_id for token_id in penalties.drafts[row].tolist() if token_id != NO_TOKEN]
+            for token_id in drafted:
+                seen.add(token_id)
+        ids, in_output = seen.ids, seen.times
+        changed = logits[row][ids]
+        if repetition != 1:
+            found, changed = changed, changed * repetition
+            np.divide(found, repetition, out=changed, where=found > 0)
+        if frequency:
+            changed -= frequency * in_output
+        if presence:
+            changed -= presence * np.minimum(in_output, 1)
+        logits[row][ids] = changed
+        if drafted:
+            seen.take_back(drafted, num_ids)
     return is_penalized

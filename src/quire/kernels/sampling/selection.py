@@ -10,7 +10,6 @@ Filters: top-k (Fan et al. 2018), top-p or nucleus (Holtzman et al. 2020), min-p
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import numpy as np
@@ -23,24 +22,15 @@ from quire.kernels.sampling.row_scans import (
     RowScans,
     relative_weights,
 )
+from quire.kernels.sampling.token_choice import Array, Filters
 
 _NUM_BINS = 4096
-
-
-@dataclasses.dataclass(slots=True, frozen=True)
-class Filters:
-    """What each row samples with; arrays [S]."""
-
-    temperature: Float64Array  # above 0
-    top_k: Int64Array  # at least 1; V or more keeps all
-    top_p: Float64Array  # above 0; 1 keeps all
-    min_p: Float64Array  # 0 keeps all
 
 
 def draw(
     logits: Float32Array,
     maxima: Float32Array,
-    filters: Filters,
+    filters: Filters[Array],
     uniforms: Float64Array,
     *,
     rows: Int64Array,
@@ -81,7 +71,7 @@ class _Kept:
         self,
         logits: Float32Array,
         maxima: Float32Array,
-        filters: Filters,
+        filters: Filters[Array],
         rows: Int64Array,
         scans: RowScans,
     ) -> None:

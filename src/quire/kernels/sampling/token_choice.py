@@ -4,37 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic, NamedTuple
 
+import numpy.typing as npt
 import torch
+from typing_extensions import TypeVar
+
+from quire.kernels.sampling.row_scans import Float32Array, Int64Array
+from quire.step import NO_TOKEN
+
+Array = npt.NDArray[Any]
+A = TypeVar("A", torch.Tensor, Array, default=torch.Tensor)
+"""Tensors on the device of the logits; arrays for a choice on the host."""
 
 NUM_DRAW_NUMBERS = 5
-"""Of a row: those of `RowDraws`."""
+"""Of a row: those of `RowDraws`, in the order of its fields."""
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class RowDraws:
-    """How each row draws its token; tensors [R] on the device of the logits."""
+class Filters(Generic[A]):
+    """Which tokens rows draw from, [R]."""
 
-    temperature: torch.Tensor  # float64; 0: the likeliest token
-    top_k: torch.Tensor  # int64, at least 1; V or more keeps all
-    top_p: torch.Tensor  # float64, above 0; 1 keeps all
-    min_p: torch.Tensor  # float64; 0 keeps all
-    uniforms: torch.Tensor  # float64, in [0, 1)
-
-    @classmethod
-    def of(cls, numbers: torch.Tensor) -> Self:
-        """Return the draws by numbers [NUM_DRAW_NUMBERS, R] float64, in the order of the fields."""
-        temperature, top_k, top_p, min_p, uniforms = numbers
-        return cls(temperature, top_k.long(), top_p, min_p, uniforms)
+    temperature: A  # float64; 0: the likeliest token
+    top_k: A  # int64, at least 1; V or more keeps all
+    top_p: A  # float64, above 0; 1 keeps all
+    min_p: A  # float64; 0 keeps all
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class LogitMasks:
-    """Which tokens may be chosen; tensors on the device of the logits."""
+class RowDraws(Filters[A]):
+    """How each row draws its token, [R]."""
 
-    bitmask: torch.Tensor  # [N, V / 32 or more] int32; bit t % 32 of word t // 32: whether token t is allowed
-    mask_of_row: torch.Tensor  # [R] int64, the row of `bitmask`; -1: all tokens are allowed
+    uniforms: A  # float64, in [0, 1)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LogitMasks(Generic[A]):
+    """Which tokens may be chosen."""
+
+    bitmask: A  # [N, V / 32 or more] int32; bit t % 32 of word t // 32: whether token t is allowed
+    mask_of_row: A  # [R] int64, the row of `bitmask`; -1: all tokens are allowed
+    ids: list[Int64Array | None] | None = None
+    """[N] the tokens that are allowed, where the host has lists of them."""
 
 
 NUM_EDIT_NUMBERS = 4
@@ -43,7 +55,7 @@ NUM_EDIT_NUMBERS = 4
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class LogitEdits:
-    """What is added to single logits; tensors on the device of the logits.
+    """What is added to single logits.
 
     All rows and ids must exist; nobody checks them on the device.
     """
@@ -55,24 +67,33 @@ class LogitEdits:
     tokens_before: torch.Tensor  # [R] int64, the last token of each row
 
 
+class RowEdits(NamedTuple):
+    """What is added to logits of one row; see `LogitEdits`."""
+
+    row: int
+    token_ids: Int64Array  # [E]
+    added: Float32Array | float  # [E]
+    after: Int64Array | int = NO_TOKEN  # [E] what the last token has to be
+
+
 @dataclasses.dataclass(slots=True, frozen=True)
-class LogitChanges:
+class LogitChanges(Generic[A]):
     """What changes logits before penalties do; None: nothing does in that way."""
 
-    masks: LogitMasks | None = None
-    edits: LogitEdits | None = None
+    masks: LogitMasks[A] | None = None
+    edits: LogitEdits | Sequence[RowEdits] = ()  # rows one by one on the host, which knows the last tokens
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class RowPenalties:
-    """How rows are penalized for tokens that they have seen; tensors on the device of the logits."""
+class RowPenalties(Generic[A]):
+    """How rows are penalized for tokens that they have seen."""
 
-    seen: torch.Tensor  # [N, V], see `SeenTokens.counts`
-    seen_of_row: torch.Tensor  # [R] int64, the row of `seen`; -1: no penalties
-    repetition: torch.Tensor  # [R] float32; 1: none
-    frequency: torch.Tensor  # [R] float32; 0: none
-    presence: torch.Tensor  # [R] float32; 0: none
-    drafts: torch.Tensor | None = None  # [R, K] int64, which the row has seen, too; `NO_TOKEN`: fewer
+    seen: A  # [N, V], see `SeenTokens.counts`; on the host [N], see `SeenIds`
+    seen_of_row: A  # [R] int64, the row of `seen`; -1: no penalties
+    repetition: A  # [R] float32; 1: none
+    frequency: A  # [R] float32; 0: none
+    presence: A  # [R] float32; 0: none
+    drafts: A | None = None  # [R, K] int64, which the row has seen, too; `NO_TOKEN`: fewer
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -101,9 +122,9 @@ class TokenChoice(ABC):
     def choose(
         self,
         logits: torch.Tensor,
-        draws: RowDraws | None = None,
-        changes: LogitChanges | None = None,
-        penalties: RowPenalties | None = None,
+        draws: RowDraws[Any] | None = None,
+        changes: LogitChanges[Any] | None = None,
+        penalties: RowPenalties[Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (token ids, maxima), [R] int64 and float32.
 

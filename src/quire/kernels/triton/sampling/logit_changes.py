@@ -53,7 +53,7 @@ def change_logits(logits: torch.Tensor, changes: LogitChanges) -> None:
     """
     if changes.masks is not None:
         _forbid(logits, changes.masks)
-    if changes.edits is not None:
+    if isinstance(changes.edits, LogitEdits):
         _edit(logits, changes.edits)
 
 
