@@ -10,7 +10,7 @@ from answers import ALL_BEGIN, BEGIN, BROKEN, SAMPLES, SCHEMAS, Said, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opcodes import num_opcodes
+from counted_lines import num_lines
 from quire.config.server import ToolCallFormatName
 from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.formats import FORMATS, format_of_template, has_place_for_tools
@@ -197,6 +197,6 @@ def test_the_cost_is_linear_in_the_text(name, begin, repeated, size):
                 parser.feed(text[at : at + size])
             parser.finish()
 
-        return num_opcodes(read)
+        return num_lines(read)
 
     assert cost(400) < 4.5 * cost(100)

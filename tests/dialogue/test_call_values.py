@@ -16,7 +16,7 @@ from answers import ALL_BEGIN, ALL_END, BEGIN, BROKEN, END, SAMPLES, SCHEMAS, SE
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from opcodes import num_opcodes
+from counted_lines import num_lines
 from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.calls.json_copying import MAX_DEPTH, MAX_NUMBER_LENGTH
 from quire.dialogue.calls.literals import json_of
@@ -424,7 +424,7 @@ def test_the_cost_of_values_is_linear(name, begin, repeated):
                 parser.feed(character)
             parser.finish()
 
-        return num_opcodes(read)
+        return num_lines(read)
 
     assert cost(160) < 4.5 * cost(40)
 

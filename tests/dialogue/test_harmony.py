@@ -10,7 +10,7 @@ from answers import SCHEMAS, TRICKY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opcodes import num_opcodes
+from counted_lines import num_lines
 from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.earlier_turns import turns_for_template
 from quire.dialogue.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, ReasoningDelta
@@ -292,7 +292,7 @@ def test_the_cost_is_linear_in_the_text(begin, repeated, size):
                 parser.feed(text[at : at + size])
             parser.finish()
 
-        return num_opcodes(read)
+        return num_lines(read)
 
     assert cost(400) < 4.5 * cost(100)
 

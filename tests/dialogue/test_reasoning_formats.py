@@ -10,7 +10,7 @@ from answers import SCHEMAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opcodes import num_opcodes
+from counted_lines import num_lines
 from quire.config.server import ReasoningFormatName
 from quire.dialogue.answer_parser import AnswerParser
 from quire.dialogue.events import ArgumentsDelta, CallBegin, ContentDelta, ReasoningDelta
@@ -204,6 +204,6 @@ def test_the_cost_is_linear_in_the_text(repeated, size):
                 parser.feed(text[at : at + size])
             parser.finish()
 
-        return num_opcodes(read)
+        return num_lines(read)
 
     assert cost(400) < 4.5 * cost(100)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opcodes import num_opcodes
+from counted_lines import num_lines
 from quire.dialogue.reasoning.formats import REASONING_FORMATS, ExpectedReasoning
 from quire.dialogue.reasoning.text import ReasoningText
 from quire.front.text.stop_strings import StoppableText, StopStrings
@@ -99,7 +99,7 @@ def test_the_cost_does_not_grow_with_the_length_of_stop_strings():
     def cost(length):
         text = StoppableText(Pieces(["a"]), StopStrings(["a" * length + "b"]), include_stop=False)
         text.push(0, may_stop=True)
-        return num_opcodes(lambda: [text.push(0, may_stop=True) for _ in range(4000)])
+        return num_lines(lambda: [text.push(0, may_stop=True) for _ in range(4000)])
 
     assert cost(1000) < 1.5 * cost(10)
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from policy_requests import Arrivals, run_to
 
 from held import num_held
-from opcodes import num_opcodes
+from counted_lines import num_lines
 from quire.config import SchedulerConfig
 from quire.scheduling.accounts.ready_queue import ReadyQueue
 from quire.scheduling.policies import ORDERS
@@ -199,7 +199,7 @@ def test_the_head_costs_the_same_however_many_tenants_wait():
                 queue.remove(request.request_id)
                 order.admitted(request)
 
-        costs.append(num_opcodes(serve))
+        costs.append(num_lines(serve))
     assert costs[1] < 1.2 * costs[0]
 
 

@@ -8,7 +8,7 @@ from fake_runner import naive_generation
 from scene import Scene
 
 from faulty_connector import FaultyConnector
-from opcodes import num_opcodes
+from counted_lines import num_lines
 from quire.errors import DuplicateRequestError, InvalidRequestError
 from quire.status import FinishReason, RequestStatus
 from quire.step import ModelRunnerOutput
@@ -149,7 +149,7 @@ def test_planning_costs_the_same_however_many_loads_are_on_their_way():
         scene.step()
         assert scene.scheduler.make_stats().num_awaiting == num_loads
         scene.add("other", [1, 2, 3], max_tokens=50)
-        costs.append(num_opcodes(scene.scheduler.schedule))
+        costs.append(num_lines(scene.scheduler.schedule))
     assert costs[1] < 1.1 * costs[0]
 
 
