@@ -64,11 +64,11 @@ PYTEST := $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --igno
 LONG := (processes or interpreter or programs or formats or histories) and not representative
 # Many tests start processes; without kept bytecode each of them compiles every module again.
 test test-rest test-all test-fast: export PYTHONDONTWRITEBYTECODE =
-test: $(READY)  ## Run the tests, with one of each kind that takes long (six minutes on two cores)
-	$(PYTEST) -m "not ($(LONG))"
+test: $(READY)  ## Run the tests, with one of each kind that takes long (four minutes on two cores)
+	$(PYTEST) --hypothesis-profile few-examples -m "not ($(LONG))"
 
-test-rest: $(READY)  ## Run the tests that make test leaves out
-	$(PYTEST) -m "$(LONG)"
+test-rest: $(READY)  ## Run the tests that make test leaves out, and those that it gives few examples with all
+	$(PYTEST) -m "($(LONG)) or hypothesis"
 
 test-all: $(READY)  ## Run all tests
 	$(PYTEST)

@@ -16,6 +16,8 @@ from interpreter_patches import hurry_the_interpreter
 
 # Folders whose tests are marked `programs` (pyproject.toml says what the marks mean).
 PROGRAMS = ("benchmarks", "examples", "tools")
+# The hypothesis profile of `make test`: a quarter of each test's examples, but ten at least.
+FEW_EXAMPLES = "few-examples"
 
 # Before anything loads torch: waiting threads sleep soon, as in the engine, and torch computes on one thread.
 # Engines have a setting for their threads, and tests run beside each other.
@@ -36,6 +38,7 @@ def pytest_configure(config):
 
         settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("quire")
+        settings.register_profile(FEW_EXAMPLES, settings.get_profile("quire"))  # --hypothesis-profile chooses
 
 
 def pytest_collection_finish():
@@ -47,8 +50,10 @@ def pytest_collection_finish():
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark tests of programs, and the first case of each test that is marked so as representative."""
+    if config.getoption("--hypothesis-profile", default=None) == FEW_EXAMPLES:
+        _take_few_examples(items)
     seen = set()
     for item in items:
         if item.path.parent.name in PROGRAMS:
@@ -56,6 +61,23 @@ def pytest_collection_modifyitems(items):
         if item.function not in seen and item.get_closest_marker("first_case"):
             item.add_marker("representative")
         seen.add(item.function)
+
+
+def _take_few_examples(items):
+    """Reduce the examples of tests that say themselves how many they take; a profile changes only others."""
+    from hypothesis import settings
+
+    reduced = set()
+    for item in items:
+        test = getattr(item, "obj", None)
+        holder, attribute = getattr(test, "__func__", test), "_hypothesis_internal_use_settings"
+        if item.name == "runTest":  # of a state machine
+            holder, attribute = item.cls, "settings"
+        given = getattr(holder, attribute, None)
+        if isinstance(given, settings) and holder not in reduced:
+            examples = min(given.max_examples, max(given.max_examples // 4, 10))
+            setattr(holder, attribute, settings(given, max_examples=examples))
+            reduced.add(holder)
 
 
 def pytest_make_parametrize_id(val):
