@@ -144,6 +144,7 @@ def test_requests_that_fail_are_counted_and_end_with_a_status(preloaded_engines)
     assert "--max-num-queued-reqs" in " ".join(result.stdout.split())
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_the_benchmark_and_its_engine():
     command = [*QUIRE, "bench", "serve", "--input-len", "8", "--output-len", "3000", "--warmup", "0", *SMALL]
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

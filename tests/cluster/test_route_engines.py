@@ -108,6 +108,7 @@ def test_a_killed_prefill_engine_costs_no_answer(cluster):
         assert completion(url, prompt) == completion(cluster.decode, prompt)
 
 
+@pytest.mark.processes
 def test_sigterm_ends_a_router_cleanly(cluster):
     for process in cluster.router_processes:
         process.send_signal(signal.SIGTERM)

@@ -289,6 +289,7 @@ async def test_a_target_with_a_host_of_its_own_goes_to_an_engine_all_the_same(ro
     assert [one.path for one in engine.seen] == ["/v1/models?a=b%20c"]
 
 
+@pytest.mark.processes
 async def test_a_client_that_does_not_read_does_not_hold_up_a_second_signal():
     engine = FakeEngine("long stream")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

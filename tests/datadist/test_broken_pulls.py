@@ -82,6 +82,8 @@ def test_a_prompt_that_is_stopped(make_pair):
     assert_pullable(pair, key, desc, 0, seed=1)
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @row("E52")
 @over_tcp
 def test_a_pull_waits_for_another(make_pair):
@@ -103,6 +105,8 @@ def test_a_pull_waits_for_another(make_pair):
     assert_slot(pair, targets[1], 0, pattern(small, 6)[:, 0])
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @row("E56")
 @over_tcp
 def test_what_is_released_during_its_transfer(make_pair):
@@ -126,6 +130,8 @@ def test_what_is_released_during_its_transfer(make_pair):
     assert free_on_prompt(pair, pool) == pool - desc.num_tensors * desc.tensor_bytes
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @row("E77")
 def test_a_key_is_free_as_soon_as_its_pull_has_returned(make_pair):
     pair = make_pair(forwarded=True)
@@ -152,6 +158,8 @@ def cut_pull(pair, desc: CacheDesc, key: CacheKey, num_bytes: int, direction: st
     return True
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @row("E78")
 @pytest.mark.parametrize("direction", ["requests", "answers"])
 @over_tcp
@@ -227,6 +235,8 @@ def test_a_bit_that_changes_on_the_way(make_pair):
         assert_pullable(pair, key, desc, 0, seed=5)
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @row("E78")
 @over_tcp
 def test_a_prompt_that_is_finalized_in_a_pull(make_pair):

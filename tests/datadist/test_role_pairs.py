@@ -157,6 +157,8 @@ def cells() -> Iterator[Cell]:
             yield Cell(operation, (mine, layout), (theirs, layout))
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @row("role MIX", "push_cache", "push_blocks", "transfer_cache_async")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(

@@ -110,6 +110,8 @@ def acting_at_part(number: int, act):
 # -- what is copied ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("source_kind", [SharedHostMemory, HostMemory])
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 513, 10_000])
 @pytest.mark.parametrize("order", ["adjacent", "every other", "shuffled"])

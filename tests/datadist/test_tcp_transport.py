@@ -77,6 +77,8 @@ def blocks_of(memory, block_bytes: int) -> np.ndarray:
     return np.stack([one.numpy().reshape(-1, block_bytes) for one in memory.tensor_bytes])
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("use_checksum", [True, False])
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 513, 10_000])
 @pytest.mark.parametrize("order", ["adjacent", "every other", "shuffled"])

@@ -19,6 +19,8 @@ MARKED = [name for name, one in FORMATS.items() if not one.in_messages]
 MARKS = sorted({mark for one in FORMATS.values() for mark in one.marks})
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(("name", "answer", "content", "calls"), SAMPLES)
 def test_a_sample_at_every_split(name, answer, content, calls):
     whole = said(name, [answer])
@@ -170,6 +172,8 @@ def test_whether_a_template_has_a_place_for_tools(template, has_place):
     assert has_place_for_tools(template) == has_place
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "begin", "repeated"),
     [

@@ -129,6 +129,8 @@ def is_valid(name, arguments):
     )
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("has_marks", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_must_be_called_is_called(name, has_marks):
@@ -150,6 +152,8 @@ def test_what_must_be_called_is_called(name, has_marks):
     assert called
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "harmony"])
 def test_an_answer_may_be_content_and_then_calls(name):
     model = Model(name, has_marks=name == "mistral")

@@ -264,6 +264,8 @@ def assert_read_back(name, template, calls, data, schemas=SCHEMAS):
     assert json.dumps(read) == json.dumps(calls)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(("name", "template"), JSON_WRITERS)
 @given(
     st.lists(st.tuples(NAMES, st.dictionaries(TEXTS, VALUES, max_size=3)), min_size=1, max_size=3), st.data()
@@ -273,6 +275,8 @@ def test_what_a_template_writes_in_json_is_read(name, template, calls, data):
     assert_read_back(name, template, calls, data)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(("name", "template"), KEYED_WRITERS)
 @given(st.data())
 @settings(max_examples=15)
@@ -390,6 +394,8 @@ def test_a_changed_call_is_a_call_or_content(call, data):
     in_pieces(name, answer, data)  # which tells that arguments are objects
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "begin", "repeated"),
     [

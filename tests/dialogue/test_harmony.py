@@ -268,6 +268,8 @@ def test_the_format_is_known_from_the_template():
     assert format_of_template(template) == reasoning_format_of_template(template) == "harmony"
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("begin", "repeated"),
     [

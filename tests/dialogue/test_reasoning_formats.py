@@ -192,6 +192,8 @@ def num_reasoning_tokens(tokens, is_open):
     return counts[-1]
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("size", [1, 7])
 @pytest.mark.parametrize("repeated", ["word </thi ", "\n "])
 def test_the_cost_is_linear_in_the_text(repeated, size):

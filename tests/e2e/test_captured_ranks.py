@@ -138,7 +138,6 @@ def test_a_step_that_one_rank_cannot_capture_is_captured_on_none(
     assert logs[1 - failing].count("another rank cannot capture a step as a graph") == 1
 
 
-@pytest.mark.representative
 def test_a_rank_that_does_not_end_its_recording_ends_the_engine(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_the_same_bits_in_company_in_chunks_and_after_preemptions(way):
         assert stats.num_free_blocks == stats.num_blocks
 
 
+@pytest.mark.histories
 def test_the_same_bits_in_overlapped_steps_and_out_of_the_prefix_cache():
     with evicting("norm_sum", overlap_steps=True) as llm:
         assert bits(run(llm)) == alone("norm_sum")
@@ -133,11 +134,13 @@ def test_the_same_tokens_in_steps_whose_tokens_only_the_device_knows(way, monkey
     assert max(unknown_tokens) > 1
 
 
+@pytest.mark.histories
 def test_the_same_bits_with_whole_prompts():
     with evicting("norm_sum", dynamic_split_fuse=False) as llm:
         assert bits(run(llm)) == alone("norm_sum")
 
 
+@pytest.mark.histories
 def test_an_engine_that_never_evicts_computes_the_same_bits_as_without():
     large = CacheEvictionConfig(max_cache_size=672)
     with LLM("mini", num_kv_blocks=256, use_cache_eviction=True, cache_eviction_config=large) as llm:
@@ -157,6 +160,7 @@ def test_completions_of_one_prompt_evict_each_for_itself():
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
 
 
+@pytest.mark.histories
 def test_sequences_hold_no_more_than_the_maximum_once_their_prompts_are_computed():
     """As the metrics say, the block pool and Prometheus."""
     num_seqs, length, block_size = 4, 400, 32

@@ -32,6 +32,8 @@ def up_to_the_end(tokens: list[int]) -> list[int]:
     return tokens[: end + 1]
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(("width", "n", "length_penalty"), [(4, 4, 1.0), (3, 1, 0.0)])
 def test_beam_search_equals_transformers(model, llm, width, n, length_penalty):
     params = SamplingParams(

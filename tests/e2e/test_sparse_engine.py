@@ -49,6 +49,8 @@ def test_chunks_of_the_same_size_have_the_same_bits_in_company(mode):
     assert together[1] == dense[1]  # too short to leave anything out
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("mode", MODES)
 def test_native_kernels_and_the_reference_answer_the_same(mode):
     native = answers(MODES[mode], dtype="float32")
@@ -56,6 +58,8 @@ def test_native_kernels_and_the_reference_answer_the_same(mode):
     assert [tokens for tokens, _ in native] == [tokens for tokens, _ in reference]
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("mode", MODES)
 def test_what_leaves_nothing_out_has_the_bits_of_dense_attention(mode):
     everything = SparseAttentionConfig(

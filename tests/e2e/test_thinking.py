@@ -54,6 +54,7 @@ def answers(model, *, together, **options):
     return texts
 
 
+@pytest.mark.histories
 def test_the_same_answers_alone_together_and_with_drafts(model):
     alone = answers(model, together=False)
     for texts, budget in zip(alone, BUDGETS, strict=True):

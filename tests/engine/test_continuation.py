@@ -93,6 +93,8 @@ def resumed(request: EngineCoreRequest, indices, outputs) -> EngineCoreRequest:
     )
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 def test_a_beam_search_begins_anew(llm):
     params = {"beam_width": 3, "logprobs": 3, "temperature": 0.0}
     whole = request_of(params, n=2)
@@ -100,6 +102,8 @@ def test_a_beam_search_begins_anew(llm):
     assert run(llm, resumed(whole, [0, 1], [[], []])) == expected
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 def test_a_full_queue_takes_it_all_the_same(llm):
     core = core_of(llm)
     limit = llm.config.scheduler.max_num_queued_reqs

@@ -170,6 +170,8 @@ def test_steps_that_fail_again_and_again_end_the_engine(engine, monkeypatch, met
     assert set(engine.reasons.values()) <= {"error"}
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 def test_steps_that_fail_now_and_then_do_not_end_the_engine(engine, monkeypatch):
     execute = engine.core.runner.execute
 
@@ -275,6 +277,8 @@ def test_what_comes_after_a_step_cannot_lose_its_outputs(engine, monkeypatch, ca
     assert "KV events of a step could not be published" in caplog.text
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 def test_one_client_cannot_end_the_engine_and_nobody_else_notices(engine, checkpoint, monkeypatch):
     good = [request(f"good {number}", length=20 + number, max_tokens=9) for number in range(5)]
     undisturbed = Engine(checkpoint)

@@ -203,6 +203,8 @@ def test_prompts_that_are_computed_in_another_order_than_they_are_waited_for_all
         check_nothing_is_held(first, second)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("max_tokens", [1, 4])
 def test_all_tokens_but_the_last_travel_however_long_the_prompt_is(pair, max_tokens):
     first, second = pair
@@ -301,6 +303,8 @@ def test_figures(pair):
     assert "shared_memory" in now.num_peers_by_transport
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "spoil", [lost_lease, other_prompt, shorter_prompt, other_engine, dead_peer, unknown_transfer]
 )
@@ -323,6 +327,8 @@ def test_a_request_that_never_comes_is_waited_for_only_so_long(pair, alone, monk
     assert answer(second, transfer=where) == alone
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("role", "options", "reason"),
     [
@@ -547,6 +553,8 @@ def equals(monkeypatch, **options):
         check_nothing_is_held(first, second)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("options", [{}, {"overlap_steps": True}, {"kv_transports": "tcp"}], ids=str)
 def test_a_prefix_that_an_equal_has_cached_is_read_from_it(alone, monkeypatch, options):
     with equals(monkeypatch, **options) as (first, second):

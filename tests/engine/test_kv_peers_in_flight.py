@@ -28,6 +28,8 @@ def late_engine(role: str = "both", **options: Any) -> Any:
     return engine(role, overlap_steps=True, **options)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "options",
     [{}, {"max_num_batched_tokens": 48}, {"kv_transports": "tcp", "kv_cache_dtype": "int8"}],

@@ -52,6 +52,8 @@ def alone() -> tuple[list[int], list]:
         return answer(llm)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("options", [{}, {"overlap_steps": True}, {"kv_cache_dtype": "int8"}], ids=str)
 def test_after_a_restart_the_prefix_is_loaded_and_the_bits_are_the_same(tmp_path, options):
     with open_llm(tmp_path, **options) as llm:
@@ -66,6 +68,8 @@ def test_after_a_restart_the_prefix_is_loaded_and_the_bits_are_the_same(tmp_path
         assert stats.kv_connector.num_written_blocks == 0
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("is_behind_memory", [False, True])
 def test_what_the_cache_forgot_is_loaded_from_memory(alone, tmp_path, is_behind_memory):
     prompts = [list(range(start, start + len(PROMPT))) for start in (100, 500, 900)]
@@ -99,6 +103,8 @@ def test_what_a_device_copies_late_is_loaded_too(alone, monkeypatch):
     assert not any(queue.operations for queue in device.queues)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "options",
     [{"dtype": "float32"}, {"kv_cache_dtype": "int8"}, {"block_size": 32}, {"kernels": "reference"}],

@@ -90,6 +90,8 @@ def blocks_after(plan: Any, available_bytes: int, taken_bytes: int) -> int:
     return (available_bytes * 9 // 10 - taken_bytes) // plan.kv_bytes_per_block
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("share", "available"), [(0.5, SIZE), (1.5, SIZE), (0.5, SIZE * 2 // 3), (1.0, SIZE + 9**9)]
 )
@@ -214,6 +216,8 @@ def test_a_step_that_does_not_fit_is_refused_with_the_knobs(
         started(config_of(checkpoint))
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("part", ["load_models", "build_runner"])
 @pytest.mark.parametrize(
     "kind", [torch.OutOfMemoryError, RuntimeError]
@@ -234,6 +238,8 @@ def test_memory_that_others_take_meanwhile_is_told_with_the_knobs(
         started(config_of(checkpoint))
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("num_kv_blocks", "message"),
     [

@@ -74,6 +74,8 @@ def expected() -> list[Any]:
             return answers(llm)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("connector", [BlockConnector, SlowBlockConnector, LayerConnector, OwnTier])
 def test_a_connector_of_one_s_own_changes_no_token(
     connector: type, expected: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -164,7 +164,6 @@ def test_banned_sequences_beams_and_log_probabilities_of_prompts(
 
 
 @pytest.mark.histories
-@pytest.mark.first_case
 @pytest.mark.parametrize("drafts", [{}, NGRAM], ids=["no drafts", "drafts"])
 def test_sequences_are_banned_whose_last_token_but_one_only_the_device_knows(
     unknown_tokens: list[int], drafts: dict[str, Any]
@@ -203,7 +202,6 @@ def test_penalties_of_the_device(serial: dict[int, Any], unknown_tokens: list[in
 
 
 @pytest.mark.histories
-@pytest.mark.first_case
 @pytest.mark.parametrize("drafts", [{}, NGRAM], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("lost", [None, 3])
 def test_penalties_with_preemptions_and_steps_that_fail(
@@ -227,6 +225,7 @@ def test_penalties_with_preemptions_and_steps_that_fail(
     assert tokens(params, overlap_steps=True, **options, **drafts) == expected
 
 
+@pytest.mark.histories
 def test_penalties_with_drafts(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
     """The device counts drafts, too."""
     assert tokens(PENALIZED, overlap_steps=True, **NGRAM) == serial[id(PENALIZED)]
@@ -245,7 +244,6 @@ def always_three(self: DraftedRequest, num_tokens: int, cost: float, most: int) 
 
 
 @pytest.mark.histories
-@pytest.mark.first_case
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_steps_that_are_followed_by_no_drafts(
     serial: dict[int, Any], unknown_tokens: list[int], method: str, monkeypatch: pytest.MonkeyPatch
@@ -318,6 +316,7 @@ def test_some_requests_wait_for_drafts_and_others_go_on(
     assert sum(unknown_tokens) > 3
 
 
+@pytest.mark.histories
 @pytest.mark.parametrize("params", [PENALIZED, SEQUENCES], ids=["penalized", "sequences"])
 def test_drafts_of_some_of_these(
     serial: dict[int, Any],
@@ -361,6 +360,7 @@ def test_drafts_of_some_with_preemptions_and_steps_that_fail(
     assert sum(split_steps) > 1
 
 
+@pytest.mark.histories
 def test_a_draft_model_beside_steps_in_flight(serial: dict[int, Any], unknown_tokens: list[int]) -> None:
     options = {"speculative_method": "draft-model", "draft_model": "mini", "num_speculative_tokens": 3}
     assert tokens(PARAMS, overlap_steps=True, **options) == serial[id(PARAMS)]

@@ -103,6 +103,8 @@ class Engine:
         return speed * (1 + self.row * len(self.slots)) / len(self.slots)
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("row", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_drafts_that_are_always_wrong_cost_at_most_three_percent(row, num_requests):
@@ -140,6 +142,8 @@ def test_all_wait_for_the_drafts_of_one_only_if_that_pays(num_requests, waits):
     assert (gain > 1.3) == waits
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("wait", [0.3, 1.0])
 def test_one_has_drafts_alone_where_it_does_not_pay_that_all_wait(wait):
     engine = Engine([0.95] + [0.0] * 15, 0.01, wait)
@@ -180,6 +184,8 @@ def test_all_wait_where_the_drafts_of_most_are_right():
     assert engine.num_waits - waits_before > 0.45 * 400, "half of what is counted are waits"
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize(("num_requests", "wait"), [(16, 0.1), (1, 1.0)])
 def test_nobody_waits_where_no_drafts_are_found(num_requests, wait):
     engine = Engine([0.9] * num_requests, 0.01, wait)

@@ -92,6 +92,8 @@ class OnOneDevice:
         return result
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("options", "dtype", "num_copies"),
     [

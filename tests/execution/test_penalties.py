@@ -156,9 +156,11 @@ class Requests:
         assert dict(zip(seen.ids.tolist(), seen.times.tolist(), strict=True)) == expected
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("seed", "dtype", "is_on_host"),
-    [(0, torch.int16, False), (1, torch.int32, False), (2, torch.int16, False), (3, torch.int16, True)],
+    [(3, torch.int16, True), (0, torch.int16, False), (1, torch.int32, False), (2, torch.int16, False)],
 )
 def test_what_was_chosen_before_a_row_is_counted(seed: int, dtype: torch.dtype, is_on_host: bool) -> None:
     requests = Requests(seed, dtype, is_on_host=is_on_host)

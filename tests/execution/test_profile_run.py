@@ -335,6 +335,8 @@ def test_small_steps_of_each_length_are_scored_if_keys_are_evicted(
     assert scored == [1, 2, 4, 8, 16, 32, 60]  # the longest of two requests; more are not scored
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("litter", [float("nan"), float("inf"), -1e30])
 @pytest.mark.parametrize(
     ("family", "options"),
@@ -432,6 +434,7 @@ def test_nothing_is_proposed_after_whatever_is_in_memory(
     assert proposed
 
 
+@pytest.mark.interpreter
 def test_kernels_in_triton_take_its_steps(tmp_path: Path) -> None:
     """In the interpreter, with grammars, biases and log-probabilities, and decode steps on a tape."""
     path = make_checkpoint("qwen3", tmp_path, num_key_value_heads=1, num_hidden_layers=1)

@@ -280,6 +280,8 @@ def with_vocabulary(path, vocab_size):
     return load_decoder(path, read_model_config(path), "float32")
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=5, temperature=0.8)], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("draft_size", [300, VOCAB_SIZE + 2])
 def test_a_draft_model_with_fewer_or_more_token_ids_changes_no_token(

@@ -233,7 +233,6 @@ def test_steps_that_report_prompt_logprobs_are_not_captured(tmp_path: Path) -> N
     assert len(found[1]) == 24 - 1
 
 
-@pytest.mark.representative
 def test_steps_with_drafts_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "DECODE_SIZES", SizeClasses(in_eights, size_class, size_class))
     model = load("qwen3", tmp_path)

@@ -75,6 +75,8 @@ def test_a_forward_pass_stays_on_its_device(load: Any, family: str, dtype: str, 
     assert forward(model, cache, [6, 47], [1, 1]) == COPIES_OF_A_FORWARD_PASS
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.usefixtures("load")
 @pytest.mark.parametrize("family", ["llama", "olmo2", "qwen3_moe"])
 def test_what_ranks_compute_together_stays_on_their_devices(family: str, tmp_path: Path) -> None:

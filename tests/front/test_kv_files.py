@@ -117,6 +117,8 @@ def with_other_weights(directory: Path) -> str:
     return str(model)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("differing", "options"),
     [

@@ -352,6 +352,8 @@ def longest(piece: str, start: str = "root ::= ", end: str = "") -> str:
     return start + piece * ((MAX_GRAMMAR_BYTES - len(start) - len(end)) // len(piece)) + end
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "grammar",
     [

@@ -17,6 +17,8 @@ def draw(row, params, uniform):
     )
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("vocab_size", [1, 2, 50, 3000])
 @pytest.mark.parametrize("levels", [0.5, 8, 1e6])
 def test_rows_draw_what_the_plain_loop_draws(vocab_size, levels):

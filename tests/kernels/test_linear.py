@@ -76,6 +76,8 @@ def test_floats(instruction_set: str, dtype: torch.dtype, shape: tuple[int, int]
     _assert_rows_keep_their_bits(linear, rows)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pairwise(dtype=DTYPES, shape=SHAPES)
 def test_the_reference(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     inputs, outputs = shape
@@ -142,6 +144,8 @@ def test_8_bits_in_groups(
     _assert_rows_keep_their_bits(linear, rows)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @on_instruction_sets(dtype=DTYPES, group_size=[32, 128], shape=[(128, 100), (384, 1000)])
 def test_int4_times_bfloat16(
     instruction_set: str, dtype: torch.dtype, group_size: int, shape: tuple[int, int]

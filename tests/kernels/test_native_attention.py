@@ -119,6 +119,8 @@ def test_equals_textbook_attention(
     check_against_naive(sequences, outputs, types, **options)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @on_instruction_sets(types={name: TYPES[name] for name in ("float32", "bfloat16_over_int8")})
 def test_long_sequences_are_merged_from_spans(
     instruction_set: str, types: tuple[torch.dtype, torch.dtype]
@@ -138,6 +140,8 @@ def naive_attention_of_long(types: tuple[torch.dtype, torch.dtype], window: int)
     return [naive_attention(LONG.as_cached(*types), index, window=window) for index in range(2)]
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @on_instruction_sets(types=TYPES, window=[0, 70])
 def test_bits_do_not_depend_on_chunks_blocks_or_company(
     instruction_set: str, types: tuple[torch.dtype, torch.dtype], window: int
@@ -156,6 +160,8 @@ def test_bits_do_not_depend_on_chunks_blocks_or_company(
         assert_equal_bits(run_paged(sequences, seed=seed, **how, **setting), alone, setting)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @on_instruction_sets(types=TYPES, shared=[64, 200, 0])
 def test_bits_do_not_depend_on_sharing_blocks(
     instruction_set: str, types: tuple[torch.dtype, torch.dtype], shared: int
@@ -169,6 +175,8 @@ def test_bits_do_not_depend_on_sharing_blocks(
         assert_equal_bits(outputs, alone, chunks)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pairwise(
     types={name: TYPES[name] for name in ("float32", "bfloat16")},
     chunks={"whole": 3000, "chunked": [1200, 3000, 1]},
@@ -225,6 +233,8 @@ def test_key_scores_of_what_is_not_a_number_are_zero(instruction_set: str, sums:
         assert of(1).double().sum().item() * unit == pytest.approx(3 * 4, rel=1e-4)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @on_instruction_sets(chunk=[1, 20])
 def test_keys_left_of_every_window_are_never_read(instruction_set: str, chunk: int) -> None:
     sequences = Sequences.random([150, 90], 4, 2, 16)
@@ -245,6 +255,8 @@ def test_a_broken_sequence_does_not_touch_its_company(instruction_set: str, dtyp
     assert outputs[1][3:].isnan().all()
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @on_instruction_sets(types=TYPES, window=[0, 9])
 def test_what_is_broken_later_does_not_reach_back(
     instruction_set: str, types: tuple[torch.dtype, torch.dtype], window: int

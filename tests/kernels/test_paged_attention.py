@@ -89,6 +89,8 @@ def test_bits_do_not_depend_on_the_scratch_memory(monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(*pair) for pair in zip(run_paged(sequences, chunks=100), expected, strict=True))
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pairwise(chunk=[1, 20])
 def test_keys_left_of_every_window_are_never_read(chunk: int) -> None:
     sequences = Sequences.random([150, 90], 4, 2, 16)

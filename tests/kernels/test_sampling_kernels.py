@@ -48,6 +48,8 @@ def among_poison(logits):
     return wider[:, 2:-3], np.arange(len(logits)) * 2 + 1
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @on_kernels(levels=[1, 1000])
 def test_the_largest_is_the_first_of_equal_ones(kernels, levels):
     for vocab_size in VOCAB_SIZES:
@@ -73,6 +75,8 @@ def test_the_largest_is_found_wherever_it_is(kernels):
             assert np.array_equal(maxima, [value], equal_nan=True)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @on_kernels(levels=[1, 4, 1000])
 def test_a_head_holds_the_likeliest_tokens_in_order(kernels, levels):
     for vocab_size in VOCAB_SIZES:
@@ -114,6 +118,8 @@ def test_a_row_of_equal_logits_has_no_head_unless_it_is_short(kernels):
     assert short.token_ids.tolist() == [list(range(500))] * 2
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @on_kernels(levels=[0.1, 1, 1000])
 def test_top_tokens_settle_ties_by_id(kernels, levels):
     for vocab_size in (7, 700, 6000):
@@ -133,6 +139,8 @@ def test_top_tokens_of_a_row_with_fewer_finite_logits_go_on_by_id(kernels):
     assert top_tokens(logits, 5, rows=np.arange(1), scans=kernels).tolist() == [[2, 4, 0, 1, 3]]
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.filterwarnings("ignore:overflow")  # of Triton's interpreter
 def test_sums_are_exact_and_bit_equal_alone_and_in_company(kernels):
     for vocab_size in (1, 3, 64, 1000, 2048, 70_001):
@@ -170,6 +178,8 @@ def test_exponentials_are_right_to_the_last_bits(kernels):
     np.testing.assert_allclose(sums, exact, rtol=5e-16, atol=1e-307)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 def test_ranks_are_places_in_the_sorted_row(kernels):
     for vocab_size in VOCAB_SIZES:
         logits = rows_with_ties(12, vocab_size, 2)

@@ -41,6 +41,8 @@ def random_params(rng):
     )
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("vocab_size", [1, 3, 128, 129, 2100])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
 def test_random_rows_draw_what_the_plain_loop_draws(vocab_size, spread):

@@ -149,6 +149,8 @@ def small_gap(start: int) -> tuple[int, int]:
     return (16, start // 16 * 16 - 16) if start // 16 > 2 else (0, 0)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("chunk", [50, 160])
 def test_skipped_keys_are_left_out(chunk: int) -> None:
     sequences = Sequences.random([300, 75, 2300], 4, 2, 32, shared=64)
@@ -161,6 +163,8 @@ def test_skipped_keys_are_left_out(chunk: int) -> None:
             torch.testing.assert_close(output.double(), wanted, atol=1e-5, rtol=0)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "reference"])
 @pytest.mark.parametrize(
     ("chunk", "softcap", "shape"),
@@ -186,6 +190,8 @@ def test_selected_keys_are_those_of_plain_loops(
     assert num_hidden > 10_000
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @on_instruction_sets(
     types={
         "float32": (torch.float32, torch.float32),
@@ -206,6 +212,8 @@ def test_native_kernels_select_what_the_reference_selects(
         torch.testing.assert_close(output.float(), other.float(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "reference"])
 @pytest.mark.parametrize("sparse", [selecting(10_000), skipping(small_gap)], ids=["selecting", "skipping"])
 def test_bits_do_not_depend_on_company_blocks_or_threads(
@@ -260,6 +268,8 @@ def test_what_is_not_a_number_stays_with_its_query_block(kernel: Any) -> None:
     assert outputs[0].isnan().any(-1).any(-1).sum() == 1
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("sums", [False, True], ids=["rows", "sums"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "reference"])
 def test_key_scores_of_selected_keys(kernel: Any, sums: bool) -> None:

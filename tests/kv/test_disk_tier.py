@@ -298,6 +298,7 @@ def test_a_region_that_was_rewritten_is_a_miss_for_readers(tmp_path):
     assert [read(reader, key) for key in keys_of(0)] == [True, False, False, False]
 
 
+@pytest.mark.processes
 def test_another_process_reads_what_this_one_wrote(tmp_path):
     tier = open_tier(tmp_path)
     for key in keys_of(0):

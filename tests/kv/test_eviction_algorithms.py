@@ -101,6 +101,8 @@ def run(config, *, prompt, steps=40, seed=0, **weights):
     return comparison
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("mode", AggregationMode)
 @pytest.mark.parametrize("prompt", [3, 36, 75])
 @pytest.mark.parametrize("window", [0, 8, 40])
@@ -115,6 +117,8 @@ def test_centered_scores_evict_what_the_naive_version_evicts(mode, prompt):
     assert run(config_of(mode, pooling="centered"), prompt=prompt).num_evictions >= 2
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("anchor", KVCrushAnchorPointMode)
 @pytest.mark.parametrize(
     ("budget", "mode", "prompt"), [(1, "norm_sum", 20), (2, "sum", 75), (5, "norm_sum", 75)]
@@ -132,12 +136,16 @@ def test_of_equal_scores_the_first_block_goes(mode, anchor):
     run(config_of(mode, budget=2, anchor=anchor), prompt=70, steps=20, ties=True)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(("mass", "window_size"), [(0.05, 3), (0.4, 1), (0.4, 30), (1.0, 3)])
 def test_adaptive_rkv_shares_the_places_between_mass_and_diversity(mass, window_size):
     config = config_of("adaptive_rkv", attention_mass=mass, window_size=window_size, budget=2)
     assert run(config, prompt=60, seed=3).num_evictions > 5
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("mass", [0.3, 1.0])
 @pytest.mark.parametrize("share_of_zeros", [0.97, 1.0])
 def test_adaptive_rkv_keeps_no_block_for_a_mass_of_zero(mass, share_of_zeros):
@@ -164,6 +172,8 @@ def evicted_of_prompt(config, weights, chunks):
     return naive.evict(keys)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("mode", AggregationMode)
 @pytest.mark.parametrize("window", [0, 8])
 def test_registering_each_chunk_is_the_same_if_one_has_all_queries_that_score(mode, window):
@@ -185,6 +195,8 @@ def test_registering_each_chunk_is_the_same_if_one_has_all_queries_that_score(mo
     assert num_differing
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_rest", [1, 20, 75])
 def test_diversity_is_that_of_the_whole_matrix_of_similarities(num_rest):
     keys = np.random.default_rng(5).normal(size=(3, 600, 6)).astype(np.float32)

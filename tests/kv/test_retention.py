@@ -85,6 +85,8 @@ class IdleBlocksMachine(RuleBasedStateMachine):
             assert sorted(self.blocks) == sorted(self.model)
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("retention", EXPECTED)
 def test_idle_blocks_agree_with_a_search(retention):
     machine = type("Machine", (IdleBlocksMachine,), {"retention": retention})

@@ -68,12 +68,16 @@ def test_together_and_chunked(
     _assert_same_bits(together, alone)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 def test_in_a_batch_of_32(decoder: Decoder, prompts: list[list[int]], alone: list[Generated]) -> None:
     companions = random_prompts([3 + 4 * i for i in range(28)], vocab_size=decoder.config.vocab_size, seed=9)
     crowd = generate(decoder, companions[:9] + prompts + companions[9:], num_new=NUM_NEW, chunk=50)
     _assert_same_bits(crowd[9:13], alone)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 def test_all_prompt_logits_whatever_the_chunk(decoder: Decoder, prompts: list[list[int]]) -> None:
     prompt = prompts[-1]
     whole = decoder.logits(PagedHarness(decoder, [len(prompt)]).step([0], [0], [prompt])).clone()

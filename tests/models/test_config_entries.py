@@ -93,6 +93,8 @@ def test_no_entry_of_the_class_is_passed_over_in_silence(
         assert config != plain or name in caplog.text, f"{name}: {strange!r}"
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_missing_entries_are_those_of_the_class(architecture: str) -> None:
     written = {
@@ -189,6 +191,8 @@ FIXED = GIVEN - {"num_experts_per_tok"} | {
 }  # fmt: skip
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("family", SHAPES)
 def test_all_entries_at_other_values_give_the_logits_of_transformers(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

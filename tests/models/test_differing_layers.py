@@ -138,6 +138,7 @@ def test_layers_without_kv_are_refused_beside_eviction() -> None:
         refuse_model_beside_eviction(SchedulerConfig(use_cache_eviction=True), model_of(*ATTENTION))
 
 
+@pytest.mark.interpreter
 @pytest.mark.skipif(not is_interpreted, reason="the harness has its cache in the host's memory")
 def test_kernels_in_triton_compute_the_same(tmp_path: Path) -> None:
     config = model_of(ATTENTION[0], ATTENTION[1], ATTENTION[3])

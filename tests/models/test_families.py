@@ -99,6 +99,8 @@ def _reference_logits(model: Any, prompt: list[int], new: list[int]) -> torch.Te
     return logits[len(prompt) - 1 :].float()
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(("family", "overrides"), [v[1:] for v in VARIANTS], ids=[v[0] for v in VARIANTS])
 def test_greedy_tokens_and_logits_equal_transformers(
     family: str, overrides: dict[str, Any], tmp_path: Path
@@ -117,6 +119,8 @@ def test_greedy_tokens_and_logits_equal_transformers(
         torch.testing.assert_close(one.logits, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "qwen3_moe"])
 def test_greedy_tokens_equal_generate_with_a_cache(family: str, tmp_path: Path) -> None:
     model = make_model(family)

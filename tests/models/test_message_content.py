@@ -20,6 +20,8 @@ REFUSES_LISTS = "{{ m.content if m.content is string else raise_exception('no li
 REFUSES_TEXT = "{% if m.content is string %}{{ raise_exception('no text') }}{% endif %}" + LOOP
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("source", "of_text", "of_parts"),
     [

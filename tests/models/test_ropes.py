@@ -131,6 +131,8 @@ def _quiet_transformers() -> None:
     transformers.logging.set_verbosity_error()
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @given(config=_configs())
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -117,6 +117,8 @@ def test_bits_do_not_depend_on_company_or_chunks(family: str, size: int, dtype: 
         assert _equal(run([prompt]), [expected])
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_while_loading(kernels: str, quantization: str, tmp_path: Path) -> None:
@@ -181,6 +183,8 @@ def test_shares_are_runs_that_together_are_all(count: int, size: int) -> None:
         assert max(map(len, shares)) - min(map(len, shares)) <= 128
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_rank_holds_its_share_of_the_weights(family: str, tmp_path: Path) -> None:
     config = read_model_config(make_checkpoint(family, tmp_path, num_attention_heads=4))

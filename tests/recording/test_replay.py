@@ -171,6 +171,7 @@ def test_a_recorded_run_is_the_run_without_a_recorder(tmp_path):
     assert logs[0] == logs[1]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("scheduler_cls", [SmallScheduler, Scheduler])
 def test_it_is_repeated_in_another_process(tmp_path, scheduler_cls):
     """String hashes differ between processes, and with them the order of sets."""

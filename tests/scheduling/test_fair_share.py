@@ -105,6 +105,8 @@ def service_gap(name, *, slots, seed):
     return abs(served["greedy"] - served["modest"]), 2 * slots * most
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("seed", range(3))
 def test_tenants_with_work_waiting_get_the_same_service(seed):
     # The bound that the paper proves: twice what one batch can hold, in weighted tokens.
@@ -114,6 +116,8 @@ def test_tenants_with_work_waiting_get_the_same_service(seed):
     assert first_come_gap > 5 * bound
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_users", [1, 40])
 def test_service_is_in_proportion_to_weights_however_many_requests_wait(num_users):
     rng, arrivals = random.Random(num_users), Arrivals()

@@ -91,6 +91,8 @@ def run_with_lies(connector: Lying, method: str, answer) -> Scene:
     return scene
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("load_steps", [0, 2])
 @pytest.mark.parametrize(
     ("method", "number"),
@@ -108,6 +110,8 @@ def test_a_connector_that_offers_what_is_not_there_keeps_nobody_from_ending(coun
     run_with_lies(connector, "get_num_new_matched_tokens", (count, load_steps > 0))
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("load_steps", [0, 2])
 @pytest.mark.parametrize("number", range(len(NEWS)))
 def test_whatever_the_worker_side_reports_all_end_as_they_should(number, load_steps):

@@ -39,6 +39,8 @@ class Case:
         scene.check_naive()
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize(("field", "name", "method"), CALLS)
 def test_a_policy_that_raises_is_replaced(field, name, method, caplog):
     case = Case(field, name, Fault(method, ZeroDivisionError("no luck")))
@@ -48,12 +50,16 @@ def test_a_policy_that_raises_is_replaced(field, name, method, caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("nonsense", [(), -1, 10**9, "text"])
 @pytest.mark.parametrize(("field", "method"), ANSWERS)
 def test_whatever_a_policy_returns_all_requests_end_as_they_should(field, method, nonsense):
     Case(field, BUILT_IN[field][-1], Fault(method, nonsense))
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("field", "method", "nonsense"),
     [

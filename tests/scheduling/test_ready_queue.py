@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from policy_requests import Arrivals, run_to
 
-from held import num_held
 from counted_lines import num_lines
+from held import num_held
 from quire.config import SchedulerConfig
 from quire.scheduling.accounts.ready_queue import ReadyQueue
 from quire.scheduling.policies import ORDERS
@@ -158,6 +158,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert all(self.queue.get(request.request_id) is request for request in requests)
 
 
+@pytest.mark.histories
+@pytest.mark.first_case
 @pytest.mark.parametrize("order", [*ORDERS.known, SmallWindow])
 def test_the_queue_agrees_with_a_sorted_list(order):
     machine = type("Machine", (QueueMachine,), {"order_name": order})

@@ -265,6 +265,6 @@ def test_all_features_at_once(part):
 
 @pytest.mark.histories
 @pytest.mark.first_case
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))
 def test_the_deterministic_part_against_an_oracle(part):
-    run_state_machine_as_test(OracleMachine, settings=settings(MACHINE_SETTINGS, max_examples=15))
+    run_state_machine_as_test(OracleMachine, settings=settings(MACHINE_SETTINGS, max_examples=8))

@@ -7,8 +7,8 @@ import pytest
 from fake_runner import naive_generation
 from scene import Scene
 
-from faulty_connector import FaultyConnector
 from counted_lines import num_lines
+from faulty_connector import FaultyConnector
 from quire.errors import DuplicateRequestError, InvalidRequestError
 from quire.status import FinishReason, RequestStatus
 from quire.step import ModelRunnerOutput

@@ -128,6 +128,8 @@ async def test_turns_of_one_side_are_one(claude, llm):
     assert messages[1]["tool_calls"][0]["function"]["name"] == "get weather!"
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("limit", range(1, len(CALLS) + 1, 6))
 async def test_a_stream_says_what_the_whole_answer_says(claude, limit):
     whole = await create(claude, max_tokens=limit)

@@ -37,6 +37,8 @@ async def test_compressed_bodies(http, encoding, compress):
     assert response.status_code == 200, response.text
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(("encoding", "compress"), ENCODERS)
 async def test_a_bomb(http, encoding, compress):
     bomb = compress(b" " * 100 * MAX_BODY_BYTES)

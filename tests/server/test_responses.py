@@ -67,6 +67,8 @@ async def test_text_and_two_calls(client, llm):
     assert tools[0]["function"]["parameters"] == PARAMETERS
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("limit", range(1, len(CALLS) + 1, 6))
 async def test_a_stream_says_what_the_whole_answer_says(client, limit):
     whole = await create(client, max_output_tokens=limit)

@@ -91,6 +91,8 @@ async def test_calls_that_are_cut_off(client):
     assert choice.message.tool_calls[0].function.arguments == '{"city": "}'
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("choice", ["auto", "required"])
 async def test_nothing_of_a_call_is_content_wherever_it_is_cut_off(client, llm, choice):
     begin = CALLS.index("<tool_call>") + len("<tool_call>")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def num_lines(call: Callable[[], object]) -> int:
-    """Return how many lines a call runs, one again in each round of a loop; what C code does is not counted."""
+    """Return how many lines a call runs, those of a loop in each round; what C code does is not counted."""
     count = 0
 
     def count_line(_frame, event, _argument):

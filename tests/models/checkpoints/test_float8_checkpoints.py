@@ -233,6 +233,8 @@ def test_on_cpus_it_is_quantized_as_the_floats_would_be(quantization: str, tmp_p
     assert torch.equal(found, expected)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["fp8, blocks", "compressed-tensors, rows"])
 def test_in_triton_products_are_in_float8(name: str, tmp_path: Path) -> None:
     """Rows have 4 significant bits there, so logits are near those of the floats, and not equal."""
@@ -244,6 +246,8 @@ def test_in_triton_products_are_in_float8(name: str, tmp_path: Path) -> None:
     assert 1e-3 < _relative(_logits(path, prompt, kernels="triton"), wanted) < 0.1
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(("kernels", "bound"), [("native", 1e-5), ("triton", 0.1)])
 def test_experts_in_float8(kernels: str, bound: float, tmp_path: Path) -> None:
     path = tmp_path / "model"
@@ -254,6 +258,8 @@ def test_experts_in_float8(kernels: str, bound: float, tmp_path: Path) -> None:
     assert _relative(_logits(path, prompt, kernels=kernels), wanted) < bound
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @each_kind
 def test_the_memory_plan_counts_what_is_held(kind: Kind, tmp_path: Path) -> None:
     path = tmp_path / "model"

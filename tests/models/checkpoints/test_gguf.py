@@ -53,6 +53,8 @@ def _generate(path: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
     return generated.token_ids, generated.logits
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_architecture_computes_what_its_checkpoint_does(family: str, tmp_path: Path) -> None:
     path = make_checkpoint(family, tmp_path / "model", **FAMILIES[family])
@@ -68,6 +70,8 @@ def test_every_architecture_computes_what_its_checkpoint_does(family: str, tmp_p
     torch.testing.assert_close(logits, same_logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_every_weight_is_what_the_gguf_package_makes_of_it(kind: str, tmp_path: Path) -> None:
     file, twin = write_gguf(make_checkpoint("llama", tmp_path / "model", **WIDE), "llama", kind)
@@ -103,6 +107,8 @@ def test_embeddings_are_what_the_gguf_package_makes_of_them(
             assert torch.equal(vectors, wanted[held.start + token_ids % len(held)])
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(

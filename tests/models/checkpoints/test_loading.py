@@ -126,6 +126,8 @@ def _doubled(name: str) -> str:
     return f"model.{name}" if name.startswith("lm_head") else name
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("rename", "shards"), [(str, 1), (_bare, 3), (_doubled, 2)], ids=["whole", "bare", "doubled"]
 )
@@ -251,6 +253,8 @@ def test_progress_does_not_count_the_weights_again_for_each_matrix(
     assert len(walks) <= 1
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])

@@ -148,6 +148,8 @@ def _matrices(path: Path) -> Iterator[tuple[WeightSource, Weight]]:
                 yield source, checkpoint.weight(source)
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_weight_is_what_the_checkpoint_stands_for(kind: Kind, tmp_path: Path) -> None:
     path, twin = kind.write(tmp_path / "model")
@@ -158,6 +160,8 @@ def test_every_weight_is_what_the_checkpoint_stands_for(kind: Kind, tmp_path: Pa
         assert torch.equal(dequantize(weight), wanted[source.name])
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["gptq", "awq", "pack-quantized, group 32", "int-quantized"])
 def test_biases_that_the_model_has_are_added(name: str, tmp_path: Path) -> None:
     """As in Qwen2."""
@@ -316,6 +320,8 @@ def _logits(path: Path, **options: Any) -> torch.Tensor:
 BOUNDS = {GroupedWeight: 0.05, Int8Weight: 0.05, torch.Tensor: 1e-5}
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "name",
     [
@@ -437,6 +443,8 @@ PLAIN_GROUPS = dataclasses.replace(
 )
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("kind", "change", "missing"),
     [
@@ -460,6 +468,8 @@ def test_what_the_config_promises_must_be_there(
         list(_matrices(path))
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
@@ -517,6 +527,8 @@ def test_packed_numbers_of_another_type_are_refused(gptq_model: Path) -> None:
         list(_matrices(gptq_model))
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["gptq", "awq", "pack-quantized, group 32", "int-quantized"])
 @pytest.mark.parametrize(
     ("number", "dtype", "message"),

@@ -275,6 +275,8 @@ def _stored(kind: str, path: Path) -> Path:
     return write_gguf(path, "qwen3", kind)[0]
 
 
+@pytest.mark.formats
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "kind", ["Q8_0", "Q4_0", "gptq, desc_act", "gptq, desc_act, orders that differ", "int-quantized"]
 )
