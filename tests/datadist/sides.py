@@ -292,9 +292,9 @@ def links_to_decoders(service: Any) -> list[Any]:
     return list(service._links.values())
 
 
-def connection_of(end: Any) -> socket.socket:
-    """Return the first connection of an end of a data plane."""
-    return end._connections[0]
+def connection_of(end: Any, number: int = 0) -> socket.socket:
+    """Return a connection of an end of a data plane."""
+    return end._connections[number]
 
 
 def num_mapped(destination: Any) -> int:

@@ -275,9 +275,12 @@ def test_a_handle_may_be_dropped_while_the_pool_is_in_use():
             gc.collect()
         return object()
 
-    pool = CachePool(lambda _desc: object())
+    def allocate(wanted):
+        return allocators.pop()(wanted)
+
+    allocators = [collect_garbage_meanwhile, lambda _desc: object()]
+    pool = CachePool(allocate)
     first = pool.allocate(desc(1))
-    pool._allocate = collect_garbage_meanwhile
     second = pool.allocate(desc(1))
     assert code_of(pool.cache, first.cache_id) is CODES.LLM_KV_CACHE_NOT_EXIST
     assert pool.cache(second.cache_id) is second

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_peers import DECODER_ID, PROMPT_ID, RawDecoder, address_of, connection_to, soon, started
-from sides import links_to_decoders, num_transfers, session_of, threads_of, transports_of
+from sides import links_to_decoders, num_transfers, pool_of, session_of, threads_of, transports_of
 
 from descriptors import num_open, wait_until_closed
 from quire.datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMException, LLMRole, LLMStatusCode
@@ -354,7 +354,7 @@ def test_a_reader_that_stops_holds_the_source_until_its_own_deadline(monkeypatch
         cache = manager.allocate_cache(big, [CacheKey(PROMPT_ID, 6)])
         small = manager.allocate_cache(DESC, [CacheKey(PROMPT_ID, 5)])
         manager.get_cache_tensors(small)[0].torch()[0] = 7
-        pool = manager._pool
+        pool = pool_of(prompt)
         manager.deallocate_cache(cache)
         with RawDecoder(prompt, TOKEN.encode()).link() as link:
             link.channel.send(

@@ -185,7 +185,7 @@ def test_a_descriptor_that_is_handed_out_does_not_let_anybody_write():
 
 
 def send_message(source, message, descriptor=None) -> None:
-    sockets.send(connection_of(source), protocol._frame(message), soon())
+    protocol.ControlChannel(connection_of(source), None).send(message, soon())
     if descriptor is not None:
         unix_sockets.send_descriptor(connection_of(source), descriptor, soon())
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import struct
 import threading
 import time
 
@@ -177,7 +178,7 @@ def test_bytes_of_another_transfer_are_not_written():
 
 def test_a_source_that_sends_too_little_is_given_up_at_the_deadline():
     with ends(1) as (source, destination):
-        sockets.send(connection_of(source), [tcp._HEADER.pack(7, 0, 5000), bytes(2500)], soon())
+        sockets.send(connection_of(source), [struct.pack("<QQQ", 7, 0, 5000), bytes(2500)], soon())
         with pytest.raises(TimeoutError):
             destination.receive(7, HostMemory(DESC), ALL, time.monotonic() + 0.02)
 
@@ -192,7 +193,7 @@ def test_one_share_that_fails_ends_the_others(monkeypatch):
     """Else the transfer would last until the deadline, which is a minute away."""
     monkeypatch.setattr(tcp, "MIN_SHARE_BYTES", 1000)
     with ends(3) as (source, destination):
-        source._connections[1].close()
+        connection_of(source, 1).close()
         errors = []
         started = time.monotonic()
         with pytest.raises(ConnectionError):

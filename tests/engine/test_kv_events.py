@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import pytest
 import zmq
@@ -288,7 +290,7 @@ def test_a_thread_that_fails_blocks_neither_publishing_nor_closing(caplog, monke
     publisher = KVEventPublisher(LOCAL, buffer_steps=3)
     monkeypatch.setattr(publisher, "_send_batch", None)
     publisher.publish([removed(1)])
-    thread = publisher._thread
+    [thread] = (thread for thread in threading.enumerate() if thread.name == "quire-kv-events")
     thread.join(PATIENCE)
     assert not thread.is_alive()
     for number in range(9):

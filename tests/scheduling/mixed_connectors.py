@@ -14,6 +14,7 @@ from fake_runner import FACTOR
 
 from faulty_connector import FaultyConnector
 from inline_threads import InlineThreads
+from insides import check_no_buffer_leaks
 from quire.kv.blocks.block_hash import BlockKey
 from quire.kv.connectors.host_blocks import block_store
 from quire.kv.tiers.block_copier import HostCopier
@@ -232,8 +233,7 @@ class MixedTier(Reluctant, TierConnector):
         assert not any(held), held
         assert not self._prompts._tables
         assert not opened.writer.num_waiting
-        buffers = opened.copier.buffers
-        assert buffers._num_unmade + len(buffers._free) == NUM_BUFFERS, "a buffer leaks"
+        check_no_buffer_leaks(self, NUM_BUFFERS)
         stats = self.stats()
         counts = Counter(
             {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from live_server import served
 from starlette.responses import Response
 
+from call_through import call_through
 from connection_contract import SHORT, ConnectionContract, Served, answer_to_new
 from quire.config import ServerConfig
 from quire.server.app import create_app
@@ -185,19 +186,18 @@ def test_pipelined_requests_are_not_read_while_the_first_one_runs(serving, llm):
 @pytest.mark.parametrize("size", [http_protocol.BYTES_PER_TURN // 2, 10 * http_protocol.BYTES_PER_TURN])
 def test_a_turn_parses_no_more_than_its_bytes(serving, llm, monkeypatch, size):
     turns = []
-    take_turn, feed = http_protocol.HttpProtocol._take_turn, http_protocol.HttpProtocol._feed
 
-    def counted_turn(self):
+    def counted_turn(take_turn, protocol):
         turns.append(0)
-        take_turn(self)
+        take_turn(protocol)
 
-    def counted_feed(self, piece):
+    def counted_feed(feed, protocol, piece):
         if turns:
             turns[-1] += len(piece)
-        feed(self, piece)
+        feed(protocol, piece)
 
-    monkeypatch.setattr(http_protocol.HttpProtocol, "_take_turn", counted_turn)
-    monkeypatch.setattr(http_protocol.HttpProtocol, "_feed", counted_feed)
+    call_through(monkeypatch, http_protocol.HttpProtocol, "_take_turn", counted_turn)
+    call_through(monkeypatch, http_protocol.HttpProtocol, "_feed", counted_feed)
     body = COMPLETION + b" " * size
     connection = serving()().connect()
     connection.send(completion_head("Transfer-Encoding: chunked") + chunked(body, 1))
@@ -210,11 +210,10 @@ def test_a_turn_of_the_event_loop_is_shared_by_few_connections(serving, monkeypa
     num_connections = 3 * connections.CALLS_PER_TURN
     loop_turn, turns_taken = 0, []
     has_begun, all_sent = threading.Event(), threading.Event()
-    take_turn = http_protocol.HttpProtocol._take_turn
 
-    def noted_turn(self):
+    def noted_turn(take_turn, protocol):
         turns_taken.append(loop_turn)
-        take_turn(self)
+        take_turn(protocol)
 
     async def app(scope, receive, send):
         async def count_loop_turns():
@@ -235,7 +234,7 @@ def test_a_turn_of_the_event_loop_is_shared_by_few_connections(serving, monkeypa
     for connection in others:
         connection.send(request("/warm"))
         assert connection.answer().status == 200
-    monkeypatch.setattr(http_protocol.HttpProtocol, "_take_turn", noted_turn)
+    call_through(monkeypatch, http_protocol.HttpProtocol, "_take_turn", noted_turn)
     first.send(request("/first"))
     assert has_begun.wait(60)
     for connection in others:

@@ -114,18 +114,18 @@ def test_a_renewed_certificate_is_shown_to_new_connections(app, edge, made, tmp_
     assert "the key is not that of the certificate" in caplog.text
 
 
-async def test_changes_are_noticed(edge, made, tmp_path):
-    own = ServerCertificate(edge)
+async def test_changes_are_noticed(app, edge, made, tmp_path):
     loads = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    reload = own.reload_if_changed
-    own.reload_if_changed = lambda: (reload(), loop.call_soon_threadsafe(loads.put_nowait, None))
-    watching = asyncio.create_task(own.watch(0.0))
-    before = own._stamps
-    install(made["second"], tmp_path)
-    while own._stamps == before:
-        await loads.get()
-    watching.cancel()
+    with listener("127.0.0.1", 0, edge) as listens, served(app, listens):
+        own = listens.certificate
+        reload = own.reload_if_changed
+        own.reload_if_changed = lambda: (reload(), loop.call_soon_threadsafe(loads.put_nowait, None))
+        watching = asyncio.create_task(own.watch(0.0))
+        install(made["second"], tmp_path)
+        while name_shown(listens, made) != "second":
+            await loads.get()
+        watching.cancel()
 
 
 @pytest.mark.parametrize(

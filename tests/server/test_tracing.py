@@ -24,7 +24,6 @@ from quire.config import ServerConfig
 from quire.errors import ConfigError
 from quire.server import serve
 from quire.server.app import create_app
-from quire.server.metrics import tracing
 from quire.server.metrics.tracing import MAX_QUEUED_SPANS, Tracing, tracing_to
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -218,9 +217,12 @@ async def test_a_collector_gets_spans_by_otlp(llm, path, seen, monkeypatch):
     assert numbers["gen_ai.usage.output_tokens"] == len(REPLY)
 
 
-async def test_the_environment_may_name_the_service(monkeypatch):
+async def test_the_environment_may_name_the_service(llm, monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-backend")
-    assert tracing._resource().attributes["service.name"] == "chat-backend"
+    server = Traced(llm)
+    async with server.http:
+        await server.http.post("/v1/completions", json=COMPLETION)
+    assert {span.resource.attributes["service.name"] for span in await server.spans()} == {"chat-backend"}
 
 
 async def test_a_collector_that_hangs_holds_nobody_up_and_spans_that_do_not_fit_are_dropped(llm):
