@@ -307,7 +307,7 @@ def read_source(**changes):
     ],
 )
 def test_a_source_that_cannot_be_is_refused(fake, changes):
-    with _destination_end() as (end, prompt):
+    with _destination_end() as (end, prompt, _):
         prompt.send(read_source(**changes), time.monotonic() + 5)
         with pytest.raises(ProtocolError):
             end.receive(7, HostMemory(byte_desc(4, BLOCK, 2)), TARGET, time.monotonic() + 5)
@@ -316,9 +316,9 @@ def test_a_source_that_cannot_be_is_refused(fake, changes):
 
 def test_what_was_read_does_not_count_unless_it_was_held(fake):
     memory, target = HostMemory(byte_desc(4, BLOCK, 2)), HostMemory(byte_desc(4, BLOCK, 2))
-    with _destination_end() as (end, prompt):
+    with _destination_end() as (end, prompt, theirs):
         agent = nixl_agent.NixlAgent(time.monotonic() + 5)
-        end._agent.connect(agent.connection(time.monotonic() + 5), time.monotonic() + 5)
+        theirs.connect(agent.connection(time.monotonic() + 5), time.monotonic() + 5)
         region = agent.register(memory, time.monotonic() + 5)
         source = read_source(region=region.number, metadata=region.data, addresses=memory.addresses())
         prompt.send(source, time.monotonic() + 5)
@@ -335,8 +335,8 @@ def _destination_end():
         one.setblocking(False)
     agent = nixl_agent.NixlAgent(time.monotonic() + 5)
     end = nixl.NixlDestinationEnd(agent, mine, use_checksum=True)
-    prompt = ControlChannel(theirs, nixl._from_decoder)
-    yield end, prompt
+    prompt = ControlChannel(theirs, None)  # it does not receive
+    yield end, prompt, agent
     prompt.close()
     end.close()
 

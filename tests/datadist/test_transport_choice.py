@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import pytest
 from failing import fails_with
 from raw_peers import DECODER_ID, PROMPT_ID, address_of, started
-from sides import byte_desc, link_of, pattern, read_cache, session_of, write_new_cache
+from sides import byte_desc, link_of, pattern, read_cache, write_new_cache
 
 from quire.datadist import CacheKey, LLMRole, LLMStatusCode
+from quire.datadist.interface import link_ends
 from quire.datadist.transports.tcp import TcpTransport
 
 SUCCESS = LLMStatusCode.LLM_SUCCESS
@@ -35,10 +37,12 @@ class Declining(TcpTransport):
 
 @contextlib.contextmanager
 def sides_with(transports):
-    """A PROMPT and a DECODER that have `transports`, which both change."""
-    with started(LLMRole.PROMPT, PROMPT_ID) as prompt, started(LLMRole.DECODER, DECODER_ID) as decoder:
-        for side in (prompt, decoder):
-            session_of(side)._ends._transports[:] = transports
+    """A PROMPT and a DECODER that have `transports`."""
+    with (
+        mock.patch.object(link_ends, "open_transports", return_value=transports),
+        started(LLMRole.PROMPT, PROMPT_ID) as prompt,
+        started(LLMRole.DECODER, DECODER_ID) as decoder,
+    ):
         yield prompt, decoder
 
 

@@ -9,6 +9,7 @@ import pytest
 from test_engine_core import Engine, request
 
 from quire.engine.core import MOST_FAILED_STEPS
+from quire.engine.memory.cache_warming import CacheWarmer
 from quire.engine.messages import (
     AbortRequests,
     EngineCoreRequest,
@@ -268,7 +269,7 @@ def test_what_comes_after_a_step_cannot_lose_its_outputs(engine, monkeypatch, ca
     class Publisher:
         publish = faulty
 
-    monkeypatch.setattr(engine.core._warmer, "resume", faulty)
+    monkeypatch.setattr(CacheWarmer, "resume", faulty)
     monkeypatch.setattr(engine.core, "_kv_events", Events())
     monkeypatch.setattr(engine.core, "_publisher", Publisher())
     engine.loop.handle(request("a"))

@@ -10,6 +10,7 @@ import pytest
 import zmq
 from test_engine_core import Engine, request
 
+from quire.engine.loop import EngineLoop
 from quire.engine.messages import (
     Acknowledge,
     EngineCoreRequest,
@@ -42,7 +43,7 @@ def engine(checkpoint, request) -> Engine:
     def send(message):
         engine.messages.append(decode_from_engine(encode(message)))
 
-    engine.loop._send = send
+    engine.loop = EngineLoop(engine.core, send)
     return engine
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from call_through import call_through
 from descriptors import num_open, wait_until_closed
 from engine_checks import core_of, wait_for_end
 from nccl_stand_in import NcclStandIn
@@ -26,6 +27,7 @@ from quire.engine.ranks.group import RankGroup, with_gpu
 from quire.engine.ranks.leading import LeadingDecoder
 from quire.engine.ranks.nccl import NcclCommunicator
 from quire.engine.ranks.process_group import GroupCommunicator
+from quire.engine.stepping import SerialStepper
 from quire.errors import EngineDeadError, ExchangeError
 from quire.kernels.attention.batch import AttentionBatch
 from quire.models.shard import Shard
@@ -264,15 +266,16 @@ def test_a_rank_that_ends_while_the_others_connect_is_why_they_do_not(
     assert wait_for_end(ranks.pids[0])
 
 
-def test_what_a_step_gives_after_a_failure_is_nobody_s(checkpoint: str) -> None:
+def test_what_a_step_gives_after_a_failure_is_nobody_s(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On GPUs a step goes on after its exchanges were aborted, with numbers that mean nothing."""
     with LLM(checkpoint, num_kv_blocks=64, num_threads=1) as llm:
         core = core_of(llm)
-        stepper, failures = core._stepper, []
-        step = stepper.step
+        failures = []
 
-        def fails_late():
-            outputs = step()
+        def fails_late(step: Callable[[SerialStepper], Any], stepper: SerialStepper) -> Any:
+            outputs = step(stepper)
             failures.append(outputs)
             return outputs
 
@@ -280,7 +283,7 @@ def test_what_a_step_gives_after_a_failure_is_nobody_s(checkpoint: str) -> None:
             if failures:
                 raise EngineDeadError("rank 1 failed")
 
-        stepper.step = fails_late
+        call_through(monkeypatch, SerialStepper, "step", fails_late)
         core.ranks = Mock(raise_failure=raise_failure)
         with pytest.raises(EngineDeadError, match="rank 1 failed"):
             llm.generate("the")

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from call_through import call_through
 from quire.front.text.detokenizer import DecoderFactory
 from quire.request_output import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from quire.server.calls import logprobs
@@ -49,7 +50,7 @@ async def test_a_turn_has_a_bounded_number(
     write: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "LOGPROBS_PER_TURN", 4 * (COUNT + 1))
-    turn, in_turns, finite = 0, Counter[int](), logprobs._finite
+    turn, in_turns = 0, Counter[int]()
 
     async def count_turns() -> None:
         nonlocal turn
@@ -57,11 +58,11 @@ async def test_a_turn_has_a_bounded_number(
             turn += 1
             await asyncio.sleep(0)
 
-    def counted(logprob: float) -> float:
+    def counted(finite: Callable[[float], float], logprob: float) -> float:
         in_turns[turn] += 1
         return finite(logprob)
 
-    monkeypatch.setattr(logprobs, "_finite", counted)
+    call_through(monkeypatch, logprobs, "_finite", counted)
     counting = asyncio.ensure_future(count_turns())
     await write()
     counting.cancel()

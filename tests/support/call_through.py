@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 
-def call_through(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, replacement: Callable) -> None:
-    """Put `replacement` in the place of a method; its first argument is the method, and then come its own."""
+def call_through(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, replacement: Callable) -> None:
+    """Put `replacement` in the place of a method or function, which it is given before the arguments."""
     original = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **kwargs: replacement(original, *args, **kwargs))
