@@ -29,19 +29,26 @@ def never() -> bool:
     return False
 
 
-def lent(num_blocks: int = 4) -> Loans:
-    loans = Loans(BLOCK_BYTES)
-    assert loans.offer("one", "request", num_blocks, DIGEST)
-    return loans
+class OneLoan(Loans):
+    """What is lent is one prompt."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(BLOCK_BYTES)
+        self.number = self.offer("one", "request", num_blocks, DIGEST)
+        self.num_computed = 0
+        assert self.number
 
 
-def compute(loans: Loans, block_ids: list[int]) -> None:
-    loan = loans._loans["one"]
-    number = loan.number
-    loans.begin_step(number, len(loan.block_ids), block_ids)
+def lent(num_blocks: int = 4) -> OneLoan:
+    return OneLoan(num_blocks)
+
+
+def compute(loans: OneLoan, block_ids: list[int]) -> None:
+    loans.begin_step(loans.number, loans.num_computed, block_ids)
+    loans.num_computed += len(block_ids)
     for end in LAYER_ENDS:
-        loans.advance([number], end)
-    loans.end_step(number)
+        loans.advance([loans.number], end)
+    loans.end_step(loans.number)
 
 
 def refused(loans: Loans, *arguments, **changes) -> LLMStatusCode:
@@ -185,6 +192,7 @@ def test_steps_of_a_loan_that_has_ended_are_not_those_of_another_that_has_got_it
     assert reading.ready_part() is None
     reading.close()
     loans.end(FIRST, "it ends twice")
+    loans.number = other
     compute(loans, [3])
     assert loans.is_ready(other)
 

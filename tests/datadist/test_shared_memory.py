@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import mmap
 import os
 import signal
@@ -35,6 +34,7 @@ from sides import (
     write_new_cache,
 )
 
+from descriptors import num_open, wait_until_closed
 from quire.datadist import BlocksCacheKey, CacheDesc, CacheKey, DataType, LLMRole, LLMStatusCode
 from quire.datadist.caches import shared_host_memory
 from quire.datadist.caches.memory import DeviceMemory, HostMemory
@@ -521,15 +521,14 @@ def test_a_tcp_connection_is_no_end_of_shared_memory():
 def test_nothing_is_left_of_blocks_that_were_shared():
     with started(LLMRole.PROMPT, PROMPT_ID):
         pass  # whatever is opened once
-    gc.collect()  # what earlier tests have left open
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_open()
     with started(LLMRole.PROMPT, PROMPT_ID) as prompt, started(LLMRole.DECODER, DECODER_ID) as decoder:
         source = prompt.kv_cache_manager.allocate_blocks_cache(DESC, BlocksCacheKey(PROMPT_ID))
         blocks = decoder.kv_cache_manager.allocate_blocks_cache(DESC)
         decoder.link_clusters([address_of(prompt)])
         decoder.kv_cache_manager.pull_blocks(BlocksCacheKey(PROMPT_ID), blocks, [1, 2], [3, 0])
     del source, blocks
-    assert len(os.listdir("/proc/self/fd")) == before
+    wait_until_closed(before)
 
 
 @over_shared_memory

@@ -90,18 +90,18 @@ class Pull(PeerPull):
 @pytest.fixture
 def make_peer():
     peers: list[Peer] = []
+    earlier_threads = set(threading.enumerate())
 
-    def make(open_link, lease_timeout: float = 30.0) -> Peer:
-        peers.append(Peer(("127.0.0.1", 1), open_link, None, LAYOUTS, lease_timeout=lease_timeout))
+    def make(open_link, lease_timeout: float = 30.0, port: int = 1) -> Peer:
+        peers.append(Peer(("127.0.0.1", port), open_link, None, LAYOUTS, lease_timeout=lease_timeout))
         return peers[-1]
 
     yield make
     for one in peers:
         one.close()
         one.join(time.monotonic() + SOON)
-        messenger = one._messenger
-        assert not messenger or not messenger.is_alive()
-        assert not any(thread.is_alive() for readers in readers_of(one) for thread in readers._threads)
+    threads = set(threading.enumerate()) - earlier_threads
+    assert not [thread for thread in threads if thread.name.startswith("kv-peer")]
 
 
 class ConditionWithGap(threading.Condition):
@@ -302,9 +302,7 @@ def test_the_peer_that_has_most_of_a_prompt_is_the_best(make_peer):
     openers[1].link.find_prefix = lambda digests, deadline: 1
     asked = lookup()
     for port, opener in enumerate(openers, 1):
-        peer = make_peer(opener)
-        peer._address = ("127.0.0.1", port)
-        peer.look_up(asked)
+        make_peer(opener, port=port).look_up(asked)
     wait_for(lambda: asked.is_over)
     assert time.monotonic() < asked.deadline
     assert asked.best == (("127.0.0.1", 1), 2)

@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from quire.config import ServerConfig
+from quire.config import EngineConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.server import serve
 from quire.server.app import create_app
@@ -258,9 +258,10 @@ def lost_traces(caplog):
 
 def test_without_the_extra_there_is_one_clear_error(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "quire.server.metrics.tracing", None)
+    monkeypatch.setattr(serve, "raise_descriptor_limit", lambda: None)
     config = ServerConfig(otlp_traces_endpoint="http://localhost:4318")
     with pytest.raises(ConfigError, match=r"needs the module .* pip install 'quire\[otel\]'"):
-        serve._tracing(config)
+        serve.serve(EngineConfig(), config)
 
 
 @pytest.mark.parametrize(
