@@ -12,7 +12,7 @@ import pytest
 import sides
 from conformance import row
 from pairs import TRANSPORTS
-from sides import byte_desc, pattern, read_cache, register_new, session_of, write_cache
+from sides import byte_desc, pattern, read_cache, register_new, write_cache
 
 from quire.datadist import (
     BlocksCacheKey,
@@ -185,4 +185,4 @@ def test_each_operation_moves_the_bytes_or_is_refused(new_datadist, linking, lis
         np.testing.assert_array_equal(read_cache(*target), expected, str(what))
     first.check_link_status(2)  # no refusal has broken it
     assert first.unlink_clusters([sides.cluster_info(2, 0)], sides.PATIENT)[0] is SUCCESS
-    assert not session_of(second)._ends.has_links
+    assert not sides.transports_of(second)

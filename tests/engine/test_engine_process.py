@@ -408,14 +408,12 @@ def test_an_engine_process_for_batches(checkpoint, sockets, preloaded_engines):
 def test_a_signal_handler_may_shut_the_engine_down(checkpoint, sockets, preloaded_engines, monkeypatch):
     with LLM(checkpoint, engine_process=True, **TINY) as llm:
         llm.wait_until_ready()
-        engine = requests_of(llm).client._process
-        receive = engine.receive
 
-        def interrupted(timeout):
+        def interrupted(receive, engine, timeout):
             llm.shutdown()
-            return receive(timeout)
+            return receive(engine, timeout)
 
-        monkeypatch.setattr(engine, "receive", interrupted)
+        call_through(monkeypatch, EngineProcess, "receive", interrupted)
         with pytest.raises(EngineDeadError, match="shut down"):
             llm.generate("the", LONG)
 
