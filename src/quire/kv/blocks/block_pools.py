@@ -50,10 +50,14 @@ class BlockPools:
         return sum(pool.num_uncommitted for pool in self._pools)
 
     @property
+    def num_in_use(self) -> list[int]:
+        """Blocks of each group with a reference count above 0, [G]."""
+        return [self.first.num_in_use, *(pool.num_in_use - 1 for pool, _ in self._others)]
+
+    @property
     def usage(self) -> float:
         """The share of the blocks that is in use, of the group in which it is largest."""
-        shares = [(pool.num_in_use - 1) / max(pool.num_blocks - 1, 1) for pool, _ in self._others]
-        return max(self.first.num_in_use / self.first.num_blocks, *shares, 0.0)
+        return max(count / pool.num_blocks for pool, count in zip(self._pools, self.num_in_use, strict=True))
 
     def num_free_beside(self, block_ids: IntArray) -> int:
         """Return how many blocks are free in every group once `block_ids` [G, blocks] are in use."""

@@ -316,10 +316,13 @@ class KVCacheManager:
             block_ids = self._tables[group, rows, index]
             self._tables[group, rows, index] = NULL_BLOCK
             self._num_left[group, slots] += count
-            num_tokens, of_row = np.repeat(num_prompt, count), np.repeat(priorities, count)
-            follows = (index >= self.pools.first_in_window(num_tokens, window)) & (
-                index < num_tokens // self.block_size
+            # What a lookup of the same prompt needs, which leaves out the last token, for its logits.
+            found, of_row = (
+                np.repeat((num_prompt - 1) // self.block_size, count),
+                np.repeat(priorities, count),
             )
+            follows = index >= self.pools.first_in_window(found * self.block_size, window)
+            follows &= index < found
             self.pools.release_in(group, block_ids[follows], of_row[follows])
             self.pools.release_in(group, block_ids[~follows], of_row[~follows], is_left=True)
 
