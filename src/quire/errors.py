@@ -92,13 +92,13 @@ class ExchangeError(QuireError):
     """A rank of a tensor-parallel engine does not take part in an exchange with the others."""
 
 
-_LONGEST_COMPARED = 200
+_MAX_COMPARED = 200
 """Characters of a name up to which others are compared with it; with millions, that takes long."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """Return the tail of an error about an unknown name: the nearest known one, or the whole list."""
     choices = sorted(known)
-    is_comparable = len(name) <= _LONGEST_COMPARED
+    is_comparable = len(name) <= _MAX_COMPARED
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5) if is_comparable else []
     return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(choices)}"

@@ -44,7 +44,7 @@ _TYPES: Mapping[type, tuple[str, tuple[type, ...]]] = {
     float: ("a number", (int, float)),
     bool: ("True or False", (bool,)),
 }
-_LONGEST_SHOWN_VALUE = 80  # characters
+_MAX_SHOWN_VALUE = 80  # characters
 
 
 class BuiltIn:
@@ -95,7 +95,7 @@ class Limits:
                 else f"holds {len(value)} {self.unit}"
             )
             return f"{held}; at most {most} fit"
-        return f"is {value!r:.{_LONGEST_SHOWN_VALUE}}; {self.requirement(value)}"
+        return f"is {value!r:.{_MAX_SHOWN_VALUE}}; {self.requirement(value)}"
 
     def requirement(self, value: Any) -> str:
         """Return what is asked of the field instead of a value that is not allowed."""

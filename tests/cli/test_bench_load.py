@@ -164,10 +164,10 @@ async def test_without_a_usage_outputs_are_counted():
         (429, b'{"error": {"message": "come back later"}}', "HTTP 429: come back later"),
         (502, b"<html>", "HTTP 502: <html>"),
         (200, sse({"error": {"message": "it broke"}}), "it broke"),
-        (200, b"data: {\n\n", "no JSON object: {"),
-        (200, b"data: [1]\n\n", r"no JSON object: \[1\]"),
-        (200, b"data: \xff\n\n", "no JSON object"),
-        (200, b"data: " + b" " * (1 << 20), "cannot be read"),
+        (200, b"data: {\n\n", "not a JSON object: {"),
+        (200, b"data: [1]\n\n", r"not a JSON object: \[1\]"),
+        (200, b"data: \xff\n\n", "not a JSON object"),
+        (200, b"data: " + b" " * (1 << 20), "unreadable response"),
     ],
 )
 async def test_a_refusal_says_why(status: int, body: bytes, message: str):

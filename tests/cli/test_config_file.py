@@ -161,7 +161,7 @@ def test_a_file_that_is_none(tmp_path: Path):
 def test_each_command_takes_the_key_that_its_help_names(command: str, file: Path):
     page = " ".join(CliRunner().invoke(app, [command, "--help"]).stdout.split())
     example = re.search(
-        r"YAML file with values of flags, such as ([a-z-]+: \d+)\. The command line wins\.", page
+        r"YAML file with values of flags, such as ([a-z-]+: \d+)\. The command line takes precedence\.", page
     )
     assert example
     file.write_text(f"{example[1]}\nno-such: 1\n")

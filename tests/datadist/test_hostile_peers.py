@@ -226,7 +226,7 @@ def test_no_more_links_than_the_limit(monkeypatch):
         with pytest.raises(LinkDroppedError, match="2 links, which is the limit"):
             third.link()
         again = stack.enter_context(RawDecoder(prompt, cluster_id=2).link())  # in place of the second
-        with pytest.raises(LinkDroppedError, match="linked anew"):
+        with pytest.raises(LinkDroppedError, match="linked again"):
             links[1].channel.receive(soon())
         again.channel.send(Unlink(), soon())
         again.channel.expect(Unlinked, soon())

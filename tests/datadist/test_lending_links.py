@@ -234,10 +234,10 @@ def test_news_renew_and_release(sides):
     side.lend([1, 2])
     side.lend([3], "other")
     side.loans.offer("awaited", "owner", 1, DIGEST)
-    assert link.exchange_news(["loan", "gone", "awaited"], [], soon()) == LoanReport(["gone"], ["loan"])
+    assert link.update_loans(["loan", "gone", "awaited"], [], soon()) == LoanReport(["gone"], ["loan"])
     assert side.loans.take_renewed() == {"owner"}
     released = ["loan", "other", "gone", "awaited"]
-    assert link.exchange_news(["loan"], released, soon()) == LoanReport(["loan"], [])
+    assert link.update_loans(["loan"], released, soon()) == LoanReport(["loan"], [])
     assert side.loans.take_released() == {"owner"}
     assert side.loans.is_empty
 
@@ -333,7 +333,7 @@ def test_an_llm_datadist_lends_nothing():
         decoder.link_clusters([address_of(prompt)], timeout=20_000)
         link = link_of(decoder)
         assert code_of(pull, link, request_for(1), [0]) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        assert link.exchange_news(["loan"], ["loan"], soon()) == LoanReport(["loan"], [])
+        assert link.update_loans(["loan"], ["loan"], soon()) == LoanReport(["loan"], [])
         prompt.kv_cache_manager.allocate_cache(DESC, [CacheKey(1, 5)])
 
 

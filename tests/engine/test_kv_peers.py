@@ -542,7 +542,7 @@ def free_port() -> int:
 def equals(monkeypatch, **options):
     """Two engines that do everything, and read each other's prefix caches."""
     monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", 30.0)
-    monkeypatch.setattr(peer_prefixes, "LEAST_COMPUTING", 1e-4)
+    monkeypatch.setattr(peer_prefixes, "MIN_COMPUTING_TIME", 1e-4)
     ports = [free_port(), free_port()]
     options = {"kv_peers": ",".join(f"127.0.0.1:{port}" for port in ports), **options}
     with (

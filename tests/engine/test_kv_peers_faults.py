@@ -47,7 +47,7 @@ OPTIONS = {
 }
 FAULTY = [  # what is not the connector's own
     (DecoderLink, "pull_parts"),
-    (DecoderLink, "exchange_news"),
+    (DecoderLink, "update_loans"),
     (DecoderLink, "find_prefix"),
     (DecoderLinks, "open"),
     (Loans, "open"),
@@ -98,7 +98,7 @@ class Faults:
                     end = result.drop if isinstance(result, DecoderLink) else result.close
                     end()  # who never got the link or the reading cannot
                 raise self._error()
-            if fault == "lie" and name == "exchange_news":
+            if fault == "lie" and name == "update_loans":
                 return LoanReport(list(args[1]), list(args[1]))  # all have ended, and are ready
             if fault == "lie" and name == "find_prefix":
                 return len(args[1]) // 16  # all is there
@@ -246,7 +246,7 @@ def free_ports(count: int) -> list[int]:
 def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed, options):
     monkeypatch.setattr(links, "DOWN_SECONDS", 0.05)
     monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", TIMEOUT)
-    monkeypatch.setattr(peer_prefixes, "LEAST_COMPUTING", 0.0)
+    monkeypatch.setattr(peer_prefixes, "MIN_COMPUTING_TIME", 0.0)
     faults = Faults(seed, rate=0.0)
     faults.install(monkeypatch)
     threads = set(threading.enumerate())

@@ -151,7 +151,7 @@ def test_blocks_are_copied_on_all_ranks(checkpoint, changes):
 
 def test_prefixes_are_read_from_equals_of_another_number_of_ranks(checkpoint, alone, monkeypatch):
     monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", 30.0)
-    monkeypatch.setattr(peer_prefixes, "LEAST_COMPUTING", 0.0)
+    monkeypatch.setattr(peer_prefixes, "MIN_COMPUTING_TIME", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = [listener.getsockname()[1] for listener in (one, other)]
     peers = ",".join(f"127.0.0.1:{port}" for port in ports)

@@ -127,7 +127,7 @@ async def test_sleep_ends_the_engine_and_keeps_requests(llm, slow_steps, expecte
     slow_steps.unlink()
     waking = asyncio.create_task(llm.wake_up())
     await asyncio.sleep(0)
-    with pytest.raises(EngineDeadError, match=r"^the engine is being started again; live"):
+    with pytest.raises(EngineDeadError, match=r"^the engine is being restarted; live"):
         llm.check_health()
     await waking
     await llm.wake_up()

@@ -185,7 +185,7 @@ def test_a_request_that_comes_far_each_time_is_quarantined_in_the_end(scene):
         scene.hear(Ready(INFO))
     assert state.finished
     assert state.completions[0].token_ids == list(range(resumption.MAX_CRASHES))
-    assert "10 in all" in state.completions[0].error
+    assert "10 in total" in state.completions[0].error
 
 
 def test_calls_are_answered_with_the_reason(scene):
@@ -194,7 +194,7 @@ def test_calls_are_answered_with_the_reason(scene):
     scene.crash()
     [reply] = replies
     assert "SIGKILL" in reply.error.message
-    with pytest.raises(EngineDeadError, match="started again"):
+    with pytest.raises(EngineDeadError, match="restarted"):
         scene.requests.call(GetStats, replies.append)
     scene.hear(Ready(INFO))
     scene.requests.call(GetStats, replies.append)
@@ -234,7 +234,7 @@ def test_the_time_that_is_left_is_passed_on(monkeypatch):
     scene.output(b, 1)
     options = [message.options for message in scene.taken() if isinstance(message, EngineCoreRequest)]
     assert [one.timeout for one in options] == [pytest.approx(20), 0, pytest.approx(40)]
-    assert [one.queue_timeout for one in options] == [0, 0, pytest.approx(resumption.SHORTEST_TIMEOUT)]
+    assert [one.queue_timeout for one in options] == [0, 0, pytest.approx(resumption.MIN_TIMEOUT)]
 
 
 def test_deadlines_hold_without_an_engine(monkeypatch):
@@ -295,7 +295,7 @@ def test_suspects_are_sent_once_if_requests_are_released_meanwhile(scene):
     scene.crash()
     scene.hear(Ready(INFO))
     assert scene.names() == ["a"]
-    assert "died" in scene.requests.reasons_to_wait("b")[0]
+    assert "crashed" in scene.requests.reasons_to_wait("b")[0]
     scene.requests.held.is_paused = True
     scene.requests.held.is_paused = False
     scene.requests.send_held()

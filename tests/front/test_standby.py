@@ -27,10 +27,10 @@ class Scene:
         self.keeper = StandbyKeeper(self.events, **{"is_wanted": True, **options})
 
     def attend(self):
-        self.keeper.attend(lambda: self.now)
+        self.keeper.maintain(lambda: self.now)
 
     def start_standby(self, then_wait=True):
-        self.keeper.plan(self.now)
+        self.keeper.schedule_start(self.now)
         self.now += START_DELAY
         self.attend()
         if then_wait:
@@ -81,7 +81,7 @@ def test_a_standby_is_started_some_time_after_the_engine_is_ready(scene, shell):
     one = scene()
     one.attend()
     assert one.keeper.start_at is None
-    one.keeper.plan(one.now)
+    one.keeper.schedule_start(one.now)
     assert one.keeper.start_at == one.now + START_DELAY
     one.attend()
     assert not shell.started
@@ -91,7 +91,7 @@ def test_a_standby_is_started_some_time_after_the_engine_is_ready(scene, shell):
     one.wait()
     assert one.keeper.is_ready()
     assert not one.events.poll(0), "its sign was read"
-    one.keeper.plan(one.now)
+    one.keeper.schedule_start(one.now)
     assert one.keeper.start_at is None, "there is one"
     process = one.keeper.take()
     assert process is shell.started[0]
@@ -140,7 +140,7 @@ def test_a_standby_that_cannot_be_started_is_done_without(scene, shell, caplog):
 
 def test_an_engine_that_dies_early_takes_the_plan_with_it(scene, shell):
     one = scene()
-    one.keeper.plan(one.now)
+    one.keeper.schedule_start(one.now)
     assert one.keeper.take() is None
     assert one.keeper.start_at is None
 
@@ -150,7 +150,7 @@ def test_a_standby_ends_with_its_keeper_and_its_owner(scene, shell):
     one.start_standby()
     one.keeper.close()
     assert shell.started[0].returncode == -signal.SIGKILL
-    one.keeper.plan(one.now)
+    one.keeper.schedule_start(one.now)
     assert one.keeper.start_at is None
     lost = Scene()
     lost.start_standby()

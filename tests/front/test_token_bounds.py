@@ -119,8 +119,8 @@ def test_no_text_has_fewer_tokens(name, text, repeats):
     text = text.encode("utf-8", "ignore").decode() * repeats
     bound = BOUNDS[name]
     num_tokens = len(TOKENIZERS[name].encode(text))
-    assert bound.least_num_tokens(text, 10**9) <= num_tokens
-    most = bound.most_characters(num_tokens)
+    assert bound.min_num_tokens(text, 10**9) <= num_tokens
+    most = bound.max_characters(num_tokens)
     assert most is None or len(text) <= most
 
 
@@ -143,19 +143,19 @@ def test_a_part_has_more_than_so_many_tokens(name, from_end, text, num_tokens):
 def test_texts_in_pieces_that_compose_where_they_meet(name, monkeypatch):
     monkeypatch.setattr("quire.front.text.token_bounds._PIECE", 3)
     text = "ae\u0301\u1100\u1161\u11a8\u03b1\u0313\u0301\u0345" * 9
-    assert BOUNDS[name].least_num_tokens(text, 10**9) <= len(TOKENIZERS[name].encode(text))
+    assert BOUNDS[name].min_num_tokens(text, 10**9) <= len(TOKENIZERS[name].encode(text))
 
 
 @pytest.mark.parametrize(("name", "longest"), [("mini", 16), ("byte-level", 16), ("sentencepiece", 8)])
 def test_the_bound_is_as_close_as_the_longest_token(name, longest):
     bound = BOUNDS[name]
-    assert bound.least_num_tokens("z" * 400_000, 10**9) >= 400_000 // longest
-    assert bound.most_characters(10) == 10 * longest
+    assert bound.min_num_tokens("z" * 400_000, 10**9) >= 400_000 // longest
+    assert bound.max_characters(10) == 10 * longest
 
 
 @pytest.mark.parametrize("name", ["dropping", "word pieces", "fused unknown", "greedy added tokens"])
 def test_tokenizers_that_drop_characters_have_no_limit_of_them(name):
-    assert BOUNDS[name].most_characters(10) is None
+    assert BOUNDS[name].max_characters(10) is None
 
 
 def test_a_long_text_is_not_read_to_its_end(monkeypatch):
@@ -167,5 +167,5 @@ def test_a_long_text_is_not_read_to_its_end(monkeypatch):
         return count(self, piece)
 
     call_through(monkeypatch, TokenBound, "_count", noted)
-    assert bound.least_num_tokens("a" * 4_000_000, 4096) > 4096
+    assert bound.min_num_tokens("a" * 4_000_000, 4096) > 4096
     assert len("".join(read)) <= 131_072

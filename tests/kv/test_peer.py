@@ -46,7 +46,7 @@ class FakeLink:
     def pull_parts(self, request, memory, blocks, deadline) -> None:
         self.pulled.append(request.loan)
 
-    def exchange_news(self, waiting, released, deadline) -> LoanReport:
+    def update_loans(self, waiting, released, deadline) -> LoanReport:
         self.told.append((waiting, released))
         self.was_told.set()
         return LoanReport(ended=[], ready=[])
@@ -184,7 +184,7 @@ def test_what_is_ready_is_read_while_all_readers_wait_for_what_is_not(make_peer)
 
     opener.link.pull_parts = pull_parts
     peer, pulls = make_peer(opener), [Pull(name) for name in (*is_ready, "ready")]
-    opener.link.exchange_news = lambda waiting, *_: LoanReport([], sorted(set(waiting) - is_ready.keys()))
+    opener.link.update_loans = lambda waiting, *_: LoanReport([], sorted(set(waiting) - is_ready.keys()))
     for pull in pulls:
         peer.keep(pull.load.transfer_id, pull.load.request_id, is_offered=False)
         peer.pull(pull)

@@ -481,11 +481,11 @@ def test_a_task_that_hangs_does_not_keep_close():
     go_on, has_begun = threading.Event(), threading.Event()
     threads.submit(lambda: (has_begun.set(), go_on.wait()))
     assert has_begun.wait(60)
-    assert threads.longest_run() > 0
+    assert threads.max_run_time() > 0
     threads.close(0.0)
     go_on.set()
     threads.close(60)
-    assert threads.longest_run() == 0
+    assert threads.max_run_time() == 0
 
 
 def test_with_threads_all_that_was_stored_is_loaded_again():

@@ -19,7 +19,7 @@ from quire.kv.blocks.block_hash import BlockKey
 from quire.kv.connectors.host_blocks import block_store
 from quire.kv.tiers.block_copier import HostCopier
 from quire.kv.tiers.cached_tier import CachedTier
-from quire.kv.tiers.connector import LONGEST_READ, TierConnector
+from quire.kv.tiers.connector import MAX_READ_TIME, TierConnector
 from quire.kv.tiers.disk.region import FINGERPRINT_BYTES, RegionLayout
 from quire.kv.tiers.disk.tier import DiskTier
 from quire.kv.tiers.tier import BlockTier, MemoryTier
@@ -201,7 +201,7 @@ class MixedTier(Reluctant, TierConnector):
             case "slow":
                 self._num_pauses = choose.integer(1, 20)
             case "hang" | "answer":
-                self._threads[0].seconds_stuck = 2 * LONGEST_READ if what == "hang" else 0.0
+                self._threads[0].seconds_stuck = 2 * MAX_READ_TIME if what == "hang" else 0.0
 
     def start_load_kv(self, metadata):
         super().start_load_kv(metadata)

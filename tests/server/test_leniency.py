@@ -168,7 +168,7 @@ async def test_names_without_effect_are_bounded(http):
     assert len(named.split(", ")) + int(more) == MAX_IGNORED_NAMES
     response = await complete(http, **{f"other{i}": i for i in range(MAX_IGNORED_NAMES + 1)})
     assert response.status_code == 400
-    assert "at most 64 names" in response.json()["error"]["message"]
+    assert "at most 64 ignored names" in response.json()["error"]["message"]
 
 
 async def test_the_log_has_each_name_once_and_no_values(http, caplog):

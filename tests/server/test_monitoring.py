@@ -51,7 +51,7 @@ def raw_answer(port, request):
         ("HEAD", "/a", 200, ""),
         ("POST", "/a", 405, "Method Not Allowed: use GET\n"),
         ("GET", "/b", 404, "Not Found: this port has /a, /fails\n"),
-        ("GET", "/fails", 500, "Internal Server Error: the server's log has the details\n"),
+        ("GET", "/fails", 500, "Internal Server Error: see the server's log\n"),
     ],
 )
 def test_each_connection_gets_one_answer(port, method, path, status, text):

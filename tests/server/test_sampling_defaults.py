@@ -70,7 +70,7 @@ def test_beam_search_does_not_sample(model):
 @pytest.mark.parametrize(
     ("fields", "refusal"),
     [
-        ({"generation_config": "/no/such"}, "no directory with a generation_config.json"),
+        ({"generation_config": "/no/such"}, "not a directory with a generation_config.json"),
         ({"override_generation_config": {"temprature": 1}}, "did you mean 'temperature'"),
         ({"override_generation_config": {"top_p": 7}}, "top_p is 7; it must be"),
         ({"override_generation_config": {"top_k": 0.5}}, "top_k is 0.5; it must be"),

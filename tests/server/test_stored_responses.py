@@ -126,7 +126,7 @@ async def test_a_server_that_stores_nothing(llm):
     assert response.store is False
     with pytest.raises(openai.NotFoundError):
         await client.responses.create(**MODEL, input="Hi", previous_response_id=response.id)
-    with pytest.raises(openai.BadRequestError, match="background must be stored"):
+    with pytest.raises(openai.BadRequestError, match="background response must be stored"):
         await client.responses.create(**MODEL, input="Hi", background=True)
 
 
@@ -310,7 +310,7 @@ async def test_a_file_survives_the_server(llm, tmp_path):
     second = client_of(llm, **config)
     assert (await second.responses.retrieve(response.id)).output_text == CALLS
     lost = await second.responses.retrieve(begun.id)
-    assert (lost.status, lost.error.message) == ("failed", "the server that generated it has ended")
+    assert (lost.status, lost.error.message) == ("failed", "the server has ended while generating it")
     await second.responses.create(**MODEL, input="So?", previous_response_id=response.id)
     assert len(llm.conversation[0]) == 3
     await first_server.responses.cancel(begun.id)

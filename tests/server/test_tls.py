@@ -109,9 +109,9 @@ def test_a_renewed_certificate_is_shown_to_new_connections(app, edge, made, tmp_
         listens.certificate.reload_if_changed()  # says so once
         assert name_shown(listens, made) == "second"
     assert [record.message.split("; ")[-1] for record in caplog.records] == [
-        "the certificate that was read before stays in use"
+        "the previous certificate stays in use"
     ] * 3
-    assert "the key is not that of the certificate" in caplog.text
+    assert "the key does not match the certificate" in caplog.text
 
 
 async def test_changes_are_noticed(app, edge, made, tmp_path):
@@ -131,7 +131,7 @@ async def test_changes_are_noticed(app, edge, made, tmp_path):
 @pytest.mark.parametrize(
     ("certfile", "keyfile", "message"),
     [
-        ("first.pem", "second.key", r"first\.pem' with the key in '.*second\.key' .*is not that of"),
+        ("first.pem", "second.key", r"first\.pem' with the key in '.*second\.key' .*does not match"),
         ("first.pem", "", r"must be a certificate and a private key as PEM"),
         ("first.key", "first.key", r"must be a certificate and a private key as PEM"),
         ("nowhere.pem", "first.key", r"EdgeConfig\.ssl_certfile '.*nowhere\.pem' cannot be read"),

@@ -26,7 +26,7 @@ class InlineThreads(WorkerThreads):
         if not self.is_held:
             self.run_held()
 
-    def longest_run(self) -> float:
+    def max_run_time(self) -> float:
         return self.seconds_stuck
 
     def run_held(self, count: int | None = None) -> None:

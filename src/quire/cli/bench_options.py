@@ -22,7 +22,7 @@ class WorkloadConfig:
 
     dataset: Literal["random", "sharegpt", "alpaca", "mooncake"] = knob(
         default="random",
-        help="Lengths: random (the same for all, --input-len and --output-len), or drawn from "
+        help="Lengths: random (equal for all, --input-len and --output-len), or drawn from "
         "distributions with the published means of sharegpt, alpaca, or mooncake (long prompts with a "
         "shared first half).",
     )

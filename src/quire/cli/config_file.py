@@ -23,10 +23,10 @@ from quire.errors import ConfigError, nearest_name
 if TYPE_CHECKING:
     import yaml
 
-MAX_BYTES = 64 << 10  # each flag there is, with a long value, takes half of it
-MAX_DEPTH = 32  # of lists and mappings, as in a JSON schema
-_LONGEST_SHOWN_VALUE = 80  # characters
-_SCALARS: Mapping[type, tuple[str, tuple[str, ...]]] = {  # what they are called, and YAML's tags for them
+MAX_BYTES = 64 << 10  # all flags with long values take half of it
+MAX_DEPTH = 32  # nesting of lists and mappings, as in a JSON schema
+_MAX_SHOWN_VALUE = 80  # characters
+_SCALARS: Mapping[type, tuple[str, tuple[str, ...]]] = {  # their names, and YAML's tags
     bool: ("true or false", ("bool",)),
     int: ("a whole number", ("int",)),
     float: ("a number", ("float", "int")),
@@ -34,7 +34,7 @@ _SCALARS: Mapping[type, tuple[str, tuple[str, ...]]] = {  # what they are called
 
 
 def config_file_option(flags: Sequence[inspect.Parameter]) -> inspect.Parameter:
-    """Return the parameter `config_file` of a command, which gives `flags` their defaults."""
+    """Return a command's parameter `config_file`, which sets the defaults of `flags`."""
     kinds = {_key(flag): typing.get_args(flag.annotation)[0] for flag in flags if _is_flag(flag)}
     names = {_key(flag): flag.name for flag in flags}
 
@@ -51,7 +51,7 @@ def config_file_option(flags: Sequence[inspect.Parameter]) -> inspect.Parameter:
         metavar="FILE",
         is_eager=True,
         callback=read,
-        help=f"YAML file with values of flags, such as {example}. The command line wins.",
+        help=f"YAML file with values of flags, such as {example}. The command line takes precedence.",
         rich_help_panel=MOST_USED_PANEL,
     )
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -64,11 +64,11 @@ def read_config_file(file: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         file: one mapping, in UTF-8, without aliases.
-        kinds: type of the value by key, as a command's parameter has it: a scalar, a list of scalars, or
-            either or None. Text may also be a mapping, which becomes JSON.
+        kinds: type annotation of the command's parameter by key: a scalar, a list of scalars, or either or
+            None. Text may also be a mapping, which becomes JSON.
 
     Raises:
-        ConfigError: the file cannot be read; a key is unknown or there twice; a value is of another type.
+        ConfigError: the file cannot be read, a key is unknown or duplicate, or a value has a wrong type.
     """
     import yaml
 
@@ -95,7 +95,7 @@ def _is_flag(parameter: inspect.Parameter) -> bool:
 
 
 def _key(flag: inspect.Parameter) -> str:
-    """Return the name of a flag in a file, which the parameter may have under another name."""
+    """Return a flag's name in a file, which may differ from the parameter's name."""
     info = typing.get_args(flag.annotation)[1]
     declared = [info.default, *(info.param_decls or ())]  # typer has the first as a default until later
     long = [one for one in declared if isinstance(one, str) and one.startswith("--")]
@@ -120,8 +120,8 @@ def _entries(text: str) -> list[tuple[yaml.Node, yaml.Node]]:
     import yaml
 
     depth = 0
-    for event in yaml.parse(text, yaml.SafeLoader):  # as far as needed: time grows with the depth
-        if isinstance(event, yaml.AliasEvent):  # a few aliases of aliases stand for any number of values
+    for event in yaml.parse(text, yaml.SafeLoader):  # stopped early: time grows with the depth
+        if isinstance(event, yaml.AliasEvent):  # nested aliases can stand for any number of values
             raise ValueError("it has an alias (*), which is not supported; write the value out")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
@@ -135,7 +135,7 @@ def _entries(text: str) -> list[tuple[yaml.Node, yaml.Node]]:
 
 
 def _value(node: yaml.Node, kind: Any, place: str) -> Any:
-    """Return the value of a node as a parameter of type `kind` takes it."""
+    """Return the value of a node for a parameter of type `kind`."""
     import yaml
 
     if isinstance(kind, types.UnionType):
@@ -153,7 +153,7 @@ def _value(node: yaml.Node, kind: Any, place: str) -> Any:
         return json.dumps(_constructed(node))
     if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
         raise ConfigError(f"{place} is {_shown(node)}; it must be text")
-    return node.value  # as it is written: "off" and 1.10 are texts here
+    return node.value  # verbatim: "off" and 1.10 are texts here
 
 
 def _constructed(node: yaml.Node) -> Any:
@@ -164,5 +164,5 @@ def _constructed(node: yaml.Node) -> Any:
 
 def _shown(node: yaml.Node) -> str:
     if isinstance(node.value, str):
-        return f"{node.value!r:.{_LONGEST_SHOWN_VALUE}}" if node.value else "empty"
+        return f"{node.value!r:.{_MAX_SHOWN_VALUE}}" if node.value else "empty"
     return "a list or a mapping"

@@ -41,8 +41,8 @@ _UNMISTAKABLE = "|".join(
     field.name for cls in _NAMED_BARE for field in dataclasses.fields(cls) if "_" in field.name
 )
 _FIELD = re.compile(rf"\b([A-Z]\w*(?:Config|Params))\.(\w+)|(?<![\w./-])({_UNMISTAKABLE})\b(?!\.\w)")
-_KNOWN_NAMES = re.compile(r"; (?:known names: |did you mean ')")  # those of a file are no flags
-_PREFIXES = {  # of the flags of configurations whose fields' names say too little by themselves
+_KNOWN_NAMES = re.compile(r"; (?:known names: |did you mean ')")  # names in a file are not flags
+_PREFIXES = {  # of flags for fields whose names are ambiguous alone
     CacheEvictionConfig.__name__: "eviction_",
     KVCrushConfig.__name__: "kvcrush_",
     AdaptiveRKVConfig.__name__: "adaptive_rkv_",
@@ -102,7 +102,7 @@ def one_line_errors() -> Iterator[None]:
         print_error(in_flags(str(error)))
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE) from None
     except BrokenPipeError:
-        raise  # typer exits silently, as is usual when the reader of a pipe closes it
+        raise  # typer exits silently, as usual for a closed pipe
     except OSError as error:
         print_error(str(error))
         raise typer.Exit(EXIT_FAILURE) from None

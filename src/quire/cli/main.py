@@ -60,7 +60,7 @@ class _Commands(ManualGroup):
 
     @override
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        wanted = [cmd_name] if cmd_name in COMMANDS else COMMANDS  # all: one with a similar name is suggested
+        wanted = [cmd_name] if cmd_name in COMMANDS else COMMANDS  # all, to suggest a similar name
         for name in wanted:
             if name not in self.commands:
                 self.commands[name] = _imported(name)
@@ -68,7 +68,7 @@ class _Commands(ManualGroup):
 
 
 def _imported(name: str) -> Any:
-    """Return what typer makes of a command."""
+    """Import a command, and convert it for click."""
     module, attribute = COMMANDS[name]
     command = getattr(importlib.import_module(module), attribute)
     parent = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)

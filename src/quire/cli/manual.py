@@ -1,6 +1,6 @@
 """Help in the form of a manual page: description, examples, then all flags by group, in full.
 
-Docstrings are plain text: paragraphs, which are wrapped, and indented lines (examples), which are not.
+Docstrings are plain text: paragraphs, which are wrapped, and indented examples, which are not.
 
 Why this is not left to typer: its rich panels cut Quire's long flags off at 80 columns
 ("--max-num-batched-t…", which cannot be copied) and leave so little room for the description that
@@ -41,10 +41,10 @@ class ManualCommand(TyperCommand):
 
 
 class ManualGroup(TyperGroup):
-    """A command with subcommands; by itself, it shows what --help shows: the first page of the manual."""
+    """A command with subcommands; without arguments, it shows its help: the first page of the manual."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Show the page if there are no arguments; that is no error."""
+        """Show the page if there are no arguments, which is not an error."""
         if not args and not ctx.resilient_parsing:
             typer.echo(ctx.get_help())
             ctx.exit()
@@ -73,7 +73,7 @@ def _page(usage: str, text: str | None, groups: list[tuple[str, list[tuple[str, 
 
 
 def _prose(text: str, width: int) -> str:
-    """Wrap the paragraphs of a docstring; a paragraph with an indented line stays as it is."""
+    """Wrap the paragraphs of a docstring, except those with an indented line."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(
         paragraph if "\n " in paragraph else textwrap.fill(paragraph, width, break_on_hyphens=False)

@@ -1,9 +1,8 @@
 """Command-line flags derived from the fields of configuration classes.
 
 A command takes whole configuration objects; `config_options` gives it one flag per field, with the field's
-name, type, choices or range, default and help, in one group per class. A field added to a class becomes a
-flag automatically. The class itself rejects invalid values; unlike click's types, it names the nearest
-choice.
+name, type, choices or range, default and help, in one group per class. The class itself rejects invalid
+values; unlike click's types, it suggests the nearest choice.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ PANELS: dict[type, str] = {
     LatencyConfig: "Batch",
 }
 SHORT_FLAGS = {"model": "-m", "n": "-n"}
-MOST_USED = (  # of which each command has ten at most
+MOST_USED = (  # at most ten per command
     "model",
     "host",
     "port",
@@ -85,7 +84,7 @@ MOST_USED = (  # of which each command has ten at most
     "cache_size",
     "quantization",
 )
-_AS_ARGUMENT = "_argument"  # ends the name of what is positional, beside the flag
+_AS_ARGUMENT = "_argument"  # suffix of positional parameters, beside their flags
 _CONTEXT = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
 
 
@@ -95,7 +94,7 @@ class FlagType:
 
     Args:
         annotation: the type that typer parses.
-        convert: turns what typer parsed into the field's value; raises ValueError.
+        convert: converts the parsed value to the field's; raises ValueError.
         metavar: placeholder in the help for a field without choices; None: typer's default.
     """
 
@@ -151,7 +150,7 @@ def config_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field[Any], Lim
 
 
 def is_nested(limits: Limits) -> bool:
-    """Whether a field holds a configuration, whose fields are flags themselves."""
+    """Whether a field holds a configuration, whose fields become flags."""
     return dataclasses.is_dataclass(limits.kind) and limits.kind not in FLAG_TYPES
 
 
@@ -162,8 +161,8 @@ def config_options(
 
     Args:
         positional: fields that may also be given as positional arguments.
-        defaults: this command's defaults, where they differ from those of the fields.
-        configs: the class to build from the flags, by parameter of the command.
+        defaults: this command's defaults where they differ from the fields'.
+        configs: classes to build from the flags, by the command's parameters.
     """
     changed = defaults or {}
 
@@ -244,10 +243,10 @@ def _argument(flag: inspect.Parameter) -> inspect.Parameter:
 
 
 def _take_argument(context: typer.Context, argument: inspect.Parameter, values: dict[str, Any]) -> None:
-    """Put the value of a positional argument, if it is given, in place of the flag's default.
+    """Use the value of a positional argument, if given, in place of the flag's default.
 
     Raises:
-        ConfigError: the command line has the flag too, with another value.
+        ConfigError: the command line also has the flag, with another value.
     """
     name = argument.name.removesuffix(_AS_ARGUMENT)
     given = values.pop(argument.name)
@@ -263,7 +262,7 @@ def _take_argument(context: typer.Context, argument: inspect.Parameter, values: 
 
 
 def _flag_type(limits: Limits) -> FlagType:
-    """Return how a field is written; an enumeration is written as its values."""
+    """Return the flag type of a field; enumerations are given by their values."""
     kind = str if isinstance(limits.kind, enum.EnumType) else limits.kind
     return FLAG_TYPES[kind]
 
@@ -283,7 +282,7 @@ def _metavar(limits: Limits) -> str | None:
 
 
 def _shown(default: Any) -> bool | str:
-    """Return what the help shows as the default; False if there is none."""
+    """Return the default for the help text; False if there is none."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return default not in (None, "")

@@ -10,11 +10,11 @@ from quire.cli.console import stderr_is_terminal
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-SHOW_AFTER = 0.5  # seconds of loading before the bar is shown: most models load faster
+SHOW_AFTER = 0.5  # seconds of loading before the bar is shown, as most models load faster
 
 
 class LoadingBar:
-    """Shows on stderr how much of the weights has been read, if that takes long and stderr is a terminal.
+    """Shows on stderr how much of the weights has been read, if loading is slow and stderr is a terminal.
 
     Call it with (bytes read, total bytes), inside its own `with` block around the loading.
     """

@@ -13,7 +13,7 @@ from typing import Any
 from quire.errors import InvalidRequestError
 
 STDIN = Path("-")
-ENCODING = "utf-8-sig"  # UTF-8 with or without a byte-order mark, which some editors write
+ENCODING = "utf-8-sig"  # UTF-8 with or without a byte-order mark
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def read_prompts(arguments: list[str], source: Path | None) -> list[InputPrompt]
     """Return the prompts given as arguments and in `source`; without either, those of a piped stdin.
 
     Raises:
-        InvalidRequestError: there is none, the file cannot be read, or a line is malformed.
+        InvalidRequestError: there are no prompts, the file cannot be read, or a line is malformed.
     """
     prompts = [InputPrompt(text) for text in arguments]
     if source is None and not arguments and not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""The router's HTTP: its routes, and how errors become answers."""
+"""The router's HTTP application: routes, and errors as answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.cluster.client_request import ClientRequest
 from quire.cluster.engines.metrics import RouterMetrics
@@ -26,7 +26,7 @@ from quire.server.edge.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.edge.middleware import KeyCheck, RequestEnvelope
 from quire.server.ollama.answers import OLLAMA_ERRORS
 from quire.server.tenancy.tenants import Tenants
-from quire.server.wire.access_log import CLIENT_LEFT, AccessLog, AccessLogging, note_error
+from quire.server.wire.access_log import CLIENT_LEFT, AccessLog, AccessLogging, note_error, telling_status
 from quire.server.wire.answers import Health, json_response
 from quire.server.wire.bodies import bounded_body
 from quire.server.wire.errors import ApiError, ClientGoneError, as_api_error
@@ -43,8 +43,8 @@ def create_app(router: Router, log: AccessLog | None = None) -> ASGIApp:
     """Return the application that serves `router`, which must have been started.
 
     Args:
-        router: to serve.
-        log: where each request is logged; None: nowhere.
+        router: the router to serve.
+        log: access log; None: none.
     """
     config = router.config
     endpoints = _Endpoints(router)
@@ -57,7 +57,7 @@ def create_app(router: Router, log: AccessLog | None = None) -> ASGIApp:
     )
 
     async def by_path(scope: Scope, receive: Receive, send: Send) -> None:
-        # A tenth of what a request costs the router would be Starlette's.
+        # Starlette's routing would cost a tenth of the router's time per request.
         is_generation = scope["path"] in GENERATION_PATHS and scope["method"] == "POST"
         await (generation if is_generation else others)(scope, receive, send)
 
@@ -65,15 +65,15 @@ def create_app(router: Router, log: AccessLog | None = None) -> ASGIApp:
     management = _guarded(
         _routed(Route(ENGINES_PATH, _answering(endpoints.manage_engines), methods=["GET", "POST", "DELETE"])),
         config,
-        dataclasses.replace(config.edge, cors_origins=()),  # pages of other sites change nothing
-        # Clients' keys may be for the engines to check; who changes the engines must know theirs.
+        dataclasses.replace(config.edge, cors_origins=()),  # other sites' pages may not change engines
+        # Engines may be the ones to check clients' keys; changing the engines takes the engines' key.
         config.engine_api_key if config.pass_client_keys else config.api_key,
     )
 
     async def by_purpose(scope: Scope, receive: Receive, send: Send) -> None:
         await (management if scope["path"].startswith(ENGINES_PATH) else public)(scope, receive, send)
 
-    # Engines know the other spellings of a path, too: what is done for one must be done for all.
+    # Engines accept other spellings of a path, too, so all must be treated alike.
     app: ASGIApp = CanonicalPath(
         RequestEnvelope(_Counted(by_purpose, router.metrics), shapes=(ANTHROPIC_ERRORS, OLLAMA_ERRORS))
     )
@@ -85,7 +85,7 @@ def _routed(*routes: BaseRoute) -> ASGIApp:
 
 
 def _guarded(app: ASGIApp, config: RouterConfig, edge: EdgeConfig, api_key: str) -> ASGIApp:
-    """Return an application that refuses callers by `edge`, and those without one of the keys."""
+    """Return an application that refuses callers by the rules of `edge`, and those without the key."""
     app = KeyCheck(app, tenants=Tenants(api_key))
     if edge.cors_origins:
         app = CORSMiddleware(app, **cors_options(edge))
@@ -101,27 +101,20 @@ class _Counted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        status = 0
-
-        async def send_noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        statuses: list[int] = []
         try:
-            await self._app(scope, receive, send_noting)
+            await self._app(scope, receive, telling_status(send, statuses.append))
         finally:
-            if status:
+            for status in statuses:
                 self._answers.labels(str(status)).inc()
 
 
 class _Relayed:
-    """ASGI application: has a request answered by engines, with everything that is raised as an answer.
+    """ASGI application: has engines answer a request, and turns exceptions into error answers.
 
     Args:
-        router: that asks engines.
-        answer: of it; answers a request.
+        router: sends requests to engines.
+        answer: the router's method that answers a request.
     """
 
     def __init__(self, router: Router, answer: Callable[[ClientRequest], Awaitable[None]]) -> None:
@@ -139,7 +132,7 @@ class _Relayed:
             return
         except ClientGoneError:
             if request is not None and request.is_answered:
-                return  # ASGI calls that a disconnection, too
+                return  # for ASGI, this is a disconnection, too
             note_error(scope, "client_left")
             response = Response(status_code=CLIENT_LEFT)
         except Exception as error:  # as_api_error logs what it does not know
@@ -147,7 +140,7 @@ class _Relayed:
         await response(scope, receive, send)
 
     async def _unless_stopped(self, request: ClientRequest) -> None:
-        """Answer a request; raise `STOPPING` if the router is stopped before an answer has begun."""
+        """Answer a request; raise `STOPPING` if the router stops before the answer has begun."""
         try:
             with self._router.cancelled_by_stop():
                 await self._answer(request)
@@ -164,12 +157,12 @@ class _Endpoints:
         self._router = router
 
     async def health(self, request: Request) -> Response:
-        """Tell whether requests can be served: 200, or 503 with the reason."""
+        """Answer 200 if requests can be served, otherwise 503 with the reason."""
         health = self._router.health()
         return json_response(health, 200 if health.status == "ok" else 503)
 
     async def live(self, request: Request) -> Response:
-        """Tell that the router is alive, whatever the engines do."""
+        """Answer 200: the router is alive, regardless of the engines."""
         return json_response(Health(status="ok"))
 
     async def metrics(self, request: Request) -> Response:
@@ -177,7 +170,7 @@ class _Endpoints:
         return Response(self._router.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     async def manage_engines(self, request: Request) -> Response:
-        """List the engines, after one has been added, changed or removed as the method says."""
+        """Add, change or remove an engine, as the method says, and list the engines."""
         match request.method:
             case "POST":
                 await change_engine(self._router, await _body(request, self._router))
@@ -187,7 +180,7 @@ class _Endpoints:
 
 
 def _answering(handler: _Handler) -> _Handler:
-    """Return the handler with everything that it raises as an answer in OpenAI's shape."""
+    """Wrap a handler: exceptions become error answers in OpenAI's shape."""
 
     async def answer(request: Request) -> Response:
         try:

@@ -1,4 +1,4 @@
-"""A client's request, as the router passes it on."""
+"""A client's request, as the router forwards it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ClientRequest:
     """A request whose body has been read.
 
     Args:
-        scope: of the request (ASGI).
-        send: takes its answer (ASGI).
-        body: of the request.
-        is_answered: whether its answer has been sent to the end.
-        start: when it came, in seconds since the epoch.
+        scope: the request's ASGI scope.
+        send: ASGI's send, for the answer.
+        body: the request's body.
+        is_answered: whether the whole answer has been sent.
+        start: time of arrival, in seconds since the epoch.
     """
 
     scope: Scope
@@ -41,12 +41,12 @@ class ClientRequest:
 
     @property
     def target(self) -> str:
-        """The path and the query as they were sent, with bytes that are no ASCII escaped."""
+        """The path and the query as they were sent, with bytes outside ASCII escaped."""
         path, query = self.scope["raw_path"], self.scope["query_string"]
         return urllib.parse.quote(path + b"?" + query if query else path, safe=_ASCII)
 
     def headers(self) -> Headers:
-        """Return the headers that engines get: those that are not about the connection, and its id and start.
+        """Return the headers for engines: all end-to-end headers, the request's id and its start.
 
         Raises:
             InvalidRequestError: a header is not UTF-8.

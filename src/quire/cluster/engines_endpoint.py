@@ -1,4 +1,4 @@
-"""GET, POST and DELETE /route/engines: which engines there are, at run time."""
+"""GET, POST and DELETE /route/engines: managing engines at run time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.server.wire.errors import ApiError
 
 
 class EngineChange(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of POST: an engine that is new, or one that is to drain or to get requests again."""
+    """Body of POST: an engine to add, to drain, or to stop draining."""
 
     url: str
     role: Role | None = None
@@ -20,7 +20,7 @@ class EngineChange(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ListedEngine(msgspec.Struct, kw_only=True):
-    """One engine, as it is listed."""
+    """One engine in the list."""
 
     url: str
     role: Role
@@ -55,7 +55,7 @@ def list_engines(router: Router) -> EngineList:
 
 
 async def change_engine(router: Router, body: bytes) -> None:
-    """Add an engine, or change whether one drains; one that drains gets no new requests.
+    """Add an engine, or change whether it drains (gets no new requests).
 
     Raises:
         InvalidRequestError: the body is not an `EngineChange`, or the change is not possible.
@@ -81,7 +81,7 @@ async def change_engine(router: Router, body: bytes) -> None:
 
 
 async def remove_engine(router: Router, url: str) -> None:
-    """Remove an engine; requests that it has go on.
+    """Remove an engine; its running requests continue.
 
     Raises:
         ApiError: 404, there is none with this URL.

@@ -22,7 +22,7 @@ from quire.config import RouterConfig
 logger = logging.getLogger(__name__)
 
 MAX_PREFILLS = 2
-"""Prefill engines that one prompt is sent to at most, one after the other."""
+"""Maximum number of prefill engines tried for one prompt."""
 
 _TRANSFERS = "/v1/kv_transfers/"
 _BUSY = 429
@@ -38,20 +38,20 @@ class _Transfer(msgspec.Struct):
 
 
 class PrefillFailedError(Exception):
-    """The prompt that an engine waits for is not computed any more."""
+    """The prefill that a decode engine waits for has failed."""
 
 
 @dataclasses.dataclass(slots=True)
 class Prefill:
-    """A prompt that another engine computes, or has computed.
+    """The prefill of a prompt on another engine, under way or done.
 
     Args:
-        engine: that computes it.
-        params: where its KV is, for the engine that goes on with it.
-        computing: the request to the engine that computes it, which is true if it was; None: it was.
+        engine: the prefill engine.
+        params: where its KV is, for the decode engine.
+        computing: the request to the prefill engine, which returns whether it succeeded; None: it has.
 
     Attributes:
-        is_taken: whether the engine that goes on has answered, so that it gives the KV back.
+        is_taken: whether the decode engine has answered, and so releases the KV itself.
     """
 
     engine: Engine
@@ -61,12 +61,12 @@ class Prefill:
 
     @property
     def is_held(self) -> bool:
-        """Whether the engine that has computed it holds it for one that will not come."""
+        """Whether the prefill engine holds KV that no decode engine will read."""
         return not self.is_taken and (self.computing is None or _was_computed(self.computing))
 
     @property
     def transfer_id(self) -> str:
-        """The name of its KV; empty: it has none."""
+        """The transfer id of its KV; empty: it has none."""
         try:
             return msgspec.json.decode(self.params, type=_Transfer).transfer_id
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -74,7 +74,7 @@ class Prefill:
 
     @contextlib.contextmanager
     def ending(self, waiting: asyncio.Timeout) -> Iterator[None]:
-        """Have a timeout expire as soon as it is certain that the prompt will not be computed."""
+        """Expire a timeout as soon as the prefill has failed."""
 
         is_over = False
 
@@ -90,17 +90,17 @@ class Prefill:
         try:
             yield
         finally:
-            is_over = True  # a call that the loop has queued already cannot be taken back
+            is_over = True  # the event loop may have queued a call already
             self.computing.remove_done_callback(note_end)
 
 
 class Prefills:
-    """The attempts to have the prompt of one request computed.
+    """Attempts to prefill the prompt of one request.
 
     Args:
-        calls: to engines.
-        config: of the router.
-        asked: the request to answer; the one to compute its prompt is made of that.
+        calls: sends requests to engines.
+        config: the router's configuration.
+        asked: the request to answer, from which the prefill request is made.
         generation: its body.
     """
 
@@ -116,10 +116,9 @@ class Prefills:
         self._begun: list[Prefill] = []
 
     async def next(self) -> Prefill | None:
-        """Return the next attempt; None if no more engine should be asked.
+        """Return the next attempt; None if no other engine should be tried.
 
-        If KV is read while it is computed, this returns when the prompt is on its way, otherwise when it has
-        been computed.
+        With overlapped transfers, this returns when the prefill has begun, otherwise when it is done.
         """
         while self._may_help and len(self._tried) < MAX_PREFILLS:
             prompt = self._generation.prompt
@@ -136,7 +135,7 @@ class Prefills:
         return None
 
     async def close(self) -> None:
-        """Release what is held, and cancel what is still being computed: nobody waits for it."""
+        """Release held KV, and cancel prefills that are still running."""
         for prefill in self._begun:
             if prefill.is_held:
                 self._release(prefill)
@@ -146,7 +145,7 @@ class Prefills:
         await asyncio.gather(*computing, return_exceptions=True)
 
     def _release(self, prefill: Prefill) -> None:
-        """Have an engine free what it holds: the engine that was to go on has refused, or was never asked."""
+        """Free KV on a prefill engine, as the decode engine has refused or was never asked."""
         transfer_id = prefill.transfer_id
         if not transfer_id:
             return
@@ -160,7 +159,7 @@ class Prefills:
         self._calls.releases.begin(prefill.engine, asked)
 
     async def _prefill(self, engine: Engine) -> Prefill | None:
-        """Have an engine begin, or compute, the prompt; None: it has not."""
+        """Begin a prefill, or wait until it is done; None: it failed."""
         if self._config.kv_transfer == "overlapped" and engine.kv_address is not None:
             return self._begin(engine, engine.kv_address)
         params = await self._params_of(engine, {"do_remote_decode": True})
@@ -185,7 +184,7 @@ class Prefills:
         return Prefill(engine, msgspec.Raw(msgspec.json.encode(reads)), asyncio.create_task(compute()))
 
     async def _params_of(self, engine: Engine, params: dict[str, object]) -> msgspec.Raw | None:
-        """Have an engine compute the prompt; return where the KV is, or None if the engine has not got it."""
+        """Have an engine compute the prompt; return where its KV is, or None if that failed."""
         asked = dataclasses.replace(
             self._asked,
             body=self._generation.for_prefill(params),
@@ -205,7 +204,7 @@ class Prefills:
         if answer.status != 200:
             logger.warning("%s refused a prefill with status %d", engine.url, answer.status)
             if answer.status in _CLIENTS_FAULT and answer.status != _BUSY:
-                self._may_help = False  # the engine that answers will tell the client
+                self._may_help = False  # the answering engine reports the error to the client
             return None
         try:
             params = msgspec.json.decode(answer.body, type=_PrefillAnswer).kv_transfer_params

@@ -1,4 +1,4 @@
-"""Bodies of generation requests, read only as far as the router must."""
+"""Bodies of generation requests, parsed only as far as the router needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Raw = msgspec.Raw
 
-_OF_THE_OUTPUT = (  # parameters that have no influence on the KV of the prompt
+_OF_THE_OUTPUT = (  # parameters that do not affect the prompt's KV
     "beam_width",
     "best_of",
     "diversity_penalty",
@@ -40,7 +40,7 @@ _OF_THE_OUTPUT = (  # parameters that have no influence on the KV of the prompt
 )
 _UNSPLIT = ("prompt_logprobs", "echo", "truncate_prompt_tokens")
 _ONE_TOKEN = {"max_tokens": Raw(b"1"), "n": Raw(b"1"), "stream": Raw(b"false")}
-_BETWEEN_ENGINES = "kv_transfer_params"
+_ENGINE_ONLY = "kv_transfer_params"
 
 _decode = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
@@ -51,13 +51,13 @@ class Prompt:
     """A prompt as the router sees it.
 
     Args:
-        content: as JSON, as the client wrote it.
-        salt: the request's `cache_salt`, the same way.
+        content: the JSON as the client wrote it.
+        salt: the JSON of the request's `cache_salt`.
     """
 
     def __init__(self, content: bytes, salt: bytes = b"") -> None:
         self.content = content
-        self.cached: CachedPrefixes | None = None  # by engines whose KV events are followed
+        self.cached: CachedPrefixes | None = None  # on engines whose KV events are followed
         self._salt = salt
 
     @functools.cached_property
@@ -78,15 +78,14 @@ class OtherBody:
         self.prompt = Prompt(b"")
 
     def for_answer(self, params: Raw | None) -> bytes:
-        """Return the body that has the request answered: the client's, since it has no KV."""
+        """Return the body for the answering engine: the client's, as there is no KV."""
         return self._body
 
 
 class GenerationBody:
     """The body of a request to /v1/completions or /v1/chat/completions.
 
-    Only its top level is parsed, which takes about a millisecond for a megabyte. An engine reports any other
-    error in it.
+    Only its top level is parsed, which takes about a millisecond per megabyte. Engines report other errors.
 
     Args:
         body: as the client sent it.
@@ -101,39 +100,38 @@ class GenerationBody:
             self._fields = _decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise InvalidRequestError(f"the body is not a JSON object: {error}") from None
-        self._is_as_sent = _BETWEEN_ENGINES not in self._fields
-        self._fields.pop(_BETWEEN_ENGINES, None)  # a client's are not for engines
+        self._is_as_sent = _ENGINE_ONLY not in self._fields
+        self._fields.pop(_ENGINE_ONLY, None)  # not accepted from clients
         content = self._fields.get("messages", self._fields.get("prompt", b""))
         self.prompt = Prompt(bytes(content), bytes(self._fields.get("cache_salt", b"")))
 
     @property
     def can_be_split(self) -> bool:
-        """Whether one engine can compute the prompt and another go on.
+        """Whether one engine can compute the prompt and another one decode.
 
-        Of several prompts, each would have KV of its own; and the log-probabilities of a prompt need the
-        logits of all of its tokens, so that no KV can be taken from elsewhere. How much of a prompt is cut
-        off may depend on `max_tokens`, which is another one for prefill.
+        Several prompts would have separate KV. Prompt log-probabilities need the logits of all tokens, so
+        KV from elsewhere does not help. Truncation may depend on `max_tokens`, which differs for prefill.
         """
         has_one_prompt = "messages" in self._fields or _is_one_prompt(self.prompt.content)
         return has_one_prompt and not any(map(self._has, _UNSPLIT))
 
     def for_prefill(self, params: Mapping[str, object]) -> bytes:
-        """Return the body that has the prompt computed, and one token.
+        """Return the body that computes the prompt, and one token.
 
         Args:
             params: its `kv_transfer_params`.
         """
         fields = {name: value for name, value in self._fields.items() if name not in _OF_THE_OUTPUT}
-        return _encode({**fields, **_ONE_TOKEN, _BETWEEN_ENGINES: params})
+        return _encode({**fields, **_ONE_TOKEN, _ENGINE_ONLY: params})
 
     def for_answer(self, params: Raw | None) -> bytes:
-        """Return the body that has the request answered.
+        """Return the body for the answering engine.
 
         Args:
-            params: its `kv_transfer_params`; None: the engine that answers computes the prompt itself.
+            params: its `kv_transfer_params`; None: the answering engine computes the prompt itself.
         """
         if params is not None:
-            return _encode({**self._fields, _BETWEEN_ENGINES: params})
+            return _encode({**self._fields, _ENGINE_ONLY: params})
         return self._body if self._is_as_sent else _encode(self._fields)
 
     def _has(self, name: str) -> bool:
@@ -141,6 +139,6 @@ class GenerationBody:
 
 
 def _is_one_prompt(content: bytes) -> bool:
-    """Return whether this JSON is a text or the ids of its tokens, maybe as the only element of a list."""
+    """Return whether this JSON is one text or one list of token ids, perhaps as a list's only element."""
     is_list_of_prompts = content.startswith(b"[") and content[1:].lstrip().startswith((b"[", b'"'))
     return not is_list_of_prompts or len(_decode_list(content)) == 1

@@ -1,4 +1,4 @@
-"""Passing an engine's answer on to the client as it comes."""
+"""Forwarding an engine's answer to the client as it arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.server.wire.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 
 logger = logging.getLogger(__name__)
 
-_MAX_HELD = 1 << 16  # bytes of an event that is not complete yet
+_MAX_HELD = 1 << 16  # bytes of an incomplete event
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _WITHOUT_BODY = (204, 304)
 
@@ -30,16 +30,16 @@ STOPPING = ApiError(
 async def relay(
     request: ClientRequest, answer: Answer, *, on_broken: Callable[[], None], is_stopping: Callable[[], bool]
 ) -> None:
-    """Send an answer to the client, byte for byte; a client that is slow slows the engine's connection down.
+    """Forward an answer byte for byte; a slow client slows down reading from the engine.
 
-    If the engine breaks off, a stream of events ends with an event that says so. Any other answer does not
-    end as its framing says: the client's connection is closed.
+    If the engine breaks off, a stream of events ends with an error event; for any other answer, the client's
+    connection is closed.
 
     Args:
-        request: of the client.
-        answer: of the engine.
+        request: the client's request.
+        answer: the engine's answer.
         on_broken: called if the engine breaks off.
-        is_stopping: whether the router is being stopped, which is why this may be cancelled.
+        is_stopping: returns whether the router is stopping, which may cancel this.
     """
     send = request.send
     if answer.is_whole:
@@ -62,7 +62,7 @@ async def relay(
     if failure is not None:
         note_error(request.scope, failure.reason)
         if not answer.is_stream:
-            return  # the server closes the connection, since the answer is not complete
+            return  # the server closes the connection, as the answer is incomplete
         await _send_piece(send, b"data: " + failure.body() + b"\n\n")
     await _send_end(request, b"")
 
@@ -83,7 +83,7 @@ async def _send_pieces(send: Send, answer: Answer) -> None:
 
 
 async def _send_events(send: Send, answer: Answer) -> None:
-    """Send whole events only, so that an event about a failure is one of its own."""
+    """Send whole events only, so that an error event can follow."""
     held = b""
     piece = answer.body
     while piece:
@@ -111,7 +111,7 @@ async def _send_end(request: ClientRequest, piece: bytes) -> None:
 
 
 def _end_of_events(data: bytes) -> int:
-    """Return where the last whole event ends; all of `data` if that would be too much to hold back."""
+    """Return where the last whole event ends; the length of `data` if the rest is too long to hold."""
     if data.endswith(_EVENT_ENDS) or len(data) > _MAX_HELD:
         return len(data)
     return max(data.rfind(end) + len(end) if end in data else 0 for end in _EVENT_ENDS)

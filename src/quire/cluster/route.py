@@ -1,4 +1,4 @@
-"""`route`: from a configuration to a router that has stopped."""
+"""`route`: runs a router until it is stopped."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def route(config: RouterConfig) -> None:
     A second signal stops at once. Call it from the main thread.
 
     Args:
-        config: of the router.
+        config: configuration of the router.
 
     Raises:
-        ConfigError: the router cannot listen there, or its certificate cannot be used.
+        ConfigError: the router cannot listen at the address, or its certificate is unusable.
     """
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
     raise_descriptor_limit()
@@ -55,14 +55,14 @@ async def routing(
     *,
     immediate: asyncio.Event | None = None,
 ) -> AsyncIterator[Router]:
-    """Serve a router on a socket for the duration of the context; yields it once it accepts connections.
+    """Serve a router on a socket for the duration of the context; yielded when it accepts connections.
 
     Args:
-        config: of the router.
+        config: the router's configuration.
         bound: socket to listen on.
-        tls: with which clients' connections are encrypted; None: they are not.
-        log: where each request is logged; None: nowhere.
-        immediate: set if the end is to be at once; None: it never is.
+        tls: TLS context for clients' connections; None: no TLS.
+        log: access log; None: none.
+        immediate: set to stop at once; None: never set.
     """
     router = Router(config)
     server = HttpServer(create_app(router, log), config.connections, tls, log)

@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""Engines that a request is sent to at most, one after the other."""
+"""Maximum number of engines tried for one request."""
 
 _BUSY = (429, 503)  # another engine may have room
 _OWN_AFFAIRS = {
-    "/v1/requests": "ask an engine itself for its requests",
-    "/v1/kv_transfers": "the router itself has engines release KV",
-    "/v1/files": "ask an engine itself for its files",
-    "/v1/batches": "give an engine itself its batches",
+    "/v1/requests": "ask an engine directly for its requests",
+    "/v1/kv_transfers": "the router releases KV on engines itself",
+    "/v1/files": "ask an engine directly for its files",
+    "/v1/batches": "send batches to an engine directly",
 }
 
 
 class Router:
-    """Sends requests to engines and their answers to clients; belongs to one event loop.
+    """Sends requests to engines and their answers to clients, on one event loop.
 
     Args:
-        config: of the router.
+        config: configuration of the router.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -72,7 +72,7 @@ class Router:
         return len(self.calls.by_id)
 
     async def start(self) -> None:
-        """Check all configured engines once, and go on checking them."""
+        """Check all configured engines once, and keep checking them."""
         roles = {"prefill": Role.PREFILL, "decode": Role.DECODE, "engine": Role.BOTH}
         engines = [
             Engine(url.rstrip("/"), role)
@@ -82,18 +82,18 @@ class Router:
         await asyncio.gather(*map(self.add, engines))
 
     async def add(self, engine: Engine) -> None:
-        """Send requests to an engine from now on, when it is up; returns when it has been checked once."""
+        """Add an engine, to be used when it is up; returns after its first health check."""
         self.engines.by_url[engine.url] = engine
         await self._health.watch(engine)
 
     async def remove(self, engine: Engine) -> None:
-        """Stop sending an engine requests; its running ones continue."""
+        """Stop sending requests to an engine; running ones continue."""
         del self.engines.by_url[engine.url]
         self.metrics.forget(engine)
         await self._health.unwatch(engine)
 
     def stop_serving(self) -> None:
-        """End all requests that are being answered: with an error, as far as that can be told."""
+        """End all requests being answered, with an error where the client can still get one."""
         self.is_stopping = True
         for task in self._answering:
             task.cancel()
@@ -107,7 +107,7 @@ class Router:
             self._lookup.close()
 
     def health(self) -> Health:
-        """Return whether requests can be served; any thread may ask."""
+        """Return whether requests can be served. Thread-safe."""
         if self.calls.draining:
             return Health(status="draining", reason="the router is shutting down")
         if any(engine.state is EngineState.UP for engine in self.engines.of(DECODERS)):
@@ -119,7 +119,7 @@ class Router:
         """Count a client's request for the duration of the context.
 
         Raises:
-            ApiError: 429, too many are being served; 503 while draining.
+            ApiError: 429: too many requests are being served; 503: the router is draining.
         """
         limit = self.config.max_in_flight
         if self.num_serving >= limit:
@@ -136,7 +136,7 @@ class Router:
 
     @contextlib.contextmanager
     def cancelled_by_stop(self) -> Iterator[None]:
-        """Have `stop_serving` cancel the current task for the duration of the context."""
+        """Let `stop_serving` cancel the current task for the duration of the context."""
         task = asyncio.current_task()
         assert task is not None
         self._answering.add(task)
@@ -165,11 +165,11 @@ class Router:
             await prefills.close()
 
     async def pass_on(self, request: ClientRequest) -> None:
-        """Answer any other request by an engine that generates.
+        """Have a decode engine answer any other request.
 
         Raises:
             InvalidRequestError: a header is not UTF-8.
-            ApiError: no engine answered, or the path is an engine's own affair.
+            ApiError: no engine answered, or the path is not available through the router.
         """
         for path, advice in _OWN_AFFAIRS.items():
             if request.path.startswith(path):
@@ -188,7 +188,7 @@ class Router:
             raise self._no_answer(error) from None
 
     def _asked(self, request: ClientRequest) -> EngineRequest:
-        """Return what engines are asked: the client's headers, but for its host and its key, and no body yet.
+        """Return the request for engines: the client's headers without host and key, and no body yet.
 
         Raises:
             InvalidRequestError: a header is not UTF-8.
@@ -210,7 +210,7 @@ class Router:
         )
 
     async def _look_up(self, path: str, body: bytes, prompt: Prompt) -> None:
-        """Find out what engines have cached of a prompt, as far as their KV events are followed."""
+        """Look up the cached part of a prompt on engines whose KV events are followed."""
         followed = [engine.blocks for engine in self.engines.by_url.values() if engine.blocks is not None]
         if self._lookup is None or not followed:
             return
@@ -237,13 +237,13 @@ class Router:
         body: GenerationBody | OtherBody,
         prefills: Prefills | None = None,
     ) -> None:
-        """Have a request answered by an engine that generates, or by another one if that fails.
+        """Have a decode engine answer a request, or another one if that fails.
 
         Args:
-            request: of the client.
-            asked: what engines are asked, but for the body.
-            body: what the client asks for.
-            prefills: have the prompt computed elsewhere.
+            request: the client's request.
+            asked: the request for engines, without its body.
+            body: the client's body.
+            prefills: compute the prompt on prefill engines.
         """
         prompt = body.prompt
         tried: list[Engine] = []
@@ -272,7 +272,7 @@ class Router:
                 tried.append(engine)
                 failure = error
                 if error.was_reached:
-                    prefill = None  # it may have taken the KV already
+                    prefill = None  # the failed engine may have taken the KV
             if self._next_engine(prompt, tried) is not None:
                 self.metrics.retries.inc()
         raise self._no_answer(failure)
@@ -289,7 +289,7 @@ class Router:
 
         Raises:
             EngineRequestError: the engine did not answer.
-            PrefillFailedError: the prompt is not computed, so that this engine would wait in vain.
+            PrefillFailedError: the prefill failed, so this engine would wait in vain.
         """
         kv = PromptKV.COMPUTED if prefill is None else PromptKV.LOADED
         call = self._calls.answer(engine, Purpose.ANSWER, prompt, kv, asked)

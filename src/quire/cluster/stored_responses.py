@@ -1,4 +1,4 @@
-"""Requests about stored responses, each of which one engine has: engines are asked until one knows of it."""
+"""Requests about stored responses: engines are asked in turn until one has the response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.server.wire.errors import UNAVAILABLE, ApiError
 logger = logging.getLogger(__name__)
 
 PATH = "/v1/responses"
-"""Of what such requests have; a new response may be about a stored one, too."""
+"""Path of such requests; a new response may continue a stored one, too."""
 
 _BUSY = (429, 503)
 
@@ -25,17 +25,17 @@ async def answer_by_owner(
 ) -> None:
     """Ask all engines in turn, and relay the first answer other than 404.
 
-    An engine refuses what it does not have before it does anything, so it costs little to ask it. Only if
-    each has been asked and has answered is it certain that none has it.
+    An engine without the response refuses before doing any work, so asking is cheap. Only when all have
+    answered is it certain that none has it.
 
     Args:
-        calls: to the engines.
-        asked: what they are asked.
+        calls: sends requests to engines.
+        asked: the request.
         relay: sends an engine's answer to the client.
 
     Raises:
         EngineRequestError: an engine that may have it did not answer.
-        ApiError: 503, an engine that may have it cannot be asked.
+        ApiError: 503: an engine that may have it cannot be asked.
     """
     prompt = Prompt(b"")
     tried: list[Engine] = []

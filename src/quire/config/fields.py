@@ -44,7 +44,7 @@ def stands_for(cls: type, name: str, *, default: Any, help: str = "") -> Any:
 
     Args:
         cls: the other class.
-        name: of its field.
+        name: name of its field.
         default: value if it is not given.
         help: what it means if that differs.
     """

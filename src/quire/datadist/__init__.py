@@ -1,22 +1,22 @@
-"""Moving KV caches between machines: the LLMDataDist interface over transports of Quire's own.
+"""Moving KV caches between machines: the LLMDataDist interface over Quire's own transports.
 
 A PROMPT listens and serves the caches of the prefill side; a DECODER links to it and pulls. docs/datadist.md
-tells users how. The public names are imported when first used, so that torch loads only where tensors are.
+is the user's guide. The public names are imported when first used, so that torch loads only where needed.
 
-`datadist/` moves KV, and knows no engine. `CachePool` is bookkeeping without sockets: which caches there are,
-and what holds each (a handle, keys, transfers). A PROMPT has one thread that takes connections and has them
-prove themselves without waiting for any (`PromptService`), and one thread for each link (`PromptLink`).
-`DecoderLink` runs in the caller's thread; only a DECODER with caches has a thread for each link, which takes
-the PROMPT's pushes (`PushReceiver`; the other end is `PushSender`). Between two MIX, both stand at either end
-of a link, and the side that has linked pushes over a connection of its own. A link has a control connection,
-whose messages are in `protocol.py`, and a `DataEnd` of the agreed transport on each side. A transport
-(`transports/interface.py`) moves `ByteSpans`, the same spans of bytes of several tensors, from one
-`CacheMemory` to another. Each side computes and checks its own spans: neither ever writes or sends at an
-address of the other's. By shared memory, a DECODER reads the file that a PROMPT's cache is in
-(`shared_host_memory.py`) at offsets that it checks. Over NIXL, it reads spans that the PROMPT tells;
-`NixlAgent` calls the library in a thread of its own, since it may hang. `memory.py` and
-`registered_memory.py` alone know devices. docs/datadist.md has the states of a link and what a failure at
-each step means.
+`datadist/` moves KV, independently of the engine. `CachePool` is bookkeeping without sockets: the caches, and
+what holds each (a handle, keys, transfers). A PROMPT has one thread that accepts and authenticates
+connections without blocking on any (`PromptService`), and one thread for each link (`PromptLink`).
+`DecoderLink` runs in the caller's thread; only a DECODER with caches has a thread for each link, which
+receives the PROMPT's pushes (`PushReceiver`; the other end is `PushSender`). Between two MIX, both ends of a
+link have both, and the side that made the link pushes over a separate connection. A link has a control
+connection, whose messages are in `protocol.py`, and a `DataEnd` of the agreed transport on each side. A
+transport (`transports/interface.py`) moves `ByteSpans`, the same spans of bytes of several tensors, from one
+`CacheMemory` to another. Each side computes and checks its own spans, and never writes to or sends from an
+address given by the other. With shared memory, a DECODER reads the file of a PROMPT's cache
+(`shared_host_memory.py`) at offsets that it checks. Over NIXL, it reads spans given by the PROMPT;
+`NixlAgent` calls the library in a separate thread, since it may hang. Only `memory.py` and
+`registered_memory.py` handle devices. docs/datadist.md has the states of a link and the meaning of failures
+at each step.
 """
 
 from __future__ import annotations

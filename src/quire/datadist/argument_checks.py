@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 UINT64_MAX = 2**64 - 1
-"""As `req_id` and `prefix_id`: no id."""
+"""Means "no id" as `req_id` and `prefix_id`."""
 
 E = TypeVar("E", bound=IntEnum)
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest value of an integer."""
+    """The range of an integer, inclusive."""
 
     least: int
     greatest: int
@@ -35,12 +35,12 @@ TIMEOUT_MS = Bounds(1, 2**31 - 1)
 
 
 class ArgumentChecks:
-    """Checks of a call's arguments, as a context: a wrong type raises at once, a wrong value at its end.
+    """Checks a call's arguments in a context: wrong types raise at once, wrong values at its end.
 
-    So a call with both raises `TypeError`, in whichever order the arguments are.
+    A call with both thus raises `TypeError`, regardless of the arguments' order.
 
     Raises:
-        TypeError: from a check, for a wrong type; `None` and `bool` are no integers.
+        TypeError: from a check, for a wrong type; `None` and `bool` are not integers.
         ValueError: at the end of the context, for the first wrong value.
     """
 
@@ -133,10 +133,10 @@ class ArgumentChecks:
 
 
 def one_of(call: str, **spellings: Any) -> Any:
-    """Return the one argument that is given, not `...`, of several spellings of its name.
+    """Return the only argument that is not `...` among several spellings of its name.
 
     Raises:
-        TypeError: none is, or several are.
+        TypeError: none or several are given.
     """
     given = [value for value in spellings.values() if value is not ...]
     if len(given) != 1:
@@ -149,7 +149,7 @@ def _index(name: str, value: object) -> int:
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}: {value!r:.80}")
     try:
         return operator.index(value)
-    except TypeError:  # arrays and tensors have `__index__`, whatever is in them
+    except TypeError:  # all arrays and tensors have `__index__`
         raise TypeError(f"{name} must be an integer, not {value!r:.80}") from None
 
 

@@ -1,4 +1,4 @@
-"""The roles of a cluster, where memory is, and what a tensor consists of."""
+"""Cluster roles, memory placement, and data types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LLMRole(IntEnum):
 
 
 class Placement(IntEnum):
-    """Memory of the host, or of the device that the engine runs on."""
+    """Host memory, or memory of the engine's device."""
 
     HOST = 0
     DEVICE = 1

@@ -11,7 +11,7 @@ from quire.datadist.argument_checks import U16, U32, U64, UINT64_MAX, ArgumentCh
 
 
 class _U64Property:
-    """A property that holds an integer of 64 bits without a sign."""
+    """A property that holds an unsigned 64-bit integer."""
 
     def __init__(self, description: str) -> None:
         self.__doc__ = description
@@ -40,14 +40,14 @@ class LLMReq:
         prompt_length: in tokens.
         prompt_cluster_id: where its prompt is computed.
         decoder_cluster_id: where its answer is; informational.
-        prefix_id: of the prefix that the prompt begins with; `UINT64_MAX`: none.
+        prefix_id: id of the prefix that the prompt begins with; `UINT64_MAX`: none.
     """
 
     req_id = _U64Property("`UINT64_MAX`: none.")
     prompt_length = _U64Property("In tokens.")
     prompt_cluster_id = _U64Property("Where its prompt is computed.")
     decoder_cluster_id = _U64Property("Where its answer is; informational.")
-    prefix_id = _U64Property("Of the prefix that the prompt begins with; `UINT64_MAX`: none.")
+    prefix_id = _U64Property("Id of the prefix that the prompt begins with; `UINT64_MAX`: none.")
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class LLMReq:
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether it names no request."""
+        """Whether it is an idle slot's placeholder."""
         return self.req_id == UINT64_MAX
 
     @override
@@ -107,7 +107,7 @@ class LLMClusterInfo:
         return tuple(self._remote_ip_infos)
 
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
-        """Add an own address; `append_remote_ip_info` says what is accepted."""
+        """Add an own address, in the forms of `append_remote_ip_info`."""
         self._local_ip_infos.append(_checked_address(ip, port))
 
     def append_remote_ip_info(self, ip: str | int, port: int) -> None:
@@ -121,7 +121,7 @@ class LLMClusterInfo:
 
 
 def dotted(ip: int) -> str:
-    """Return the text of an address that is an integer in little-endian order."""
+    """Return the text of an address given as an integer in little-endian order."""
     return str(ipaddress.IPv4Address(ip.to_bytes(4, "little")))
 
 

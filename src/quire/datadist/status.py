@@ -1,4 +1,4 @@
-"""Status codes, and the exception that carries one."""
+"""Status codes, and the exception with a status code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.errors import QuireError
 
 
 class LLMStatusCode(IntEnum):
-    """How an operation ended; docs/datadist.md says what a caller can do about each. Compare members."""
+    """The result of an operation; docs/datadist.md explains each. Compare members."""
 
     LLM_SUCCESS = 0
     LLM_WAIT_PROCESS_TIMEOUT = 1
@@ -53,7 +53,7 @@ class LLMException(QuireError, RuntimeError):  # noqa: N818 - the interface's na
 
     Args:
         args: what, value, limit and the knob to turn.
-        status_code: what a program can act on.
+        status_code: machine-readable status.
     """
 
     def __init__(self, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_FAILED) -> None:
@@ -62,7 +62,7 @@ class LLMException(QuireError, RuntimeError):  # noqa: N818 - the interface's na
 
     @property
     def status_code(self) -> LLMStatusCode:
-        """What a program can act on."""
+        """Machine-readable status."""
         return self._status_code
 
 

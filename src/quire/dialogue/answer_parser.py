@@ -104,7 +104,7 @@ class HarmonyAnswer:
     """Reads an answer. All analysis messages are joined as paragraphs, and so are all final ones.
 
     Args:
-        text: of the answer.
+        text: text of the answer.
         calls: reads each call.
         emit: takes each event.
         reads_calls: whether messages to a recipient are calls; otherwise they are like others.

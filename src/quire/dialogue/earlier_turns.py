@@ -26,8 +26,8 @@ def turns_for_template(
     is the end of its reasoning: templates refuse a call with both.
 
     Args:
-        messages: of the conversation.
-        call_format: of the model's calls; None if it is unknown.
+        messages: messages of the conversation.
+        call_format: call format of the model's calls; None if it is unknown.
     """
     if call_format is None or not call_format.one_call_a_turn:
         return messages

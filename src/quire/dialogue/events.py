@@ -41,7 +41,7 @@ class CallEnd:
     """A call ends.
 
     Args:
-        index: of the call.
+        index: index of the call.
         is_complete: whether its arguments are an object. If not, it is no call: the answer was cut off, or it
             is malformed, and its text follows as content.
     """

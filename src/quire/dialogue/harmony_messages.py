@@ -41,7 +41,7 @@ class Header:
 
     Args:
         channel: analysis, commentary or final; "" if the model left it out.
-        recipient: of a call; "" if the message is none.
+        recipient: recipient of a call; "" if the message is none.
     """
 
     channel: str = ""
@@ -55,7 +55,7 @@ class HarmonyMessages:
     header that has no body is skipped.
 
     Args:
-        text: of the answer.
+        text: text of the answer.
         in_analysis: whether the answer begins in the body of a message of the analysis channel.
 
     Attributes:

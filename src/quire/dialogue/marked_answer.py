@@ -15,7 +15,7 @@ class MarkedAnswer:
     """Reads an answer.
 
     Args:
-        text: of the answer.
+        text: text of the answer.
         calls: reads each call.
         emit: takes each event.
         call_format: in which the model calls tools; None: it has none to call.

@@ -31,7 +31,7 @@ def template_messages(
     Args:
         messages: in OpenAI's form. The arguments of a call may be an object, too, its id may be left out,
             and "thinking" is another name of the reasoning, all as in transformers.
-        call_format: of the model's calls; None if it is unknown.
+        call_format: call format of the model's calls; None if it is unknown.
 
     Raises:
         InvalidRequestError: there is none, or one is malformed or has more than text.

@@ -24,11 +24,11 @@ PromptForm = TextOrTokenIds | Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 """Functions, as OpenAI's API describes them."""
 
-_BYTES = (bytes, bytearray, memoryview)  # undecoded text, and no token ids
-_PROMPT_KEYS = ("prompt_token_ids", "prompt")  # of mappings; the first of them that is there counts
+_BYTES = (bytes, bytearray, memoryview)  # undecoded text, not token ids
+_PROMPT_KEYS = ("prompt_token_ids", "prompt")  # keys of a mapping; the first one present counts
 
 _Part = type[SchedulerConfig] | type[SpeculationConfig] | type[SupervisionConfig] | type[ChatTemplateConfig]
-_PARTS: dict[str, _Part] = {  # by field of EngineConfig
+_PARTS: dict[str, _Part] = {  # by the field of EngineConfig that holds them
     "scheduler": SchedulerConfig,
     "speculation": SpeculationConfig,
     "supervision": SupervisionConfig,
@@ -65,7 +65,7 @@ def _field_names(cls: type) -> list[str]:
 
 
 def prompts_of(given: Any) -> list[Any]:
-    """Return `given` as a list of prompts, each text or token ids; it is one prompt or a sequence of them.
+    """Return one prompt or a sequence of prompts as a list; each is text or token ids.
 
     A prompt may also be a mapping with `prompt` or `prompt_token_ids`, as vLLM has them.
 
@@ -80,7 +80,7 @@ def prompts_of(given: Any) -> list[Any]:
 
 
 def _unwrapped(prompt: Any) -> Any:
-    """Return what a mapping has as a prompt; anything else as it is."""
+    """Return the prompt in a mapping, or any other prompt unchanged."""
     if not isinstance(prompt, Mapping):
         return prompt
     for name in prompt:
@@ -95,7 +95,7 @@ def _unwrapped(prompt: Any) -> Any:
 
 
 def conversations_of(given: Any) -> list[Any]:
-    """Return `given` as a list of conversations; it is one (a list of messages) or a sequence of them.
+    """Return one conversation (a list of messages) or a sequence of conversations as a list.
 
     Raises:
         InvalidRequestError: it is neither.
@@ -111,7 +111,7 @@ def _require_sequence(given: Any, name: str, meaning: str) -> None:
 
 
 def require_chat(messages: Any, tools: Any, variables: Any) -> None:
-    """Raise `InvalidRequestError` for what is no conversation, no list of tools or no dictionary."""
+    """Raise `InvalidRequestError` unless the types are those of a conversation, tools and a dictionary."""
     _require_mappings(messages, "messages")
     if tools is not None:
         _require_mappings(tools, "tools")
@@ -140,10 +140,10 @@ def one_for_each(batch: Sequence[Any], given: T | Sequence[T] | None, kind: type
         batch: the prompts.
         given: one value, a sequence of them, or None for the default.
         kind: type of the values.
-        name: of the argument, for error messages.
+        name: name of the argument, for error messages.
 
     Raises:
-        InvalidRequestError: the type is wrong, or the sequence has another length than `batch`.
+        InvalidRequestError: the type is wrong, or the sequence is not as long as `batch`.
     """
     if given is None or isinstance(given, kind):
         return [kind() if given is None else given] * len(batch)
@@ -168,7 +168,7 @@ def tools_for_each(batch: Sequence[Any], given: Any) -> list[Tools | None]:
     """Return the tools of each conversation of `batch`: `given` for all, or one list (or None) for each.
 
     Raises:
-        InvalidRequestError: it is neither, or there are not as many lists as conversations.
+        InvalidRequestError: it is neither, or the number of lists is not that of the conversations.
     """
     if given is None:
         return [None] * len(batch)

@@ -56,7 +56,7 @@ class AsyncLLM:
     Requests may be made before that.
 
     Args:
-        config: of the engine; None: the defaults.
+        config: engine configuration; None: the defaults.
 
     Raises:
         ModelNotFoundError: the model cannot be found.
@@ -81,7 +81,7 @@ class AsyncLLM:
 
     @property
     def info(self) -> EngineInfo:
-        """Information about the engine; to be asked for once `wait_until_ready` has returned.
+        """Information about the engine, available once `wait_until_ready` has returned.
 
         Raises:
             QuireError: the engine could not be built, or has ended.
@@ -95,12 +95,12 @@ class AsyncLLM:
 
     @property
     def latest_stats(self) -> SchedulerStats | None:
-        """The scheduler's state as the engine told it last, which a busy one does ten times a second."""
+        """The scheduler's last reported state; a busy engine reports ten times a second."""
         return self._requests.latest_stats
 
     @property
     def recovery_stats(self) -> RecoveryStats:
-        """How often engines were replaced, and what became of their requests."""
+        """Counters of engine restarts and of what became of their requests."""
         engine, resumption = self._engine, self._requests.resumption
         return RecoveryStats(
             engine.num_restarts, engine.num_hangs, resumption.num_resumed, resumption.num_quarantined
@@ -137,10 +137,10 @@ class AsyncLLM:
             prompt: text, or token ids.
             sampling_params: how to sample and when to stop; None: the defaults.
             request_id: unique among live requests; None: generated.
-            options: those of `LLM.generate`; and `before_submit`, which is awaited with the prepared request,
-                and refuses it if it raises. It returns None, or when the call began of which the request is a
-                later part, in seconds of `time.monotonic()`: its timeout counts from there, and it is tried
-                again as long as too many are waiting.
+            options: those of `LLM.generate`; and `before_submit`, which is awaited with the prepared request
+                and may raise to refuse it. It returns None, or, if the request continues an earlier call,
+                when that call began (`time.monotonic()` seconds): the timeout counts from then, and the
+                request is retried while too many are waiting.
 
         Raises:
             InvalidRequestError: the request or its grammar is invalid.
@@ -167,7 +167,7 @@ class AsyncLLM:
         """Like `generate`, for a conversation, which the chat template turns into a prompt.
 
         Args:
-            messages: of the conversation.
+            messages: messages of the conversation.
             sampling_params: as for `generate`.
             request_id: as for `generate`.
             options: `tools` and the options of `LLM.chat`; and `before_submit`, as for `generate`.
@@ -219,8 +219,8 @@ class AsyncLLM:
         """Return the tokens of the prompt that the chat template makes of a conversation.
 
         Args:
-            messages: of the conversation.
-            options: those of `chat` that the template gets to see, such as `tools`.
+            messages: messages of the conversation.
+            options: those of `chat` that reach the template, such as `tools`.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or it is too long for the model.
@@ -236,17 +236,17 @@ class AsyncLLM:
 
         Args:
             text: may be empty.
-            add_special_tokens: whether those that the model wants around it are among them.
+            add_special_tokens: whether to add the special tokens that the model expects around a text.
 
         Raises:
-            InvalidRequestError: the text is too long for the model, or no Unicode text.
+            InvalidRequestError: the text is too long for the model, or is not valid Unicode.
         """
         await self._driver.wait_until_ready()
         call = functools.partial(self._requests.inputs.tokenize, text, add_special_tokens=add_special_tokens)
         return await self._threads.run(len(text), call)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included.
+        """Return the text of tokens, including special tokens.
 
         Raises:
             InvalidRequestError: an id is not in the vocabulary.
@@ -260,11 +260,11 @@ class AsyncLLM:
         self._requests.abort(request_id)
 
     def release_kv(self, transfer_id: str) -> None:
-        """Free the KV that is held for a peer which is not going to read it.
+        """Free the KV held for a peer that will not read it.
 
         Args:
-            transfer_id: of the `kv_transfer_params` with which the request was answered, or asked. A prompt
-                that comes with it later is computed, but not lent; if there is none, nothing happens.
+            transfer_id: from the `kv_transfer_params` of the request or its answer. A prompt that arrives
+                with it later is computed, but not lent. An unknown id has no effect.
         """
         self._requests.release_kv(transfer_id)
 
@@ -290,11 +290,11 @@ class AsyncLLM:
         return (await self.explain_all([[request_id]]))[0]
 
     async def explain_all(self, groups: Sequence[Sequence[str]], limit: int | None = None) -> list[list[str]]:
-        """Return what the requests of each group do or wait for, as `explain` does.
+        """Return what the requests of each group are doing or waiting for, as `explain` does.
 
         Args:
-            groups: ids of requests, such as those of one call.
-            limit: sentences for a group, after which one says how many are left out; None: no limit.
+            groups: lists of request ids, such as those of one call.
+            limit: maximum sentences per group; one more says how many are left out; None: no limit.
 
         Raises:
             EngineDeadError: the engine has ended, or another is being started.
@@ -312,15 +312,15 @@ class AsyncLLM:
         return (await self._driver.call(ResetPrefixCache)).done
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> bool:
-        """Admit no requests until `resume_generation`; new ones wait. An engine that dies stays paused.
+        """Admit no requests until `resume_generation`; new ones wait. The pause survives an engine crash.
 
         Args:
-            mode: what becomes of live requests. "abort": they are aborted. "wait": they finish first. "keep":
-                they stop where they are, and go on from there.
+            mode: what happens to live requests. "abort": they are aborted. "wait": they finish first. "keep":
+                they stop where they are and continue from there.
             clear_cache: whether to clear the prefix cache, if mode is not "keep".
 
         Returns:
-            Whether the prefix cache was cleared: pins and peers may need it.
+            Whether the prefix cache was cleared; pins and peers may prevent it.
 
         Raises:
             InvalidRequestError: mode is "wait", and the engine is paused and keeps requests.
@@ -338,13 +338,13 @@ class AsyncLLM:
         return self._pausing.is_paused
 
     async def sleep(self, mode: PauseMode = "abort") -> None:
-        """End the engine, so that its weights and KV take no memory, until `wake_up`.
+        """End the engine until `wake_up`, which frees the memory of its weights and KV.
 
         New requests are refused meanwhile with `EngineAsleepError`.
 
         Args:
-            mode: what becomes of live requests. "abort": they are aborted. "wait": they finish first. "keep":
-                they go on after `wake_up`, with the tokens that they would have had.
+            mode: what happens to live requests. "abort": they are aborted. "wait": they finish first. "keep":
+                they continue after `wake_up`, with unchanged tokens.
 
         Raises:
             InvalidRequestError: mode is "wait", and the engine is paused and keeps requests.
@@ -353,7 +353,7 @@ class AsyncLLM:
         await self._pausing.sleep(mode)
 
     async def wake_up(self) -> None:
-        """Start an engine that sleeps, and return when it accepts requests."""
+        """Start a sleeping engine, and return when it accepts requests."""
         await self._driver.wait_until_ready()
         await self._pausing.wake()
 
@@ -366,7 +366,7 @@ class AsyncLLM:
 
         Raises:
             KVFileError: as `LLM.save_kv`.
-            InvalidRequestError: likewise.
+            InvalidRequestError: as `LLM.save_kv`.
             EngineDeadError: the engine has ended, or another is being started.
             EngineAsleepError: the engine is asleep.
         """
@@ -388,11 +388,11 @@ class AsyncLLM:
         return (await self._driver.call(restore_message(path, cache_salt))).token_ids
 
     def check_health(self) -> None:
-        """Return if the engine is healthy or starts for the first time. Any thread may ask.
+        """Return if the engine is healthy or is starting for the first time. Thread-safe.
 
         Raises:
-            EngineDeadError: the engine has ended, or another is being started, or it has unfinished requests
-                but has not finished a step for `watchdog_timeout` seconds.
+            EngineDeadError: the engine has ended, is being restarted, or has unfinished requests but has not
+                finished a step for `watchdog_timeout` seconds.
             EngineAsleepError: the engine is asleep.
         """
         requests = self._requests
@@ -401,7 +401,7 @@ class AsyncLLM:
         if requests.is_asleep:
             raise EngineAsleepError(ASLEEP)
         if requests.has_started and not requests.is_ready:
-            raise EngineDeadError("the engine is being started again; live requests wait for it")
+            raise EngineDeadError("the engine is being restarted; live requests wait for it")
         silence = time.monotonic() - requests.last_step_time
         limit = self.config.supervision.watchdog_timeout
         if requests.outputs and limit and silence > limit:
@@ -411,7 +411,7 @@ class AsyncLLM:
             )
 
     async def wait_for_crash_loop(self) -> CrashLoopError:
-        """Return when engines have died so often that no other is started, with the reason."""
+        """Wait until engines have died so often that none is started any more; return the reason."""
         self._driver.attach()
         await self._driver.wait_for(lambda: isinstance(self._requests.failure, CrashLoopError))
         assert isinstance(self._requests.failure, CrashLoopError)
@@ -422,7 +422,7 @@ class AsyncLLM:
 
         Args:
             drain_timeout: seconds to let live requests finish before they are aborted.
-            end_timeout: seconds that the engine then has to abort them and to end, before it is killed.
+            end_timeout: seconds for the engine to abort them and exit, before it is killed.
         """
         self._closing = True
         if self._requests.failure is None and self._requests.has_started:
@@ -434,7 +434,7 @@ class AsyncLLM:
                 async with asyncio.timeout(end_timeout):
                     await self._driver.wait_for(self._is_idle, timeout=ABORT_TIMEOUT)
                     self._engine.send(Shutdown())
-                    self._driver.process()  # there may be no engine, and so no message of its end
+                    self._driver.process()  # without an engine, no message reports its end
                     await self._driver.wait_for(lambda: self._requests.failure is not None)
         self._driver.detach()
         self._engine.close(0)
@@ -492,10 +492,10 @@ class AsyncLLM:
 
 
 def _count_timeout_from(begun_at: float, timeout: float, processed: ProcessedRequest) -> None:
-    """Leave a request that is about to be submitted what is left of its timeout (seconds) since `begun_at`.
+    """Shorten a request's timeout (seconds) to what is left of it since `begun_at`.
 
     Raises:
-        RequestTimeoutError: nothing.
+        RequestTimeoutError: nothing is left.
     """
     left = begun_at + timeout - time.monotonic()
     if left <= 0:

@@ -17,12 +17,12 @@ Output = TypeVar("Output", RequestOutput, PoolingRequestOutput)
 
 
 class Batch(Generic[Output]):
-    """Runs requests of any number through an engine.
+    """Runs any number of requests through an engine.
 
     Args:
-        live_requests: of the engine, which is ready.
+        live_requests: those of the engine, which must be ready.
         requests: prepared by `live_requests`.
-        max_live_sequences: maximum number of sequences in the engine at a time; its queue is bounded.
+        max_live_sequences: maximum number of sequences in the engine at a time, as its queue is bounded.
         snapshot: returns the output of a request that has ended.
     """
 

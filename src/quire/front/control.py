@@ -15,14 +15,14 @@ from quire.front.process.supervision import EngineSupervisor
 from quire.scheduling.interface import PauseState
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of live requests: they are aborted, or finish first, or go on afterwards where they were."""
+"""Live requests are aborted, finish first, or continue afterwards where they were."""
 
 
 class Pausing:
-    """Pauses and resumes an engine, and ends and starts it.
+    """Pauses and resumes an engine, and puts it to sleep and wakes it.
 
     Args:
-        engine: a process.
+        engine: the engine process.
         requests: the engine's live requests.
         driver: processes the engine's messages.
     """
@@ -44,7 +44,7 @@ class Pausing:
         return self._engine.is_suspended
 
     async def pause(self, mode: PauseMode, *, clears_cache: bool) -> bool:
-        """Let new requests wait, and return when nothing runs: whether the prefix cache was cleared."""
+        """Hold new requests, wait until nothing runs, and return whether the prefix cache was cleared."""
         async with self._turn:
             self._requests.held.is_paused = True
             if mode == "keep":
@@ -56,7 +56,7 @@ class Pausing:
             )
 
     async def resume(self) -> None:
-        """Let requests begin and go on again."""
+        """Let requests start and continue again."""
         async with self._turn:
             await self._set_pause_state(PauseState.UNPAUSED)
             self._requests.held.is_paused = False
@@ -78,7 +78,7 @@ class Pausing:
             await self._settle(lambda: self.is_asleep)
 
     async def wake(self) -> None:
-        """Start the engine again, and return when it is ready; live requests go on."""
+        """Start the engine again, and return when it is ready; live requests continue."""
         async with self._turn:
             if not self.is_asleep:
                 return
@@ -87,7 +87,7 @@ class Pausing:
             await self._settle(lambda: self._requests.is_ready)
 
     async def _end_requests(self, mode: Literal["abort", "wait"]) -> None:
-        """Return when the requests that an engine has had have ended."""
+        """Wait until the requests that were sent to an engine have ended."""
         requests = self._requests
         if mode == "abort":
             requests.abort(None)
@@ -107,13 +107,13 @@ class Pausing:
         await self._settle(lambda: bool(replies))
 
     async def _settle(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition; raise the reason if the engine ends for good instead."""
+        """Wait for a condition; if the engine ends for good instead, raise the reason."""
         await self._driver.wait_for(lambda: condition() or self._requests.failure is not None)
         self._requests.raise_failure()
 
 
 class Explaining:
-    """Asks an engine about requests.
+    """Explains what requests are doing or waiting for.
 
     Args:
         requests: the engine's live requests.
@@ -146,7 +146,7 @@ class Explaining:
         return sentences + [f"left out: {num_left_out} other completions"] * bool(num_left_out)
 
     def _states(self, request_id: str, texts: Mapping[str, str]) -> Sequence[str | None]:
-        """Return what each completion does that has not ended meanwhile; None: that was not asked."""
+        """Return what each unfinished completion is doing; None for one that was not asked about."""
         if sequence_ids := self._requests.queued_sequence_ids(request_id):
             return [texts.get(sequence_id) for sequence_id in sequence_ids]
         return self._requests.reasons_to_wait(request_id)

@@ -1,4 +1,4 @@
-"""When requests time out, and the end of those that their engine has not ended by then."""
+"""Request deadlines, enforced here if the engine does not end a request in time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from quire.scheduling.outputs import EngineCoreOutput
 from quire.status import FinishReason
 
 DEADLINE_GRACE = 1.0
-"""Seconds that the engine has to end a request that has timed out, before it is ended here."""
+"""Seconds for the engine to end a request that has timed out, before the front ends it."""
 
 
 class Deadlines:
-    """Ends requests that the engine should have ended because they have timed out.
+    """Ends timed-out requests that the engine should have ended.
 
     Args:
         outputs: the live requests.
-        default_timeout: seconds, for requests that have no timeout of their own; 0: none.
+        default_timeout: seconds, for requests without a timeout of their own; 0: none.
         send: sends a message to the engine.
 
     Attributes:
@@ -71,7 +71,7 @@ def deadline_of(state: RequestState, default_timeout: float) -> float:
 
 
 def failed_outputs(state: RequestState, error: str, error_type: str) -> list[EngineCoreOutput]:
-    """Return the terminal outputs that the engine would send if a request failed in all its sequences."""
+    """Return the terminal outputs that the engine would send if all sequences of a request failed."""
     return [
         EngineCoreOutput(
             sequence_id, [], finish_reason=FinishReason.ERROR, error=error, error_type=error_type

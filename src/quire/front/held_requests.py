@@ -8,18 +8,18 @@ from quire.front.text.input_processor import ProcessedRequest
 from quire.front.text.output_processor import OutputProcessor
 
 START_TIME = 5.0
-"""Seconds that a new engine takes, about: when those that are refused may try again."""
+"""Approximate seconds until a new engine is ready; refused requests may retry after that."""
 
 
 class HeldRequests:
-    """The requests that came while no engine took any, and the bounds of the scheduler's queue for them.
+    """Requests waiting for an engine, bounded like the scheduler's queue.
 
     Args:
         outputs: the live requests.
-        config: has the bounds.
+        config: the bounds.
 
     Attributes:
-        is_paused: whether new requests wait although there is an engine, in which the others run.
+        is_paused: whether new requests are held although an engine runs the others.
     """
 
     def __init__(self, outputs: OutputProcessor, config: SchedulerConfig) -> None:
@@ -31,27 +31,27 @@ class HeldRequests:
         self._num_tokens = 0
 
     def hold(self, processed: ProcessedRequest) -> None:
-        """Count a request that waits for an engine."""
+        """Hold a request until there is an engine."""
         self._held[processed.request_id] = processed
         self._num_sequences += _num_sequences(processed)
         self._num_tokens += _num_tokens(processed)
 
     def forget(self, processed: ProcessedRequest) -> None:
-        """Stop counting a request; has no effect if it does not wait."""
+        """Stop holding a request; has no effect if it is not held."""
         if self._held.get(processed.request_id) is processed:
             del self._held[processed.request_id]
             self._num_sequences -= _num_sequences(processed)
             self._num_tokens -= _num_tokens(processed)
 
     def release(self) -> None:
-        """Forget all: an engine has them, and counts by itself."""
+        """Forget all held requests: the engine has them now, and applies its own bounds."""
         self._held.clear()
         self._num_sequences = self._num_tokens = 0
 
     def refusal(self, processed: ProcessedRequest, *, has_engine: bool) -> QueueFullError | None:
         """Return why there is no room for one more request; None if there is.
 
-        For one that never fits, the engine has a better reason.
+        A request that can never fit is left to the engine, which has a better message.
         """
         config, num_new = self._config, len(processed.core_request.queued_sequence_ids)
         if num_new > config.max_num_queued_reqs:
@@ -80,7 +80,7 @@ class HeldRequests:
         else:
             return None
         return QueueFullError(
-            f"the engine is being started again, or is paused; with this request, {num_sequences} sequences "
+            f"the engine is being restarted, or is paused; with this request, {num_sequences} sequences "
             f"of {num_tokens} tokens would wait for it, and {bound} can",
             retry_after=START_TIME,
         )

@@ -1,4 +1,4 @@
-"""Deferring Ctrl-C to the end of what must not be interrupted."""
+"""Deferring Ctrl-C until a critical section ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class deferred_interrupt:  # noqa: N801
-    """Context manager that defers the first SIGINT until its block ends, so that it is not interrupted.
+    """Context manager that defers the first SIGINT until its block ends.
 
-    A second one is not deferred, nor is one within `interruptible`. Has no effect outside the main thread,
-    where Python runs no handlers, or if SIGINT has no Python handler. It is itself the handler meanwhile.
+    A second SIGINT is not deferred, nor is one within `interruptible`. Has no effect outside the main thread,
+    where Python runs no handlers, or if SIGINT has no Python handler. The object itself is the handler.
     """
 
     previous: Any = None
@@ -33,7 +33,7 @@ class deferred_interrupt:  # noqa: N801
                 signal.raise_signal(signal.SIGINT)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Note the first signal; leave others to the handler before."""
+        """Note the first signal; pass others to the previous handler."""
         if not self.is_pending:
             self.is_pending = True
             return
@@ -43,7 +43,7 @@ class deferred_interrupt:  # noqa: N801
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGINT interrupt a block although it is deferred around it: one that waits, and changes nothing."""
+    """Let SIGINT interrupt a block inside `deferred_interrupt`, one that only waits."""
     deferral = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not isinstance(
         deferral, deferred_interrupt

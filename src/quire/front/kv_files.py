@@ -1,4 +1,4 @@
-"""Saving and restoring the KV of one prompt: what the two front ends share."""
+"""Saving and restoring the KV of one prompt, shared by `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Prompt = TextOrTokenIds | Sequence[Mapping[str, Any]]
 
 
 class KVSaving:
-    """Asks the engine to save a prompt's KV, as often as more of it is stored since the last time.
+    """Asks the engine to save a prompt's KV, again and again while more of it gets stored.
 
     Args:
-        requests: of the engine.
-        prompt: whose KV to save.
-        path: of the file.
-        cache_salt: of the requests that computed the KV.
+        requests: the engine's live requests.
+        prompt: the prompt whose KV to save.
+        path: the file to write.
+        cache_salt: cache salt of the requests that computed the KV.
 
     Raises:
         InvalidRequestError: the prompt is invalid.
@@ -45,10 +45,10 @@ class KVSaving:
         return SaveKV(call_id, self._path, self.token_ids, self._cache_salt)
 
     def note(self, reply: Reply) -> bool:
-        """Return whether the KV is saved; if not, the prompt is to be computed before the next message.
+        """Return whether the KV is saved; if not, compute the prompt before the next message.
 
         Raises:
-            KVFileError: nothing more was stored since the last time.
+            KVFileError: nothing more has been stored since the last attempt.
         """
         if not reply.done and reply.num_tokens <= self.num_tokens:
             raise KVFileError(
@@ -60,7 +60,7 @@ class KVSaving:
 
 
 def restore_message(path: str | Path, cache_salt: str) -> Callable[[int], RestoreKV]:
-    """Return what makes the message that restores a file."""
+    """Return a function from call id to the message that restores a file."""
     return functools.partial(RestoreKV, path=_absolute(path), cache_salt=cache_salt)
 
 

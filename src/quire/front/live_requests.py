@@ -1,4 +1,4 @@
-"""This process's unfinished requests in an engine, and the messages to and from the engine."""
+"""This process's unfinished requests, and the messages to and from their engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from quire.models.text.tokenizer import Tokenizer
 
 
-ASLEEP = "the engine is asleep and takes no requests; wake it with POST /wake_up or AsyncLLM.wake_up()"
+ASLEEP = "the engine is asleep and accepts no requests; wake it with POST /wake_up or AsyncLLM.wake_up()"
 
 CLOSED = "the engine has been shut down"
 
@@ -62,8 +62,8 @@ class EngineClient(Protocol):
     def receive(self, timeout: float | None) -> Sequence[FromEngine | EngineCrashed | EngineSuspended]:
         """Return the engine's messages, waiting at most `timeout` seconds (None: indefinitely) for the first.
 
-        If the engine has died and another is started, `EngineCrashed` tells so, and `Ready` comes again;
-        likewise after `EngineSuspended`, when it is resumed.
+        `EngineCrashed` reports an engine that has died and is replaced, after which `Ready` follows again;
+        so does `EngineSuspended`, once the engine is resumed.
 
         Raises:
             EngineDeadError: the engine has ended.
@@ -74,7 +74,7 @@ class EngineClient(Protocol):
 
 
 class PendingCalls:
-    """Calls that the engine has not answered yet, and who waits for each answer."""
+    """Calls that the engine has not answered yet, with their callbacks."""
 
     def __init__(self) -> None:
         self._ids = itertools.count()
@@ -89,10 +89,10 @@ class PendingCalls:
         """Send the message that `make` returns for a call id; `on_reply` is called with the reply."""
         call_id = next(self._ids)
         client.send(make(call_id))
-        self._on_reply[call_id] = on_reply  # the engine owes nothing that it has not been sent
+        self._on_reply[call_id] = on_reply  # only once sent: the engine must answer no other
 
     def note(self, reply: Reply) -> None:
-        """Pass a reply on; there is no receiver if a caller was interrupted as soon as its call was sent."""
+        """Pass a reply to its callback; there is none if the caller was interrupted right after sending."""
         if (on_reply := self._on_reply.pop(reply.call_id, None)) is not None:
             on_reply(reply)
 
@@ -108,19 +108,19 @@ class PendingCalls:
 
 
 class LiveRequests:
-    """The unfinished requests of one engine: submits them, and processes their outputs.
+    """Submits requests to one engine, and processes their outputs.
 
-    While an engine is replaced by another, requests are kept, and continue there.
+    Live requests are kept while the engine is replaced, and continue on the next one.
 
     Args:
         client: connects to the engine.
-        tokenizer: of the engine's model.
-        config: of the engine.
+        tokenizer: tokenizer of the engine's model.
+        config: configuration of the engine.
 
     Attributes:
-        is_asleep: whether new requests are refused because the engine has been ended, or will be.
-        pause_state: which requests may run, in the next engine, too.
-        held: requests that wait here for an engine, or for the end of a pause.
+        is_asleep: whether new requests are refused because `sleep` ends the engine.
+        pause_state: which requests may run; it also applies to the next engine.
+        held: requests that wait in the front for an engine, or for the end of a pause.
     """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, config: EngineConfig) -> None:
@@ -144,11 +144,11 @@ class LiveRequests:
 
     @classmethod
     def of(cls, client: EngineClient, config: EngineConfig, model_path: Path) -> Self:
-        """Return the requests of an engine that has just been made; if that fails, the engine is closed.
+        """Build this for an engine that has just been started; if that fails, close the engine.
 
         Args:
             client: connects to the engine.
-            config: of the engine.
+            config: configuration of the engine.
             model_path: directory of the model that `config.model` names.
 
         Raises:
@@ -159,19 +159,19 @@ class LiveRequests:
             from quire.models.checkpoints.tokenizers.engine_tokenizer import engine_tokenizer
 
             tokenizer = engine_tokenizer(config, model_path)
-        except BaseException:  # whoever keeps the traceback would keep the engine
+        except BaseException:  # the traceback would keep the engine alive
             client.close()
             raise
         return cls(client, tokenizer, config)
 
     @property
     def has_started(self) -> bool:
-        """Whether requests can be made: the first engine has been ready."""
+        """Whether requests can be made: an engine has been ready."""
         return self._info is not None
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when, on the monotonic clock, the engine owes a step; None: it owes none."""
+        """Since when, on the monotonic clock, a step is due; None: none is."""
         return self.last_step_time if self.outputs or self._calls else None
 
     @property
@@ -184,7 +184,7 @@ class LiveRequests:
 
     @property
     def inputs(self) -> InputProcessor:
-        """What checks and tokenizes requests; available once the engine is ready."""
+        """The input processor; available once the engine is ready."""
         if self.failure is not None:
             raise copy.copy(self.failure)
         assert self._inputs is not None, "the engine is not ready"
@@ -198,7 +198,7 @@ class LiveRequests:
     def submit(
         self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None
     ) -> RequestState:
-        """Register a request and send it to the engine; if the front has no room for it, it fails at once.
+        """Register a request and send it to the engine; without room in the front, it fails at once.
 
         Raises:
             DuplicateRequestError: its id is in use.
@@ -229,7 +229,7 @@ class LiveRequests:
         return state
 
     def discard(self, state: RequestState) -> None:
-        """Abort a request that has no caller any more; has no effect if it has ended."""
+        """Abort a request without a caller; has no effect if it has ended."""
         live = self.outputs.remove(state)
         self.held.forget(state.processed)
         if live and state.is_sent:
@@ -250,12 +250,12 @@ class LiveRequests:
             self.client.send(AbortRequests(sent))
 
     def release_kv(self, transfer_id: str) -> None:
-        """Tell the engine that no peer is going to read a loan; one that has died lends nothing any more."""
+        """Tell the engine that no peer will read a loan. If the engine has died, its loans are gone."""
         if self.is_ready:
             self.client.send(ReleaseKV(transfer_id))
 
     def queued_sequence_ids(self, request_id: str) -> list[str]:
-        """Return the ids of a request's sequences in the scheduler; none if it has ended, or waits here."""
+        """Return the ids of a request's sequences in the scheduler; none if it has ended or is held."""
         state = self.outputs.get(request_id)
         if state is None or not state.is_sent:
             return []
@@ -264,13 +264,13 @@ class LiveRequests:
         return [sequence_id for sequence_id in queued if sequence_id in live]
 
     def reasons_to_wait(self, request_id: str) -> list[str]:
-        """Return why the engine does not have a request, in a sentence; none if it has, or had, it."""
+        """Return a sentence about why a request has not been sent; empty if it has been."""
         state = self.outputs.get(request_id)
         if state is None or state.is_sent:
             return []
         if state.num_crashes:
-            return ["waiting: engines may have died of it, so that it is tried again after the others"]
-        return ["waiting: the engine is paused and takes no new requests"]
+            return ["waiting: it may have crashed engines, so it is retried after the others"]
+        return ["waiting: the engine is paused and starts no new requests"]
 
     def call(self, make: Callable[[int], ToEngine], on_reply: Callable[[Reply], None]) -> None:
         """Send the message that `make` returns for a call id; `on_reply` is called with the reply.
@@ -282,7 +282,7 @@ class LiveRequests:
         if not self.is_ready and self.is_asleep:
             raise EngineAsleepError(ASLEEP)
         if not self.is_ready:
-            raise EngineDeadError("the engine is being started again; try again later")
+            raise EngineDeadError("the engine is being restarted; try again later")
         self._note_work()
         self._calls.send(self.client, make, on_reply)
 
@@ -297,8 +297,8 @@ class LiveRequests:
     def receive(self, timeout: float | None) -> None:
         """Process the engine's messages, waiting at most `timeout` seconds (None: indefinitely) for them.
 
-        It also returns when `next_due` has come, and does what is due then. If the engine has ended, every
-        live request fails and `failure` is set.
+        Returns at `next_due` at the latest, and does what is due then. If the engine has ended, every live
+        request fails and `failure` is set.
         """
         due = self.next_due
         if due is not None and timeout != 0:
@@ -310,9 +310,9 @@ class LiveRequests:
         self._end_turn()
 
     def receive_some(self) -> bool:
-        """Process messages that have arrived, as much as others can wait for; return whether any are left.
+        """Process arrived messages for one turn of the event loop; return whether any are left.
 
-        In all else it is like `receive(0)`.
+        Otherwise like `receive(0)`.
         """
         if not self._backlog:
             self._fetch(0)
@@ -352,7 +352,7 @@ class LiveRequests:
             self._deadlines.enforce()
 
     def _note_work(self) -> float:
-        """Return the time (`time.monotonic()`); to be called before the engine is given anything to do."""
+        """Return the time (`time.monotonic()`); call this before giving the engine work."""
         now = time.monotonic()
         if not (self.outputs or self._calls):
             self.last_step_time = now
@@ -364,7 +364,7 @@ class LiveRequests:
         return any(state.was_sent for state in self.outputs.live_requests())
 
     def send_held(self) -> None:
-        """Send the requests that wait here, if there is an engine for them."""
+        """Send the held requests, if there is an engine for them."""
         if not self.is_ready:
             return
         if not self.held.is_paused:
@@ -372,7 +372,7 @@ class LiveRequests:
         self.resumption.begin(sends_new=not self.held.is_paused)
 
     def set_pause_state(self, pause_state: PauseState, on_reply: Callable[[Reply], None]) -> None:
-        """Say which requests may run; if there is no engine, that is the next one's first message."""
+        """Set which requests may run; without an engine, this is the first message to the next one."""
         self.pause_state = pause_state
         if self.is_ready:
             self.call(functools.partial(SetPauseState, pause_state=pause_state), on_reply)
@@ -381,9 +381,9 @@ class LiveRequests:
             on_reply(Reply(-1))
 
     def _note_end(self, error: EngineDeadError) -> None:
-        """Note that there is no engine for the time being."""
+        """Note that there is currently no engine."""
         self.is_ready = False
-        self.latest_stats = SchedulerStats()  # what the dead engine held is free
+        self.latest_stats = SchedulerStats()  # the dead engine holds nothing
         self._calls.fail(ErrorInfo.of(error))
 
     def _note_ready(self, info: EngineInfo) -> None:

@@ -37,11 +37,11 @@ Conversation = Sequence[dict[str, Any]]
 class LLM:
     """A model and its engine, for offline batches.
 
-    Calls from several threads run one after the other, also `shutdown`; `AsyncLLM` runs requests together.
+    Calls from several threads, including `shutdown`, run one at a time; `AsyncLLM` runs requests together.
 
     Args:
         model: the built-in "mini", a local directory, a GGUF file, or a name on the Hugging Face hub.
-        engine_process: run the engine in its own process. The constructor starts it and returns;
+        engine_process: run the engine in its own process. The constructor returns at once;
             `wait_until_ready`, or the first use, waits for it.
         on_load_progress: called with (bytes read, total bytes) while the weights load.
         **options: fields of `EngineConfig` and of its parts `SchedulerConfig`, `SpeculationConfig`,
@@ -107,9 +107,9 @@ class LLM:
                 `{"prompt_token_ids": ids}`.
             sampling_params: for all prompts, or one for each; None: the defaults.
             progress: show a progress bar on standard error.
-            use_tqdm: vLLM's name of `progress`; it wins if it is given.
+            use_tqdm: vLLM's name of `progress`, which it overrides.
             options: for all prompts: fields of `RequestOptions` (priority, cache_salt, tenant, timeout, …);
-                add_special_tokens, whether a text gets the tokens that the model wants around it (True); and
+                add_special_tokens, whether to add the model's special tokens to a text (True); and
                 truncate_prompt_tokens, the number of a prompt's tokens that are kept (-1: as many as fit
                 beside max_tokens), with truncation_side, the side that is cut off ("left" or "right").
 
@@ -139,19 +139,19 @@ class LLM:
         """Like `generate`, for one or several conversations, which the chat template turns into prompts.
 
         Args:
-            messages: one conversation, a list of messages as OpenAI's API has them, or several. The prompt is
-                the one that a server makes of them; content is text or text parts, which make no special
+            messages: one conversation (a list of messages as in OpenAI's API) or several. The prompt is
+                the same as a server's; content is text or text parts, which form no special
                 tokens (unless special_tokens_in_content is set).
             sampling_params: as for `generate`.
             tools: tools that the model may call, as OpenAI's API describes them: for all conversations, or a
                 list (or None) for each.
             progress: as for `generate`.
-            use_tqdm: likewise.
-            options: as for `generate`, but add_special_tokens is False by default, as most templates have
-                written those tokens; and chat_template_kwargs, variables for the template;
+            use_tqdm: as for `generate`.
+            options: as for `generate`, but add_special_tokens is False by default, as most templates write
+                those tokens; and chat_template_kwargs, variables for the template;
                 continue_final_message, whether the answer continues the last message (False); and
-                add_generation_prompt, whether the prompt ends with what begins the model's message (unless
-                the last message is continued).
+                add_generation_prompt, whether the prompt ends with the header of the model's message
+                (unless the last message is continued).
 
         Raises:
             InvalidRequestError: a conversation or its parameters are invalid, or the template refuses it;
@@ -226,12 +226,12 @@ class LLM:
         return self._session.reset_prefix_cache()
 
     def save_kv(self, prompt: Prompt, path: str | Path, *, cache_salt: str = "") -> int:
-        """Save the KV of a prompt's full blocks to a file; what is not in the KV tier is computed first.
+        """Save the KV of a prompt's full blocks to a file, after computing what the KV tier lacks.
 
         Args:
             prompt: text, token ids, or a conversation (a list of messages), of at least one block of tokens.
-            path: of the file; replaced if it exists.
-            cache_salt: of the requests that computed the KV.
+            path: path of the file; replaced if it exists.
+            cache_salt: cache salt of the requests that computed the KV.
 
         Returns:
             The number of tokens whose KV was saved.
@@ -249,14 +249,14 @@ class LLM:
         return saving.num_tokens
 
     def restore_kv(self, path: str | Path, *, cache_salt: str = "") -> list[int]:
-        """Restore the KV of a prompt to the KV tier, from which requests that begin with it are served.
+        """Restore the KV of a prompt to the KV tier, where requests with this prefix find it.
 
         Args:
-            path: of a file that `save_kv` has written.
-            cache_salt: of the requests that may use the KV.
+            path: path of a file that `save_kv` has written.
+            cache_salt: cache salt of the requests that may use the KV.
 
         Returns:
-            The token ids of the prompt, as many as have KV.
+            The token ids of the part of the prompt that has KV.
 
         Raises:
             KVFileError: the file cannot be read, is damaged, or its KV was computed with another model,

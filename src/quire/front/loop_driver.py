@@ -19,7 +19,7 @@ class LoopDriver:
     """Processes an engine's messages on the event loop that runs when it is attached.
 
     Args:
-        engine: a process.
+        engine: the engine process.
         requests: the engine's live requests.
     """
 
@@ -28,8 +28,8 @@ class LoopDriver:
         self._requests = requests
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.Handle | None = None
-        self._timer_due = 0.0  # uvloop's handles do not always tell
-        self._next_turn: asyncio.Handle | None = None  # of work that is left
+        self._timer_due = 0.0  # uvloop's handles do not always have `when`
+        self._next_turn: asyncio.Handle | None = None  # for messages that are left
         self._changed = asyncio.Event()
 
     def attach(self) -> None:
@@ -43,7 +43,7 @@ class LoopDriver:
         loop.call_soon(self.process)  # messages that arrived before
 
     def detach(self) -> None:
-        """Stop watching the engine process; all tasks in `wait_for` look at their conditions."""
+        """Stop watching the engine process; all tasks in `wait_for` check their conditions."""
         for handle in (self._timer, self._next_turn):
             if handle is not None:
                 handle.cancel()
@@ -54,15 +54,15 @@ class LoopDriver:
         self._notify_waiters()
 
     def process(self) -> None:
-        """Process messages that have arrived, for a turn, and do what is due."""
+        """Process arrived messages for one turn, and do what is due."""
         if self._loop is None:
             return
         is_more = False
         try:
             is_more = self._requests.receive_some() or self._engine.has_more
-        except Exception as error:  # what came with it is lost: without an end, some would wait for ever
-            logger.exception("a message of the engine could not be processed; the engine ends")
-            self._requests.fail(EngineDeadError(f"a message of the engine could not be processed: {error!r}"))
+        except Exception as error:  # its contents are lost: some callers would wait forever
+            logger.exception("a message from the engine could not be processed; the engine is shut down")
+            self._requests.fail(EngineDeadError(f"a message from the engine was not processed: {error!r}"))
         if self._requests.failure is not None:
             self.detach()
             self._engine.close()
@@ -106,7 +106,7 @@ class LoopDriver:
         return replies[0]
 
     def set_timer(self) -> None:
-        """Have `process` called when something is due, even if no message arrives until then."""
+        """Schedule `process` for when something is due, even if no message arrives before."""
         due = self._requests.next_due
         if self._loop is None or due is None:
             return

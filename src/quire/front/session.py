@@ -37,7 +37,7 @@ class InProcessClient:
     """An engine in the caller's process; it runs when `receive` is called.
 
     Args:
-        config: of the engine.
+        config: configuration of the engine.
         model_path: directory of the model that `config.model` names.
         on_progress: called with (bytes read, total bytes) while the weights load.
     """
@@ -45,7 +45,7 @@ class InProcessClient:
     def __init__(
         self, config: EngineConfig, model_path: Path, *, on_progress: ProgressCallback | None = None
     ) -> None:
-        self.next_due = None  # the engine does nothing by itself
+        self.next_due = None  # the engine only runs when called
         self._outbox: list[FromEngine] = []
         core = EngineCore(config, model_path, on_progress=on_progress)
         self._loop: EngineLoop | None = EngineLoop(core, self._outbox.append)
@@ -89,12 +89,12 @@ class Session:
     """An engine, in this process or its own, and its requests, used by one thread at a time.
 
     Args:
-        config: of the engine.
+        config: configuration of the engine.
         engine_process: run the engine in its own process; the constructor does not wait for it.
         on_progress: called with (bytes read, total bytes) while the weights load.
 
     Attributes:
-        turn: to be held by whoever makes requests and receives outputs; the other methods take it.
+        turn: lock to hold while making requests and receiving outputs; the other methods take it.
 
     Raises:
         QuireError: the engine cannot be built.
@@ -146,9 +146,9 @@ class Session:
             EngineDeadError: the session has been closed by a signal handler.
         """
         try:
-            with deferred_interrupt():  # or a message might be lost that has been taken and not processed
+            with deferred_interrupt():  # or a message might be taken but not processed
                 self.requests.receive(None)
-        except Exception:  # whatever it meets if a signal handler has closed the session meanwhile
+        except Exception:  # a signal handler may have closed the session
             self.requests.raise_failure()
             raise
         if self.requests.failure is not None:

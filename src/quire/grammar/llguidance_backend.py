@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_LEXER_STATES = 50_000  # of one grammar, 1 to 2 kB each
-_LONGEST_SHOWN_ERROR = 600  # characters
+_MAX_SHOWN_ERROR = 600  # characters
 # llguidance's words, which mean nothing to a client, or name an option that is not offered here.
 _OTHER_WORDS = [
     (
@@ -173,7 +173,7 @@ class LLGuidanceGrammar:
     Args:
         matcher: at the grammar's start.
         eos_token_ids: end a sequence.
-        num_tokens: of the tokenizer; the model may have more, of which none is allowed.
+        num_tokens: number of tokens of the tokenizer; the model may have more, of which none is allowed.
         mask_size: tokens in the matcher's masks, of which those beyond `num_tokens` are not the model's.
         num_bytes: estimated size at the grammar's start.
     """
@@ -314,4 +314,4 @@ def _shortened(text: str) -> str:
     text = text.removesuffix("\n<non-verbose/>").rstrip()
     for pattern, words in _OTHER_WORDS:
         text = re.sub(pattern, words, text)
-    return text if len(text) <= _LONGEST_SHOWN_ERROR else text[:_LONGEST_SHOWN_ERROR] + "…"
+    return text if len(text) <= _MAX_SHOWN_ERROR else text[:_MAX_SHOWN_ERROR] + "…"

@@ -22,7 +22,7 @@ _MARK_BYTE = b"\xff"  # before what is no text, by llguidance's convention
 _CAREFULLY = 512  # characters of a text that are spelled as the tokenizer does
 _NAMED_MARK = re.compile(r"<[^<>\[\]\s]{1,100}>")  # what a Lark grammar can name
 _NEVER_IN_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
-_LONGEST_TOKEN = 1024  # bytes; llguidance fails on longer ones
+_MAX_TOKEN_BYTES = 1024  # bytes; llguidance fails on longer ones
 
 
 class GrammarTokens:
@@ -131,4 +131,4 @@ def _mark(token_id: int, text: bytes) -> bytes:
 
 def _is_never_text(token: bytes) -> bool:
     """Whether no mask allows a token, since it is part of no text or llguidance has no room for it."""
-    return len(token) > _LONGEST_TOKEN or _NEVER_IN_UTF8.search(token) is not None
+    return len(token) > _MAX_TOKEN_BYTES or _NEVER_IN_UTF8.search(token) is not None

@@ -24,7 +24,7 @@ class Spelling:
 
     Args:
         decode: returns those of one token.
-        num_tokens: of the tokenizer.
+        num_tokens: number of tokens of the tokenizer.
         eos_token_ids: end a sequence.
     """
 
@@ -50,7 +50,7 @@ class ReasoningEnd:
 
     Args:
         reasoning: whose end it is.
-        spelling: of the tokens.
+        spelling: spelling of the tokens.
     """
 
     def __init__(self, reasoning: ReasoningParams, spelling: Spelling) -> None:
@@ -64,7 +64,7 @@ class ReasoningEnd:
 
         Args:
             matched: bytes that had come before.
-            token_id: of the token.
+            token_id: id of the token.
         """
         if self._token_id is not None:
             return None if token_id == self._token_id else 0
@@ -107,8 +107,8 @@ class ReasoningGrammar(Grammar):
     Args:
         reasoning: that may come first.
         structure: in its initial state; None: none.
-        end: of the reasoning, shared by the grammars of equal ones.
-        spelling: of the model's tokens.
+        end: end of the reasoning, shared by the grammars of equal ones.
+        spelling: spelling of the model's tokens.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.memory_limit import limit_memory
 from quire.structured_outputs import StructuredOutputsParams
 
-LONGEST_ERROR = 1000  # characters
-LONGEST_ANSWER = 12 * LONGEST_ERROR  # bytes; fits into a pipe
+MAX_ERROR_CHARACTERS = 1000  # characters
+MAX_TRIAL_ANSWER_BYTES = 12 * MAX_ERROR_CHARACTERS  # bytes; fits into a pipe
 
 
 class TrialStart(msgspec.Struct):
@@ -91,7 +91,7 @@ def _tried(backend: LLGuidanceBackend, trial: Trial, start: TrialStart) -> Trial
         _compile_and_exit(backend, trial, start, write_end)
     os.close(write_end)
     readable, _, _ = select.select([read_end, 0], [], [], start.wall_seconds)
-    answer = os.read(read_end, LONGEST_ANSWER) if read_end in readable else b""
+    answer = os.read(read_end, MAX_TRIAL_ANSWER_BYTES) if read_end in readable else b""
     os.close(read_end)
     if not answer:
         os.kill(child, signal.SIGKILL)
@@ -127,7 +127,7 @@ def _compile(backend: LLGuidanceBackend, spec: StructuredOutputsParams, write_en
         answer.num_bytes = _num_bytes_written() - before
         del grammar  # it was alive until here
     except BaseException as raised:
-        answer.error = failure_message(raised)[:LONGEST_ERROR]
+        answer.error = failure_message(raised)[:MAX_ERROR_CHARACTERS]
     os.write(write_end, msgspec.json.encode(answer))
 
 

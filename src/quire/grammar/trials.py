@@ -24,7 +24,7 @@ from quire.grammar.interface import Grammar, SlowGrammarError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.reasoning import ReasoningEnd, ReasoningGrammar
 from quire.grammar.time_limit import TimeLimitedGrammar
-from quire.grammar.trial_process import LONGEST_ANSWER, Trial, TrialAnswer, TrialStart
+from quire.grammar.trial_process import MAX_TRIAL_ANSWER_BYTES, Trial, TrialAnswer, TrialStart
 from quire.structured_outputs import ReasoningParams, StructuredOutputsParams
 
 QUICK_CPU_SECONDS = 0.03  # more than most grammars take
@@ -44,7 +44,7 @@ class TriedGrammars:
     Args:
         backend: compiles here.
         cpu_seconds: that compiling one grammar may take.
-        seconds_per_token: of computing time that following one may take; 0: no limit.
+        seconds_per_token: seconds per token of computing time that following one may take; 0: no limit.
     """
 
     def __init__(
@@ -186,9 +186,9 @@ def _ask(process: subprocess.Popen[bytes], question: TrialStart | Trial) -> Tria
         _wait(process.stdin, select.POLLOUT, deadline)
         unsent = unsent[os.write(process.stdin.fileno(), unsent) :]
     answer = b""
-    while not answer.endswith(b"\n") and len(answer) <= LONGEST_ANSWER:
+    while not answer.endswith(b"\n") and len(answer) <= MAX_TRIAL_ANSWER_BYTES:
         _wait(process.stdout, select.POLLIN, deadline)
-        piece = os.read(process.stdout.fileno(), LONGEST_ANSWER)
+        piece = os.read(process.stdout.fileno(), MAX_TRIAL_ANSWER_BYTES)
         if not piece:
             raise ConnectionError("the process that compiles grammars has ended; send the request again")
         answer += piece

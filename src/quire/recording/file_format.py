@@ -145,7 +145,7 @@ class Recording:
     """A recording to read: `header`, and the frames by iterating.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         RecordingError: it is not a recording, or of another version.

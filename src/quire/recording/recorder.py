@@ -45,7 +45,7 @@ class RecordingScheduler(SchedulerInterface):
     Args:
         config, num_blocks, max_model_len, context: of the scheduler, see `SchedulerInterface`.
         scheduler_cls: its class.
-        path: of the file; one that exists is overwritten.
+        path: path of the file; one that exists is overwritten.
 
     Raises:
         ConfigError: the file cannot be written, or a policy cannot.

@@ -1,4 +1,4 @@
-"""The application: its routes, and how errors become answers."""
+"""The application: routes, and errors as answers."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def create_app(
     Args:
         llm: the engine's front door.
         config: the server's configuration.
-        tenants: that `config` names; None: they are read here.
-        log: where each request is logged; None: nowhere.
-        sampling_defaults: that `config` names; None: they are read here.
+        tenants: the tenants that `config` names; None: they are read here.
+        log: access log; None: none.
+        sampling_defaults: the defaults that `config` names; None: they are read here.
         tracing: traces calls; None: they are not traced.
-        batch_directory: that `config` names; None: it is opened here.
+        batch_directory: the directory that `config` names; None: it is opened here.
 
     Raises:
         ConfigError: the key file or the defaults of sampling cannot be read, or are invalid; or the directory
@@ -99,7 +99,7 @@ def create_app(
 
 @functools.cache
 def api_documents(root_path: str) -> tuple[bytes, str]:
-    """Return what is at /openapi.json and at /docs. Making them takes a tenth of a second, once."""
+    """Return the contents of /openapi.json and /docs, which take a tenth of a second to make."""
     document = openapi_document(ENDPOINTS, __version__, root_path)
     return encode(document), docs_page(document)
 
@@ -107,7 +107,7 @@ def api_documents(root_path: str) -> tuple[bytes, str]:
 def _middleware(
     context: ServerContext, routes: Sequence[Route], log: AccessLog | None, open_paths: frozenset[str]
 ) -> list[Middleware]:
-    """Return what surrounds the routes, the outermost first; `open_paths` need no key."""
+    """Return the middleware, outermost first; `open_paths` need no key."""
     config = context.config
     edge = config.edge
     return [
@@ -123,7 +123,7 @@ def _middleware(
 
 
 def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap the endpoint's handler so that exceptions become answers."""
+    """Wrap the endpoint's handler so that exceptions become error answers."""
 
     async def answer(request: Request) -> Response:
         return await answer_of(endpoint, request)

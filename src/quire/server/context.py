@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 ENGINE_TIMEOUT = 2.0
-"""Seconds to wait for the engine's explanations, so that no query hangs when it is stuck."""
+"""Seconds to wait for the engine's explanations, so that no query hangs if the engine does."""
 
 LATEST = ":latest"
-"""Tag that Ollama's clients add to names that have none."""
+"""Tag that Ollama's clients add to names without one."""
 
 STATS_TIMEOUT = 0.03
-"""Seconds to wait for the engine's statistics before the last ones are used: metrics must not be late."""
+"""Seconds to wait for the engine's statistics before using the last ones."""
 
 
 class ServerContext:
@@ -46,8 +46,8 @@ class ServerContext:
     Args:
         llm: the engine's front door, ready.
         config: the server's configuration.
-        tenants: that `config` names; None: they are read here.
-        sampling_defaults: likewise.
+        tenants: the tenants that `config` names; None: they are read here.
+        sampling_defaults: the defaults that `config` names; None: they are read here.
         tracing: traces calls; None: they are not traced.
     """
 
@@ -79,7 +79,7 @@ class ServerContext:
         self.system_fingerprint = "fp_" + hashlib.blake2s(identity.encode(), digest_size=5).hexdigest()
 
     async def close(self) -> None:
-        """Store what is still being generated, and close what is open."""
+        """Store responses still being generated, and close the stores."""
         await self.background.close()
         if self.responses is not None:
             await self.responses.close()
@@ -88,22 +88,22 @@ class ServerContext:
 
     @functools.cached_property
     def tool_call_format(self) -> ToolCallFormat | None:
-        """The format in which the served model calls tools; None if it is unknown."""
+        """The format of the served model's tool calls; None if unknown."""
         return _tool_call_format(self.config, self.chat_template)
 
     @functools.cached_property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """The served model's reasoning format; None: no reasoning, or it is content."""
+        """The served model's reasoning format; None: no reasoning, or it is part of the content."""
         return _reasoning_format(self.config, self.chat_template)
 
     @property
     def chat_template(self) -> str:
-        """The jinja2 text of the model's chat template; empty if there is none."""
+        """The model's chat template, as jinja2 text; empty if there is none."""
         return self.llm.tokenizer.chat_template_source or ""
 
     @property
     def model_name(self) -> str:
-        """The served model's name, the first of several."""
+        """The served model's first name."""
         return self.model_names[0]
 
     def require_model(self, name: str) -> None:
@@ -118,7 +118,7 @@ class ServerContext:
             )
 
     def require_room(self, num_sequences: int) -> None:
-        """Raise `InvalidRequestError` for a call of more sequences than the queue takes when it is empty."""
+        """Raise `InvalidRequestError` for a call with more sequences than an empty queue accepts."""
         limit = self.llm.config.scheduler.max_num_queued_reqs
         if num_sequences > limit:
             raise InvalidRequestError(
@@ -169,13 +169,13 @@ def context_of(request: Request) -> ServerContext:
 
 
 def request_id_of(request: Request) -> str:
-    """Return the request's X-Request-Id, the client's or a fresh one."""
+    """Return the request's X-Request-Id, the client's or a generated one."""
     request_id: str = request.scope["state"]["request_id"]
     return request_id
 
 
 def leniency_of(request: Request) -> Leniency:
-    """Return how the body of `request` is read, and what in it had no effect."""
+    """Return the leniency for the body of `request`, which collects ignored fields."""
     leniency: Leniency = request.scope["state"]["leniency"]
     return leniency
 

@@ -1,4 +1,4 @@
-"""From a request for an endpoint to its answer, whatever happens on the way."""
+"""Answering a request to an endpoint, including all errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.server.wire.validation import read_body
 
 
 async def answer_of(endpoint: Endpoint, request: Request) -> Response:
-    """Return the answer of the endpoint's handler, given its body, or to whatever it raises."""
+    """Return the answer of the endpoint's handler, or an error answer if it raises."""
     try:
         if endpoint.body is None and endpoint.form is None:
             return await endpoint.handler(request)
@@ -27,7 +27,7 @@ async def answer_of(endpoint: Endpoint, request: Request) -> Response:
 
 
 async def _answer_to_body(request: Request, endpoint: Endpoint) -> Response:
-    """Return the handler's answer, which says what had no effect; it reads a form by itself."""
+    """Return the handler's answer with a header about ignored fields; handlers read forms themselves."""
     context = context_of(request)
     leniency = Leniency(is_strict=context.config.strict)
     request.scope["state"]["leniency"] = leniency

@@ -1,4 +1,4 @@
-"""The calls that are being served, and whether new ones are accepted: what a graceful stop needs."""
+"""The calls being served, and whether new ones are accepted, for a graceful stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LiveCalls:
 
     @property
     def request_ids(self) -> list[str]:
-        """Engine ids of all requests that are being served."""
+        """Engine ids of all requests being served."""
         return list(itertools.chain.from_iterable(self._live.values()))
 
     def note_abort(self, call_id: str) -> None:
@@ -39,7 +39,7 @@ class LiveCalls:
         return call_id in self._aborted
 
     def begin_drain(self) -> None:
-        """Refuse new calls from now on; those that are being served go on."""
+        """Refuse new calls from now on; live ones continue."""
         self.draining = True
 
     @contextlib.contextmanager
@@ -47,7 +47,7 @@ class LiveCalls:
         """Count a call, with its requests in the engine, as being served for the duration of the context.
 
         Raises:
-            ApiError: 503, while draining.
+            ApiError: 503: the server is draining.
         """
         if self.draining:
             raise ApiError(
@@ -56,7 +56,7 @@ class LiveCalls:
                 kind=UNAVAILABLE,
                 code="draining",
             )
-        is_new = call_id not in self._live  # an id that runs already is the engine's to refuse
+        is_new = call_id not in self._live  # the engine refuses duplicate ids
         if is_new:
             self._live[call_id] = tuple(request_ids)
         self._idle.clear()
@@ -70,5 +70,5 @@ class LiveCalls:
                 self._idle.set()
 
     async def wait_idle(self) -> None:
-        """Return when no call is being served."""
+        """Wait until no call is being served."""
         await self._idle.wait()

@@ -1,6 +1,6 @@
 """Default sampling parameters, from the model's `generation_config.json`.
 
-The keys that count are those that vLLM reads.
+It reads the same keys as vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.models.checkpoints.json_files import read_json
 from quire.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
-_FIELDS = {  # of SamplingParams, by key
+_FIELDS = {  # fields of SamplingParams by key
     "max_new_tokens": "max_tokens",
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
@@ -29,7 +29,7 @@ class SamplingDefaults:
     """Default values of `SamplingParams`.
 
     Args:
-        fields: by name; each is valid.
+        fields: values by name; each is valid.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ class SamplingDefaults:
         """Return the parameters of a request; beam search, which does not sample, has other defaults.
 
         Raises:
-            InvalidRequestError: a value out of range, or two that contradict each other.
+            InvalidRequestError: a value is out of range, or two contradict each other.
         """
         defaults = self._fields_of_beams if given.get("beam_width") else self.fields
         return SamplingParams(**{**defaults, **given})
@@ -53,15 +53,15 @@ QUIRES_OWN = SamplingDefaults({})
 
 
 def read_sampling_defaults(config: ServerConfig, model_path: Path) -> SamplingDefaults:
-    """Return the defaults that a server's configuration asks for.
+    """Return the defaults named by a server's configuration.
 
     Args:
-        config: of the server.
-        model_path: of the model's directory or GGUF file.
+        config: the server's configuration.
+        model_path: path of the model's directory or GGUF file.
 
     Raises:
-        ConfigError: there is no such file, or no such key or value to override.
-        ModelError: the file cannot be read, or holds a value that is out of range.
+        ConfigError: the file does not exist, or a key or value to override is invalid.
+        ModelError: the file cannot be read, or a value in it is out of range.
     """
     file = _file(config.generation_config, model_path)
     entries = (None if file is None else read_json(file)) or {}
@@ -76,7 +76,7 @@ def read_sampling_defaults(config: ServerConfig, model_path: Path) -> SamplingDe
 
 
 def _file(where: str, model_path: Path) -> Path | None:
-    """Return the file that `where` stands for, which need not exist if it is the model's; None: no file."""
+    """Return the file that `where` names (the model's own need not exist); None: no file."""
     if where == "vllm":
         return None
     if where == "auto":
@@ -84,7 +84,7 @@ def _file(where: str, model_path: Path) -> Path | None:
     file = Path(where).expanduser() / FILE
     if not file.is_file():
         raise ConfigError(
-            f"ServerConfig.generation_config is {where!r:.200}, which is no directory with a {FILE}; give "
+            f"ServerConfig.generation_config is {where!r:.200}, which is not a directory with a {FILE}; give "
             "another, or auto or vllm"
         )
     return file
@@ -103,13 +103,13 @@ def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _valid_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return entries as fields of `SamplingParams`; one that is null is none.
+    """Return entries as fields of `SamplingParams`, without null entries.
 
     Raises:
         InvalidRequestError: a value is out of range.
     """
     fields = {_FIELDS[key]: value for key, value in entries.items() if value is not None}
-    if fields.get("top_k") == -1:  # all tokens, for other servers
+    if fields.get("top_k") == -1:  # other servers' value for all tokens
         fields["top_k"] = 0
     for name, value in fields.items():
         SamplingParams(**{name: value})

@@ -1,4 +1,4 @@
-"""`serve`: from a configuration to a server that has stopped."""
+"""`serve`: runs a server until it is stopped."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from quire.server.metrics.tracing import Tracing
     from quire.server.tenancy.tenants import Tenants
 
-_COLLECTION_THRESHOLDS = (700, 10, 100)  # Python's own, but for fewer full collections
-_END_TIMEOUT = 0.5  # seconds; for the engine to end by itself, when the last answers are sent
+_COLLECTION_THRESHOLDS = (700, 10, 100)  # Python's defaults, but with fewer full collections
+_END_TIMEOUT = 0.5  # seconds for the engine to exit after the last answers
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
@@ -41,15 +41,15 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     A second signal stops at once. Call it from the main thread.
 
     Args:
-        engine_config: of the engine.
-        server_config: of the HTTP server.
+        engine_config: configuration of the engine.
+        server_config: configuration of the HTTP server.
 
     Raises:
-        ConfigError: the server cannot listen there, its certificate, its key file or what traces calls cannot
-            be used, or the engine's configuration cannot work.
+        ConfigError: the server cannot listen at the address; its certificate, key file or tracing is
+            unusable; or the engine's configuration cannot work.
         ModelError: the model cannot be found or read.
         EngineDeadError: the engine did not start.
-        CrashLoopError: engines died again and again while the server ran.
+        CrashLoopError: engines kept crashing while the server ran.
     """
     raise_descriptor_limit()  # before the engine process starts: it inherits the limit
     tenants = _tenants(server_config)
@@ -63,7 +63,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     ):
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
 
-        from quire.front.async_llm import AsyncLLM  # slow: the engine process runs already
+        from quire.front.async_llm import AsyncLLM  # slow: the engine process is already running
 
         llm = AsyncLLM(engine_config)  # outside the event loop: Ctrl-C must be able to end a download
         threading.Thread(target=_try_chat_template, args=(llm.tokenizer,), daemon=True).start()
@@ -72,7 +72,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         from quire.server.app import api_documents, create_app
         from quire.server.sampling_defaults import read_sampling_defaults
 
-        api_documents(server_config.root_path)  # so that they are there when the engine is
+        api_documents(server_config.root_path)  # so that they are ready when the engine is
         defaults = read_sampling_defaults(server_config, llm.model_path)
         if str(defaults):
             print(f"Defaults of requests: {defaults}", file=sys.stderr, flush=True)
@@ -95,7 +95,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
 
 
 def _try_chat_template(tokenizer: Tokenizer) -> None:
-    """Start what renders the chat template, if the model has one; say so if that cannot be used."""
+    """Start the renderer of the model's chat template, if any; warn if the template is unusable."""
     if not tokenizer.has_chat_template:
         return
     try:
@@ -105,7 +105,7 @@ def _try_chat_template(tokenizer: Tokenizer) -> None:
 
 
 def _tenants(config: ServerConfig) -> Tenants | None:
-    """Read the key file, if there is one, before anything slow is begun."""
+    """Read the key file, if any, before anything slow starts."""
     if not config.api_keys_file:
         return None
     from quire.server.tenancy.tenants import Tenants
@@ -114,7 +114,7 @@ def _tenants(config: ServerConfig) -> Tenants | None:
 
 
 def _tracing(config: ServerConfig) -> Tracing | None:
-    """Return what traces calls, if they are to be traced."""
+    """Return the tracing of calls, if configured."""
     if not config.otlp_traces_endpoint:
         return None
     try:
@@ -128,7 +128,7 @@ def _tracing(config: ServerConfig) -> Tracing | None:
 
 
 def _batch_directory(config: ServerConfig) -> BatchDirectory | None:
-    """Open the directory of batches, if there is one, before anything slow is begun."""
+    """Open the directory of batches, if any, before anything slow starts."""
     if not config.batches.batch_dir:
         return None
     from quire.server.batches.directory import opened_directory
@@ -158,7 +158,7 @@ async def _serve_until_stopped(
 
 
 async def start_state(app: Starlette) -> None:
-    """Go on with the batches that a server before this one has left.
+    """Resume the batches that a previous server left unfinished.
 
     Raises:
         ApiError, OSError: they cannot be read.
@@ -168,7 +168,7 @@ async def start_state(app: Starlette) -> None:
 
 
 async def close_state(app: Starlette) -> None:
-    """Store what is still being generated, and close what is open."""
+    """Store responses still being generated, and close the stores."""
     if app.state.batches is not None:
         await app.state.batches.close()
     await app.state.context.close()
@@ -177,7 +177,7 @@ async def close_state(app: Starlette) -> None:
 def spare_full_collections() -> None:
     """Make full garbage collections, which block the process, rarer and smaller.
 
-    Objects alive now stay, and can be skipped. 4,000 connections have 160,000 more, which would take 100 ms.
+    Existing objects are skipped, as they stay alive. 4,000 connections have 160,000 more: 100 ms.
     """
     gc.freeze()
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
@@ -198,7 +198,7 @@ async def _monitored(context: ServerContext, bound: socket.socket | None) -> Asy
 
 
 async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) -> None:
-    """Serve until a signal stops the server, or engines die again and again."""
+    """Serve until a signal stops the server, or engines keep crashing."""
     from quire.server.http.server import HttpServer
 
     context: ServerContext = app.state.context
@@ -221,13 +221,13 @@ async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) 
 
 
 async def _watch_key_file(tenants: Tenants, hangup: asyncio.Event) -> None:
-    """Read the key file again when it changes, and on SIGHUP."""
+    """Reload the key file when it changes, and on SIGHUP."""
     if tenants.are_separate:
         await tenants.watch(hangup)
 
 
 async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
-    """After the first signal: refuse new requests, wait for the running ones, abort what is left."""
+    """After the first signal: refuse new requests, wait for running ones, abort the rest."""
     await stop.graceful.wait()
     calls, timeout = context.calls, context.config.drain_timeout
     calls.begin_drain()
@@ -242,7 +242,7 @@ async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
 
 
 def _announce(context: ServerContext, listening: Listener) -> None:
-    """Print that the server is ready, where, and a command to try."""
+    """Print that the server is ready, its URL, and a command to try."""
     info = context.llm.info
     sent_key = ' -H "Authorization: Bearer ${QUIRE_API_KEY%% *}"'  # of several keys, the first
     key = sent_key if context.tenants.needs_key else ""

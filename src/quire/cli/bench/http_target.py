@@ -29,7 +29,7 @@ async def server_target(config: TargetConfig, model: str) -> AsyncIterator[Targe
     """Connect to the server that `config` names.
 
     Args:
-        model: whose tokenizer the prompts are made with.
+        model: the model whose tokenizer makes the prompts.
 
     Raises:
         ModelError: there is no such model, or it has no tokenizer.
@@ -61,7 +61,7 @@ class ServerTarget:
         self.max_model_len: int | None = None
 
     async def choose_model(self, name: str) -> None:
-        """Request this model from now on; if `name` is empty, the first that the server lists.
+        """Use this model for requests, or the first that the server lists if `name` is empty.
 
         Raises:
             QuireError: the server cannot be reached, or does not list the model.
@@ -111,7 +111,7 @@ class ServerTarget:
         except aiohttp.ClientError as error:
             raise QuireError(f"the connection failed: {_described(error)}") from None
         except (HttpProcessingError, ValueError) as error:  # a line is too long
-            raise QuireError(f"the server sent what cannot be read: {error}") from None
+            raise QuireError(f"the server sent an unreadable response: {error}") from None
         details = usage.get("prompt_tokens_details") or {}
         return RequestUsage(usage.get("completion_tokens", num_outputs), details.get("cached_tokens") or 0)
 
@@ -125,11 +125,11 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
                 yield msgspec.json.decode(data, type=dict[str, Any])
             except ValueError:
                 shown = data[:SHOWN_OF_ERROR].decode(errors="replace")
-                raise QuireError(f"the server sent an event that is no JSON object: {shown}") from None
+                raise QuireError(f"the server sent an event that is not a JSON object: {shown}") from None
 
 
 def _brings_tokens(event: dict[str, Any], *, is_first: bool) -> bool:
-    """Whether an event has text. The first may be empty: its token may be part of a character."""
+    """Whether an event has text. The first may be empty if its token is part of a character."""
     choices = event.get("choices") or []
     return any(is_first or choice.get("text") for choice in choices)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(slots=True)
 class RequestRecord:
-    """One request as its client saw it; times are seconds since the run began.
+    """One request from its client's view; times are seconds since the run began.
 
     Args:
         arrived: when it was due.
@@ -60,7 +60,7 @@ class RequestRecord:
         return self.ended - self.sent
 
     def meets(self, objectives: Mapping[str, float]) -> bool:
-        """Whether each of `ttft`, `tpot` and `latency` that has an objective (seconds) is within it."""
+        """Whether `ttft`, `tpot` and `latency` meet the objectives (seconds) given for them."""
         found = {name: getattr(self, name) for name in objectives}
         return all(value is None or value <= objectives[name] for name, value in found.items())
 

@@ -1,4 +1,4 @@
-"""Timing whole batches, with the engine in this process."""
+"""Timing of whole batches, with the engine in this process."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class BenchmarkReport:
         model: name of the model.
         settings: the configurations and values it was run with.
         results: figures by name; times in seconds.
-        records: of each request, or None if they were not requested.
+        records: records of each request, or None if they were not requested.
     """
 
     benchmark: str

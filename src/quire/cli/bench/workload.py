@@ -1,4 +1,4 @@
-"""Requests with the lengths of known datasets, made of random tokens.
+"""Requests of random tokens with the lengths of known datasets.
 
 Only mean lengths are published, so the rest is assumed: lengths have a lognormal distribution with
 `ASSUMED_SIGMA`, and prompt and output lengths are independent.
@@ -211,7 +211,7 @@ def regular_token_ids(tokenizer: Tokenizer, vocab_size: int | None = None) -> np
     """Return the ids [n] of a tokenizer's tokens that are not special, in ascending order.
 
     Args:
-        vocab_size: of the model, if known; larger ids are left out.
+        vocab_size: the model's vocabulary size, if known; larger ids are left out.
     """
     special = {*tokenizer.special_token_ids, *tokenizer.eos_token_ids}
     ids = sorted(set(tokenizer.backend.get_vocab(with_added_tokens=True).values()) - special)

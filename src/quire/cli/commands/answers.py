@@ -47,7 +47,7 @@ class TextAnswerWriter:
             self._streams.update(stream_index, completion.text, finished=completion.finished)
 
     def fail(self, index: int, error: str) -> None:
-        """End the answers to this prompt as they are."""
+        """End the answers to this prompt with their text so far."""
         for stream_index in range(index * self._completions, (index + 1) * self._completions):
             self._streams.finish(stream_index)
 
@@ -116,13 +116,13 @@ def _by_rank(candidates: TokenLogprobs) -> list[dict[str, Any]]:
 
 
 class OrderedStreams:
-    """Writes texts that grow concurrently as if they had been generated one after the other.
+    """Writes concurrently growing texts as if they were generated one after another.
 
     The first unfinished text is written as it grows; later ones are held back until it is their turn.
 
     Args:
         stream: where to write; flushed after every write.
-        headings: what to write before each text, one entry per text; "": nothing.
+        headings: heading of each text; "": none.
     """
 
     def __init__(self, stream: TextIO, headings: list[str]) -> None:

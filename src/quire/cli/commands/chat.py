@@ -31,7 +31,7 @@ COMMANDS = """\
 
 Enter sends a turn, Alt-Enter or Ctrl-J begins a line in it, and pasted lines stay together. The arrows bring
 earlier turns back. Ctrl-C stops an answer; at the prompt, twice quits."""
-ROOM_FOR_ANSWER = 512  # tokens for which the oldest turns make room; at most a quarter of the context
+ROOM_FOR_ANSWER = 512  # tokens, but at most a quarter of the context; the oldest turns make room for it
 
 
 @config_options(
@@ -47,7 +47,7 @@ def chat(
     """Chat with MODEL in the terminal.
 
     Answers stream. Each turn is sent with all earlier ones; thanks to the prefix cache, these are not
-    computed again. When the context is full, the oldest turns are left out, which is said. Ctrl-C stops an
+    computed again. When the context is full, the oldest turns are left out, with a note. Ctrl-C stops an
     answer and keeps its text so far; at the prompt, twice quits. /help lists the commands.
 
     Examples:
@@ -77,7 +77,7 @@ async def _started(engine_class: type[AsyncLLM], config: EngineConfig) -> AsyncL
 
 
 class ChatHistory:
-    """The messages so far, as the chat template takes them."""
+    """The messages so far, in the form for the chat template."""
 
     def __init__(self, system: str = "") -> None:
         self.messages: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ class ChatHistory:
         self.messages.append({"role": role, "content": content})
 
     def remove_oldest_turn(self) -> bool:
-        """Remove the oldest question and what answers it; return whether there was any but the last."""
+        """Remove the oldest question and its answer, unless it is the last; return whether it was removed."""
         questions = [index for index, one in enumerate(self.messages) if one["role"] == "user"]
         if len(questions) < 2:
             return False
@@ -179,9 +179,9 @@ def _answer(
 
 
 async def drop_what_does_not_fit(llm: AsyncLLM, history: ChatHistory, sampling: SamplingParams) -> int:
-    """Remove the oldest turns until there is room for an answer; return how many.
+    """Remove the oldest turns until there is room for an answer; return their number.
 
-    The last turn stays: if it does not fit by itself, the engine says so.
+    The last turn stays; if it is too long by itself, the engine reports that.
     """
     limit = llm.info.max_model_len
     room = sampling.max_tokens or min(ROOM_FOR_ANSWER, limit // 4)
@@ -198,11 +198,11 @@ async def drop_what_does_not_fit(llm: AsyncLLM, history: ChatHistory, sampling: 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer: its text, whether the end of the context cut it, and in words how fast it was."""
+    """An answer: its text, whether it reached the end of the context, and its speed in words."""
 
     text: str
     is_cut: bool = False
-    speed: str = ""  # empty: not known
+    speed: str = ""  # empty: unknown
 
 
 async def stream_answer(llm: AsyncLLM, history: ChatHistory, sampling: SamplingParams) -> Answer:
@@ -234,7 +234,7 @@ async def stream_answer(llm: AsyncLLM, history: ChatHistory, sampling: SamplingP
 
 
 def _speed(metrics: RequestMetrics) -> str:
-    """Return how fast an answer was: the first token, and the others per second."""
+    """Describe the speed of an answer: time to first token, then tokens per second."""
     first = f"{metrics.num_output_tokens} tokens, the first after {metrics.time_to_first_token:.2f} s"
     seconds = metrics.total_time - metrics.time_to_first_token
     if metrics.num_output_tokens < 2 or seconds <= 0:

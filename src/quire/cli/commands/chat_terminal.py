@@ -16,11 +16,11 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from quire.state_directory import state_directory
 
 MAX_HISTORY_BYTES = 1 << 20
-MAX_KEPT_TURN = 1 << 16  # characters; a longer one, pasted probably, is not kept
+MAX_KEPT_TURN = 1 << 16  # characters; longer (probably pasted) ones are not kept
 
 
 def history_file() -> Path:
-    """Return where earlier turns are kept: chat-history in the state directory."""
+    """Return the file of earlier turns: chat-history in the state directory."""
     return state_directory() / "chat-history"
 
 
@@ -28,8 +28,8 @@ class TerminalTurns:
     """Reads turns from the terminal.
 
     Args:
-        runner: on whose event loop keys are read, so that what else runs there goes on.
-        file: of earlier turns; it is made if it is missing.
+        runner: its event loop reads keys, so that other tasks there continue.
+        file: the file of earlier turns, created if missing.
     """
 
     def __init__(self, runner: asyncio.Runner, file: Path) -> None:
@@ -67,7 +67,7 @@ class TurnHistory(FileHistory):
     """Earlier turns in a file, without those that are too long."""
 
     def store_string(self, string: str) -> None:
-        """Append a turn to the file; if that fails, it is only remembered until the end."""
+        """Append a turn to the file; if that fails, it is only kept in memory."""
         if len(string) > MAX_KEPT_TURN:
             return
         try:
@@ -93,7 +93,7 @@ def _keys() -> KeyBindings:
 
 
 def _has_made(file: Path) -> bool:
-    """Make the file of earlier turns, for its owner only, or shorten it; return whether that worked."""
+    """Create the file of earlier turns, readable by its owner only, or shorten it; return success."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quire.models.text.tokenizer import Tokenizer
 
 EVAL_FILE = "eval.jsonl"
-SPARE_TOKENS = 8  # more than an answer or a call has, so that an answer that is too long counts as wrong
+SPARE_TOKENS = 8  # beyond the longest answer or call, so that a longer answer counts as wrong
 
 
 @config_options(positional=("model",), engine=EngineConfig)
@@ -72,7 +72,7 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool."""
+    """A tool call."""
 
     name: str
     arguments: Any
@@ -89,11 +89,11 @@ class Case:
     calls: list[Call] = dataclasses.field(default_factory=list)
 
     def is_answered_by(self, text: str, call_format: ToolCallFormat | None) -> bool:
-        """Whether an answer is the correct one.
+        """Whether an answer is correct.
 
         Args:
-            text: that the model has written.
-            call_format: in which it calls tools.
+            text: the answer.
+            call_format: format of its tool calls.
         """
         content, calls = text, list[Call]()
         if self.tools is not None:
@@ -132,7 +132,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """Scores by task in the file's order, their sum, and how long it took (seconds)."""
+    """Scores by task in the file's order, their sum, and the duration in seconds."""
 
     tasks: dict[str, Score]
     total: Score
@@ -155,7 +155,7 @@ def read_cases(path: Path) -> list[Case]:
     """Read an evaluation file.
 
     Raises:
-        ModelError: there is none, or a line is not an object with task, messages and answer.
+        ModelError: it does not exist, or a line is not an object with task, messages and answer.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -181,12 +181,12 @@ def _case(record: dict[str, Any]) -> Case:
     calls = [Call(call["name"], call["arguments"]) for call in record.get("calls", ())]
     tools = record.get("tools")
     for tool in tools or ():
-        tool["function"]["name"]  # or it is no tool
+        tool["function"]["name"]  # raises if it is not a tool
     return Case(task, messages, answer, tools, calls)
 
 
 def content_and_calls(text: str, parser: AnswerParser) -> tuple[str, list[Call]]:
-    """Return what a whole answer says to the user, and which tools it calls."""
+    """Return the content and the tool calls of a whole answer."""
     content, name = "", ""
     arguments: list[str] = []
     calls: list[Call] = []
@@ -223,7 +223,7 @@ def run_cases(engine: EngineConfig, cases: list[Case]) -> EvaluationReport:
     """Answer all cases greedily in one batch and score them.
 
     Raises:
-        ModelError: cases have tools, and how the model calls these is unknown.
+        ModelError: cases have tools, but the model's format of tool calls is unknown.
     """
     with ready_llm(engine) as llm:
         tokenizer = llm.get_tokenizer()

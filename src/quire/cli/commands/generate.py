@@ -25,8 +25,8 @@ from quire.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM
 
-LONGEST_WAIT = 1.0  # seconds at most before a prompt is sent again that the full queue refused
-SUBMITTED_PER_RUNNING = 2  # requests in the engine for each that can run: enough to keep it busy
+MAX_WAIT = 1.0  # seconds before retrying a prompt that the full queue refused
+SUBMITTED_PER_RUNNING = 2  # requests in the engine per running one, to keep it busy
 
 
 @config_options(defaults={"temperature": 0.0}, engine=EngineConfig, sampling=SamplingParams)
@@ -52,7 +52,7 @@ def generate(
         typer.Option("--output", "-o", metavar="FILE", help="Write JSON lines to this file; - is stdout."),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Send the text as it is, without the model's chat template.")
+        bool, typer.Option("--raw", help="Send the text unchanged, without the model's chat template.")
     ] = False,
 ) -> None:
     """Answer each PROMPT, streaming to the terminal.
@@ -153,8 +153,8 @@ async def _answer_each(
                 try:
                     num_tokens, error = await _answer_one(send(llm, prompts[index]), index, answers)
                     break
-                except QueueFullError as full:  # filled by earlier prompts
-                    await asyncio.sleep(min(full.retry_after, LONGEST_WAIT))
+                except QueueFullError as full:  # with earlier prompts
+                    await asyncio.sleep(min(full.retry_after, MAX_WAIT))
         done += 1
         tokens += num_tokens
         on_answered(done, tokens)

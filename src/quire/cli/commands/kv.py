@@ -48,7 +48,7 @@ def save(
         typer.Option("--input", "-i", metavar="FILE", help="Read the prompt from this file; - is stdin."),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Take the text as it is, without the model's chat template.")
+        bool, typer.Option("--raw", help="Use the text unchanged, without the model's chat template.")
     ] = False,
 ) -> None:
     """Compute PROMPT and save its KV to FILE.

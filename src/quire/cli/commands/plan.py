@@ -27,7 +27,7 @@ def plan(
     memory: Annotated[
         float | None,
         typer.Option(
-            metavar="GB", help="Available memory to plan for, on GPUs of each one. Default: this machine's."
+            metavar="GB", help="Available memory to plan for, per GPU if any. Default: this machine's."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -52,7 +52,7 @@ def plan(
     if memory is not None and not 0 < memory < math.inf:
         raise ConfigError(f"--memory is {memory}; it must be a positive number of GB")
     available = None if memory is None else int(memory * GB)
-    if available is None or engine.device == "auto":  # else what there is here does not matter
+    if available is None or engine.device == "auto":  # else this machine's devices do not matter
         engine = on_one_device(engine)
     else:
         engine = on_cpu(engine) if engine.device == "cpu" else on_cuda(engine, gpu_bytes=available)
@@ -113,7 +113,7 @@ def shown_lengths(plan: MemoryPlan) -> list[int]:
 
 
 def as_dict(name: str, architecture: str, plan: MemoryPlan) -> dict[str, Any]:
-    """Return the plan as plain data: its sizes, and those that follow from them."""
+    """Return the plan as plain data: its sizes, and sizes derived from them."""
     return {
         "model": name,
         "architecture": architecture,
@@ -138,7 +138,7 @@ def window_groups(plan: MemoryPlan) -> list[dict[str, int]]:
 
 
 def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) -> Table:
-    """Return the table of memory by use, which is that of `device`."""
+    """Return the table of `device`'s memory by use."""
     from quire.engine.memory.byte_sizes import format_bytes
 
     ranks = "" if plan.num_ranks == 1 else f", each of {plan.num_ranks} ranks"
@@ -155,7 +155,7 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) ->
     if plan.score_bytes:
         rows.append(("Scores", plan.score_bytes, "of cache eviction, at most"))
     if plan.staged_bytes:
-        rows.append(("KV tier", plan.staged_bytes, "blocks on their way to it; the host pins as much"))
+        rows.append(("KV tier", plan.staged_bytes, "staging on the device, and as much pinned memory"))
     for label, size, explanation in rows:
         table.add_row(label, format_bytes(size), explanation)
     table.add_section()

@@ -60,7 +60,7 @@ def as_dict(file: Path, report: ReplayReport) -> dict[str, Any]:
 
 
 def report_table(file: Path, report: ReplayReport) -> Table:
-    """Return a table of what was replayed, and of the first difference if there is one."""
+    """Return a table of the replay, and its first difference if any."""
     from rich import box
     from rich.table import Table
 
@@ -76,7 +76,7 @@ def report_table(file: Path, report: ReplayReport) -> Table:
         ("preemptions", f"{report.num_preemptions:,}"),
     ]
     if report.is_truncated:
-        rows.append(("end", "truncated within a call"))
+        rows.append(("end", "truncated in the middle of a call"))
     found = report.difference
     if found is None:
         rows.append(("result", "identical, call by call"))

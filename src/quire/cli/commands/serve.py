@@ -14,7 +14,7 @@ def serve(engine: EngineConfig, server: ServerConfig) -> None:
     """Serve MODEL over HTTP, in OpenAI's API.
 
     Serves /v1/chat/completions, /v1/completions, /v1/responses and Anthropic's /v1/messages, streaming or
-    not, /metrics for Prometheus, and /docs, which lists all there is. Ctrl-C or SIGTERM lets running
+    not, /metrics for Prometheus, and /docs, which lists all endpoints. Ctrl-C or SIGTERM lets running
     requests finish (see --drain-timeout); a second one stops immediately.
 
     Examples:
@@ -33,10 +33,10 @@ def route(router: RouterConfig) -> None:
     """Make several engines look like one OpenAI server.
 
     A long prompt is computed by a --prefill engine and continued by a --decode engine; an --engine does
-    both. Each request goes to the engine that will be done with it first, where it counts what an engine
-    has cached of the prompt. An engine that fails gets no requests until it answers again. Engines can be
-    added, drained and removed at run time, at /route/engines. Ctrl-C or SIGTERM lets running requests
-    finish (see --drain-timeout); a second one stops immediately.
+    both. Each request goes to the engine that will finish it first, given its load and the cached part of
+    the prompt. An engine that fails gets no requests until it answers again. Engines can be added, drained
+    and removed at run time, at /route/engines. Ctrl-C or SIGTERM lets running requests finish (see
+    --drain-timeout); a second one stops immediately.
 
     Examples:
       quire route --engine http://10.0.0.1:8000 --engine http://10.0.0.2:8000

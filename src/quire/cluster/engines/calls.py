@@ -1,4 +1,4 @@
-"""Requests to engines, counted: as load, in the metrics, and as a reason to doubt an engine's health."""
+"""Requests to engines, counted as load and in metrics; failures trigger a health check."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class EngineCalls:
     Args:
         engines: all engines.
         upstream: connects to them.
-        metrics: of the router.
+        metrics: the router's metrics.
 
     Attributes:
-        releases: frees KV on engines that no request will read.
+        releases: frees KV that no request will read.
     """
 
     def __init__(self, engines: Engines, upstream: Upstream, metrics: RouterMetrics) -> None:
@@ -46,10 +46,10 @@ class EngineCalls:
         """Send a request to an engine and yield its answer, see `Upstream.answer`.
 
         Args:
-            engine: where it goes.
-            purpose: of the request.
-            prompt: of the request.
-            kv: what the engine does for the prompt.
+            engine: where to send it.
+            purpose: prefill or answer.
+            prompt: the request's prompt.
+            kv: where the KV of the prompt comes from.
             asked: the request.
 
         Raises:
@@ -64,7 +64,7 @@ class EngineCalls:
                     served.answered()
                     yield answer
             except EngineRequestError as error:
-                if self.engines.by_url.get(engine.url) is engine:  # else its counters have gone with it
+                if self.engines.by_url.get(engine.url) is engine:  # else it was removed, with its counters
                     self.metrics.failures.labels(engine.url, purpose).inc()
                 if not error.timed_out:
                     engine.doubt(str(error))
@@ -74,11 +74,11 @@ class EngineCalls:
 logger = logging.getLogger(__name__)
 
 MAX_RELEASES = 256
-"""Releases at a time. KV that is not released is freed when nobody has asked for it in time."""
+"""Maximum concurrent releases. KV that is not released is freed when its loan times out."""
 
 
 class KVReleases:
-    """Releases KV beside the requests that it was computed for, whose clients do not wait for that.
+    """Releases KV in the background, so that clients do not wait for it.
 
     Args:
         upstream: connects to engines.
@@ -89,14 +89,14 @@ class KVReleases:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, engine: Engine, asked: EngineRequest) -> None:
-        """Send a request to an engine to release KV, unless too many are being sent."""
+        """Ask an engine to release KV, unless too many releases are under way."""
         if len(self._tasks) < MAX_RELEASES:
             task = asyncio.create_task(self._send(engine, asked))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Cancel those that have not ended."""
+        """Cancel unfinished releases."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

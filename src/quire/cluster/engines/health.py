@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF = 16
-"""The time between checks of an engine that is down, at most, in health intervals."""
+"""Maximum time between checks of an engine that is down, in health intervals."""
 
 
 class HealthChecks:
-    """Checks each engine again and again, in a task of its own.
+    """Checks each engine periodically, in a task of its own.
 
     Args:
         upstream: connects to the engines.
         interval: seconds between two checks of an engine that is up.
-        feeds: follow the KV events of engines that are up; None: nothing is done with them.
+        feeds: follow the KV events of engines that are up; None: events are not followed.
     """
 
     def __init__(self, upstream: Upstream, interval: float, feeds: KVEventFeeds | None = None) -> None:
@@ -53,10 +53,10 @@ class HealthChecks:
                 logger.warning("%s is down: %s", engine.url, failure)
 
     async def watch(self, engine: Engine) -> None:
-        """Check an engine from now on; returns when it has been checked once, or is watched no longer."""
+        """Start checking an engine; returns after the first check, or when `unwatch` is called."""
         checked = asyncio.Event()
         task = self._tasks[engine] = asyncio.create_task(self._watch(engine, checked))
-        task.add_done_callback(lambda _: checked.set())  # it may be cancelled before it begins
+        task.add_done_callback(lambda _: checked.set())  # the task may be cancelled before it starts
         await checked.wait()
 
     async def unwatch(self, engine: Engine) -> None:

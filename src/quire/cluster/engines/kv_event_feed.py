@@ -1,7 +1,7 @@
-"""Following the KV events of one engine: events are validated, bounded, and applied in small batches.
+"""Following the KV events of one engine: validated, bounded, and applied in small batches.
 
-As long as they are followed, they are known to be complete: whenever none has come for a while, the engine is
-asked whether any was missed. If it does not answer, nothing is known of its blocks any more.
+While they are followed, they are known to be complete: after a while without events, the engine is asked
+whether any were missed. If it does not answer, all its blocks are forgotten.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_QUEUED_MESSAGES = 256
 """Maximum number of queued live messages; missed ones are requested again."""
 
 BLOCKS_PER_TURN = 2048
-"""Blocks that are applied before other tasks get their turn."""
+"""Blocks applied before yielding to other tasks."""
 
 _NUMBER_BYTES = 8
 
@@ -39,7 +39,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGES
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
-    """The beginning of a `BlockStored`: its tokens are not read."""
+    """The first fields of a `BlockStored`; its tokens are not read."""
 
     block_hashes: list[Digest]
 
@@ -61,13 +61,13 @@ _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
 class EventSource(NamedTuple):
-    """Where the events of an engine come from, and since which failure of it.
+    """The source of an engine's events; it changes when the engine fails.
 
     Args:
-        host: of the engine's URL.
-        port, replay_port: TCP ports at which they are published and replayed.
+        host: host of the engine's URL.
+        port, replay_port: TCP ports where events are published and replayed.
         block_size: tokens per block.
-        engine_id: of the engine, another one after each failure.
+        engine_id: id of the engine, a new one after each failure.
     """
 
     host: str
@@ -86,16 +86,16 @@ class FeedError(QuireError):
 
 
 class KVEventFeed:
-    """Follows the KV events of one engine, whose `blocks` are not None while all is known of them.
+    """Follows the KV events of one engine, whose `blocks` are not None while they are complete.
 
     Args:
         engine: the engine.
-        source: of its events.
-        context: of all sockets of the router.
-        index: of the blocks of all engines.
-        interval: seconds without an event after which the engine is asked for those that were missed, and
-            after which it is tried again if it has failed.
-        timeout: seconds that the engine has to answer that.
+        source: the source of its events.
+        context: ZeroMQ context of the router.
+        index: the blocks of all engines.
+        interval: seconds without an event before the engine is asked for missed ones, and before a retry
+            after a failure.
+        timeout: seconds for the engine to answer.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class KVEventFeed:
         self._timeout = timeout
 
     async def run(self) -> None:
-        """Follow the events until cancelled; after a failure, from the start."""
+        """Follow the events until cancelled, starting over after a failure."""
         last_failure = ""
         while True:
             try:
@@ -133,7 +133,7 @@ class KVEventFeed:
         """Follow the events until they fail.
 
         Raises:
-            FeedError: a replay was not answered in time, or what came is invalid.
+            FeedError: a replay was not answered in time, or a message is invalid.
             ZMQError: the host or a port is invalid.
         """
         blocks = self._index.open(self.source.block_size)
@@ -166,7 +166,7 @@ class KVEventFeed:
 
 
 class _Follower:
-    """Applies the events of one engine in the order of their numbers, the missed ones included."""
+    """Applies the events of one engine in the order of their numbers, including missed ones."""
 
     def __init__(
         self, live: Socket, replay: Socket, blocks: EngineBlocks, index: BlockIndex, timeout: float
@@ -176,11 +176,11 @@ class _Follower:
         self._blocks = blocks
         self._index = index
         self._timeout = timeout
-        self._first = 0  # number of the first batch; 0: none has come
-        self._next = 0  # number that the next batch should have
+        self._first = 0  # number of the first batch; 0: none yet
+        self._next = 0  # expected number of the next batch
 
     async def advance(self, patience: float) -> None:
-        """Apply the next live batch; if none comes within `patience` seconds, those that were missed."""
+        """Apply the next live batch; if none arrives within `patience` seconds, apply missed ones."""
         if not await self._live.poll(_milliseconds(patience)):
             await self.catch_up()
             return
@@ -192,16 +192,16 @@ class _Follower:
         if number > self._next:
             await self.catch_up()
         if number < self._first:
-            raise FeedError("the engine has been restarted, and its clock been set back")
+            raise FeedError("the engine has restarted with an earlier clock")
         if number >= self._next:
             await self._apply(number, batch)
-        await asyncio.sleep(0)  # receiving what has come already does not wait
+        await asyncio.sleep(0)  # receiving queued messages does not yield
 
     async def catch_up(self) -> None:
-        """Apply the batches that were missed and that the engine still has.
+        """Apply missed batches that the engine still has.
 
         Raises:
-            FeedError: the engine did not answer in time, or what came is invalid.
+            FeedError: the engine did not answer in time, or its answer is invalid.
         """
         await self._replay.send_multipart((b"", self._next.to_bytes(_NUMBER_BYTES)))
         while True:
@@ -217,7 +217,7 @@ class _Follower:
             await asyncio.sleep(0)
 
     async def _apply(self, number: int, encoded: bytes) -> None:
-        """Apply a batch; if others before it are missing, what they have removed is unknown: forget all."""
+        """Apply a batch. If earlier ones are missing, forget all blocks: some may have been removed."""
         try:
             batch = _decode(encoded)
         except msgspec.DecodeError as error:

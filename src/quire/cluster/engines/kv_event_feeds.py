@@ -1,4 +1,4 @@
-"""Which engines' KV events are followed."""
+"""Follows the KV events of all engines that publish them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from quire.server.wire.answers import EngineDescription
 logger = logging.getLogger(__name__)
 
 BLOCK_SIZES = range(1, 1 << 16)
-"""Tokens per block that an engine may have."""
+"""Accepted numbers of tokens per block."""
 
 
 class KVEventFeeds:
     """Follows the KV events of engines that publish them, each in a task of its own.
 
     Args:
-        config: of the router.
-        fingerprint: of the router's tokenizer; only engines with the same one are followed.
+        config: configuration of the router.
+        fingerprint: fingerprint of the router's tokenizer; only engines with the same one are followed.
     """
 
     def __init__(self, config: RouterConfig, fingerprint: str) -> None:
@@ -38,11 +38,11 @@ class KVEventFeeds:
         self._refused: weakref.WeakSet[Engine] = weakref.WeakSet()
 
     async def follow(self, engine: Engine, description: EngineDescription | None) -> None:
-        """Follow an engine that is up, from the start if it has failed since; or not, if it is not possible.
+        """Follow an engine that is up, if possible; starts over if the engine has failed meanwhile.
 
         Args:
             engine: the engine.
-            description: its own; None: it gave none.
+            description: how it describes itself; None: it does not.
         """
         source = self._source(engine, description)
         following = self._feeds.get(engine)
@@ -87,5 +87,5 @@ class KVEventFeeds:
             self._refused.add(engine)
             return None
         host = urlsplit(engine.url).hostname
-        assert host is not None  # `engine_url` has seen to that
+        assert host is not None  # checked by `engine_url`
         return EventSource(host, events.port, events.replay_port, description.block_size, engine.id)

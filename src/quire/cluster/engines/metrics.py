@@ -34,7 +34,7 @@ class _EngineGauges(Collector):
         )
         waiting = GaugeMetricFamily(
             "quire_route_engine_waiting_bytes",
-            "Bytes of prompts at the engine that are new to it and not answered yet.",
+            "Bytes of prompts at the engine that it has not cached and not answered yet.",
             labels=labels,
         )
         followed = GaugeMetricFamily(
@@ -59,7 +59,7 @@ class RouterMetrics:
     """Counters and gauges of one router.
 
     Args:
-        engines: all engines at any time.
+        engines: all engines; a live view.
     """
 
     def __init__(self, engines: Iterable[Engine]) -> None:
@@ -79,36 +79,36 @@ class RouterMetrics:
         self.failures = counter(
             "engine_failures", "Number of requests that an engine failed to answer.", "engine", "purpose"
         )
-        self.retries = counter("retries", "Number of requests that were sent to another engine.")
+        self.retries = counter("retries", "Number of requests retried on another engine.")
         self.fallbacks = counter(
-            "prefill_fallbacks", "Number of prompts that no prefill engine computed although one should have."
+            "prefill_fallbacks", "Number of prompts that should have been prefilled elsewhere, but were not."
         )
         self.direct = counter(
-            "direct_requests", "Number of requests with too few new bytes for a prefill engine."
+            "direct_requests", "Number of requests with too few uncached bytes for a prefill engine."
         )
         self._prefix_lookups = counter(
-            "prefix_lookups", "Number of prompts, by what says how much is cached of them.", "source"
+            "prefix_lookups", "Number of prompts, by what reports their cached prefix.", "source"
         )
         self._prefix_hits = counter(
-            "prefix_hits", "Number of prompts of which something was cached, by what said so.", "source"
+            "prefix_hits", "Number of prompts with a cached prefix, by what reports it.", "source"
         )
         self._prefix_hit_bytes = counter(
-            "prefix_hit_bytes", "Number of bytes of prompts that were cached, by what said so.", "source"
+            "prefix_hit_bytes", "Number of cached bytes of prompts, by what reports it.", "source"
         )
         self.not_tokenized = counter(
-            "not_tokenized", "Number of prompts that could not be tokenized, or not in time."
+            "not_tokenized", "Number of prompts that could not be tokenized in time."
         )
-        self.broken = counter("broken_answers", "Number of answers that an engine did not complete.")
+        self.broken = counter("broken_answers", "Number of answers that engines did not complete.")
 
     def count_prefix(self, prefix: CachedPrefix) -> None:
-        """Count what the engine that gets a prompt has cached of it."""
+        """Count the cached prefix on the engine chosen for a prompt."""
         self._prefix_lookups.labels(prefix.source).inc()
         if prefix.num_bytes:
             self._prefix_hits.labels(prefix.source).inc()
             self._prefix_hit_bytes.labels(prefix.source).inc(prefix.num_bytes)
 
     def exposition(self) -> bytes:
-        """Return all of it in the Prometheus text format."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def forget(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The engines behind the router, and the choice among them."""
+"""The engines behind the router, and the choice between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.cluster.prefixes.memory import ChunksInFlight, PrefixMemory
 from quire.cluster.prompts import Prompt
 
 REQUEST_WEIGHT = 1024
-"""Bytes of a prompt that are as much work as one more running request."""
+"""Prompt bytes that weigh as much as one running request."""
 
 MAX_ENGINES = 256
 
@@ -44,11 +44,11 @@ class EngineState(enum.StrEnum):
 
 
 class Engine:
-    """One engine: where it is, whether it can be used, and what it has been given to do.
+    """One engine: its address, state and load.
 
     Args:
-        url: without a slash at its end.
-        role: of the engine.
+        url: URL without a trailing slash.
+        role: prefill, decode or both.
     """
 
     def __init__(self, url: str, role: Role) -> None:
@@ -56,18 +56,18 @@ class Engine:
         self.role = role
         self.is_draining = False
         self.failure: str | None = NOT_CHECKED
-        self.id = next(_ids)  # another one after each failure: what the engine had cached may be lost
-        self.kv_address: tuple[str, int] | None = None  # where others read the KV that it computes
-        self.blocks: EngineBlocks | None = None  # that it has cached; None: its KV events are not followed
+        self.id = next(_ids)  # a new one after each failure, which may lose the cache
+        self.kv_address: tuple[str, int] | None = None  # where peers read its KV
+        self.blocks: EngineBlocks | None = None  # cached blocks; None: its KV events are not followed
         self.in_flight = ChunksInFlight()
         self.num_requests = 0
-        self.num_waiting_bytes = 0  # of prompts whose answer has not begun
-        self.turn = 0  # when it was last chosen
-        self.doubted = asyncio.Event()  # a health check is due at once
+        self.num_waiting_bytes = 0  # of prompts not answered yet
+        self.turn = 0  # order of the last choice
+        self.doubted = asyncio.Event()  # requests a health check
 
     @property
     def state(self) -> EngineState:
-        """Whether it gets requests."""
+        """Whether the engine gets requests."""
         if self.failure is not None:
             return EngineState.DOWN
         return EngineState.DRAINING if self.is_draining else EngineState.UP
@@ -83,23 +83,23 @@ class Engine:
         return self.num_waiting_bytes + REQUEST_WEIGHT * self.num_requests
 
     def mark_down(self, reason: str) -> None:
-        """Stop sending it requests until a health check succeeds."""
+        """Send no requests until a health check succeeds."""
         if self.failure is None:
             self.id = next(_ids)
         self.failure = reason
 
     def mark_up(self) -> None:
-        """Give it requests again."""
+        """Send requests again."""
         self.failure = None
 
     def doubt(self, reason: str) -> None:
-        """Give it no requests until the health check that is now due has succeeded."""
+        """Send no requests until a health check, which is now due, succeeds."""
         self.mark_down(reason)
         self.doubted.set()
 
     @contextlib.contextmanager
     def serving(self, num_bytes: int) -> Iterator[ServedRequest]:
-        """Count a request with a prompt of so many bytes for the duration of the context."""
+        """Count a request with `num_bytes` prompt bytes to compute for the duration of the context."""
         served = ServedRequest(self, num_bytes)
         try:
             yield served
@@ -117,7 +117,7 @@ class ServedRequest:
         engine.num_waiting_bytes += num_bytes
 
     def answered(self) -> None:
-        """Note that the answer has begun: the prompt has been computed."""
+        """Note that the answer has begun, so the prompt has been computed."""
         self._engine.num_waiting_bytes -= self._num_bytes
         self._num_bytes = 0
 
@@ -128,14 +128,14 @@ class ServedRequest:
 
 
 class PrefixSource(enum.StrEnum):
-    """What says how much of a prompt an engine has cached: its KV events, or the text that it was sent."""
+    """How a cached prefix is known: from KV events, or from the texts that the engine was sent."""
 
     EVENTS = "events"
     TEXT = "text"
 
 
 class CachedPrefix(NamedTuple):
-    """How many bytes of a prompt an engine has cached, and what says so."""
+    """How many bytes of a prompt an engine has cached, and how that is known."""
 
     num_bytes: int
     source: PrefixSource
@@ -145,7 +145,7 @@ class Engines:
     """All engines by their URL.
 
     Args:
-        memory: of what the engines have been sent.
+        memory: remembers the prompts that engines have been sent.
     """
 
     def __init__(self, memory: PrefixMemory) -> None:
@@ -160,9 +160,9 @@ class Engines:
     def choose(
         self, roles: Collection[Role], prompt: Prompt, *, excluded: Collection[Engine] = ()
     ) -> Engine | None:
-        """Return the engine that will be done with a prompt first; None if none can be used.
+        """Return the engine that will finish a prompt first; None if no engine is usable.
 
-        It is the one with the least load, where what it has not cached of the prompt counts as load.
+        It is the one with the least load, to which the uncached part of the prompt is added.
         """
         usable = [
             engine
@@ -184,12 +184,12 @@ class Engines:
 
     @contextlib.contextmanager
     def serving(self, engine: Engine, prompt: Prompt, *, is_computed: bool) -> Iterator[ServedRequest]:
-        """Count a request as an engine's for the duration of the context, and remember its prompt.
+        """Count a request for an engine for the duration of the context, and remember its prompt.
 
         Args:
-            engine: that has the request.
-            prompt: of the request.
-            is_computed: whether the engine computes it, rather than to load its KV.
+            engine: the engine that serves it.
+            prompt: the request's prompt.
+            is_computed: whether the engine computes the prompt rather than loading its KV.
         """
         engine.turn = next(self._turns)
         num_bytes = self.num_new_bytes(prompt, engine) if is_computed else 0
@@ -212,7 +212,7 @@ class Engines:
 
 
 def _by_events(prompt: Prompt, engine: Engine) -> CachedPrefix | None:
-    """Return what an engine's events say that it has cached, or what it is computing; None if they do not."""
+    """Return the prefix cached (by events) or being computed; None if events are not followed."""
     if prompt.cached is None or engine.blocks is None:
         return None
     num_bytes = prompt.cached.num_bytes.get(engine.blocks)

@@ -1,4 +1,4 @@
-"""Requests to engines: how much of an answer is read before the client gets any of it, and what can fail."""
+"""Requests to engines: buffering of their answers, and failures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from quire.errors import QuireError
 from quire.server.wire.answers import EngineDescription
 
 MAX_WHOLE_ANSWER = 1 << 20
-"""Bytes up to which an answer is held until it is complete, so that a request can still go elsewhere."""
+"""Maximum size of an answer that is read whole first, so that the request can be retried elsewhere."""
 
-_READ_BUFFER = 1 << 16  # bytes; aiohttp stops reading at twice that while the client does not take them
+_READ_BUFFER = 1 << 16  # bytes; aiohttp pauses at twice that while the client is slow
 _KEEP_ALIVE = 30  # seconds; shorter than engines keep idle connections
 _OF_ONE_CONNECTION = frozenset(
     {
@@ -42,7 +42,7 @@ _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
 Headers = CIMultiDict[str]
 
 REQUEST_ID = "X-Request-Id"
-_MAX_REQUEST_ID = 128  # characters that engines take
+_MAX_REQUEST_ID = 128  # characters that engines accept
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,8 @@ class EngineRequest:
     """A request to an engine.
 
     Args:
-        method, path, headers, body: of the request; the path may have a query.
-        timeout: seconds until the first byte of a stream, or all of another answer.
+        method, path, headers, body: parts of the request; the path may have a query.
+        timeout: seconds until the first byte of a stream, or the end of any other answer.
     """
 
     method: str
@@ -61,7 +61,7 @@ class EngineRequest:
     timeout: float
 
     def headers_for(self, suffix: str) -> Headers:
-        """Return the headers with another request id: engines refuse one that they are still serving."""
+        """Return the headers with a suffix to the request id, as engines refuse an id in use."""
         headers = self.headers.copy()
         kept = _MAX_REQUEST_ID - len(suffix) - 1
         headers[REQUEST_ID] = f"{headers[REQUEST_ID][:kept]}-{suffix}"
@@ -69,12 +69,12 @@ class EngineRequest:
 
 
 class EngineRequestError(QuireError):
-    """An engine gave no answer, or not all of it.
+    """An engine did not answer, or not completely.
 
     Args:
         engine: the engine.
         reason: what happened.
-        timed_out: whether it took too long.
+        timed_out: whether it was a timeout.
         was_reached: whether the engine may have begun to serve the request.
     """
 
@@ -88,10 +88,10 @@ class EngineRequestError(QuireError):
 
 
 class Answer:
-    """An engine's answer, of which there is at least the first byte, or all if it is short and no stream.
+    """An engine's answer: at least its first byte, or all of it if it is short and not a stream.
 
     Args:
-        engine: that answers.
+        engine: the engine.
         response: its response.
         idle_timeout: seconds to wait for each further piece.
     """
@@ -106,11 +106,11 @@ class Answer:
         self._response = response
         self._idle_timeout = idle_timeout
         self._is_waiting = False  # for the next piece
-        self._has_moved = True  # since the timer has fired last
+        self._has_moved = True  # since the timer last fired
         self._timer: asyncio.TimerHandle | None = None
 
     async def next_piece(self) -> bytes:
-        """Return what has come of the body since the last call; empty at its end. See `watched`.
+        """Return the next piece of the body; empty at its end. See `watched`.
 
         Raises:
             EngineRequestError: the engine broke off.
@@ -125,7 +125,7 @@ class Answer:
             self._has_moved = True
 
     async def read_beginning(self) -> None:
-        """Read as much as is needed before the client is answered."""
+        """Read as much as needed before answering the client."""
         while not self.is_whole and len(self.body) < (1 if self.is_stream else MAX_WHOLE_ANSWER):
             piece = await self.next_piece()
             self.body += piece
@@ -135,7 +135,7 @@ class Answer:
     async def watched(self) -> AsyncIterator[None]:
         """Within this context, a piece may take between once and twice the idle timeout.
 
-        One timer watches all pieces: one for each takes longer than the rest of passing it on.
+        One timer watches all pieces; a timer for each would cost more than passing the piece on.
 
         Raises:
             EngineRequestError: the engine was silent for too long.
@@ -165,7 +165,7 @@ class Upstream:
     """Connections to all engines.
 
     Args:
-        config: of the router.
+        config: configuration of the router.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -185,12 +185,12 @@ class Upstream:
 
     @contextlib.asynccontextmanager
     async def answer(self, engine: Engine, asked: EngineRequest) -> AsyncIterator[Answer]:
-        """Send a request to an engine; yields the answer, once `Answer.read_beginning` has read enough.
+        """Send a request to an engine; yields the answer after `Answer.read_beginning`.
 
-        Leaving the context closes the connection, unless the answer has been read to its end.
+        Leaving the context closes the connection unless the answer has been read completely.
 
         Args:
-            engine: where it goes.
+            engine: where to send it.
             asked: the request.
 
         Raises:
@@ -208,7 +208,7 @@ class Upstream:
                         data=asked.body or None,
                         allow_redirects=False,
                     )
-                    if not _is_delimited(response):  # its end could not be told from a failure
+                    if not _is_delimited(response):  # its end would look like a failure
                         raise EngineRequestError(engine, "does not say where its answer ends")
                     answer = Answer(engine, response, self._config.idle_timeout)
                     await answer.read_beginning()
@@ -220,7 +220,7 @@ class Upstream:
                 response.close()
 
     async def check_health(self, engine: Engine) -> str | None:
-        """Return why an engine cannot be used; None if it can."""
+        """Return why an engine is unusable; None if it is healthy."""
         try:
             status, body = await self._get(engine, "/health")
         except EngineRequestError as error:
@@ -246,12 +246,12 @@ class Upstream:
 
 
 def is_end_to_end(name: bytes) -> bool:
-    """Return whether a header is about more than one connection."""
+    """Return whether a header is end-to-end rather than hop-by-hop."""
     return name.lower() not in _OF_ONE_CONNECTION
 
 
 def _is_passed_on(name: bytes) -> bool:
-    return is_end_to_end(name) and name.lower() != b"date"  # which each server writes itself
+    return is_end_to_end(name) and name.lower() != b"date"  # each server writes its own
 
 
 def _is_delimited(response: aiohttp.ClientResponse) -> bool:

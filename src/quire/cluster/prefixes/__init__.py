@@ -1,1 +1,1 @@
-"""Which engine has which prefix."""
+"""Which prefixes each engine has cached."""

@@ -1,4 +1,4 @@
-"""Blocks that engines have cached, according to their KV events."""
+"""The cached blocks of engines, known from their KV events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineBlocks:
             self._digests.move_to_end(digest)
 
     def remove(self, digests: Iterable[bytes]) -> None:
-        """Note that the engine has these blocks no longer."""
+        """Note that the engine has evicted these blocks."""
         for digest in digests:
             self._digests.pop(digest, None)
 
@@ -36,13 +36,13 @@ class EngineBlocks:
         self._digests.clear()
 
     def num_cached(self, digests: Sequence[bytes]) -> int:
-        """Return how many of a prompt's blocks the engine has: those up to the last that it is known to have.
+        """Return how many of a prompt's blocks the engine has cached, up to the last one known.
 
-        Engines free the end of a prompt before its beginning. What is not known before a block was cached
-        before the engine's events were followed, or is forgotten for lack of room.
+        Engines evict the end of a prompt before its beginning. Unknown blocks before a known one were cached
+        before the engine's events were followed, or forgotten for lack of room.
 
         Args:
-            digests: of the prompt's full blocks, in order.
+            digests: digests of the prompt's full blocks, in order.
         """
         known = self._digests
         for number in range(len(digests), 0, -1):
@@ -51,7 +51,7 @@ class EngineBlocks:
         return 0
 
     def use(self, digests: Sequence[bytes]) -> None:
-        """Note that a prompt with these blocks is sent to the engine: its beginning is forgotten last."""
+        """Note that a prompt with these blocks is sent to the engine; its first blocks are forgotten last."""
         for digest in reversed(digests):
             if digest in self._digests:
                 self._digests.move_to_end(digest)
@@ -65,7 +65,7 @@ class BlockIndex:
     """The blocks of all engines whose KV events are followed.
 
     Args:
-        max_blocks: number of blocks to know of, those that several engines have counted for each.
+        max_blocks: maximum number of blocks, summed over engines.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -73,13 +73,13 @@ class BlockIndex:
         self._engines: list[EngineBlocks] = []
 
     def open(self, block_size: int) -> EngineBlocks:
-        """Return an account for the blocks of one engine, with none yet."""
+        """Return an empty table for the blocks of one engine."""
         blocks = EngineBlocks(block_size)
         self._engines.append(blocks)
         return blocks
 
     def close(self, blocks: EngineBlocks) -> None:
-        """Drop an engine's account."""
+        """Drop an engine's table."""
         self._engines.remove(blocks)
 
     def trim(self) -> None:

@@ -1,4 +1,4 @@
-"""Lookup of a prompt's cached blocks on engines: the prompt is split into tokens and blocks as on engines."""
+"""Finding a prompt's cached blocks on engines, by tokenizing and hashing it as engines do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quire.step import IntArray
 logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 1 << 17
-"""Characters, or token ids, of a prompt that are looked at."""
+"""Maximum characters or token ids of a prompt to look up."""
 
 NUM_THREADS = 4
 
@@ -40,8 +40,8 @@ class CachedPrefixes:
     """The cached part of a prompt on each engine.
 
     Args:
-        num_bytes: of the prompt as the client wrote it, by the engine's blocks.
-        digests: of the prompt's full blocks, in order, by block size.
+        num_bytes: cached bytes of the prompt as the client wrote it, by the engine's blocks.
+        digests: digests of the prompt's full blocks, in order, by block size.
     """
 
     num_bytes: Mapping[EngineBlocks, int]
@@ -53,10 +53,10 @@ class CachedPrefixes:
 
 
 class PrefixFinder:
-    """Finds out what engines have cached of prompts, in threads and within a time limit.
+    """Finds the cached part of prompts on engines, in threads and within a time limit.
 
     Args:
-        tokenizer: of the engines.
+        tokenizer: the engines' tokenizer.
         timeout: seconds for each prompt.
     """
 
@@ -68,15 +68,15 @@ class PrefixFinder:
     async def find(
         self, path: str, body: bytes, num_bytes: int, engines: Collection[EngineBlocks]
     ) -> CachedPrefixes | None:
-        """Return what engines have cached of a request's prompt.
+        """Return the cached part of a request's prompt on each engine.
 
-        None: the request is invalid, has several prompts, or it would take too long.
+        None if the request is invalid, has several prompts, or would take too long.
 
         Args:
-            path: of the request.
-            body: of the request.
-            num_bytes: of the prompt in the body.
-            engines: their blocks.
+            path: the request's path.
+            body: the request's body.
+            num_bytes: length of the prompt in the body.
+            engines: the engines' blocks.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -84,7 +84,7 @@ class PrefixFinder:
                 return await loop.run_in_executor(self._threads, self._find, path, body, num_bytes, engines)
         except TimeoutError:
             return None
-        except Exception:  # of a chat template, or of the tokenizer
+        except Exception:  # from the chat template or the tokenizer
             logger.exception("a prompt could not be tokenized")
             return None
 
@@ -100,7 +100,7 @@ class PrefixFinder:
         try:
             request = _BODIES[path].model_validate_json(body)
             length, token_ids = self._tokenized(request)
-        except (ValidationError, InvalidRequestError):  # the engine will tell the client
+        except (ValidationError, InvalidRequestError):  # the engine reports it to the client
             return None
         if not token_ids:
             return None
@@ -115,7 +115,7 @@ class PrefixFinder:
         return CachedPrefixes(cached, digests)
 
     def _tokenized(self, request: ChatCompletionRequest | CompletionRequest) -> tuple[int, list[int]]:
-        """Return the length of a prompt, in characters or ids, and the ids of what is looked at of it."""
+        """Return a prompt's length in characters or ids, and the token ids of the part to look up."""
         if isinstance(request, ChatCompletionRequest):
             template = self.tokenizer.chat_template_source or ""
             reasoning_name = reasoning_format_of_template(template)
@@ -135,7 +135,7 @@ class PrefixFinder:
 
 
 def _has_too_many_values(body: bytes) -> bool:
-    """Whether a body would take long to parse and block other threads."""
+    """Whether parsing a body would block other threads for long."""
     counts = count_outside_strings(body, b"{,")
     return counts[b"{"] > MAX_OBJECTS or counts[b","] > MAX_VALUES + MAX_CHARACTERS
 

@@ -1,4 +1,4 @@
-"""Prompt prefixes that the router has sent to each engine."""
+"""Memory of the prompt prefixes that each engine was sent."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ CHUNK = 512
 """Bytes of a prompt per chunk."""
 
 MAX_CHUNKS = 256
-"""Chunks of one prompt that are looked at: 128 KiB."""
+"""Maximum number of chunks per prompt: 128 KiB."""
 
 MAX_ENGINES_PER_CHUNK = 4
-"""Engines that are remembered for a chunk: those that computed it last."""
+"""Maximum number of engines remembered per chunk: the last ones that computed it."""
 
 
 def chunk_keys(prompt: bytes, salt: bytes = b"") -> list[int]:
-    """Return a key for each full chunk of a prompt, which stands for all that comes before it too.
+    """Return a key for each full chunk of a prompt; it covers the whole prefix up to the chunk's end.
 
     Prompts with different salts have different keys: engines do not share their KV.
 
-    Python's hash of bytes is keyed afresh in each process, so that no client can choose prompts that collide.
-    A collision costs nothing but a worse choice.
+    Python's hash of bytes has a random key in each process, so that clients cannot choose prompts that
+    collide. A collision only makes a choice worse.
     """
     keys: list[int] = []
     key = hash(salt)
@@ -33,7 +33,7 @@ def chunk_keys(prompt: bytes, salt: bytes = b"") -> list[int]:
 
 
 class PrefixMemory:
-    """Engines by chunk of a prompt, the least recently used chunks forgotten first.
+    """Engines by prompt chunk; the least recently used chunks are forgotten first.
 
     Args:
         max_chunks: number of chunks to remember.
@@ -47,11 +47,11 @@ class PrefixMemory:
         return len(self._engines)
 
     def matched_bytes(self, keys: Sequence[int], engines: Collection[int]) -> dict[int, int]:
-        """Return for each of these engines how many bytes of a prompt's beginning it has been sent before.
+        """Return, for each of these engines, how many leading bytes of a prompt it has been sent before.
 
         Args:
-            keys: of the prompt's chunks.
-            engines: their ids.
+            keys: keys of the prompt's chunks.
+            engines: ids of the engines.
         """
         matched = dict.fromkeys(engines, 0)
         left = set(engines)
@@ -65,7 +65,7 @@ class PrefixMemory:
 
     def note(self, keys: Sequence[int], engine: int) -> None:
         """Remember that an engine computes a prompt with these chunks."""
-        for key in reversed(keys):  # a beginning is of use without its end, but not the other way round
+        for key in reversed(keys):  # a prefix is useful without its end, not vice versa
             others = [other for other in self._engines.pop(key, ()) if other != engine]
             self._engines[key] = (engine, *others[: MAX_ENGINES_PER_CHUNK - 1])
         while len(self._engines) > self._max_chunks:
@@ -83,7 +83,7 @@ class ChunksInFlight:
         self._counts.update(keys)
 
     def end(self, keys: Sequence[int]) -> None:
-        """Note that the engine is done with it."""
+        """Note that the engine has finished a prompt with these chunks."""
         for key in keys:
             if self._counts[key] == 1:
                 del self._counts[key]
@@ -91,5 +91,5 @@ class ChunksInFlight:
                 self._counts[key] -= 1
 
     def matched_bytes(self, keys: Sequence[int]) -> int:
-        """Return how many bytes of a prompt's beginning the engine is working on."""
+        """Return how many leading bytes of a prompt the engine is working on."""
         return CHUNK * sum(1 for _ in itertools.takewhile(self._counts.__contains__, keys))

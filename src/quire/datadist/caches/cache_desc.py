@@ -13,15 +13,15 @@ from quire.datadist.enums import DataType, Placement
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class CacheDesc:
-    """A number of tensors of one shape and dtype, normally K and V of each layer.
+    """Tensors of one shape and dtype, normally K and V of each layer.
 
     Dimension 0 counts slots (contiguous caches) or blocks (blocks caches).
 
     Args:
         num_tensors: >= 1.
-        shape: of each tensor; dimensions >= 1.
-        data_type: of the elements.
-        placement: memory of the device, or of the host.
+        shape: shape of each tensor; dimensions >= 1.
+        data_type: data type of the elements.
+        placement: device or host memory.
         batch_dim_index: dimension that counts slots; only 0 can be allocated.
         seq_len_dim_index: dimension that counts tokens; -1: unset.
         kv_tensor_format: stored only.
@@ -61,7 +61,7 @@ class CacheDesc:
 
     @property
     def shape(self) -> list[int]:
-        """Dimensions of each tensor, as a list of the caller's own."""
+        """Dimensions of each tensor, as a new list."""
         return list(self._shape)
 
     @property

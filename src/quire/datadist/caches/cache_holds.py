@@ -1,4 +1,4 @@
-"""A cache of a pool, and its holders."""
+"""A cache in a pool, and its holders."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quire.datadist.status import invalid
 M = TypeVar("M")
 
 SlotName = tuple[bool, int, int]
-"""What a key names on this PROMPT: whether a prefix, its id or the request's, and the model's."""
+"""Identity of a key on this PROMPT: (is it a prefix, prefix or request id, model id)."""
 
 
 @dataclasses.dataclass(eq=False)
 class PooledCache(Generic[M]):
-    """A cache and what holds it; only the pool changes it."""
+    """A cache and its holders; only modified by the pool."""
 
     cache_id: int
     desc: CacheDesc
@@ -32,13 +32,13 @@ class PooledCache(Generic[M]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors that count for the pool: none of memory that was registered."""
+        """Bytes that count for the pool: 0 for registered memory."""
         return 0 if self.is_registered else self.desc.num_tensors * self.desc.tensor_bytes
 
 
 @dataclasses.dataclass(eq=False)
 class Binding(Generic[M]):
-    """One life of a key: a key that is bound again is another binding."""
+    """One binding of a key; binding it again makes another."""
 
     name: SlotName
     cache: PooledCache[M]
@@ -46,7 +46,7 @@ class Binding(Generic[M]):
 
 
 EndTransfer = Callable[[PooledCache[M], Binding[M] | None], None]
-"""Lets go of a cache, and of a key that was consumed."""
+"""Releases a cache, and a consumed key."""
 
 
 class SourceHold(Generic[M]):
@@ -71,19 +71,19 @@ class SourceHold(Generic[M]):
         self._has_ended = False
 
     def end(self, *, consume: bool) -> None:
-        """End the transfer; with `consume`, a request key that was held goes, if it is still the same one."""
+        """End the transfer; with `consume`, unbind the request key unless it has been bound again."""
         if not self._has_ended:
             self._has_ended = True
             self._end_transfer(self.cache, self._binding if consume else None)
 
 
 def slot_name(key: CacheKey) -> SlotName:
-    """Return what a key names."""
+    """Return the identity of a key."""
     return key.is_prefix_key, key.prefix_id if key.is_prefix_key else key.req_id, key.model_id
 
 
 def slot_names(desc: CacheDesc, keys: Sequence[CacheKey]) -> dict[SlotName, int]:
-    """Return the slot of each key that is no placeholder; of a repeated key, the last."""
+    """Return the slot of each key (the last, if repeated), ignoring placeholders."""
     if len(keys) > desc.batch_size:
         raise invalid(f"there are {len(keys)} keys for {desc.batch_size} slots")
     return {slot_name(key): slot for slot, key in enumerate(keys) if not key.is_placeholder}

@@ -12,13 +12,13 @@ from quire.datadist.argument_checks import I64, U32, U64, UINT64_MAX, ArgumentCh
 class CacheKey:
     """Names one slot of a contiguous cache, by request or by prefix.
 
-    With `prefix_id`, it is a prefix key, and `req_id` plays no part. With neither, it is a placeholder.
+    With `prefix_id`, it is a prefix key, and `req_id` is ignored. With neither, it is a placeholder.
 
     Args:
         prompt_cluster_id: tells a DECODER which link to use; also taken as `cluster_id`.
-        req_id: of the request; `UINT64_MAX`: none.
-        model_id: of the model.
-        prefix_id: of the prefix; `UINT64_MAX`: none.
+        req_id: id of the request; `UINT64_MAX`: none.
+        model_id: id of the model.
+        prefix_id: id of the prefix; `UINT64_MAX`: none.
     """
 
     prompt_cluster_id: int
@@ -67,7 +67,7 @@ class CacheKeyByIdAndIndex:
     Args:
         cluster_id: tells a DECODER which link to use.
         cache_id: `KvCache.cache_id`.
-        batch_index: of the slot.
+        batch_index: index of the slot.
     """
 
     cluster_id: int
@@ -87,7 +87,7 @@ class BlocksCacheKey:
 
     Args:
         prompt_cluster_id: tells a DECODER which link to use; also taken as `cluster_id`.
-        model_id: of the model.
+        model_id: id of the model.
     """
 
     prompt_cluster_id: int

@@ -1,8 +1,7 @@
 """The pool of caches and their holders: pure bookkeeping, without sockets.
 
-A cache is held by its handle, by the keys that are bound to its slots, and by transfers that read it. When
-the last of them is gone, its memory is no longer counted. A blocks cache is held by its handle and by
-transfers.
+A cache is held by its handle, by the keys bound to its slots, and by transfers that read it. When the last of
+them is released, its memory is no longer counted. A blocks cache is held by its handle and by transfers.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 
 
 class CachePool(Generic[M]):
-    """The caches of one `LLMDataDist`. Every method may be called from any thread.
+    """The caches of one `LLMDataDist`. Thread-safe.
 
     Args:
         allocate: returns zero-filled memory, or raises.
@@ -52,17 +51,17 @@ class CachePool(Generic[M]):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all caches that something holds."""
+        """Bytes of all held caches."""
         return self._used_bytes
 
     @property
     def num_caches(self) -> int:
-        """Number of caches that something holds."""
+        """Number of held caches."""
         return len(self._caches)
 
     @property
     def has_handed_out(self) -> bool:
-        """Whether there has ever been a cache that peers may push into: any but those of models."""
+        """Whether there has ever been a cache that peers may push into, which excludes models' caches."""
         return self._has_handed_out
 
     def allocate(
@@ -106,12 +105,12 @@ class CachePool(Generic[M]):
         return cache
 
     def register(self, desc: CacheDesc, memory: M) -> PooledCache[M]:
-        """Take in memory that the caller owns as a contiguous cache, with its handle."""
+        """Register memory owned by the caller as a contiguous cache, with its handle."""
         with self._exclusive():
             return self._added(desc, memory, is_blocks=False, is_registered=True)
 
     def register_blocks(self, desc: CacheDesc, memory: M, key: BlocksCacheKey | None) -> PooledCache[M]:
-        """Take in memory that the caller owns as a blocks cache, with its handle, under a key.
+        """Register memory owned by the caller as a blocks cache, with its handle, under a key.
 
         Raises:
             LLMException: LLM_REPEAT_REQUEST (the model has one); nothing has changed.
@@ -123,7 +122,7 @@ class CachePool(Generic[M]):
         return cache
 
     def unregister(self, cache_id: int, deadline: float) -> M | None:
-        """Give up a registered cache with all keys, and wait until no transfer uses its memory.
+        """Unregister a cache with all keys, and wait until no transfer uses its memory.
 
         Returns:
             Its memory; None if there is no such cache.
@@ -151,7 +150,7 @@ class CachePool(Generic[M]):
         return cache.memory
 
     def bind(self, cache: PooledCache[M], keys: Sequence[CacheKey]) -> None:
-        """Bind `keys[i]` to slot i of a cache that has its handle.
+        """Bind `keys[i]` to slot i of a cache that still has its handle.
 
         Raises:
             LLMException: LLM_PARAM_INVALID, LLM_REPEAT_REQUEST as from `allocate`; no key is bound.
@@ -164,7 +163,7 @@ class CachePool(Generic[M]):
             return slot_name(key) in self._bindings
 
     def cache(self, cache_id: int) -> PooledCache[M]:
-        """Return a cache whose handle lives.
+        """Return a cache that still has its handle.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST.
@@ -173,7 +172,7 @@ class CachePool(Generic[M]):
             return self._with_handle(cache_id)
 
     def release_handle(self, cache_id: int) -> None:
-        """Give up the handle of a cache, if it has one."""
+        """Release the handle of a cache, if it has one."""
         with self._exclusive():
             self._release_handle(cache_id)
 
@@ -231,7 +230,7 @@ class CachePool(Generic[M]):
             return self._hold(cache, None, None)
 
     def hold_numbered_blocks(self, cache_id: int) -> SourceHold[M]:
-        """Keep a blocks cache whose handle lives for a transfer.
+        """Hold a blocks cache that still has its handle for a transfer.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST; LLM_PARAM_INVALID (it is contiguous).
@@ -243,7 +242,7 @@ class CachePool(Generic[M]):
             return self._hold(cache, None, None)
 
     def hold_handed_out(self, is_wanted: Callable[[PooledCache[M]], bool]) -> SourceHold[M]:
-        """Keep the cache, of none of the models, that `is_wanted` returns true for, for a transfer.
+        """Hold a cache that `is_wanted` accepts, other than models' caches, for a transfer.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST.
@@ -273,7 +272,7 @@ class CachePool(Generic[M]):
             self._release_dropped()
 
     def _release_dropped(self) -> None:
-        """Release dropped handles, unless the lock is held: then its holder does, after releasing it."""
+        """Release dropped handles; if the lock is held, its holder does that after releasing it."""
         while self._dropped_handles and self._lock.acquire(blocking=False):
             try:
                 while self._dropped_handles:
@@ -282,7 +281,7 @@ class CachePool(Generic[M]):
                 self._lock.release()
 
     def _new_cache(self, desc: CacheDesc, *, is_blocks: bool, is_of_model: bool) -> PooledCache[M]:
-        """Allocate outside the lock, since zeroing may take long, with the bytes counted before."""
+        """Allocate outside the lock, as zeroing may take long, after reserving the bytes."""
         num_bytes = desc.num_tensors * desc.tensor_bytes
         with self._exclusive():
             self._reserve(num_bytes)

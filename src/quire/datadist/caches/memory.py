@@ -1,4 +1,4 @@
-"""The memory of caches, on the host or on a device."""
+"""The memory of caches, on the host or a device."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from quire.datadist.enums import Placement
 from quire.datadist.status import LLMException, LLMStatusCode, failure
 
 Forget: TypeAlias = Callable[["CacheMemory", float], None]
-"""Has a library forget memory until a deadline; raises `OSError`."""
+"""Makes a library release memory before a deadline; raises `OSError`."""
 
 
 class CacheMemory(ABC):
     """The tensors of one cache.
 
     Attributes:
-        tensors: as described, each with memory of its own.
+        tensors: the tensors as described, without shared memory.
         tensor_bytes: the same memory as flat bytes.
-        is_lost: whether a transfer that could not be ended may still write to it.
+        is_lost: whether a transfer that could not be cancelled may still write to it.
     """
 
     def __init__(self, desc: CacheDesc, tensor_bytes: list[torch.Tensor]) -> None:
@@ -41,11 +41,11 @@ class CacheMemory(ABC):
         self._users: list[weakref.WeakMethod[Forget]] = []
 
     def add_user(self, forget: Forget) -> None:
-        """Register a method that makes a library forget this memory; the method's owner is not kept alive."""
+        """Register a method that makes a library release this memory; holds its owner weakly."""
         self._users.append(weakref.WeakMethod(forget))
 
     def be_forgotten(self, deadline: float) -> None:
-        """Have every library forget this memory, before its owner takes it back.
+        """Make all libraries release this memory, before its owner takes it back.
 
         Raises:
             OSError: one did not in time.
@@ -77,33 +77,33 @@ class CacheMemory(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything that was asked of the device before is in memory."""
+        """Wait until all work queued on the device has been done."""
 
     @abstractmethod
     def outgoing(self, window: Window) -> list[memoryview]:
-        """Return what is in a window, in order, as memory to send from."""
+        """Return the contents of a window, in order, as memory to send from."""
 
     @abstractmethod
     def incoming(self, window: Window) -> list[memoryview]:
-        """Return memory to receive a window into; `arrived` must follow."""
+        """Return memory to receive a window into; call `arrived` afterwards."""
 
     @abstractmethod
     def arrived(self, window: Window, views: list[memoryview]) -> None:
-        """Take over what was received into the memory that `incoming` returned."""
+        """Take over data received into the memory from `incoming`."""
 
     @abstractmethod
     def copy_in(
         self, tensor: int, offsets: list[int], source_addresses: list[int], lengths: list[int]
     ) -> None:
-        """Copy parts from memory of the host into a tensor, at offsets in bytes; nothing is checked."""
+        """Copy parts of host memory into a tensor, at offsets in bytes, unchecked."""
 
 
 class HostMemory(CacheMemory):
-    """Memory of the host: sent from and received into without a copy.
+    """Host memory: sent from and received into without a copy.
 
     Args:
-        desc: of the cache.
-        tensor_bytes: memory that there is already, for each tensor; None: new memory, zero-filled.
+        desc: description of the cache.
+        tensor_bytes: existing memory for each tensor; None: new memory, zero-filled.
     """
 
     def __init__(self, desc: CacheDesc, tensor_bytes: list[torch.Tensor] | None = None) -> None:
@@ -139,14 +139,14 @@ class HostMemory(CacheMemory):
 
 
 class DeviceMemory(CacheMemory):
-    """Memory of a device: each window passes through memory of the host.
+    """Device memory: windows are staged in host memory.
 
     Args:
-        desc: of the cache.
-        device: where it is.
-        tensor_bytes: as of `HostMemory`.
-        stream: of the device, in which all copies are made beside whatever else it is asked for; the owner
-            sees to the order. None: copies come after all that was asked for before.
+        desc: description of the cache.
+        device: the device.
+        tensor_bytes: as for `HostMemory`.
+        stream: the device's stream for all copies, whose order with other work is up to the owner. None:
+            copies follow all work queued before.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class DeviceMemory(CacheMemory):
                 self.tensor_bytes[tensor][offset : offset + length].copy_(source)
 
     def _staging(self, window: Window) -> torch.Tensor:
-        """Return memory of the host for a window."""
+        """Return host memory for a window."""
         num_bytes = sum(length for _, _, length in window)
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
@@ -210,7 +210,7 @@ class DeviceMemory(CacheMemory):
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
-        """Make copies in the stream, if there is one, and wait for them."""
+        """Run copies in the stream, if any, and wait for them."""
         with torch.cuda.stream(self._stream):
             try:
                 yield
@@ -245,12 +245,12 @@ class MemoryAllocator:
             raise _out_of_memory(num_bytes, "host")
         try:
             return self._host_memory(desc) if is_on_host else DeviceMemory(desc, self._device)
-        except (MemoryError, RuntimeError) as error:  # torch's errors of allocation are RuntimeErrors
+        except (MemoryError, RuntimeError) as error:  # torch's allocation errors are RuntimeErrors
             raise _out_of_memory(num_bytes, str(self._device)) from error
 
 
 def zero_bytes(desc: CacheDesc, device: torch.device | None = None) -> list[torch.Tensor]:
-    """Return zeros for each tensor of a cache, on the host unless `device` says otherwise."""
+    """Return zeros for each tensor of a cache, on the host or on `device`."""
     size = desc.tensor_bytes
     return [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(desc.num_tensors)]
 

@@ -1,7 +1,7 @@
-"""Memory that the caller owns, as the memory of a cache: nothing is copied, zeroed or freed.
+"""Memory owned by the caller as the memory of a cache; it is not copied, zeroed or freed.
 
-Tensors are kept as long as the cache. What an address means is only known to the caller: the memory must
-be there until the cache is unregistered. That it is there at the start is checked on the host.
+Tensors are kept as long as the cache. Memory given by address must stay valid until the cache is
+unregistered; on the host, it is checked at the start.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Range = tuple[int, int]
 
 
 def memory_of_tensors(desc: CacheDesc, tensors: Sequence[torch.Tensor]) -> CacheMemory:
-    """Return the memory of tensors, contiguous and on one device, which it keeps.
+    """Return the memory of contiguous tensors on one device, and keep the tensors.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID, they are not as described.
+        LLMException: LLM_PARAM_INVALID: they are not as described.
     """
     if len(tensors) != desc.num_tensors:
         raise invalid(f"there are {len(tensors)} tensors for a cache of {desc.num_tensors}")
@@ -43,10 +43,10 @@ def memory_of_tensors(desc: CacheDesc, tensors: Sequence[torch.Tensor]) -> Cache
 
 
 def memory_at(desc: CacheDesc, addresses: Sequence[int], device: torch.device) -> CacheMemory:
-    """Return the memory at addresses, one of each tensor; on the host if the description or `device` says so.
+    """Return the memory at addresses, one per tensor, on the host or on `device`.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID, there is no such memory, or the tensors overlap.
+        LLMException: LLM_PARAM_INVALID: there is no such memory, or the tensors overlap.
     """
     is_on_host = desc.placement is Placement.HOST or device.type == "cpu"
     _require_apart(desc, addresses)
@@ -87,7 +87,7 @@ def _require_writable(ranges: list[Range]) -> None:
 
 
 def _writable_ranges() -> list[Range]:
-    """Return what this process can read and write, by address."""
+    """Return the readable and writable address ranges of this process."""
     ranges = []
     for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
         bounds, rights, *_ = line.split(maxsplit=2)

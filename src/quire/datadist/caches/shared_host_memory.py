@@ -16,7 +16,7 @@ from quire.datadist.caches.memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
-MAX_SHARED_CACHES = 256  # of this process, since each has a descriptor
+MAX_SHARED_CACHES = 256  # per process, since each has a descriptor
 
 _ALIGNMENT = 64  # bytes; that of torch's own memory
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; unknown to Python's fcntl
@@ -24,10 +24,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_F
 
 
 class SharedHostMemory(HostMemory):
-    """Memory in an anonymous file. Where that cannot be had, it is like any other memory.
+    """Memory in an anonymous file, or ordinary memory where that is not possible.
 
     Attributes:
-        descriptor: of the file, open for reading; None: it is not shared. It is closed with the memory.
+        descriptor: descriptor of the file, open for reading, closed with the memory; None: not shared.
         tensor_offsets: where each tensor begins in the file, in bytes.
     """
 
@@ -48,17 +48,17 @@ class SharedHostMemory(HostMemory):
 
 
 class MappedMemory:
-    """Memory of another process, to read until this object is dropped.
+    """Memory of another process, mapped for reading until this object is dropped.
 
     Args:
-        descriptor: of the file that it is in; it may be closed at once.
+        descriptor: descriptor of its file; may be closed afterwards.
 
     Attributes:
-        num_bytes: of the file.
+        num_bytes: number of bytes of the file.
         address: where it is mapped.
 
     Raises:
-        OSError: it cannot be mapped, or its owner could take it away while it is read.
+        OSError: it cannot be mapped, or its owner could shrink it while it is read.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -88,7 +88,7 @@ def _new_file(num_bytes: int) -> tuple[int, torch.Tensor] | None:
 
 
 def _sealed_file(num_bytes: int) -> tuple[int, torch.Tensor]:
-    """Return a descriptor to read from, and the file's bytes, which no other process can ever write to."""
+    """Return a descriptor to read from, and the file's bytes, which no other process can write."""
     writable = os.memfd_create("quire-datadist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     descriptor = -1
     try:
@@ -96,7 +96,7 @@ def _sealed_file(num_bytes: int) -> tuple[int, torch.Tensor]:
         path = f"/proc/self/fd/{writable}"
         shared = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, _SEALS)  # what is mapped already stays writable
+        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, _SEALS)  # existing mappings stay writable
     except BaseException:
         if descriptor != -1:
             os.close(descriptor)

@@ -11,9 +11,9 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 Window = list[tuple[int, int, int]]
-"""Parts that are moved by one system call: tensor, offset and length in bytes."""
+"""Parts moved by one system call: tensor, offset and length in bytes."""
 
-WINDOW_BYTES = 4 << 20  # large enough that the cost of the calls is negligible
+WINDOW_BYTES = 4 << 20  # large enough to make the cost of calls negligible
 WINDOW_PARTS = 512  # a system call takes at most 1,024
 
 
@@ -23,8 +23,8 @@ class ByteSpans:
 
     Attributes:
         tensors: indices of the tensors, step 1.
-        offsets: of the spans in a tensor, in bytes [N].
-        lengths: of the spans, in bytes [N].
+        offsets: offsets of the spans in a tensor, in bytes [N].
+        lengths: lengths of the spans, in bytes [N].
     """
 
     tensors: range
@@ -95,7 +95,7 @@ def block_spans(tensors: range, starts: Int64Array, counts: Int64Array, block_by
 
 
 def part_spans(blocks: Int64Array, block_bytes: int, offset: int, num_bytes: int) -> ByteSpans:
-    """Return the same part of each of some blocks of the first tensor, in their order; whole ones in runs."""
+    """Return the same part of each block in the first tensor, in order; whole blocks in runs."""
     if num_bytes == block_bytes:
         return block_spans(range(1), *runs(blocks), block_bytes)
     return ByteSpans(range(1), blocks * block_bytes + offset, np.full(len(blocks), num_bytes, dtype=np.int64))

@@ -17,7 +17,7 @@ _DATA_TYPES = {dtype: data_type for data_type, dtype in _TORCH_DTYPES.items()}
 
 
 def torch_dtype(data_type: DataType) -> torch.dtype:
-    """Return what torch calls a data type."""
+    """Return torch's data type."""
     return _TORCH_DTYPES[data_type]
 
 
@@ -65,10 +65,10 @@ class Tensor:
 
     Args:
         data: an array or tensor in any memory layout; copied.
-        tensor_desc: what `data` is expected to be; without it, the description is derived.
+        tensor_desc: expected description of `data`; None: derived from it.
 
     Raises:
-        TypeError: `data` is no array, or has elements that `DataType` does not list.
+        TypeError: `data` is not an array, or `DataType` does not have its element type.
         RuntimeError: shape or dtype is not as described.
     """
 

@@ -1,4 +1,4 @@
-"""Asynchronous transfers, layer by layer, during the computation."""
+"""Asynchronous layer-by-layer transfers during computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class LayerSynchronizer(abc.ABC):
-    """Knows when a layer has been computed; for users to inherit."""
+    """Reports when a layer has been computed; a base class for users."""
 
     @abc.abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
@@ -27,11 +27,11 @@ class LayerSynchronizer(abc.ABC):
         ascending order.
 
         Args:
-            layer_index: of the source cache, from 0.
-            timeout_in_millis: how long to wait at most, `sync_kv_timeout`.
+            layer_index: index of the source cache, from 0.
+            timeout_in_millis: maximum wait, `sync_kv_timeout`.
 
         Returns:
-            Whether it is there. If not, or if this raises, neither this layer nor one after it is pushed.
+            Whether it is. If not, or if this raises, neither this layer nor later ones are pushed.
         """
 
 
@@ -39,10 +39,10 @@ class TransferConfig:
     """A destination by its addresses, all in one cache of a peer, registered or allocated.
 
     Args:
-        dst_cluster_id: of the peer.
+        dst_cluster_id: cluster id of the peer.
         dst_addrs: for each source tensor, where its slot goes, or the peer's tensor whose blocks are written.
         src_layer_range: `range` of layers, step 1; None: all.
-        src_batch_index: of the source slot.
+        src_batch_index: index of the source slot.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class TransferWithCacheKeyConfig:
     """A destination by the key of a registered cache of a peer.
 
     Args:
-        cache_key: of a blocks cache, or of a slot.
+        cache_key: key of a blocks cache, or of a slot.
         src_layer_range: `range` of layers, step 1; None: all.
         dst_layer_range: the same, as long; None: the same layers.
-        src_batch_index: of the source slot.
+        src_batch_index: index of the source slot.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LayerTransfer:
     """One layer of one configuration.
 
     Attributes:
-        layer: of the source.
+        layer: layer of the source.
         config: number of the configuration.
         move: pushes it; raises `LLMException`.
     """
@@ -103,12 +103,12 @@ class LayerTransfer:
 
 
 class CacheTask:
-    """A transfer under way, in a thread of its own.
+    """A running transfer, in a separate thread.
 
     Args:
-        synchronizer: is asked for each layer, before it is moved.
+        synchronizer: asked for each layer before it is moved.
         transfers: in the order of their layers.
-        num_configs: that they are of.
+        num_configs: number of configurations.
         timeout_ms: for each layer.
     """
 
@@ -135,7 +135,7 @@ class CacheTask:
             timeout_in_millis: None: for as long as it takes.
 
         Returns:
-            LLM_SUCCESS, or the first failure; LLM_TIMEOUT if the end has not come in time.
+            LLM_SUCCESS, or the first failure; LLM_TIMEOUT if it has not ended in time.
         """
         codes = self.get_results(timeout_in_millis)
         if None in codes:

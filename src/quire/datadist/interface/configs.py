@@ -17,15 +17,15 @@ _SHAPE = re.compile(r"\s*-?\d+\s*(,\s*-?\d+\s*)*", re.ASCII)
 T = TypeVar("T")
 
 _Check = Callable[[ArgumentChecks, str, Any], Any]
-"""Returns what is kept of a value for an argument of this name, if the checks hold."""
+"""Checks a value for the argument of this name, and returns the value to store."""
 
 
 class _Option(Generic[T]):
     """A property of a configuration, and the option that it sets.
 
     Args:
-        key: of the option.
-        description: of the property.
+        key: key of the option.
+        description: description of the property.
         check: takes its values.
         unset: its value until it is set; the option is left out then.
     """
@@ -113,15 +113,15 @@ def _flag(key: str, description: str) -> _Option[bool]:
 
 
 class _Config:
-    """Options of which some have properties."""
+    """Options, some of them with properties."""
 
     def __init__(self) -> None:
         self._ge_options: dict[str, str] = {}
-        self._values: dict[str, Any] = {}  # of the properties that are set, by the keys of their options
+        self._values: dict[str, Any] = {}  # set properties by option key
 
     @property
     def ge_options(self) -> dict[str, str]:
-        """Further options; other properties take precedence over equal keys here."""
+        """More options; properties take precedence over equal keys."""
         return dict(self._ge_options)
 
     @ge_options.setter
@@ -130,56 +130,56 @@ class _Config:
             self._ge_options = check.text_options("ge_options", ge_options)
 
     def generate_options(self) -> dict[str, str]:
-        """Return what was set, as options."""
+        """Return the options that were set."""
         return self._ge_options | {key: _text(value) for key, value in self._values.items()}
 
 
 class LLMConfig(_Config):
-    """Options of `LLMDataDist.init`. What is not set is not in the options."""
+    """Options of `LLMDataDist.init`; unset ones are left out."""
 
     listen_ip_info = _Option[str | None](
         "llm.listenIpInfo", 'Where a PROMPT listens, "ip:port"; port 0 is any free one.', _address
     )
     device_id = _Option[int | None](
         "ge.exec.deviceId",
-        "Index of the device; may also be set as a list or tuple that holds it alone.",
+        "Index of the device; also accepted as a list or tuple with one item.",
         _one_index,
     )
     sync_kv_timeout = _Option[int | None](
         "llm.SyncKvCacheWaitTime",
-        "Time limit of a call that moves KV, in milliseconds; may also be set as a string of digits.",
+        "Time limit of a call that moves KV, in milliseconds; also accepted as a string of digits.",
         _milliseconds,
     )
     enable_cache_manager = _flag(
-        "llm.EnableCacheManager", "Whether `cache_manager` is used; it always can be."
+        "llm.EnableCacheManager", "Whether `cache_manager` is used; always available."
     )
     enable_remote_cache_accessible = _flag(
-        "llm.EnableRemoteCacheAccessible", "Whether peers reach caches by address; they never do."
+        "llm.EnableRemoteCacheAccessible", "Whether peers access caches by address; not supported."
     )
-    enable_switch_role = _flag("llm.EnableSwitchRole", "Whether `switch_role` is used; it always can be.")
+    enable_switch_role = _flag("llm.EnableSwitchRole", "Whether `switch_role` is used; always available.")
     local_comm_res = _Option[str | None](
-        "llm.LocalCommRes", "What the device is connected to; for the option only.", _instance(str)
+        "llm.LocalCommRes", "Communication resources of the device; stored only.", _instance(str)
     )
     mem_pool_cfg = _Option[str | None](
-        "llm.MemPoolConfig", "Of memory pools, as JSON; for the option only.", _json
+        "llm.MemPoolConfig", "Configuration of memory pools, as JSON; stored only.", _json
     )
     transfer_backend = _Option[str | None](
         "llm.TransferBackend",
-        "Name of a backend; for the option only. `quire.transports` chooses.",
+        "Name of a backend; stored only. `quire.transports` selects one.",
         _instance(str),
     )
     link_total_time = _Option[int | None](
         "llm.LinkTotalTime",
-        "Time limit of linking; for the option only. `link_clusters` has a timeout.",
+        "Time limit of linking; stored only. `link_clusters` has a timeout.",
         _integer(_I32_INDEX),
     )
     link_retry_count = _Option[int | None](
-        "llm.LinkRetryCount", "Number of attempts to link; for the option only.", _integer(_I32_INDEX)
+        "llm.LinkRetryCount", "Number of attempts to link; stored only.", _integer(_I32_INDEX)
     )
 
 
 class ModelConfig(_Config):
-    """Options of `LLMDataDist.add_model`. What is not set is not in the options."""
+    """Options of `LLMDataDist.add_model`; unset ones are left out."""
 
     kv_shapes = _Option[list[str] | None](
         "llm.RefInputShapes", 'Shape of each KV tensor, "d0,d1,..."; all equal.', _shapes
@@ -194,14 +194,14 @@ class ModelConfig(_Config):
         "llm.EnablePagedAttention", "Whether dimension 0 counts blocks that belong to no slot."
     )
     enable_shared_system_prefix = _flag(
-        "llm.EnableSharedSystemPrefix", "Whether prompts may begin with a prefix that was computed before."
+        "llm.EnableSharedSystemPrefix", "Whether prompts may begin with a precomputed prefix."
     )
     om_paths = _Option[list[str] | None]("llm.OmCachePath", "Files for a default runner.", _items(str))
     is_flow_model = _flag("llm.IsFlowModel", "Whether `om_paths` is one path.")
 
 
 def _text(value: Any) -> str:
-    """Return a value as the text of an option: booleans as "1" and "0", items of lists with ";" between."""
+    """Return a value as an option's text: booleans as "1" and "0", lists joined with ";"."""
     if isinstance(value, list):
         return ";".join(map(_text, value))
     return str(int(value)) if isinstance(value, int) else str(value)

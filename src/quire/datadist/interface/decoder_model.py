@@ -31,11 +31,11 @@ class DecoderModel:
     """A model of a DECODER.
 
     Args:
-        model_id: of the model.
-        options: of the model.
+        model_id: id of the model.
+        options: options of the model.
         runner: computes it.
         manager: whose calls wait for each other.
-        pool: of the caches.
+        pool: pool of the caches.
         links: with PROMPTs.
     """
 
@@ -79,7 +79,7 @@ class DecoderModel:
             self._staged_req_id = request.req_id
 
     def merge(self, request: LLMReq, batch_index: int, batch_id: int) -> None:
-        """Move what is staged into a slot."""
+        """Move the staged KV into a slot."""
         with self._manager.call():
             batch_size = self._options.desc.batch_size
             if self._staging is None:
@@ -103,7 +103,7 @@ class DecoderModel:
         prompt_blocks: npt.NDArray[np.uint64],
         decoder_blocks: npt.NDArray[np.uint64],
     ) -> None:
-        """Pull blocks into blocks, or without `prompt_blocks` a request's slot into blocks."""
+        """Pull blocks into blocks, or, without `prompt_blocks`, a request's slot into blocks."""
         with self._manager.call() as deadline:
             if not self._options.is_paged:
                 raise failure(
@@ -120,7 +120,7 @@ class DecoderModel:
                 pull.run(self._links.link_of(request.prompt_cluster_id), deadline)
 
     def predict(self, requests: Sequence[LLMReq], inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute one step of what is merged."""
+        """Compute one step of the merged requests."""
         with self._manager.call():
             self._check(requests)
         return self._runner.run_model(self._kv_cache, inputs, **kwargs)

@@ -19,7 +19,7 @@ from quire.datadist.status import LLMStatusCode, failure, invalid
 
 
 class KvCache:
-    """A cache that a `KvCacheManager` has allocated or registered; dropping the last reference gives it up.
+    """A cache from a `KvCacheManager`; dropping the last reference releases it.
 
     Args:
         cache_id: counts from 1 in the order of allocation and registration.
@@ -41,9 +41,9 @@ class KvCache:
 
     @staticmethod
     def create_cpu_cache(cache_desc: CacheDesc, addrs: list[int] | list[list[int]]) -> KvCache:
-        """Make a blocks cache of existing host memory, to swap or copy blocks.
+        """Create a blocks cache from existing host memory, to swap or copy blocks.
 
-        It belongs to no manager, and nothing is copied or zeroed.
+        It does not belong to a manager, and is neither copied nor zeroed.
 
         Args:
             cache_desc: what it consists of, with `Placement.HOST`; dimension 0 counts blocks.
@@ -91,7 +91,7 @@ class KvCache:
 
     @property
     def tensor_addrs(self) -> list[int]:
-        """Address of each tensor; raises what `per_device_tensor_addrs` does."""
+        """Address of each tensor; raises like `per_device_tensor_addrs`."""
         return [address for one in self.per_device_tensor_addrs for address in one]
 
     @override

@@ -1,4 +1,4 @@
-"""The caches of one side, pulling into them, and pushing from them."""
+"""The caches of one side, with pulls into them and pushes from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class KvCacheManager(LocalCaches):
 
     @contextlib.contextmanager
     def switching(self, role: LLMRole, ends: LinkEnds) -> Iterator[None]:
-        """Let calls wait meanwhile, and then go on in another role, with other links, unless that fails."""
+        """Block calls meanwhile, then switch to another role and other links, unless that fails."""
         with self.call():
             yield
             self._role = role
@@ -55,7 +55,7 @@ class KvCacheManager(LocalCaches):
         Args:
             cache_key: the source slot.
             kv_cache: the destination, a contiguous cache.
-            batch_index: of the destination slot.
+            batch_index: index of the destination slot.
             size: bytes of each tensor; -1: the whole destination slot, or the rest after `dst_cache_offset`.
             kwargs: `src_cache_offset`, `dst_cache_offset`: first byte in the slot; `src_layer_range`,
                 `dst_layer_range`: `range` of layers; `tensor_num_per_layer`: 2 by default. With an offset or
@@ -92,7 +92,7 @@ class KvCacheManager(LocalCaches):
         """Copy block `src_blocks[i]` of a PROMPT into block `dst_blocks[i]` of this DECODER; its key stays.
 
         Args:
-            src_cache_key: of a blocks cache, or its `cache_id`; or of a slot, whose first bytes go to
+            src_cache_key: key of a blocks cache, or its `cache_id`; or of a slot, whose first bytes go to
                 `dst_blocks` in their order.
             dst_cache: a blocks cache; its blocks must have the size of the source's.
             src_blocks: a sequence or one-dimensional array; empty or left out for a slot.
@@ -143,7 +143,7 @@ class KvCacheManager(LocalCaches):
         Args:
             dst_cache_key: the destination slot.
             src_cache: the source, a contiguous cache.
-            src_batch_index: of the source slot.
+            src_batch_index: index of the source slot.
             src_layer_range: `range` of layers, step 1, that are copied; all if None.
             dst_layer_range: the same, as long, of the destination.
             size: bytes of each tensor, from the start of both slots; -1: the whole source slot.
@@ -212,13 +212,13 @@ class KvCacheManager(LocalCaches):
         dst_block_indices: list[int] | None = None,
         dst_block_memory_size: int | None = None,
     ) -> CacheTask:
-        """Push a cache of this PROMPT in a thread, each layer when the synchronizer says that it is computed.
+        """Push a cache of this PROMPT in a thread, each layer as soon as it is computed.
 
         Args:
             src_cache: the source. Two tensors are a layer, or one if their number is odd.
-            layer_synchronizer: is asked once for each layer, with `sync_kv_timeout` as its time.
+            layer_synchronizer: called once per layer, with `sync_kv_timeout`.
             transfer_configs: the destinations, at least one.
-            src_block_indices: of a blocks cache; block i goes to block i of `dst_block_indices`.
+            src_block_indices: blocks of a blocks cache; block i goes to block i of `dst_block_indices`.
             dst_block_indices: the same, as long; no block twice.
             dst_block_memory_size: bytes of a block of the destination; those of the source if None.
 

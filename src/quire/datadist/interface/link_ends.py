@@ -1,4 +1,4 @@
-"""Both kinds of link ends of a side: links that it has made, and a service for links from others."""
+"""All link ends of a side: links that it has made, and a service for links from others."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ logger = logging.getLogger(__name__)
 
 
 class LinkEnds:
-    """The ends of all links of one side, those that it has made and those that others have.
+    """The ends of all links of one side, made by it or by others.
 
     Args:
-        options: of `init`; it listens if they have an address.
-        cluster_id: of this side.
-        epoch: of this side's start.
+        options: options of `init`; with an address, it listens.
+        cluster_id: cluster id of this side.
+        epoch: epoch of this side's start.
         pool: the caches that peers may pull.
-        takes_pushes: whether those who link to this side from now on may push to it.
+        takes_pushes: whether sides that link to this one from now on may push to it.
         shared: blocks that both sides of its links may share; None: there are none.
 
     Attributes:
         links: that this side has made, as a DECODER does.
         service: of the links that others have made, as to a PROMPT; None: it does not listen.
         shares_memory: whether peers on this host may map the caches.
-        takes_pushes: as it was given.
+        takes_pushes: the argument.
 
     Raises:
-        LLMException: LLM_FAILED, it cannot listen; nothing is left.
+        LLMException: LLM_FAILED: it cannot listen; everything is cleaned up.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class LinkEnds:
 
     @property
     def has_links(self) -> bool:
-        """Whether there is a link, also one that is broken."""
+        """Whether there is a link, even a broken one."""
         return bool(self.links.transports or (self.service is not None and self.service.transports))
 
     def link_to_push(self, cluster_id: int) -> PushingLink:
-        """Return the link that a peer has made, or else the one that this side has.
+        """Return the link made by a peer, otherwise the one made by this side.
 
         Raises:
             LLMException: LLM_NOT_YET_LINK.
@@ -105,11 +105,11 @@ class LinkEnds:
         return self._dropped(code, cluster_id)
 
     def drop(self, cluster_id: int) -> LLMStatusCode:
-        """Take this side's end of a link down."""
+        """Take down this side's end of a link."""
         return self._dropped(self.links.drop(cluster_id), cluster_id)
 
     def check(self, cluster_id: int, deadline: float) -> None:
-        """Make sure that a link is usable; raises what `DecoderLink.check` does, and LLM_NOT_YET_LINK."""
+        """Check that a link is usable; raises like `DecoderLink.check`, and LLM_NOT_YET_LINK."""
         if self.service is None or cluster_id not in self.service.transports:
             self.links.link_of(cluster_id).check(deadline)
 
@@ -120,12 +120,12 @@ class LinkEnds:
         self.links.close()
 
     def close_transports(self) -> None:
-        """Release what the transports hold, when no cache is moved any more."""
+        """Close the transports, after the last transfer."""
         for transport in self._transports:
             transport.close()
 
     def _dropped(self, code: LLMStatusCode, cluster_id: int) -> LLMStatusCode:
-        """Also drop the end of a link made by another side; `code` is the result for this side's link."""
+        """Also drop the end of a link made by the other side; `code` is the result for this side's link."""
         if self.service is None:
             return code
         dropped = self.service.unlink(cluster_id)

@@ -20,7 +20,7 @@ from quire.datadist.status import LLMStatusCode, failure
 logger = logging.getLogger(__name__)
 
 MAX_CLUSTERS = 16
-"""In one call of `link_clusters` or `unlink_clusters`."""
+"""Maximum clusters per call of `link_clusters` or `unlink_clusters`."""
 
 
 class LLMDataDist:
@@ -40,7 +40,7 @@ class LLMDataDist:
 
     @property
     def cluster_id(self) -> int:
-        """As it was given."""
+        """The constructor's argument."""
         return self._cluster_id
 
     @property
@@ -56,7 +56,7 @@ class LLMDataDist:
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
-        """What allocates and pulls caches.
+        """The manager that allocates and pulls caches.
 
         Raises:
             LLMException: LLM_ENGINE_FINALIZED, before `init` and after `finalize`.
@@ -69,24 +69,24 @@ class LLMDataDist:
         return self.kv_cache_manager
 
     def init(self, options: dict[str, str]) -> None:
-        """Begin; a PROMPT listens from now on, and MIX does if it has `listen_ip_info`.
+        """Initialize; a PROMPT starts to listen, and so does MIX if it has `listen_ip_info`.
 
         Args:
             options: what `LLMConfig.generate_options` returns; unknown options are ignored.
 
         Raises:
             LLMException: LLM_PARAM_INVALID (an option is missing or malformed), LLM_REPEAT_REQUEST
-                (initialised already), LLM_FAILED (cannot listen).
+                (already initialized), LLM_FAILED (cannot listen).
         """
         with ArgumentChecks() as check:
             checked = check.text_options("options", options)
         if self._session is not None:
-            raise failure(LLMStatusCode.LLM_REPEAT_REQUEST, "initialised already; call finalize first")
+            raise failure(LLMStatusCode.LLM_REPEAT_REQUEST, "already initialized; call finalize first")
         self._session = Session(self._role, self._cluster_id, InitOptions.read(self._role, checked))
         _initialised.add(self)
 
     def finalize(self) -> None:
-        """End: stop listening, drop links, release all models and caches. Does nothing if not initialised."""
+        """Stop listening, drop links, release all models and caches. Has no effect if not initialized."""
         session, self._session = self._session, None
         _initialised.discard(self)
         if session is not None:
@@ -115,7 +115,7 @@ class LLMDataDist:
 
         Args:
             clusters: at most 16.
-            timeout: of the whole call, in milliseconds.
+            timeout: timeout of the whole call, in milliseconds.
 
         Returns:
             LLM_SUCCESS if every cluster is linked now, else the first failure; and what became of each:
@@ -146,8 +146,8 @@ class LLMDataDist:
 
         Args:
             clusters: at most 16 unless `force`; only `remote_cluster_id` is looked at.
-            timeout: of the whole call, in milliseconds.
-            force: only this end, at once, without telling the other.
+            timeout: timeout of the whole call, in milliseconds.
+            force: take down only this end, at once, without notifying the other.
 
         Returns:
             LLM_SUCCESS if every link is down, else the first failure; and what became of each: LLM_SUCCESS,
@@ -170,7 +170,7 @@ class LLMDataDist:
         return session.with_links(checked, deadline, lambda: [session.unlink(one, deadline) for one in ids])
 
     def check_link_status(self, remote_cluster_id: int) -> None:
-        """Check that a link is usable; a peer that this side has linked to is asked, for `sync_kv_timeout`.
+        """Check that a link is usable, asking the peer (for `sync_kv_timeout`) if this side made the link.
 
         Raises:
             LLMException: LLM_ENGINE_FINALIZED, LLM_NOT_YET_LINK (there is no link, or it is broken),
@@ -201,7 +201,7 @@ class LLMDataDist:
         self._role = role
 
     def complete_request(self, llm_req: LLMReq) -> None:
-        """Forget a request: its keys on a PROMPT, its slot and staged KV on a DECODER.
+        """Release a request: its keys on a PROMPT, its slot and staged KV on a DECODER.
 
         Unknown requests and placeholders are ignored.
 
@@ -217,7 +217,7 @@ class LLMDataDist:
     def _opened(self) -> Session:
         session = self._session
         if session is None:
-            raise failure(LLMStatusCode.LLM_ENGINE_FINALIZED, "not initialised, or finalized; call init")
+            raise failure(LLMStatusCode.LLM_ENGINE_FINALIZED, "not initialized, or finalized; call init")
         return session
 
 

@@ -13,10 +13,10 @@ from quire.datadist.status import LLMStatusCode, failure, invalid
 
 
 class LLMModel:
-    """What `LLMDataDist.add_model` returns.
+    """A model added by `LLMDataDist.add_model`.
 
     Every method raises `LLMException`: LLM_ENGINE_FINALIZED after `finalize`, LLM_PARAM_INVALID on the wrong
-    role, and what is said at each.
+    role, and its own errors.
     """
 
     def __init__(self, model_id: int, model: PromptModel | DecoderModel, *, takes_tensors: bool) -> None:
@@ -31,7 +31,7 @@ class LLMModel:
         return self._model_id
 
     def predict(self, llm_req: LLMReq | list[LLMReq] | tuple[LLMReq, ...], inputs: Any, **kwargs: Any) -> Any:
-        """Run the model, and return what its runner returns.
+        """Run the model, and return its runner's result.
 
         On a PROMPT, each request gets a slot of a new cache, which can be pulled as soon as this returns. On
         a DECODER, request i must have been merged into slot i. With paging, no slots are checked.
@@ -54,17 +54,17 @@ class LLMModel:
         return self._model.predict(checked, inputs, kwargs)
 
     def pull_kv(self, llm_req: LLMReq) -> None:
-        """Pull a request's slot into the staging slot, in place of what was there. On a DECODER.
+        """Pull a request's slot into the staging slot, replacing its contents. On a DECODER.
 
         Raises:
-            LLMException: what `KvCacheManager.pull_cache` raises; LLM_PARAM_INVALID with paging, too.
+            LLMException: as `KvCacheManager.pull_cache`; also LLM_PARAM_INVALID with paging.
         """
         with ArgumentChecks() as check:
             check.instance("llm_req", llm_req, LLMReq)
         self._decoder().pull(llm_req)
 
     def merge_kv(self, llm_req: LLMReq, batch_index: int, batch_id: int = 0) -> None:
-        """Move what is staged into slot `batch_index`. On a DECODER.
+        """Move the staged KV into slot `batch_index`. On a DECODER.
 
         Raises:
             LLMException: LLM_PARAM_INVALID (no such slot, or another batch than 0), LLM_KV_CACHE_NOT_EXIST
@@ -90,7 +90,7 @@ class LLMModel:
             decoder_blocks: where they go, in order.
 
         Raises:
-            LLMException: what `KvCacheManager.pull_blocks` raises; LLM_FEATURE_NOT_ENABLED without paging.
+            LLMException: as `KvCacheManager.pull_blocks`; LLM_FEATURE_NOT_ENABLED without paging.
         """
         with ArgumentChecks() as check:
             check.instance("llm_req", llm_req, LLMReq)
@@ -111,7 +111,7 @@ class LLMModel:
         self._prompt().preload_prefix(llm_req, inputs, kwargs)
 
     def release_prompt_prefix(self, llm_req: LLMReq) -> None:
-        """Forget a prefix. On a PROMPT.
+        """Release a prefix. On a PROMPT.
 
         Raises:
             LLMException: LLM_PREFIX_NOT_EXIST.
@@ -121,12 +121,12 @@ class LLMModel:
         self._prompt().release_prefix(llm_req)
 
     def complete(self, llm_req: LLMReq) -> None:
-        """Forget a request on a DECODER; `LLMDataDist.complete_request` calls it."""
+        """Release a request on a DECODER; called by `LLMDataDist.complete_request`."""
         if isinstance(self._model, DecoderModel):
             self._model.complete(llm_req)
 
     def close(self) -> None:
-        """Make every further call fail; `LLMDataDist.finalize` calls it when the caches are released."""
+        """Make all later calls fail; called by `LLMDataDist.finalize` when the caches are released."""
         self._is_open = False
         self._model.close()
 

@@ -1,4 +1,4 @@
-"""The local operations on the caches of one side: no peer is involved."""
+"""Local operations on the caches of one side, without peers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class LocalCaches:
         return kv_cache
 
     def register_cache(self, cache_desc: CacheDesc, addrs: list[int]) -> KvCache:
-        """Make a contiguous cache of existing memory; it is neither copied nor zeroed.
+        """Create a contiguous cache from existing memory, which is neither copied nor zeroed.
 
         Args:
             cache_desc: what it consists of; dimension 0 counts slots.
@@ -115,7 +115,7 @@ class LocalCaches:
     def register_blocks_cache(
         self, cache_desc: CacheDesc, addrs: list[int], blocks_cache_key: BlocksCacheKey | None = None
     ) -> KvCache:
-        """Make a blocks cache of existing memory; it is neither copied nor zeroed.
+        """Create a blocks cache from existing memory, which is neither copied nor zeroed.
 
         Args:
             cache_desc: what it consists of; dimension 0 counts blocks.
@@ -139,7 +139,7 @@ class LocalCaches:
         return kv_cache
 
     def unregister_cache(self, cache_id: int) -> None:
-        """Give up a registered cache; waits until no transfer uses its memory. Unknown ids are ignored.
+        """Unregister a cache, and wait until no transfer uses its memory. Unknown ids are ignored.
 
         Raises:
             LLMException: LLM_PARAM_INVALID (it was allocated), LLM_WAIT_PROCESS_TIMEOUT (a transfer has not
@@ -154,7 +154,7 @@ class LocalCaches:
                 _take_back(memory, deadline)
 
     def deallocate_cache(self, cache: KvCache) -> None:
-        """Give up a cache. Its keys can still be pulled; a blocks cache goes with its key.
+        """Release a cache. Its keys can still be pulled; a blocks cache is removed with its key.
 
         Raises:
             LLMException: LLM_PARAM_INVALID (owned by a model, or registered).
@@ -162,7 +162,7 @@ class LocalCaches:
         self._deallocate(cache)
 
     def deallocate_blocks_cache(self, cache: KvCache) -> None:
-        """Give up a blocks cache, with its key, as `deallocate_cache` does.
+        """Release a blocks cache with its key, like `deallocate_cache`.
 
         Raises:
             LLMException: LLM_PARAM_INVALID (it is contiguous, owned by a model, or registered).
@@ -274,7 +274,7 @@ class LocalCaches:
 
     @contextlib.contextmanager
     def call(self, role: LLMRole | None = None) -> Iterator[float]:
-        """Make other calls wait; yields the deadline of this one on the monotonic clock.
+        """Block other calls; yields this call's deadline on the monotonic clock.
 
         Raises:
             LLMException: LLM_ENGINE_FINALIZED, LLM_PARAM_INVALID (another role than `role`),
@@ -294,7 +294,7 @@ class LocalCaches:
             self._lock.release()
 
     def close(self) -> None:
-        """Make every further call fail."""
+        """Make all later calls fail."""
         self._is_open = False
 
     def _deallocate(self, cache: KvCache, *, is_blocks: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Model runners, given by the user or made by a registered factory."""
+"""Model runners, passed by the user or made by a registered factory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModelRunner(ABC):
             kwargs: its keywords, unchanged.
 
         Returns:
-            What `predict` is to return.
+            The result of `predict`.
         """
 
     def on_cache_allocated(self, kv_cache: KvCache) -> None:  # noqa: B027 - may be left out
@@ -35,13 +35,13 @@ class ModelRunner(ABC):
 
 
 RunnerFactory = Callable[[dict[str, str]], ModelRunner]
-"""Takes the options of a model."""
+"""Makes a runner from a model's options."""
 
 _default_factory: RunnerFactory | None = None
 
 
 def set_default_runner_factory(factory: RunnerFactory) -> None:
-    """Set the factory of runners for models that are added without one."""
+    """Set the factory of runners for models added without one."""
     global _default_factory  # noqa: PLW0603 - one for the process, as the interface has it
     if not callable(factory):
         raise TypeError(f"factory must be callable, not {type(factory).__name__}")
@@ -52,7 +52,7 @@ def default_runner(model_options: dict[str, str]) -> ModelRunner:
     """Return a runner of the registered factory.
 
     Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED, none is registered.
+        LLMException: LLM_FEATURE_NOT_ENABLED: no factory is registered.
         TypeError: the factory returned something else.
     """
     if _default_factory is None:

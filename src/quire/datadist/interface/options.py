@@ -30,16 +30,16 @@ _MAX_I64 = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True)
 class InitOptions:
-    """What `init` needs; unknown options are ignored.
+    """Options of `init`; unknown ones are ignored.
 
     Attributes:
         address: where this side listens, ip and port, or None.
         device: what `Placement.DEVICE` means.
-        timeout: of calls that move KV, in seconds.
+        timeout: timeout of calls that move KV, in seconds.
         pool_bytes: maximum number of bytes of all caches, or None.
         token: that peers must have; empty: none.
-        use_checksum: whether checksums of all that is moved are compared, except by shared memory.
-        transports: names of those that may be used; a PROMPT prefers them in this order.
+        use_checksum: whether transfers are verified by checksums, except over shared memory.
+        transports: names of allowed transports, in a PROMPT's order of preference.
         num_tcp_streams: maximum number of connections of a link.
     """
 
@@ -78,13 +78,13 @@ class InitOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """What `add_model` needs; unknown options are ignored.
+    """Options of `add_model`; unknown ones are ignored.
 
     Attributes:
-        desc: of the model's cache.
-        seq_len_limit: tokens that a prompt may have, or None.
+        desc: description of the model's cache.
+        seq_len_limit: maximum tokens of a prompt, or None.
         is_paged: whether the cache is a blocks cache.
-        has_prefixes: whether prompts may begin with a prefix that was computed before.
+        has_prefixes: whether prompts may begin with a precomputed prefix.
     """
 
     desc: CacheDesc
@@ -119,7 +119,7 @@ class ModelOptions:
 
 
 def listen_address(role: LLMRole, options: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return where a side listens, ip and port: a PROMPT must, MIX may, a DECODER never does.
+    """Return the ip and port to listen on: a PROMPT must listen, MIX may, a DECODER never does.
 
     Raises:
         LLMException: LLM_PARAM_INVALID, it is missing or malformed.

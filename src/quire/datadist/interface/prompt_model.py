@@ -21,15 +21,15 @@ from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 
 
 class PromptModel:
-    """A model of a PROMPT. Without paging, each prediction has a cache of its own.
+    """A model of a PROMPT. Without paging, each prediction has its own cache.
 
     Args:
-        cluster_id: of the PROMPT.
-        model_id: of the model.
-        options: of the model.
+        cluster_id: cluster id of the PROMPT.
+        model_id: id of the model.
+        options: options of the model.
         runner: computes it.
         manager: whose calls wait for each other.
-        pool: of the caches.
+        pool: pool of the caches.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PromptModel:
         self._paged_cache = self._allocate_blocks() if options.is_paged else None
 
     def predict(self, requests: Sequence[LLMReq], inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Compute prompts; their keys can be pulled once that is done."""
+        """Compute prompts; their keys can be pulled afterwards."""
         if self._paged_cache is not None:
             if not requests:
                 raise invalid("there is no request")
@@ -90,7 +90,7 @@ class PromptModel:
             self._pool.release_handle(cache.cache_id)
 
     def release_prefix(self, request: LLMReq) -> None:
-        """Forget a prefix."""
+        """Release a prefix."""
         key = self._prefix_key(request)
         with self._manager.call():
             if not key.is_prefix_key or not self._pool.is_bound(key):
@@ -109,7 +109,7 @@ class PromptModel:
     def _run_and_bind(
         self, cache: PooledCache[CacheMemory], keys: list[CacheKey], inputs: Any, kwargs: dict[str, Any]
     ) -> Any:
-        # Dropped before the keys hold the cache, the handle would release it.
+        # Keep the handle: dropped before the keys hold the cache, it would release the cache.
         kv_cache = kv_cache_of(self._pool, cache)
         result = self._runner.run_model(kv_cache, inputs, **kwargs)
         self._pool.bind(cache, keys)
@@ -125,7 +125,7 @@ class PromptModel:
                 continue
             if req_ids.count(request.req_id) > 1 or self._pool.is_bound(self._key(request)):
                 raise failure(
-                    LLMStatusCode.LLM_REPEAT_REQUEST, f"request {request.req_id} is live, or is there twice"
+                    LLMStatusCode.LLM_REPEAT_REQUEST, f"request {request.req_id} is live, or a duplicate"
                 )
             if limit is not None and request.prompt_length > limit:
                 raise failure(

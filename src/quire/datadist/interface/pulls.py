@@ -1,4 +1,4 @@
-"""Pulls by a DECODER: checks against the destination, and the messages to the PROMPT."""
+"""Pulls by a DECODER: checks against the destination, and messages to the PROMPT."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Cache = PooledCache[CacheMemory]
 
 @dataclasses.dataclass(frozen=True)
 class TransferOptions:
-    """The keywords of a pull, or those of a push."""
+    """The keyword arguments of a pull or push."""
 
     src_cache_offset: int | None = None
     dst_cache_offset: int | None = None
@@ -46,21 +46,21 @@ class TransferOptions:
 
     @property
     def is_partial(self) -> bool:
-        """Whether less than a whole slot is asked for, so that its key stays."""
+        """Whether only a part of a slot is moved, so that its key stays bound."""
         given = (self.src_cache_offset, self.dst_cache_offset, self.src_layer_range, self.dst_layer_range)
         return any(one is not None for one in given)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pull:
-    """A request and where its bytes go."""
+    """A request and its destination."""
 
     request: PullRequest
     cache: Cache
     spans: ByteSpans
 
     def run(self, link: DecoderLink, deadline: float) -> None:
-        """Raises what `DecoderLink.pull` does, and LLM_FAILED for a destination that is lost."""
+        """Run the pull; raises like `DecoderLink.pull`, and LLM_FAILED for a lost destination."""
         if self.cache.memory.is_lost:
             raise failure(
                 LLMStatusCode.LLM_FAILED,
@@ -71,7 +71,7 @@ class Pull:
 
 
 def check_options(check: ArgumentChecks, given: dict[str, Any], known: Collection[str]) -> TransferOptions:
-    """Return the keywords of a pull.
+    """Check the keyword arguments of a pull.
 
     Raises:
         TypeError: a keyword is unknown, or its type is wrong.
@@ -101,7 +101,7 @@ def slot_pull(
     Args:
         key: names the source.
         cache: the destination, a contiguous cache.
-        batch_index: of the destination slot.
+        batch_index: index of the destination slot.
         size: in bytes per tensor; -1: the rest of the destination slot.
         options: the keywords.
 
@@ -134,7 +134,7 @@ def block_pulls(
     target_blocks: npt.NDArray[np.uint64],
     options: TransferOptions,
 ) -> Iterator[Pull]:
-    """Yield the pulls of blocks into blocks: one, unless there are too many for a message; keys stay.
+    """Yield the pulls of blocks into blocks: one, or several if too long for one message; keys stay.
 
     Args:
         key: names a blocks cache; or without `source_blocks` a slot, whose start goes to `target_blocks` in
@@ -169,7 +169,7 @@ def _paired_pulls(
     if len(source_blocks) and int(source_blocks.max()) > OFFSET.greatest:
         raise invalid(f"source block {source_blocks.max()} is out of range")
     tensors, source_layers = transferred_layers(cache, options, is_source=False)
-    order = np.argsort(target_blocks)  # so that neighbours stand beside each other
+    order = np.argsort(target_blocks)  # so that neighbours are adjacent
     sources = source_blocks[order].astype(np.int64)
     targets = target_blocks[order].astype(np.int64)
     block_bytes = cache.desc.slot_bytes
@@ -211,7 +211,7 @@ def _slot_source(key: CacheKey | CacheKeyByIdAndIndex) -> KeySource | SlotSource
 
 
 def block_parts(num_blocks: int) -> Iterator[slice]:
-    """Yield the parts of lists of blocks that fit one message each."""
+    """Yield parts of lists of blocks, each short enough for one message."""
     for start in range(0, num_blocks, MAX_BLOCK_RUNS):
         yield slice(start, start + MAX_BLOCK_RUNS)
 

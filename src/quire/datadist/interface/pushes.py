@@ -1,4 +1,4 @@
-"""Pushes by a PROMPT: the bytes and the messages to the DECODER, at once or layer by layer."""
+"""Pushes by a PROMPT: bytes and messages to the DECODER, at once or layer by layer."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Cache = PooledCache[CacheMemory]
 Config = TransferConfig | TransferWithCacheKeyConfig
 
 Blocks = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
-"""Source blocks, and where each goes."""
+"""Source blocks and their destinations."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Addresses:
-    """Names the destination's tensors by addresses that the peer has announced."""
+    """Names the destination's tensors by addresses announced by the peer."""
 
     values: tuple[int, ...]
 
@@ -48,22 +48,22 @@ PushKey = BlocksCacheKey | CacheKeyByIdAndIndex | Addresses
 
 
 class PushingLink(Protocol):
-    """An end of a link that pushes."""
+    """A link end that pushes."""
 
     def push(self, request: PushRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        """Have the peer take `spans` to where `request` says."""
+        """Push `spans` to the destination in `request`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """A request and where its bytes are."""
+    """A request and its source."""
 
     request: PushRequest
     cache: Cache
     spans: ByteSpans
 
     def run(self, link: PushingLink, deadline: float) -> None:
-        """Raises what `PushSender.push` does."""
+        """Run the push; raises like `PushSender.push`."""
         link.push(self.request, self.cache.memory, self.spans, deadline)
 
 
@@ -73,7 +73,7 @@ def slot_push(key: PushKey, cache: Cache, batch_index: int, size: int, options: 
     Args:
         key: names the destination.
         cache: the source, a contiguous cache.
-        batch_index: of the source slot.
+        batch_index: index of the source slot.
         size: in bytes per tensor; -1: the whole source slot.
         options: the layer keywords.
 
@@ -106,14 +106,14 @@ def block_pushes(
     target_blocks: npt.NDArray[np.uint64],
     options: TransferOptions,
 ) -> Iterator[Push]:
-    """Yield the pushes of blocks into blocks: one, unless there are too many for a message.
+    """Yield the pushes of blocks into blocks: one, or several if too long for one message.
 
     Raises:
         LLMException: LLM_PARAM_INVALID, before the first.
     """
     _require_blocks(key, cache, source_blocks, target_blocks)
     tensors, target_layers = transferred_layers(cache, options, is_source=True)
-    order = np.argsort(target_blocks)  # so that neighbours stand beside each other
+    order = np.argsort(target_blocks)  # so that neighbours are adjacent
     sources = source_blocks[order].astype(np.int64)
     targets = target_blocks[order].astype(np.int64)
     block_bytes, data_type = cache.desc.slot_bytes, cache.desc.data_type
@@ -170,9 +170,9 @@ def layer_transfers(
     Args:
         cache: the source.
         configs: where to.
-        blocks: of a blocks cache; None: slots are moved.
-        dst_block_bytes: bytes of a block of the destination, if the caller has said so.
-        move: runs the pushes that it is given a function for, to a cluster.
+        blocks: blocks of a blocks cache; None: slots are moved.
+        dst_block_bytes: bytes of a destination block, if given by the caller.
+        move: runs the pushes made by a function, to a cluster.
 
     Raises:
         LLMException: LLM_PARAM_INVALID.
@@ -188,7 +188,7 @@ def layer_transfers(
         for number, config in enumerate(configs)
         for one in _of_config(cache.desc, number, config, blocks, move)
     ]
-    for config in configs:  # what can be wrong is the same in every layer
+    for config in configs:  # errors are the same in every layer
         source, target = _layers(cache.desc, config)
         _pushes(cache, config, source[0], target[0], 0, blocks)
     return sorted(transfers, key=lambda one: one.layer)
@@ -218,7 +218,7 @@ def _of_config(
 
 
 def _layers(desc: CacheDesc, config: Config) -> tuple[range, range]:
-    """Return the layers of the source, and of the destination as far as it has any."""
+    """Return the layers of the source, and of the destination if it has any."""
     num_layers = desc.num_tensors // _per_layer(desc)
     source = range(num_layers) if config.src_layer_range is None else config.src_layer_range
     if source.step != 1 or not 0 <= source.start < source.stop <= num_layers:

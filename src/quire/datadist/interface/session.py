@@ -31,26 +31,26 @@ from quire.datadist.status import LLMStatusCode, failure, invalid
 logger = logging.getLogger(__name__)
 
 LinkResult = tuple[LLMStatusCode, list[LLMStatusCode]]
-"""Of the whole call, and of each cluster."""
+"""Result of the whole call, and of each cluster."""
 
 
 class Session:
-    """One side of links: its caches, its models, and what it shares of the KV cache of an engine.
+    """One side of links: its caches and models, and blocks shared from an engine's KV cache.
 
     Args:
         role: PROMPT listens, DECODER links, MIX does both, and peers may push to it.
-        cluster_id: by which peers know this side; all engines have the same.
-        options: of `LLMDataDist.init`.
-        shared: the blocks of an engine's KV cache, which peers read through their own sessions' `open_link`;
-            None: there are none. They are no cache of this session: neither pulls nor pushes reach them.
+        cluster_id: this side's id for peers; all engines have the same.
+        options: options of `LLMDataDist.init`.
+        shared: blocks of an engine's KV cache, which peers read through their sessions' `open_link`; None:
+            none. They are not a cache of this session: pulls and pushes do not reach them.
 
     Attributes:
-        role: as `switch_role` has set it last.
-        epoch: random number of this start, which peers hear when they link.
+        role: the current role.
+        epoch: random number of this start, sent to peers when they link.
         manager: allocates and moves caches.
 
     Raises:
-        LLMException: LLM_FAILED, the address of the options cannot be listened on.
+        LLMException: LLM_FAILED: it cannot listen on the address in the options.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Session:
 
     @property
     def service(self) -> PromptService | None:
-        """Serves the links that others have made, if this side listens."""
+        """The service for links from others, if this side listens."""
         return self._ends.service
 
     def open_link(self, address: tuple[str, int], deadline: float) -> DecoderLink:
-        """Return a new link to a session with the same cluster id, to read what it shares.
+        """Open a new link to a session with the same cluster id, to read its shared blocks.
 
-        A side may have any number of them to one address. `close` needs them dropped.
+        There may be any number to one address. Drop them before `close`.
 
         Args:
             address: ip and port that the peer listens on.
@@ -119,7 +119,7 @@ class Session:
     def with_links(
         self, clusters: Sequence[LLMClusterInfo], deadline: float, act: Callable[[], list[LLMStatusCode]]
     ) -> LinkResult:
-        """Do what changes links, one call at a time."""
+        """Run a function that changes links, one call at a time."""
         if not self._linking.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return one_for_all(LLMStatusCode.LLM_PROCESSING_LINK, clusters)
         try:
@@ -134,15 +134,15 @@ class Session:
         return self._ends.unlink(cluster_id, deadline)
 
     def drop(self, cluster_id: int | None) -> LLMStatusCode:
-        """Take this side's end of a link down."""
+        """Take down this side's end of a link."""
         return LLMStatusCode.LLM_PARAM_INVALID if cluster_id is None else self._ends.drop(cluster_id)
 
     def check_link(self, cluster_id: int) -> None:
-        """Make sure that a link is usable."""
+        """Check that a link is usable."""
         self._ends.check(cluster_id, time.monotonic() + self._options.timeout)
 
     def switch_role(self, role: LLMRole, address: tuple[str, int] | None) -> None:
-        """Take another role; listen at an address, and nowhere else."""
+        """Switch to another role, listening only on this address."""
         if not self._linking.acquire(timeout=self._options.timeout):
             raise failure(
                 LLMStatusCode.LLM_PROCESSING_LINK, "timed out waiting for another call that links or unlinks"
@@ -153,14 +153,14 @@ class Session:
             self._linking.release()
 
     def complete_request(self, request: LLMReq) -> None:
-        """Forget a request."""
+        """Release a request."""
         if self.role is not LLMRole.DECODER:
             self._pool.remove_request(request.req_id)
         for model in self._models:
             model.complete(request)
 
     def close(self) -> None:
-        """End everything."""
+        """Close links, models and caches."""
         self.manager.close()
         self._ends.close()
         self._pool.close()
@@ -211,6 +211,6 @@ def one_for_all(code: LLMStatusCode, clusters: Sequence[LLMClusterInfo]) -> Link
 
 
 def overall(codes: list[LLMStatusCode]) -> LinkResult:
-    """Return the codes with the first that is a failure."""
+    """Return the first failure among the codes, and the codes."""
     linked = (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_ALREADY_LINK)
     return next((one for one in codes if one not in linked), LLMStatusCode.LLM_SUCCESS), codes

@@ -56,17 +56,17 @@ REFUSALS = (
     LLMStatusCode.LLM_NOT_YET_LINK,
     LLMStatusCode.LLM_PARAM_INVALID,
 )
-"""Codes with which a PROMPT may refuse a pull."""
+"""Status codes of a refused pull."""
 
 
 class DecoderLink:
-    """A link that is established. It breaks with the first pull that fails on the way, and stays broken.
+    """An established link. The first pull that fails in transit breaks it for good.
 
     Attributes:
-        cluster_id: of the PROMPT.
+        cluster_id: cluster id of the PROMPT.
         transport: name of the transport that was chosen.
-        epoch: of the PROMPT's start.
-        block_size: tokens per block of what the PROMPT lends; 0: it lends nothing.
+        epoch: epoch of the PROMPT's start.
+        block_size: tokens per block lent by the PROMPT; 0: it lends none.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class DecoderLink:
         return not self._is_broken and not self._channel.has_something()
 
     def pull(self, request: PullRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        """Have the PROMPT send what `request` says, into `spans`.
+        """Pull the bytes named in `request` into `spans`.
 
         `transfer_id`, `epoch` and `timeout_ms` of the request are filled in.
 
@@ -122,12 +122,12 @@ class DecoderLink:
         blocks: ArrivingBlocks,
         deadline: float,
     ) -> None:
-        """Have the PROMPT send blocks of a loan as they become ready, or cached ones.
+        """Pull blocks of a loan as they become ready, or cached blocks.
 
         `transfer_id`, `epoch` and `timeout_ms` of the request are filled in. `memory` has one tensor.
 
         Raises:
-            LLMException: as `pull`; what has come must not be used then.
+            LLMException: as `pull`; received data must not be used then.
         """
         with self._transfer(deadline) as transfer_id:
             self._ask(request, transfer_id, deadline)
@@ -136,8 +136,8 @@ class DecoderLink:
             confirmed = expected(PullConfirmed, self._answer(transfer_id, deadline))
             require_transfer(confirmed.transfer_id, transfer_id)
 
-    def exchange_news(self, renewed: list[str], released: list[str], deadline: float) -> LoanReport:
-        """Send the PROMPT the loans waited for and those given back; return the state of the former.
+    def update_loans(self, renewed: list[str], released: list[str], deadline: float) -> LoanReport:
+        """Send the PROMPT awaited and released loans; return the state of the awaited ones.
 
         Raises:
             LLMException: as `pull`.
@@ -156,12 +156,12 @@ class DecoderLink:
             self._channel.send(PrefixQuery(digests), deadline)
             num_found = self._channel.expect(PrefixFound, deadline).num_blocks
             if num_found * DIGEST_BYTES > len(digests):
-                raise ProtocolError(f"the peer has found {num_found} blocks, more than it was asked about")
+                raise ProtocolError(f"the peer has found {num_found} blocks, more than it was asked for")
             return num_found
 
     @contextlib.contextmanager
     def _transfer(self, deadline: float) -> Iterator[int]:
-        """Use the link for one transfer, whose number this gives; what goes wrong on the way breaks it."""
+        """Use the link for one transfer, yielding its number; a failure in transit breaks the link."""
         with self._use(deadline):
             self._require_intact()
             self._num_transfers += 1
@@ -210,10 +210,10 @@ class DecoderLink:
                 self._pushes.shut_down()
 
     def push(self, request: PushRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        """Have the peer, which is MIX as this side is, take `spans` to where `request` says.
+        """Push `spans` to the destination in `request`; both sides must be MIX.
 
         Raises:
-            LLMException: what `PushSender.push` raises, and LLM_PARAM_INVALID (the peer is not MIX).
+            LLMException: as `PushSender.push`, and LLM_PARAM_INVALID (the peer is not MIX).
         """
         if not self._can_push:
             raise invalid(
@@ -227,7 +227,7 @@ class DecoderLink:
             pushes.push(request, memory, spans, deadline)
 
     def check(self, deadline: float) -> None:
-        """Make sure that the PROMPT answers.
+        """Check that the PROMPT answers.
 
         Raises:
             LLMException: LLM_LINK_BUSY (a pull is running), LLM_NOT_YET_LINK (the link is broken, or was
@@ -252,7 +252,7 @@ class DecoderLink:
             self._busy.release()
 
     def _opened_back_pushes(self, deadline: float) -> PushSender:
-        """Return what pushes; open its connection if there is none. Others may end the link meanwhile."""
+        """Return the push sender, connecting it if necessary; the link may be ended meanwhile."""
         with self._holding(self._opening, deadline):
             if self._back_pushes is None:
                 try:
@@ -268,7 +268,7 @@ class DecoderLink:
             return self._back_pushes
 
     def _new_back_pushes(self, deadline: float) -> PushSender:
-        """Return what pushes over a new connection, which carries messages and data in turn."""
+        """Return a push sender over a new connection, which carries both messages and data."""
         connection = sockets.connect(self._terms.address, deadline)
         try:
             greeting = new_greeting(ConnectionKind.BACK_PUSHES, 0, self._terms.link_id)
@@ -310,14 +310,14 @@ class DecoderLink:
             return LLMStatusCode.LLM_LINK_BUSY
         try:
             if self._pushes is not None:
-                self._pushes.shut_down()  # its end says nothing of the link
+                self._pushes.shut_down()  # its end does not break the link
             return self._notify_unlinked(deadline)
         finally:
             self._busy.release()
             self.drop()
 
     def drop(self) -> None:
-        """Take this end down, from any thread; a running pull fails."""
+        """Take down this end; a running pull fails. Thread-safe."""
         self._is_broken = True
         self._shut_down()
         with self._busy:
@@ -354,7 +354,7 @@ class DecoderLink:
         self._channel.send(PartTaken(transfer_id), deadline)
 
     def _acknowledge(self, transfer_id: int, deadline: float) -> None:
-        """Let the PROMPT release the source. The data are whole, so no failure of this is one of the pull."""
+        """Let the PROMPT release the source. The data is complete, so a failure does not fail the pull."""
         try:
             self._channel.send(PullCompleted(transfer_id), deadline)
             confirmed = self._channel.expect(PullConfirmed, deadline)

@@ -34,10 +34,10 @@ MAX_LINKS = 512
 
 
 class DecoderLinks:
-    """Makes links, finds them and takes them down.
+    """Creates, finds and takes down links.
 
     Args:
-        cluster_id: of this DECODER.
+        cluster_id: cluster id of this DECODER.
         token: that peers must have; empty: none.
         transports: that this side has.
         use_checksum: whether this side wants checksums.
@@ -67,7 +67,7 @@ class DecoderLinks:
 
     @property
     def transports(self) -> dict[int, str]:
-        """Name of the transport to each PROMPT that is linked, also by a link that is broken."""
+        """Name of the transport to each linked PROMPT, including broken links."""
         with self._lock:
             return {cluster_id: link.transport for cluster_id, link in self._links.items()}
 
@@ -90,14 +90,14 @@ class DecoderLinks:
     def open(
         self, address: tuple[str, int], prompt_cluster_id: int, decoder_cluster_id: int, deadline: float
     ) -> DecoderLink:
-        """Link to a PROMPT; the link is not one of these. Leaves nothing behind if that fails.
+        """Link to a PROMPT; the link is not added here. Cleans up if that fails.
 
-        What the PROMPT lends goes into the blocks that this side shares: both must have the same identity,
-        and these blocks as many tokens as the PROMPT's, or a multiple.
+        Blocks lent by the PROMPT are read into this side's shared blocks: both must have the same identity,
+        and this side's block size must be a multiple of the PROMPT's.
 
         Raises:
             TimeoutError: the PROMPT does not answer in time.
-            OSError: it cannot be reached, is not who it should be, or refuses.
+            OSError: it cannot be reached, is not the expected peer, or refuses.
         """
         shared = self._shared
         identity = NO_IDENTITY if shared is None else shared.identity()
@@ -165,18 +165,18 @@ class DecoderLinks:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()  # each keeps the deadline
+            thread.join()  # each observes the deadline
         return results
 
     def take_pushes(self, deadline: float) -> None:
-        """Allow all reachable PROMPTs to push into caches of this side."""
+        """Allow all reachable PROMPTs to push into this side's caches."""
         with self._lock:
             links = list(self._links.values())
         for link in links:
             self._take_pushes(link, deadline)
 
     def unlink(self, cluster_id: int, deadline: float) -> LLMStatusCode:
-        """Take both ends of a link down; `DecoderLink.unlink` has the results, and LLM_NOT_YET_LINK."""
+        """Take down both ends of a link; returns as `DecoderLink.unlink`, or LLM_NOT_YET_LINK."""
         with self._lock:
             link = self._links.get(cluster_id)
         if link is None:
@@ -187,7 +187,7 @@ class DecoderLinks:
         return result
 
     def drop(self, cluster_id: int) -> LLMStatusCode:
-        """Take this end of a link down; return LLM_SUCCESS or LLM_NOT_YET_LINK."""
+        """Take down this end of a link; return LLM_SUCCESS or LLM_NOT_YET_LINK."""
         with self._lock:
             link = self._links.pop(cluster_id, None)
         if link is None:
@@ -196,7 +196,7 @@ class DecoderLinks:
         return LLMStatusCode.LLM_SUCCESS
 
     def close(self) -> None:
-        """Take this end of all links down."""
+        """Take down this end of all links."""
         with self._lock:
             self._is_closed = True
             links, self._links = list(self._links.values()), {}
@@ -227,7 +227,7 @@ class DecoderLinks:
             return LLMStatusCode.LLM_LINK_FAILED
         result = self._keep(link)
         if result is LLMStatusCode.LLM_SUCCESS and self._pool.has_handed_out:
-            self._take_pushes(link, deadline)  # only now, so that no cache is made in between
+            self._take_pushes(link, deadline)  # only now, so that no cache is missed in between
         return result
 
     def _take_pushes(self, link: DecoderLink, deadline: float) -> None:

@@ -1,7 +1,7 @@
 """Authentication of incoming connections, within a time limit.
 
-Until it is proved, a connection costs a descriptor and less than 100 bytes, which a peer that says nothing
-keeps for `HALF_OPEN_LIMIT` seconds at most; nothing waits for it.
+Until it is authenticated, a connection takes a descriptor and less than 100 bytes, for at most
+`HALF_OPEN_LIMIT` seconds if the peer is silent; nothing waits for it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from quire.datadist.wire.handshake import (
 logger = logging.getLogger(__name__)
 
 HALF_OPEN_LIMIT = 10.0  # seconds from a connection to its link
-MAX_UNPROVED = 256  # connections; the oldest gives way to a new one
+MAX_UNPROVED = 256  # connections; a new one replaces the oldest
 
 
 class _Unproved:
-    """A connection that has not proved itself yet."""
+    """A connection that is not authenticated yet."""
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self.connection = connection
@@ -87,7 +87,7 @@ class Door:
                 for connection in ready:
                     if connection in self._listeners:
                         self._accept(connection)
-                    elif connection in self._unproved:  # it may have had to give way
+                    elif connection in self._unproved:  # it may have been replaced
                         self._advance(self._unproved[connection])
         finally:
             for connection in list(self._unproved):
@@ -98,18 +98,18 @@ class Door:
         try:
             connection, _ = listener.accept()
         except OSError as error:
-            if self._unproved:  # perhaps there are no descriptors left
+            if self._unproved:  # descriptors may have run out
                 self._turn_away(next(iter(self._unproved)))
             elif not isinstance(error, (BlockingIOError, ConnectionError)):
                 logger.warning("cannot accept a connection: %s", error)
-                time.sleep(0.1)  # else this would be repeated at once
+                time.sleep(0.1)  # avoids a busy loop
             return
         if len(self._unproved) >= MAX_UNPROVED:
             self._turn_away(next(iter(self._unproved)))
         try:
             sockets.configure(connection)
         except OSError:
-            connection.close()  # it has ended already
+            connection.close()  # it has already ended
             return
         self._unproved[connection] = _Unproved(connection, time.monotonic() + HALF_OPEN_LIMIT)
         self._selector.register(connection, selectors.EVENT_READ, connection)
@@ -151,7 +151,7 @@ class Door:
         peer.greeting = greeting
 
     def _send(self, peer: _Unproved, message: bytes) -> None:
-        if peer.connection.send(message) < len(message):  # nothing was sent before, so there is room
+        if peer.connection.send(message) < len(message):  # there is room, as this is the first message
             raise HandshakeError("the peer takes no data")
 
     def _seconds_to_expiry(self) -> float | None:

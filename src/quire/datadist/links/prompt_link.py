@@ -64,23 +64,23 @@ logger = logging.getLogger(__name__)
 
 
 class LinkRefusedError(Exception):
-    """The link that a DECODER asks for is refused; the message says why."""
+    """A requested link is refused; the message is the reason."""
 
 
 class PromptLink:
-    """One link, from the proof of its control connection to its end.
+    """One link, from its authenticated control connection to its end.
 
     Attributes:
-        decoder_cluster_id: of the other side; None until it has said so.
-        source_end: of the data plane; None until the transport is chosen.
+        decoder_cluster_id: cluster id of the other side; None until it has said so.
+        source_end: source end of the data plane; None until the transport is chosen.
         transport: name of the transport that was chosen.
 
     Args:
         connection: the control connection, proved.
         link_id: unique among the links of this PROMPT.
-        key: of the control connection.
-        cluster_id: of this PROMPT.
-        epoch: of this start of the PROMPT.
+        key: key of the control connection.
+        cluster_id: cluster id of this PROMPT.
+        epoch: epoch of this start of the PROMPT.
         pool: the caches that may be pulled.
         transports: that this side has, the best first.
         use_checksum: whether this side wants checksums.
@@ -111,23 +111,23 @@ class PromptLink:
         self._epoch = epoch
         self._pool = pool
         self._transports = transports
-        self._use_checksum = use_checksum  # and from `establish` on, whether the other does, too
+        self._use_checksum = use_checksum  # after `establish`: if either side wants them
         self._shared = shared
         self._takes_pushes = takes_pushes
-        sockets.end_if_peer_vanishes(connection)  # the link waits on it without a deadline
+        sockets.end_if_peer_vanishes(connection)  # the link reads it without a deadline
         self._channel = prompt_channel(connection)
         self._is_established = False
         self._pushes: PushSender | None = None
         self._back_pushes: PushReceiver | None = None
         self._changing = threading.Lock()
-        self._sending = threading.Lock()  # a DECODER that follows the protocol never causes a wait
+        self._sending = threading.Lock()  # uncontended if the DECODER follows the protocol
 
     def establish(self, deadline: float, register: Callable[[PromptLink], None]) -> None:
-        """Agree on the link; `register` makes it one of this PROMPT's.
+        """Agree on the link's terms; `register` adds it to the PROMPT's links.
 
         Raises:
             LinkRefusedError: the link is refused, and the DECODER has received the reason.
-            OSError: the DECODER did not go on in time, or its connection has ended.
+            OSError: the DECODER did not continue in time, or its connection has ended.
         """
         try:
             request = self._channel.expect(LinkRequest, deadline)
@@ -149,9 +149,9 @@ class PromptLink:
         while True:
             message = self._channel.receive_when_it_comes()
             if isinstance(message, Unlink):
-                unregister(self)  # before the DECODER hears that both ends are gone
+                unregister(self)  # before the DECODER learns that both ends are down
                 if self._back_pushes is not None:
-                    self._back_pushes.shut_down()  # its end says nothing of the link
+                    self._back_pushes.shut_down()  # its end does not break the link
                 self._channel.send(Unlinked(), time.monotonic() + FRAME_LIMIT)
                 return
             if isinstance(message, CheckLink):
@@ -161,14 +161,14 @@ class PromptLink:
             elif isinstance(message, LoanRequest | PrefixRequest):
                 self._serve_parts(message)
             elif isinstance(message, LoanNews):
-                self._take_news(message)
+                self._update_loans(message)
             elif isinstance(message, PrefixQuery):
                 self._look_up(message)
             else:
                 raise ProtocolError(f"the peer sent {type(message).__name__} outside of a pull")
 
     def attach_pushes(self, connection: socket.socket) -> bool:
-        """Take a proved connection to push over; return whether it was wanted, else the caller keeps it."""
+        """Take over an authenticated connection for pushes; if this returns False, the caller keeps it."""
         with self._changing:
             if not self._is_established or self._pushes is not None:
                 return False
@@ -182,7 +182,7 @@ class PromptLink:
         return True
 
     def attach_back_pushes(self, connection: socket.socket) -> bool:
-        """Take a proved connection over which the other side pushes; return whether it was wanted."""
+        """Take over an authenticated connection for the peer's pushes; return False if not wanted."""
         with self._changing:
             if not self._takes_pushes or not self._is_established or self._back_pushes is not None:
                 return False
@@ -191,18 +191,18 @@ class PromptLink:
                     connection,
                     self._pool,
                     TcpDestinationEnd([connection], use_checksum=self._use_checksum),
-                    use_link=lambda _: contextlib.nullcontext(),  # nothing else is received over the link
+                    use_link=lambda _: contextlib.nullcontext(),  # nothing else is received over this link
                     break_link=self._break,
                     deadline=None,
                 )
-            except (OSError, RuntimeError) as error:  # it has ended, or there are too many threads
+            except (OSError, RuntimeError) as error:  # ended, or too many threads
                 logger.warning("%s cannot push: %s", self._peer, error)
                 return False
         return True
 
     def push(self, request: PushRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        """Have the DECODER take `spans`; raises what `PushSender.push` does, and LLM_PARAM_INVALID."""
-        with self._changing:  # the DECODER may have heard that it can be pushed to, but a moment ago
+        """Push `spans` to the DECODER; raises like `PushSender.push`, and LLM_PARAM_INVALID."""
+        with self._changing:  # waits if the DECODER has just allowed pushes
             pushes = self._pushes
         if pushes is None:
             raise invalid(f"{self._peer} takes no pushes: it has neither registered nor allocated a cache")
@@ -211,7 +211,7 @@ class PromptLink:
     def drop(self, reason: str) -> None:
         """End the link from another thread, and notify the DECODER if that does not block."""
         if self.source_end is not None:
-            self.source_end.shut_down()  # before the source of a transfer may be released
+            self.source_end.shut_down()  # before a transfer's source may be released
         if self._pushes is not None:
             self._pushes.shut_down()
         if self._back_pushes is not None:
@@ -219,7 +219,7 @@ class PromptLink:
         self._channel.send_last(LinkDropped(reason))
 
     def close(self) -> None:
-        """Release the connections; for the thread that serves the link, at its end."""
+        """Release the connections; called at the end of the thread that serves the link."""
         self._channel.shut_down()
         self._channel.close()
         with self._changing:
@@ -255,7 +255,7 @@ class PromptLink:
             self._sending.release()
 
     def _agree_on_transport(self, request: LinkRequest, deadline: float) -> SourceEnd:
-        """Offer what both sides have, the best first, until the DECODER can use one."""
+        """Offer common transports, the best first, until the DECODER accepts one."""
         self._require_fitting(request)
         self._use_checksum = use_checksum = self._use_checksum or request.use_checksum
         peers = {one.name: one.parameters for one in request.transports}
@@ -322,7 +322,7 @@ class PromptLink:
         self._channel.send(PullConfirmed(request.transfer_id), time.monotonic() + FRAME_LIMIT)
 
     def _serve_parts(self, request: LoanRequest | PrefixRequest) -> None:
-        """Send lent or cached blocks; confirm only if they stayed so to the end."""
+        """Send lent or cached blocks; confirm only if they stayed valid to the end."""
         deadline = time.monotonic() + request.timeout_ms / 1e3
         try:
             reading = self._open_reading(request)
@@ -364,10 +364,10 @@ class PromptLink:
                 require_transfer(taken.transfer_id, transfer_id)
 
     def _awaits_answer(self) -> bool:
-        """Whether the DECODER waits: it has neither gone nor sent anything."""
+        """Whether the DECODER is waiting: connected, and without having sent anything."""
         return not self._channel.has_something()
 
-    def _take_news(self, news: LoanNews) -> None:
+    def _update_loans(self, news: LoanNews) -> None:
         report = LoanReport(ended=news.renewed, ready=[])
         if self._shared is not None:
             self._shared.loans.release(news.released)
@@ -380,7 +380,7 @@ class PromptLink:
         self._channel.send(PrefixFound(num_found), time.monotonic() + FRAME_LIMIT)
 
     def _end_transport(self) -> None:
-        """Before a source is released whose transfer has failed: the DECODER may be reading it still."""
+        """End the data plane before releasing the source of a failed transfer, which may still be read."""
         assert self.source_end is not None
         self.source_end.shut_down()
 

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 MAX_LINKS = 512
 MAX_LINK_OPERATIONS = 16
-MAX_PROVED_WAITING = 512  # connections whose link is not established yet
+MAX_PROVED_WAITING = 512  # authenticated connections without an established link
 END_LIMIT = 5.0  # seconds for threads to end
 
 LinkFactory = Callable[[socket.socket, int, bytes], PromptLink]
-"""Takes a proved control connection, a link's id and the connection's key."""
+"""Makes a link from an authenticated control connection, the link's id and the connection's key."""
 
 
 class PromptService:
@@ -33,10 +33,10 @@ class PromptService:
         address: ip and port; port 0 is any free one.
         token: that peers must have; empty: none.
         new_link: makes a link.
-        more_listeners: listening sockets of transports; they are not closed.
+        more_listeners: listening sockets of transports, which stay open.
 
     Raises:
-        LLMException: LLM_FAILED, if it cannot listen.
+        LLMException: LLM_FAILED: it cannot listen.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PromptService:
         self._new_link = new_link
         self._listener = _listen(address)
         self._more_listeners = more_listeners
-        self._links: dict[int, PromptLink] = {}  # by link id, also those that are not established yet
+        self._links: dict[int, PromptLink] = {}  # by link id, including links being established
         self._linked: dict[int, PromptLink] = {}  # by the DECODER's cluster id
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class PromptService:
 
     @property
     def transports(self) -> dict[int, str]:
-        """Name of the transport to each DECODER that is linked."""
+        """Name of the transport to each linked DECODER."""
         with self._lock:
             return {cluster_id: link.transport for cluster_id, link in self._linked.items()}
 
@@ -116,7 +116,7 @@ class PromptService:
             self._listener.close()
 
     def _secret_of(self, greeting: Greeting) -> bytes | None:
-        """Return what a connection must prove to have; None: it is refused."""
+        """Return the secret that a connection must prove to have; None: refuse it."""
         if greeting.kind is ConnectionKind.CONTROL:
             return self._token
         with self._lock:
@@ -124,7 +124,7 @@ class PromptService:
         return None if link is None else link.key
 
     def _admit(self, connection: socket.socket, greeting: Greeting, key: bytes, deadline: float) -> bool:
-        """Take a proved connection; return whether it was taken, else it is to be closed."""
+        """Take over an authenticated connection; if this returns False, the caller closes it."""
         if greeting.kind is not ConnectionKind.CONTROL:
             with self._lock:
                 link = self._links.get(greeting.link_id)
@@ -145,7 +145,7 @@ class PromptService:
             self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError as error:  # there are too many threads
+        except RuntimeError as error:  # too many threads
             logger.warning("cannot serve another link: %s", error)
             with self._lock:
                 del self._links[link.link_id]
@@ -180,7 +180,7 @@ class PromptService:
             replaced = self._linked.get(cluster_id)
             self._linked[cluster_id] = link
         if replaced is not None:
-            replaced.drop(f"DECODER {cluster_id} has been linked anew")
+            replaced.drop(f"DECODER {cluster_id} has linked again")
 
     def _unregister(self, link: PromptLink) -> None:
         with self._lock:

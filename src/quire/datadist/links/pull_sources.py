@@ -29,14 +29,14 @@ from quire.datadist.wire.push_protocol import (
 
 @dataclasses.dataclass(frozen=True)
 class PullSource:
-    """Bytes of a cache that is held until `hold` ends."""
+    """Bytes of a cache, held until `hold` ends."""
 
     hold: SourceHold[CacheMemory]
     spans: ByteSpans
 
 
 def open_pull_source(pool: CachePool[CacheMemory], epoch: int, request: PullRequest) -> PullSource:
-    """Hold what a request names.
+    """Hold the source named in a request.
 
     Raises:
         LLMException: LLM_NOT_YET_LINK, LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID; nothing is held.
@@ -54,7 +54,7 @@ def open_pull_source(pool: CachePool[CacheMemory], epoch: int, request: PullRequ
 
 
 def require_epoch(epoch: int, requested: int) -> None:
-    """Raise `LLMException` (LLM_NOT_YET_LINK) if something is asked of another start of the PROMPT."""
+    """Raise `LLMException` (LLM_NOT_YET_LINK) if a request is for another start of the PROMPT."""
     if requested != epoch:
         raise failure(LLMStatusCode.LLM_NOT_YET_LINK, "the PROMPT has been restarted since it was linked")
 
@@ -62,7 +62,7 @@ def require_epoch(epoch: int, requested: int) -> None:
 def hold_place(
     pool: CachePool[CacheMemory], source: KeySource | SlotSource | BlocksSource | NumberedBlocksSource
 ) -> SourceHold[CacheMemory]:
-    """Hold the cache that a request of a peer names.
+    """Hold the cache named in a peer's request.
 
     Raises:
         LLMException: LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID; nothing is held.
@@ -84,10 +84,10 @@ def spans_of(
     layer_argument: str,
     offset: int = 0,
 ) -> ByteSpans:
-    """Return the bytes that a request of a peer names, all of them within the cache.
+    """Return the bytes named in a peer's request, checked to be within the cache.
 
     Args:
-        hold: of the cache.
+        hold: the hold of the cache.
         place: where in it.
         request: what the peer says of its own cache.
         layer_argument: name of the peer's argument with the range of layers.
@@ -109,7 +109,7 @@ def spans_of(
 
 
 def require_data_type(desc: CacheDesc, request: PullRequest | PushRequest) -> None:
-    """Raise `LLMException`, LLM_PARAM_INVALID, if a request is about elements of another type."""
+    """Raise `LLMException` (LLM_PARAM_INVALID) if a request has another data type."""
     if request.data_type != desc.data_type:
         raise invalid(
             f"the peer's cache has {desc.data_type.name}, not {DataType(request.data_type).name}"
@@ -130,7 +130,7 @@ def layer_tensors(name: str, layers: LayerRange | None, num_tensors: int) -> ran
     """Return the tensors of a range of layers, or all.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID; `name` is that of the argument.
+        LLMException: LLM_PARAM_INVALID; the message has the argument's `name`.
     """
     if layers is None:
         return range(num_tensors)
@@ -159,7 +159,7 @@ def block_spans_of(
     source: BlocksSource | NumberedBlocksSource | AddressedTarget,
     num_bytes: int,
 ) -> ByteSpans:
-    """Return the spans of the blocks that a request of a peer names, all of them within the cache.
+    """Return the spans of the blocks named in a peer's request, checked to be within the cache.
 
     Raises:
         LLMException: LLM_PARAM_INVALID.

@@ -1,7 +1,7 @@
-"""The receiving end of a link's pushes: a thread that accepts what fits a cache of this side.
+"""The receiving end of a link's pushes: a thread that accepts pushes into caches of this side.
 
-A push may name tensors of a cache by their addresses. These are the peer's words, and only looked up: which
-bytes are written follows from the cache itself.
+A push may name a cache's tensors by their addresses. These come from the peer, and are only looked up; the
+written bytes follow from the cache itself.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from quire.datadist.wire.push_protocol import (
 
 logger = logging.getLogger(__name__)
 
-WAITING_SHARE = 0.8  # of the time for a push, so that a refusal is heard in time
+WAITING_SHARE = 0.8  # of a push's time, so that a refusal arrives in time
 
 UseLink = Callable[[float], contextlib.AbstractContextManager[None]]
-"""Keeps the link for one transfer; raises `LLMException` if it is in use until the deadline."""
+"""Reserves the link for one transfer; raises `LLMException` if it is in use until the deadline."""
 
 
 class PushReceiver:
-    """Takes the pushes of one link, until it is shut down.
+    """Receives the pushes of one link, until it is shut down.
 
     Args:
-        connection: that was opened for it, proved.
-        pool: the caches; those of models take no pushes, others that were allocated only by their addresses.
-        destination_end: gets their data.
-        use_link: lets nothing else use `destination_end`.
+        connection: an authenticated connection for pushes.
+        pool: the caches; models' caches take no pushes, other allocated ones only by address.
+        destination_end: receives the data.
+        use_link: reserves `destination_end`.
         break_link: marks the link as broken, with a reason.
-        deadline: for the peer to be ready; None: it has opened the connection, so it is.
+        deadline: for the peer to be ready; None: it is, as it has opened the connection.
 
     Raises:
-        OSError: the peer is not, in time.
+        OSError: the peer is not ready in time.
         RuntimeError: there are too many threads.
     """
 
@@ -82,7 +82,7 @@ class PushReceiver:
         thread.start()
 
     def shut_down(self) -> None:
-        """Take no more pushes; the thread ends soon."""
+        """Stop receiving pushes; the thread ends soon."""
         self._is_wanted = False
         self._channel.shut_down()
 
@@ -113,12 +113,12 @@ class PushReceiver:
             self._channel.send(PushAccepted(request.transfer_id), deadline)
             self._destination_end.receive(request.transfer_id, memory, spans, deadline)
         except BaseException as error:
-            self._break_link(f"a push failed: {error}")  # before anything else uses it
+            self._break_link(f"a push failed: {error}")  # before another transfer uses it
             raise
 
     @contextlib.contextmanager
     def _target(self, request: PushRequest) -> Iterator[tuple[CacheMemory, ByteSpans]]:
-        """Hold what a request names, and say which bytes of it."""
+        """Hold the destination named in a request, and yield its memory and spans."""
         hold = hold_target(self._pool, request)
         try:
             yield hold.cache.memory, target_spans(hold, request)
@@ -127,7 +127,7 @@ class PushReceiver:
 
 
 def hold_target(pool: CachePool[CacheMemory], request: PushRequest) -> SourceHold[CacheMemory]:
-    """Hold the cache that a push names: a registered one, or any that is not a model's by its addresses.
+    """Hold the cache named in a push: a registered one, or, by address, any except models' caches.
 
     Raises:
         LLMException: LLM_KV_CACHE_NOT_EXIST, LLM_PARAM_INVALID, LLM_FAILED; nothing is held.
@@ -153,7 +153,7 @@ def hold_target(pool: CachePool[CacheMemory], request: PushRequest) -> SourceHol
 
 
 def target_spans(hold: SourceHold[CacheMemory], request: PushRequest) -> ByteSpans:
-    """Return the bytes that a push may write, which are those of its own block numbers.
+    """Return the bytes that a push may write, given by its block numbers.
 
     Raises:
         LLMException: LLM_PARAM_INVALID.
@@ -169,7 +169,7 @@ def target_spans(hold: SourceHold[CacheMemory], request: PushRequest) -> ByteSpa
 
 
 def _addressed_place(cache: PooledCache[CacheMemory], target: AddressedTarget) -> tuple[range, int] | None:
-    """Return which neighbouring tensors of a cache the addresses are in, and at which byte of each."""
+    """Return the adjacent tensors of a cache that contain the addresses, and the byte offset in each."""
     mine, theirs = cache.memory.addresses(), target.addresses
     for first, base in enumerate(mine):
         offset = theirs[0] - base
@@ -189,7 +189,7 @@ def _addressed_spans(
         LLMException: LLM_PARAM_INVALID.
     """
     desc, place = cache.desc, _addressed_place(cache, target)
-    assert place is not None  # otherwise it would not be held
+    assert place is not None  # else it would not be held
     tensors, offset = place
     require_data_type(desc, request)
     if request.layers is not None or len(tensors) != request.num_tensors:

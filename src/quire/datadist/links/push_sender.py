@@ -36,20 +36,20 @@ REFUSALS = (
     LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT,
     LLMStatusCode.LLM_FAILED,
 )
-"""Codes with which a peer may refuse a push."""
+"""Status codes of a refused push."""
 
-FIRST_TRANSFER = 1 << 63  # those of pulls count from 1
+FIRST_TRANSFER = 1 << 63  # transfer ids of pulls count from 1
 
 SendSpans = Callable[[int, CacheMemory, ByteSpans, float], None]
-"""`SourceEnd.send`, where nothing else is sent meanwhile."""
+"""`SourceEnd.send`, with nothing else sent concurrently."""
 
 
 class PushSender:
-    """Asks a peer to take bytes, and sends them; several threads may push.
+    """Pushes bytes to a peer. Thread-safe.
 
     Args:
-        connection: for it, proved.
-        name: of the peer.
+        connection: an authenticated connection for pushes.
+        name: the peer's name in messages.
         send: moves bytes to the peer.
         end_link: takes the link down, with a reason.
     """
@@ -67,11 +67,11 @@ class PushSender:
         self._numbers = itertools.count(FIRST_TRANSFER)
 
     def announce(self) -> None:
-        """Tell a peer that has opened the connection that pushes may come; raise `OSError` if it is gone."""
+        """Tell the peer that opened the connection to expect pushes; raise `OSError` if it is gone."""
         self._channel.send(PushesReady(), time.monotonic() + FRAME_LIMIT)
 
     def push(self, request: PushRequest, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        """Have the peer take `spans` to where `request` says.
+        """Push `spans` to the destination in `request`.
 
         `transfer_id` and `timeout_ms` of the request are filled in.
 
@@ -83,7 +83,7 @@ class PushSender:
             raise failure(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT, f"the link with {self._name} is in use")
         try:
             if self._has_ended or self._channel.has_something():
-                self._end_link("the peer takes pushes no more")
+                self._end_link("the peer no longer takes pushes")
                 raise failure(LLMStatusCode.LLM_NOT_YET_LINK, f"{self._name} has ended the link")
             self._transfer(request, memory, spans, deadline)
         except LLMException:
@@ -101,12 +101,12 @@ class PushSender:
             self._busy.release()
 
     def shut_down(self) -> None:
-        """Make a running push fail, from any thread, and every further one."""
+        """Make a running push and all later ones fail. Thread-safe."""
         self._has_ended = True
         self._channel.shut_down()
 
     def close(self) -> None:
-        """Release the connection, when the link is down."""
+        """Close the connection, when the link is down."""
         self.shut_down()
         with self._busy:
             self._channel.close()

@@ -1,1 +1,1 @@
-"""Blocks that their owner lends to peers."""
+"""Blocks lent to peers by their owner."""

@@ -12,7 +12,7 @@ from quire.datadist.loans.loans import BlockPart
 
 
 class ArrivingBlocks:
-    """Blocks that are filled by a peer's blocks of the same size.
+    """Blocks filled from a peer's blocks of the same size.
 
     Args:
         block_ids: where block `first_block + i` of the peer goes [N].
@@ -28,11 +28,11 @@ class ArrivingBlocks:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every byte of every block has come."""
+        """Whether all blocks have arrived completely."""
         return bool((self._filled == self._block_bytes).all())
 
     def spans_for(self, part: BlockPart) -> ByteSpans:
-        """Return where a part goes, and count it as come.
+        """Return the destination of a part, and count it as arrived.
 
         Raises:
             ValueError: it does not continue the received blocks.
@@ -40,7 +40,7 @@ class ArrivingBlocks:
         return part_spans(self._block_ids[self._take(part)], self._block_bytes, part.offset, part.num_bytes)
 
     def _take(self, part: BlockPart) -> slice:
-        """Return which of the blocks a part fills; raises what `spans_for` does."""
+        """Return the blocks that a part fills; raises like `spans_for`."""
         start = part.first_block - self._first_block
         stop = start + part.num_blocks
         if not (0 <= start < stop <= len(self._filled)) or part.num_bytes < 1:
@@ -54,16 +54,16 @@ class ArrivingBlocks:
 
 @dataclasses.dataclass(frozen=True)
 class BlockConversion:
-    """How several small blocks make up a large one: which bytes of each are where.
+    """How small blocks make up a large one: where their bytes are.
 
-    A small block is cut into pieces, one after another without gaps. A large block may lie in several places,
-    of which each has the same part of all blocks.
+    A small block consists of contiguous pieces. A large block may be spread over several places, each with
+    the same part of all blocks.
 
     Attributes:
         ratio: small blocks in a large one.
-        small_bytes: of a small block.
+        small_bytes: bytes of a small block.
         large_bytes: from a large block to the next one, in each place.
-        lengths: of the pieces, in bytes [P].
+        lengths: lengths of the pieces, in bytes [P].
         offsets: from the first large block, in its first place, to the pieces of its first small block [P].
         strides: from there to those of the next small one [P].
     """
@@ -76,13 +76,13 @@ class BlockConversion:
     strides: Int64Array
 
     def spans(self, large: Int64Array, small: Int64Array, offset: int, num_bytes: int) -> ByteSpans:
-        """Return where a part of each of some small blocks is, in their order.
+        """Return the spans of a part of each small block, in order.
 
         Args:
             large: the large blocks that they are in [N].
             small: which of the small blocks of these they are [N].
-            offset: of the part, in the small block.
-            num_bytes: of the part.
+            offset: offset of the part, in the small block.
+            num_bytes: number of bytes of the part.
         """
         ends = np.cumsum(self.lengths)
         starts = ends - self.lengths
@@ -95,12 +95,12 @@ class BlockConversion:
 
 
 class ConvertedBlocks(ArrivingBlocks):
-    """Blocks that are filled by a peer's smaller ones, or that lie in several places.
+    """Blocks filled from a peer's smaller ones, or spread over several places.
 
     Args:
         block_ids: the blocks to fill, one after another [N].
         blocks: the peer's blocks that fill them, from the start of the first one on.
-        conversion: of the peer's blocks to these.
+        conversion: conversion of the peer's blocks to these.
     """
 
     def __init__(self, block_ids: Int64Array, blocks: range, conversion: BlockConversion) -> None:

@@ -1,7 +1,7 @@
-"""Blocks of an owner's prefix cache, which peers may read by the digests of their contents.
+"""Blocks of an owner's prefix cache, which peers may read by content digest.
 
-Nothing is kept for a reader: the owner may evict blocks at any time. After a reading it checks
-that none of the blocks was evicted since the reading began; only then may the reader use the data.
+Readers hold nothing: the owner may evict blocks at any time. After a reading, it checks that no block was
+evicted since the reading began; only then may the reader use the data.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from quire.datadist.loans.loans import BlockPart
 from quire.datadist.status import LLMStatusCode, failure
 
 PART_BLOCKS = 64
-"""Blocks that are sent at a time: fewer are sent for nothing if one has been given up."""
+"""Blocks sent at a time: few, so that little is sent in vain after an eviction."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """A block from the moment it is cached to the moment it is given up: the same one only if identical."""
+    """A block while it is cached; compared by identity."""
 
     block_id: int
 
 
 class CachedBlocks:
-    """What is cached. The owner's thread says so; any thread may look and read."""
+    """The cached blocks, updated by the owner's thread and read by any thread."""
 
     def __init__(self) -> None:
         self._entries: dict[bytes, _Entry] = {}  # by digest; single operations need no lock
@@ -37,15 +37,15 @@ class CachedBlocks:
         self._entries[digest] = _Entry(block_id)
 
     def remove(self, digest: bytes) -> None:
-        """Note that a block is given up; call it before anything else is written to the block."""
+        """Note that a block is evicted, before it is overwritten."""
         self._entries.pop(digest, None)
 
     def clear(self) -> None:
-        """Note that all blocks are given up."""
+        """Note that all blocks are evicted."""
         self._entries = {}
 
     def count_leading(self, digests: Sequence[bytes]) -> int:
-        """Return how many blocks, from the first digest on, can be read."""
+        """Return how many leading digests are cached."""
         entries = self._entries
         return next((index for index, one in enumerate(digests) if one not in entries), len(digests))
 
@@ -72,7 +72,7 @@ class CachedBlocks:
 
 
 class CachedReading:
-    """One reader's way through cached blocks."""
+    """One reading of cached blocks."""
 
     def __init__(
         self, cached: CachedBlocks, digests: Sequence[bytes], found: Sequence[_Entry], block_bytes: int
@@ -83,30 +83,30 @@ class CachedReading:
         self._block_bytes = block_bytes
 
     def parts(self, deadline: float, is_wanted: Callable[[], bool]) -> Iterator[BlockPart]:
-        """Yield what is to be read; all of it is there, so that nothing is waited for.
+        """Yield the parts to read, without waiting, as all are cached.
 
         Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST (a block of the next part has been given up).
+            LLMException: LLM_KV_CACHE_NOT_EXIST (a block of the next part has been evicted).
         """
         for first in range(0, len(self._found), PART_BLOCKS):
             num_blocks = min(PART_BLOCKS, len(self._found) - first)
-            self._require_held(slice(first, first + num_blocks))  # to look at all each time takes seconds
+            self._require_held(slice(first, first + num_blocks))  # checking all would take seconds
             yield BlockPart(first, num_blocks, 0, self._block_bytes)
 
     def block_ids(self, part: BlockPart) -> Int64Array:
-        """Return the owner's numbers of a part's blocks."""
+        """Return the owner's ids of a part's blocks."""
         entries = self._found[part.first_block : part.first_block + part.num_blocks]
         return np.array([entry.block_id for entry in entries], dtype=np.int64)
 
     def require_held(self) -> None:
-        """Raise `LLMException` (LLM_KV_CACHE_NOT_EXIST) if one of the blocks has been given up."""
+        """Raise `LLMException` (LLM_KV_CACHE_NOT_EXIST) if a block has been evicted."""
         self._require_held(slice(None))
 
     def close(self) -> None:
-        """End the reading; nothing was kept for it."""
+        """End the reading; has no effect, as it holds nothing."""
 
     def _require_held(self, blocks: slice) -> None:
-        """Do as `require_held` says, for some of the blocks."""
+        """Like `require_held`, for some of the blocks."""
         if not self._cached._holds(self._digests[blocks], self._found[blocks]):
             raise failure(
                 LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "a cached block was evicted before it was read"

@@ -1,8 +1,8 @@
-"""Blocks that their owner lends to peers by name, also while it still computes them.
+"""Blocks lent to peers by name, even while they are being computed.
 
-The owner's thread says which blocks are ready, or how many bytes of each that it computes; any number of
-readers take what is ready, in order. A loan that ends while it is read fails the reading, also if all bytes
-have been sent: so blocks that have got other content are never taken for what was lent.
+The owner's thread reports which blocks are ready, or how many bytes of blocks being computed; any number of
+readers take what is ready, in order. A loan that ends during a reading fails it, even if all bytes have been
+sent, so that blocks with new content are never mistaken for the lent ones.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from quire.datadist.caches.spans import Int64Array
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 
 _CHECK_INTERVAL = 0.5
-"""Seconds after which a waiting reader makes sure that it is still wanted."""
+"""Seconds between a waiting reader's checks whether it is still wanted."""
 
 _MAX_OVER = 1024
-"""Names that are known of loans that have ended, or were given back before they were offered: the last."""
+"""Maximum remembered names of loans that have ended, or were released before they were offered."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockPart:
-    """The bytes from `offset` on, `num_bytes` of each, of some adjacent blocks of a loan."""
+    """`num_bytes` bytes from `offset` on of each of some adjacent blocks of a loan."""
 
     first_block: int
     num_blocks: int
@@ -49,20 +49,20 @@ class _Loan:
     digest: bytes
     number: int
     block_ids: list[int] = dataclasses.field(default_factory=list)
-    num_ready: int = 0  # leading blocks that are complete
+    num_ready: int = 0  # complete leading blocks
     computed_stop: int = 0  # blocks from `num_ready` to this one are being computed
-    computed_bytes: int = 0  # of each of them, that are there
+    computed_bytes: int = 0  # bytes of each of them that are ready
     num_readers: int = 0
     ended_because: str = ""
 
     @property
     def is_ready(self) -> bool:
-        """Whether all of its blocks are."""
+        """Whether all its blocks are ready."""
         return self.num_ready == self.num_blocks
 
 
 class Loans:
-    """What an owner lends; every method may be called from any thread.
+    """The loans of an owner. Thread-safe.
 
     Args:
         block_bytes: bytes of a block.
@@ -79,8 +79,8 @@ class Loans:
         self._is_closed = False
         self._renewed: set[str] = set()
         self._released: set[str] = set()
-        self._given_back: set[int] = set()  # numbers of loans whose owners do not know yet
-        self._over: dict[str, bool] = {}  # by name of what is no loan: was it given back before it was one?
+        self._given_back: set[int] = set()  # numbers of loans released by peers, still to be ended
+        self._over: dict[str, bool] = {}  # released before being offered (True), or ended
 
     @property
     def is_empty(self) -> bool:
@@ -89,18 +89,18 @@ class Loans:
 
     # -- the owner -----------------------------------------------------------------------------------------
     #
-    # It knows loans by number: a name may be reused while a step of the loan that had it is computed.
+    # It refers to loans by number, as a name may be reused while a step of the earlier loan is computed.
 
     def offer(self, name: str, owner: str, num_blocks: int, digest: bytes) -> int | None:
-        """Lend blocks, none of which is ready; return the loan's number, or None if the name is taken.
+        """Lend blocks that are not ready yet; return the loan's number, or None if the name is taken.
 
-        A loan that was given back before this has ended when this returns.
+        A loan that was released before this call ends at once.
 
         Args:
             name: that peers know.
             owner: that `take_renewed` and `take_released` return.
             num_blocks: how many, at least 1.
-            digest: of the content of all of them.
+            digest: digest of the content of all of them.
         """
         with self._changed:
             if name in self._loans:
@@ -117,8 +117,8 @@ class Loans:
     def begin_step(self, number: int, first_block: int, block_ids: Sequence[int]) -> None:
         """Note that a step completes the blocks of a loan from `first_block` on.
 
-        A loan whose last step has not ended ends: what that step has written is unknown. So does one whose
-        blocks do not follow those before: it is recomputed, into other blocks.
+        Ends a loan whose previous step has not ended, as what that step wrote is unknown, and one whose
+        blocks do not follow the previous ones, as it is recomputed into other blocks.
         """
         with self._changed:
             loan = self._by_number.get(number)
@@ -134,14 +134,14 @@ class Loans:
             loan.computed_stop, loan.computed_bytes = len(loan.block_ids), 0
 
     def advance(self, numbers: Iterable[int], num_bytes: int) -> None:
-        """Note that the blocks that the step completes for these loans have their first `num_bytes`."""
+        """Note that the first `num_bytes` of the blocks being computed for these loans are ready."""
         with self._changed:
             for loan in filter(None, map(self._by_number.get, numbers)):
                 loan.computed_bytes = num_bytes
             self._changed.notify_all()
 
     def end_step(self, number: int) -> None:
-        """Note that the step has computed its blocks."""
+        """Note that the step has completed its blocks."""
         with self._changed:
             loan = self._by_number.get(number)
             if loan is not None:
@@ -155,12 +155,12 @@ class Loans:
             return loan is not None and loan.is_ready
 
     def was_given_back(self, number: int) -> bool:
-        """Return whether a peer has given back a loan that its owner has not ended yet."""
+        """Return whether a peer has released a loan that its owner has not ended yet."""
         with self._changed:
             return number in self._given_back
 
     def end(self, number: int, reason: str) -> None:
-        """Stop lending this; its readers fail. Nothing happens if there is no such loan."""
+        """End a loan; its readers fail. Has no effect if there is no such loan."""
         with self._changed:
             self._given_back.discard(number)
             loan = self._by_number.get(number)
@@ -168,7 +168,7 @@ class Loans:
                 self._end(loan, reason)
 
     def close(self, reason: str) -> None:
-        """Lend nothing more; end all waiting for offers."""
+        """Lend nothing more, and end all waits for offers."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -176,13 +176,13 @@ class Loans:
                 self._end(loan, reason)
 
     def take_renewed(self) -> set[str]:
-        """Return the owners of loans that a peer reads, or has asked to keep since the last call."""
+        """Return the owners of loans that peers are reading, or have renewed since the last call."""
         with self._changed:
             renewed, self._renewed = self._renewed, set()
             return renewed | {loan.owner for loan in self._loans.values() if loan.num_readers}
 
     def take_released(self) -> set[str]:
-        """Return the owners of loans that a peer has given back since the last call."""
+        """Return the owners of loans that peers have released since the last call."""
         with self._changed:
             released, self._released = self._released, set()
             return released
@@ -202,10 +202,10 @@ class Loans:
         """Begin to read the blocks of a loan from `first_block` on.
 
         Args:
-            name: of the loan.
+            name: name of the loan.
             first_block: counted in the loan.
             num_blocks: that the reader takes the loan to have.
-            digest: of the content that the reader expects of all of them.
+            digest: digest of the content that the reader expects of all of them.
             patience: seconds to wait for the loan to be offered, unless one of this name has ended.
             is_wanted: returns whether to go on waiting; it is asked now and then.
 
@@ -232,11 +232,11 @@ class Loans:
             self._changed.wait(min(left, _CHECK_INTERVAL))
 
     def _is_decided(self, name: str) -> bool:
-        """Return whether it is known that there is such a loan, or that there will be none."""
+        """Return whether it is known if such a loan exists or never will."""
         return name in self._loans or name in self._over or self._is_closed
 
     def renew(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Note that a peer wants these loans to go on; return those that do not exist, and the ready ones."""
+        """Renew loans for a peer; return those that do not exist, and the ready ones."""
         with self._changed:
             wanted = set(names)
             held = [self._loans[name] for name in sorted(wanted & self._loans.keys())]
@@ -244,7 +244,7 @@ class Loans:
             return sorted(wanted - self._loans.keys()), [loan.name for loan in held if loan.is_ready]
 
     def release(self, names: Iterable[str]) -> None:
-        """Note that a peer no longer needs these loans: they end, also those that are offered after this."""
+        """Release loans for a peer: they end, even those that are offered later."""
         with self._changed:
             for name in names:
                 loan = self._loans.get(name)
@@ -253,7 +253,7 @@ class Loans:
                 else:
                     self._released.add(loan.owner)
                     self._given_back.add(loan.number)
-                    self._end(loan, "a peer has given it back")
+                    self._end(loan, "a peer has released it")
 
     def _end(self, loan: _Loan, reason: str) -> None:
         del self._loans[loan.name], self._by_number[loan.number]
@@ -288,7 +288,7 @@ class Loans:
 
 
 class LoanReading:
-    """One reader's way through the blocks of a loan. One thread uses it, and closes it."""
+    """One reading of a loan's blocks, used and closed by one thread."""
 
     def __init__(self, loans: Loans, name: str, loan: _Loan, blocks: range) -> None:
         self.name = name
@@ -296,11 +296,11 @@ class LoanReading:
         self._loan = loan
         self._next = blocks.start  # all blocks before this one have been taken
         self._stop = blocks.stop
-        self._group_stop = blocks.start  # of blocks that have been taken in part
-        self._offset = 0  # bytes of each of these that have been taken
+        self._group_stop = blocks.start  # end of the partly taken blocks
+        self._offset = 0  # bytes taken of each of them
 
     def parts(self, deadline: float, is_wanted: Callable[[], bool]) -> Iterator[BlockPart]:
-        """Yield what is to be read, each part as soon as it is ready.
+        """Yield the parts to read, each as soon as it is ready.
 
         Args:
             deadline: on the clock.
@@ -324,7 +324,7 @@ class LoanReading:
             raise _not_lent(self.name, self._loan.ended_because)
 
     def ready_part(self) -> BlockPart | None:
-        """Take what is ready and has not been taken, if anything; the caller has the lock."""
+        """Take the next ready part, if any; the caller holds the lock."""
         loan, block_bytes = self._loan, self._loans.block_bytes
         if self._group_stop == self._next:
             self._group_stop = max(self._next, min(self._stop, loan.num_ready))

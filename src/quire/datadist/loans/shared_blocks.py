@@ -1,4 +1,4 @@
-"""The blocks of an owner's KV cache that a session shares, apart from its pool."""
+"""The blocks of an owner's KV cache that a session shares, separate from its pool."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from quire.datadist.loans.loans import Loans
 
 @dataclasses.dataclass(frozen=True)
 class SharedBlocks:
-    """Blocks that peers may read while they are lent or cached, and that this side fills with those of peers.
+    """Blocks that peers may read while lent or cached, and that this side fills from peers.
 
     Attributes:
-        memory: the owner's KV cache, one tensor; peers reach it through `loans` and `cached` only.
+        memory: the owner's KV cache, one tensor; peers only access it through `loans` and `cached`.
         block_size: tokens per block.
         spans_of: returns where some blocks are in it, or a part of each: given the blocks, the offset of the
             part in bytes, and its number of bytes.
         max_sent_blocks: blocks that are sent at a time.
         loans: what of it is lent, by name.
         cached: what of it can be read without having been lent, by content.
-        identity: returns what the KV is, in named parts; only peers with the same are linked.
+        identity: returns the identity of the KV in named parts; only peers with the same are linked.
     """
 
     memory: CacheMemory

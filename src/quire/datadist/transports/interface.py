@@ -26,31 +26,31 @@ class ChecksumError(ConnectionError):
 
 
 class Checksum:
-    """XXH3 (64 bits) of bytes, a part at a time. It finds damage; it does not protect from forgery."""
+    """XXH3 (64 bits) of bytes, added in parts. It detects damage, not forgery."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_64()
 
     def extend(self, views: list[memoryview]) -> None:
-        """Add bytes that follow those before."""
+        """Add the next bytes."""
         for view in views:
             self._state.update(view)
 
     @property
     def value(self) -> int:
-        """Of all bytes until now."""
+        """Checksum of all bytes so far."""
         return self._state.intdigest()
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkTerms:
-    """The terms of a link, as the DECODER knows them when it sets up its end of the transport.
+    """The terms of a link for the DECODER's end of the transport.
 
     Attributes:
-        link_id: of the link, unique on the PROMPT.
+        link_id: id of the link, unique on the PROMPT.
         address: that the PROMPT listens on, as the DECODER sees it.
         key: that proves further connections of the link.
-        use_checksum: compare checksums of all that is moved.
+        use_checksum: whether to verify transfers by checksums.
     """
 
     link_id: int
@@ -60,22 +60,22 @@ class LinkTerms:
 
 
 class DataEnd(ABC):
-    """An end of a link's data plane. One thread moves data; others may `shut_down`."""
+    """One end of a link's data plane. One thread moves data; others may `shut_down`."""
 
     @abstractmethod
     def shut_down(self) -> None:
-        """Make the current transfer fail soon, and every later one."""
+        """Make the current transfer fail soon, and all later ones."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the end holds; it must not be used any more."""
+        """Release resources; the end must not be used afterwards."""
 
 
 class SourceEnd(DataEnd):
-    """The PROMPT's end, which sends bytes over connections that the DECODER opens.
+    """The PROMPT's end, which sends over connections opened by the DECODER.
 
     Args:
-        num_connections: of the link, besides the control connection.
+        num_connections: number of connections of the link, besides the control connection.
     """
 
     def __init__(self, num_connections: int = 1) -> None:
@@ -90,11 +90,11 @@ class SourceEnd(DataEnd):
         """Parameters for the DECODER to set up its end."""
 
     def attach(self, stream: int, connection: socket.socket) -> bool:
-        """Take a proved connection of the link; return whether it was wanted, else the caller keeps it.
+        """Take over an authenticated connection; if this returns False, the caller keeps it.
 
         Args:
             stream: number of the connection, from 0, as the DECODER has said in its greeting.
-            connection: that has come to the listening socket; closed by this end.
+            connection: a connection accepted by the listening socket; closed by this end.
         """
         with self._changed:
             if self._has_ended or stream >= self._num_connections or stream in self._connections:
@@ -109,7 +109,7 @@ class SourceEnd(DataEnd):
         return True
 
     def _admit(self, connection: socket.socket) -> None:
-        """Prepare a connection; raise `OSError` if it must not be used."""
+        """Prepare a connection; raise `OSError` to refuse it."""
 
     def wait_until_complete(self, deadline: float) -> None:
         """Wait for the DECODER to set up its end; raise `OSError` if it does not in time."""
@@ -140,43 +140,43 @@ class SourceEnd(DataEnd):
         """Send spans of a cache.
 
         Args:
-            transfer_id: of the transfer, unique in the link; both ends have the same.
-            memory: of the cache.
+            transfer_id: id of the transfer, unique in the link; both ends have the same.
+            memory: memory of the cache.
             spans: which bytes of it, in the order in which they are moved.
-            deadline: until when the other end must have taken them.
+            deadline: until when the other end must have received them.
 
         Raises:
-            OSError: it did not take them in time, or the connection has ended.
+            OSError: it did not receive them in time, or the connection has ended.
         """
 
 
 class DestinationEnd(DataEnd):
-    """The DECODER's end, which gets bytes."""
+    """The DECODER's end, which receives bytes."""
 
     @abstractmethod
     def receive(self, transfer_id: int, memory: CacheMemory, spans: ByteSpans, deadline: float) -> None:
-        """Get as many bytes as `spans` has, and put them there in order; they are in place on return.
+        """Receive bytes into `spans`, in order; they are in place on return.
 
         Args:
-            transfer_id: of the transfer, as the other end has it.
-            memory: of the cache that gets them.
+            transfer_id: id of the transfer, as the other end has it.
+            memory: memory of the cache that gets them.
             spans: which bytes of it.
-            deadline: until when they must have come.
+            deadline: until when they must have arrived.
 
         Raises:
             ChecksumError: the checksum is wrong.
-            OSError: they did not come in time, or the connection has ended.
+            OSError: they did not arrive in time, or the connection has ended.
         """
 
     def forget_source(self) -> None:
-        """Release what is kept of the last source cache; it is not pulled again."""
+        """Release state kept for the last source cache, which is not pulled again."""
 
 
 class Transport(ABC):
-    """A kind of data plane.
+    """A transport for the data plane.
 
     Attributes:
-        name: by which both ends agree on it.
+        name: name that both ends agree on.
         listener: a listening socket of the PROMPT, whose connections are attached to their links; or None.
     """
 
@@ -208,4 +208,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the shared state of this side's ends, when all of them are closed."""
+        """Release the shared state of this side's ends, after all are closed."""

@@ -1,9 +1,9 @@
-"""The data plane over NIXL: the DECODER reads the PROMPT's memory without the PROMPT's CPU.
+"""The data plane over NIXL: the DECODER reads the PROMPT's memory without using the PROMPT's CPU.
 
-A connection of the link carries messages. For each transfer, the PROMPT says where the source is
-(`ReadSource`), the DECODER reads it and says so (`SourceRead`), and the PROMPT says that the source was held
-until then, with its checksum (`SourceHeld`). Without this answer, the data are discarded: the source may
-have been released meanwhile. The PROMPT computes the checksum while the DECODER reads.
+A connection of the link carries messages. For each transfer, the PROMPT sends the location of the source
+(`ReadSource`), the DECODER reads it and confirms (`SourceRead`), and the PROMPT confirms that the source was
+held until then, with its checksum (`SourceHeld`). Without this answer, the data is discarded, as the source
+may have been released meanwhile. The PROMPT computes the checksum while the DECODER reads.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from quire.datadist.wire.protocol import (
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 16 << 20  # read at a time, while the previous ones are checked
+READ_BYTES = 16 << 20  # read at a time, while the previous ones are verified
 OPEN_LIMIT = 10.0  # seconds for the PROMPT to open its agent
-PROGRESS_INTERVAL = 1e-3  # seconds between two chances of the PROMPT's agent to answer
+PROGRESS_INTERVAL = 1e-3  # seconds between polls of the PROMPT's agent
 
 _MAX_METADATA_BYTES = 1 << 20
 _MAX_TENSORS = 1 << 16
@@ -54,7 +54,7 @@ _MAX_ADDRESS = 2**64 - 1
 
 
 class ReadSource(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """PROMPT: read this. Spans are first byte and number of bytes, the same in each tensor.
+    """PROMPT: read these spans (first byte, number of bytes), the same in each tensor.
 
     `region` is never used again for other memory.
     """
@@ -70,13 +70,13 @@ class ReadSource(msgspec.Struct, array_like=True, tag=True, forbid_unknown_field
 
 
 class SourceRead(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """DECODER: I have read it."""
+    """DECODER: the source has been read."""
 
     transfer_id: U64
 
 
 class SourceHeld(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """PROMPT: it was there until you had."""
+    """PROMPT: the source was held until it had been read."""
 
     transfer_id: U64
     checksum: U64
@@ -86,11 +86,11 @@ _from_prompt = msgspec.msgpack.Decoder(ReadSource | SourceHeld)
 _from_decoder = msgspec.msgpack.Decoder(SourceRead)
 
 _lost: list[CacheMemory] = []
-"""Must not be given back to the system: a transfer may write to it."""
+"""Memory that must not be freed, as a transfer may write to it."""
 
 
 class NixlTransport(Transport):
-    """Transport over NIXL. As a PROMPT it has one agent; as a DECODER each link has its own."""
+    """Transport over NIXL. A PROMPT has one agent; a DECODER has one per link."""
 
     name = "nixl"
 
@@ -136,7 +136,7 @@ class NixlTransport(Transport):
 
 
 class NixlSourceEnd(SourceEnd):
-    """The PROMPT's end: announces where the source is, and holds it until it was read."""
+    """The PROMPT's end: announces the source, and holds it until it has been read."""
 
     def __init__(self, agent: NixlAgent, connection_metadata: bytes, *, use_checksum: bool) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class NixlSourceEnd(SourceEnd):
 
 
 class NixlDestinationEnd(DestinationEnd):
-    """The DECODER's end: reads, with an agent of its own, whose end is the end of all its reads."""
+    """The DECODER's end: reads with its own agent, whose end ends all its reads."""
 
     def __init__(self, agent: NixlAgent, connection: socket.socket, *, use_checksum: bool) -> None:
         self._agent = agent
@@ -225,7 +225,7 @@ class NixlDestinationEnd(DestinationEnd):
         spans: ByteSpans,
         deadline: float,
     ) -> int:
-        """Read all, and return the checksum, if it is used, of what has arrived."""
+        """Read everything, and return the checksum of the received data, if used."""
         agent = self._agent
         agent.register(memory, deadline)
         kind, device = memory_kind(memory)
@@ -257,7 +257,7 @@ class NixlDestinationEnd(DestinationEnd):
         return checksum.value
 
     def _abandon(self, memory: CacheMemory) -> None:
-        """Make sure that nothing more is written to a cache."""
+        """Ensure that nothing more is written to a cache."""
         if not self._agent.close():
             memory.is_lost = True
             _lost.append(memory)
@@ -265,7 +265,7 @@ class NixlDestinationEnd(DestinationEnd):
 
 
 def _source_spans(source: ReadSource, target: ByteSpans) -> ByteSpans:
-    """Return the spans that the PROMPT has sent, if they fit the target's."""
+    """Return the PROMPT's spans, checked against the target's."""
     if any(address > _MAX_ADDRESS - source.tensor_bytes for address in source.addresses):
         raise ProtocolError("the peer's source is not within its memory")
     return decode_source_spans(source.spans, len(source.addresses), source.tensor_bytes, target)
@@ -282,7 +282,7 @@ def _descriptors(addresses: list[int], offsets: Int64Array, lengths: Int64Array,
 
 
 def _groups(ends: Int64Array) -> list[int]:
-    """Return the last piece + 1 of each group of pieces that is read at a time."""
+    """Return the end of each group of pieces to read at a time."""
     bounds = np.arange(READ_BYTES, int(ends[-1]) + READ_BYTES, READ_BYTES)
     stops = np.minimum(np.searchsorted(ends, bounds, side="left") + 1, len(ends))
     return [int(stop) for stop in np.unique(stops)]

@@ -1,7 +1,7 @@
-"""A wrapper of a NIXL agent: each call has a deadline, and ends in a result or an error.
+"""A wrapper of a NIXL agent whose calls have deadlines, and end in a result or an error.
 
-A read that was not seen to end may write to its destination whenever its peer comes back, even after NIXL
-has released it and has forgotten the peer: only the end of the agent ends it for certain.
+A read that has not been seen to end may write to its destination whenever its peer returns, even after NIXL
+has released it and removed the peer: only the end of the agent ends it for certain.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "UCX"
 CLOSE_LIMIT = 5.0  # seconds
-GRACE = 1.0  # seconds that a call may return after the deadline which it is to keep itself
-SPIN_LIMIT = 2e-4  # seconds of asking for the state of a read before sleeping in between
+GRACE = 1.0  # seconds that a call may exceed its own deadline
+SPIN_LIMIT = 2e-4  # seconds of polling a read before sleeping between polls
 POLL_INTERVAL = 5e-5  # seconds
 
 A = TypeVarTuple("A")
@@ -48,10 +48,10 @@ Descriptors = npt.NDArray[np.uint64]
 
 @dataclasses.dataclass(frozen=True)
 class RegionMetadata:
-    """A registered cache, as a peer must know it.
+    """A registered cache, described for peers.
 
     Attributes:
-        number: of the registration, never used again by the agent.
+        number: number of the registration, never used again by the agent.
         data: what the peer's NIXL loads.
     """
 
@@ -73,10 +73,10 @@ def is_installed() -> bool:
 
 
 def open_agent(name: str) -> Any:
-    """Return a new agent of NIXL. Without NIXL's own thread, which would always be busy."""
+    """Return a new NIXL agent, without NIXL's own thread, which would always be busy."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # else it prints what it does
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # else it prints its actions
     return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[BACKEND]))
 
 
@@ -91,10 +91,10 @@ class CallFailedError(ConnectionError):
 
 
 class CallThread:
-    """Runs calls of NIXL one after another, in a thread of its own, since they may hang.
+    """Runs calls of NIXL one after another in a separate thread, since they may hang.
 
-    What NIXL raises becomes a `CallFailedError` with its text only: the exception itself would keep NIXL's
-    objects alive.
+    Errors of NIXL become `CallFailedError`s with only their text, as the exceptions would keep NIXL's objects
+    alive.
     """
 
     def __init__(self) -> None:
@@ -104,13 +104,13 @@ class CallThread:
         thread.start()
 
     def submit(self, function: Callable[[Unpack[A]], T], *arguments: *A) -> Future[T]:
-        """Queue a function for the thread; does not wait, and may be called by a finalizer."""
+        """Queue a function for the thread without waiting; may be called by a finalizer."""
         future: Future[T] = Future()
         self._jobs.put((future, function, arguments))
         return future
 
     def call(self, deadline: float, function: Callable[[Unpack[A]], T], *arguments: *A) -> T:
-        """Return what a function returns.
+        """Run a function in the thread, and return its result.
 
         Raises:
             CallFailedError: it raised or timed out, or an earlier call is still running.
@@ -121,7 +121,7 @@ class CallThread:
         return self.result(self.submit(function, *arguments), deadline)
 
     def result(self, future: Future[T], deadline: float) -> T:
-        """Return what a call that was submitted returns; raises what `call` does."""
+        """Return the result of a submitted call; raises like `call`."""
         try:
             return future.result(max(0.0, deadline - time.monotonic()))
         except FutureTimeoutError:
@@ -151,13 +151,13 @@ def _run_jobs(jobs: queue.SimpleQueue[_Job | None]) -> None:
 
 
 class NixlAgent:
-    """An agent and what belongs to it. Several threads may call it; NIXL is called by one.
+    """An agent with its registrations. Thread-safe; NIXL is called from one thread.
 
     Args:
         deadline: for opening it.
 
     Raises:
-        CallFailedError: as from every method that takes a deadline.
+        CallFailedError: as from every method with a deadline.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -190,11 +190,11 @@ class NixlAgent:
             raise CallFailedError("NIXL did not shut down")
 
     def connection(self, deadline: float) -> bytes:
-        """Return what a peer must load before any region."""
+        """Return the connection metadata that a peer loads before any region."""
         return self._thread.call(deadline, self._connection)
 
     def connect(self, peer: bytes, deadline: float) -> None:
-        """Connect to the agent whose `connection` is given."""
+        """Connect to the agent with this `connection` metadata."""
         self._thread.call(deadline, self._connect, peer)
 
     def progress(self, deadline: float) -> None:
@@ -217,24 +217,24 @@ class NixlAgent:
         return self._thread.submit(self._read, first, stop, deadline)
 
     def wait(self, read: Future[None], deadline: float) -> None:
-        """Wait until what was read is in place.
+        """Wait until the read data is in place.
 
         Raises:
-            TimeoutError: it did not come in time.
-            CallFailedError: it failed. After either, only `close` ends what is still under way.
+            TimeoutError: it did not arrive in time.
+            CallFailedError: it failed. After either, only `close` ends running reads.
         """
         self._thread.result(read, deadline + GRACE)
 
     def finish_read(self, deadline: float) -> None:
-        """Release what `prepare_read` prepared."""
+        """Release the prepared read."""
         self._thread.call(deadline, self._release_handles)
 
     def stop(self) -> None:
-        """Make a read fail soon, from any thread."""
+        """Make a read fail soon. Thread-safe."""
         self._is_stopped = True
 
     def close(self) -> bool:
-        """End the agent; return whether nothing can be read or written by it any more."""
+        """End the agent; return whether it can certainly no longer read or write."""
         self._is_stopped = True
         if self._closing is None:
             self._closing = self._thread.submit(self._close)
@@ -298,7 +298,7 @@ class NixlAgent:
         self._lists.append(self._agent.prep_xfer_dlist(self._name, remote, kinds[1], [BACKEND]))
 
     def _load(self, region: RegionMetadata) -> None:
-        """Know one region of the peer only: an earlier one may be gone, and another at its address."""
+        """Load one region of the peer only, as an earlier one may be gone, with another at its address."""
         if self._loaded == region.number:
             return
         if self._loaded is not None:
@@ -338,7 +338,7 @@ class NixlAgent:
     def _close(self) -> bool:
         if self._agent is None:
             return True
-        with contextlib.suppress(Exception):  # anything left goes with the agent
+        with contextlib.suppress(Exception):  # the rest is released with the agent
             if self._transfer is not None:
                 self._agent.release_xfer_handle(self._transfer)
         with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""The transports there are, by name."""
+"""The available transports, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.datadist.transports.tcp import TcpTransport
 logger = logging.getLogger(__name__)
 
 DEFAULT_TRANSPORTS = ("shared_memory", "tcp")
-"""Names of the transports that are used if nothing is said, the best first."""
+"""Names of the default transports, the best first."""
 
 TRANSPORT_NAMES = (*DEFAULT_TRANSPORTS, "nixl")
 
@@ -35,10 +35,10 @@ def transport_names(text: str) -> tuple[str, ...]:
 
 
 def open_transports(names: Sequence[str], *, listens: bool, num_tcp_streams: int) -> list[Transport]:
-    """Return transports, in the order of their names, but for those that cannot be used here.
+    """Return the transports with these names, in order, without those that are unusable here.
 
     Args:
-        names: of `TRANSPORT_NAMES`.
+        names: names in `TRANSPORT_NAMES`.
         listens: whether peers connect to this side.
         num_tcp_streams: maximum number of TCP connections of a link.
     """

@@ -1,11 +1,11 @@
-"""The data plane of two processes on one host: the DECODER reads the PROMPT's caches where they are.
+"""The data plane of two processes on one host: the DECODER reads the PROMPT's caches in place.
 
-A link has one more connection, over a Unix socket. On it the PROMPT sends a message for each transfer, which
-bytes of which file, and then a descriptor of the file. The DECODER maps the file to read, copies, and then
-looks whether the connection still stands: the PROMPT shuts it down before it releases a source whose transfer
-it has given up. So bytes that may have changed under the copy are never taken for the source's.
+A link has another connection, over a Unix socket. For each transfer, the PROMPT sends a message (which bytes
+of which file) and a descriptor of the file. The DECODER maps the file, copies, and then checks that the
+connection is still open: the PROMPT shuts it down before it releases the source of an abandoned transfer. So
+bytes that changed during the copy are never used.
 
-A source that is not in shared memory, as on a device, is sent on the connection itself.
+A source outside shared memory, such as on a device, is sent on the connection itself.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from quire.datadist.wire.protocol import (
     require_transfer,
 )
 
-PART_BYTES = 8 << 20  # of small pieces that are copied at a time; a link that ends is noticed between two
-MAX_PIECE_BYTES = 64 << 20  # from 40 MiB or so, memcpy does not read what it overwrites
+PART_BYTES = 8 << 20  # copied at a time; the end of the link is noticed in between
+MAX_PIECE_BYTES = 64 << 20  # from about 40 MiB, memcpy writes without reading
 MIN_THREAD_BYTES = 16 << 20  # below that, a second thread costs more than it saves
-MIN_THREAD_PIECE_BYTES = 256 << 10  # mean; for smaller pieces, two threads mostly wait for the GIL
-MAX_MAPPED = 4  # files of a link that stay mapped; their memory is not freed meanwhile
+MIN_THREAD_PIECE_BYTES = 256 << 10  # mean; with smaller pieces, two threads mostly wait for the GIL
+MAX_MAPPED = 4  # files per link that stay mapped, and so are not freed
 
 _BACKLOG = 64
 _MAX_TENSORS = 1 << 16
@@ -112,7 +112,7 @@ class SharedMemoryTransport(Transport):
 
 
 class SharedMemorySourceEnd(SourceEnd):
-    """The PROMPT's end: announces where the bytes are."""
+    """The PROMPT's end: announces the source."""
 
     def __init__(self, address: bytes) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class SharedMemorySourceEnd(SourceEnd):
 
 
 class SharedMemoryDestinationEnd(DestinationEnd):
-    """The DECODER's end: copies."""
+    """The DECODER's end: copies the source."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -202,7 +202,7 @@ class SharedMemoryDestinationEnd(DestinationEnd):
         _Copy(memory, spans, source_spans, addresses).run(self._has_ended, deadline)
 
     def _mapped_file(self, descriptor: int) -> MappedMemory:
-        """Map a file, or find it mapped: while it is, no other file can have its number."""
+        """Map a file, or return its mapping; a mapped file's inode number is not reused."""
         status = os.fstat(descriptor)
         number = status.st_dev, status.st_ino
         mapped = self._mapped.pop(number, None)
@@ -215,7 +215,7 @@ class SharedMemoryDestinationEnd(DestinationEnd):
         return mapped
 
     def _require_held(self, deadline: float) -> None:
-        """Raise unless the PROMPT has held the source until now; it does so for longer than the deadline."""
+        """Raise unless the PROMPT has held the source until now; it holds it beyond the deadline."""
         sockets.seconds_left(deadline)
         if self._has_ended.is_set() or self._channel.has_something():
             raise ConnectionError("the PROMPT has ended the link while its memory was read")
@@ -228,7 +228,7 @@ class _Copy:
         memory: what is written.
         target: where.
         source: spans of one tensor, as many bytes as `target` has; checked.
-        addresses: of the tensors of the source, in this process.
+        addresses: addresses of the tensors of the source, in this process.
     """
 
     def __init__(
@@ -256,11 +256,11 @@ class _Copy:
             if self._has_two_threads:
                 thread.start()
             work()
-        except BaseException as error:  # an interrupt, or no thread could be started
+        except BaseException as error:  # an interrupt, or a failed thread start
             self._errors.append(error)
         finally:
             if thread.ident is not None:
-                thread.join()  # nothing may be written to the cache any more
+                thread.join()  # nothing may write to the cache afterwards
         if self._errors:
             raise self._errors[0]
 

@@ -1,4 +1,4 @@
-"""Spans of a source, sent by a PROMPT to a DECODER that reads them itself."""
+"""Spans of a source, sent by a PROMPT to a DECODER that reads it directly."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def decode_source_spans(
     offsets, lengths = decode_runs(encoded)
     spans = ByteSpans(range(num_tensors), offsets, lengths)
     if (
-        bool(
-            (lengths > int(target.lengths.sum())).any()
-        )  # so that a sum that overflows is negative somewhere
+        bool((lengths > int(target.lengths.sum())).any())  # an overflowing sum becomes negative
         or bool((np.cumsum(lengths) <= 0).any())
         or num_tensors != len(target.tensors)
         or not spans.is_within(num_tensors, tensor_bytes)

@@ -1,9 +1,9 @@
 """Mutual authentication by token, before anything else is read.
 
-Both ends say who they are with a greeting of fixed size, which has a nonce. A key of the connection follows
-from the token and both greetings (HMAC-SHA256), and both prove that they have it: first the end that
-connects. So the token itself never crosses the network, and a recorded proof is of no use. Further
-connections of a link are proved with the key of its first instead of the token.
+Both ends send a greeting of fixed size, with a nonce. The connection's key is derived from the token and both
+greetings (HMAC-SHA256), and both ends prove that they have it, the connecting end first. So the token is
+never sent, and a recorded proof is useless. Other connections of a link are authenticated with the key of its
+first one instead of the token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ConnectionKind(enum.IntEnum):
 
 
 class HandshakeError(ConnectionError):
-    """The peer is no LLMDataDist of this version, or does not have the token."""
+    """The peer is not an LLMDataDist of this version, or does not have the token."""
 
 
 class Greeting(NamedTuple):
@@ -46,9 +46,9 @@ class Greeting(NamedTuple):
     Attributes:
         kind: what the connection is for; the end that listens repeats it.
         stream: of a stream, its number in the link.
-        link_id: of a stream or pushes, their link's; else 0.
+        link_id: id of a stream or pushes, their link's; else 0.
         nonce: random.
-        version: of the protocol.
+        version: version of the protocol.
     """
 
     kind: ConnectionKind
@@ -71,7 +71,7 @@ def decode_greeting(message: bytes | bytearray) -> Greeting:
     """Return a greeting of any version.
 
     Raises:
-        HandshakeError: it is none.
+        HandshakeError: it is not a greeting.
     """
     magic, version, kind, stream, link_id, nonce = _GREETING.unpack(message)
     if magic != _MAGIC or kind not in tuple(ConnectionKind):
@@ -89,7 +89,7 @@ def require_version(greeting: Greeting) -> None:
 
 
 def connection_key(secret: bytes, connecting: Greeting, listening: Greeting) -> bytes:
-    """Return the key of a connection: of the token, or of the link's key for a stream."""
+    """Derive the key of a connection from the token, or, for a stream, from the link's key."""
     return _hmac(secret, b"key" + connecting.encode() + listening.encode())
 
 
@@ -109,7 +109,7 @@ def is_proof(given: bytes | bytearray, expected: bytes) -> bool:
 
 
 def greet(connection: socket.socket, secret: bytes, greeting: Greeting, deadline: float) -> bytes:
-    """Prove both ends, as the one that connects; return the connection's key.
+    """Authenticate both ends, as the connecting one; return the connection's key.
 
     Raises:
         HandshakeError: one end could not prove that it has the token.
@@ -130,5 +130,5 @@ def greet(connection: socket.socket, secret: bytes, greeting: Greeting, deadline
 
 
 def _hmac(key: bytes, message: bytes) -> bytes:
-    """HMAC pads a short key with zeros, and so would take "a" and "a\\0" for the same."""
+    """HMAC pads short keys with zeros, which would make "a" and "a\\0" equal."""
     return hmac.digest(hashlib.sha256(key).digest(), message, "sha256")

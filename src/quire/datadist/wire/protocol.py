@@ -26,13 +26,13 @@ MAX_BLOCK_RUNS = 128 << 10  # per request: half of a frame
 MAX_LOAN_NAMES = 4096  # per message
 MAX_PREFIX_BLOCKS = 64 << 10  # per request: a quarter of a frame
 DIGEST_BYTES = 16
-FRAME_LIMIT = 10.0  # seconds that a frame may take once it has begun
+FRAME_LIMIT = 10.0  # maximum seconds from the start to the end of a frame
 
 BYTE_ORDER = sys.byteorder
-"""Part of the layout that both ends must share; what else a cache is comes with each request."""
+"""Must be equal on both ends; the rest of the layout is part of each request."""
 
 NO_IDENTITY: Mapping[str, str] = {}
-"""What KV is if neither side says."""
+"""Identity of KV that neither side describes."""
 
 _LENGTH = struct.Struct("<I")
 RUN_BYTES = 16
@@ -56,24 +56,24 @@ class ProtocolError(ConnectionError):
 
 
 class LinkDroppedError(ConnectionError):
-    """The peer has dropped the link, and said so."""
+    """The peer has announced that it drops the link."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Sent by itself, with its kind."""
+    """A top-level message, tagged with its kind."""
 
 
 class TransportOffer(msgspec.Struct, array_like=True):
-    """A transport that an end has, and what the other end must know to use it."""
+    """A transport of one end, and its parameters for the other end."""
 
     name: Text
     parameters: Parameters
 
 
 class LinkRequest(Message):
-    """DECODER: link me. `identity` describes the KV that this side can use; both must have the same.
+    """DECODER: request for a link. `identity` describes the KV and must be equal on both sides.
 
-    `block_size` is that of this side's blocks in tokens, if it reads lent ones; 0: it does not.
+    `block_size` is the size of this side's blocks in tokens, if it reads lent ones; 0: it does not.
     """
 
     prompt_cluster_id: U64
@@ -86,10 +86,10 @@ class LinkRequest(Message):
 
 
 class LinkOffer(Message):
-    """PROMPT: this is how. After `OfferDeclined`, it offers another transport, or drops the link.
+    """PROMPT: offer of a link. After `OfferDeclined`, it offers another transport, or drops the link.
 
-    `epoch` is random for each start of the PROMPT; references of another epoch are void. `block_size` is that
-    of the blocks that it lends, in tokens; 0: it lends none. `takes_pushes`: it is MIX, and can be pushed to.
+    `epoch` is random for each start of the PROMPT; references from another epoch are void. `block_size` is
+    the size of lent blocks in tokens; 0: it lends none. `takes_pushes`: it is MIX, and accepts pushes.
     """
 
     epoch: U64
@@ -101,11 +101,11 @@ class LinkOffer(Message):
 
 
 class OfferAccepted(Message):
-    """DECODER: my end of the transport stands."""
+    """DECODER: its end of the transport is set up."""
 
 
 class OfferDeclined(Message):
-    """DECODER: my end of this transport cannot be set up."""
+    """DECODER: its end of this transport cannot be set up."""
 
     reason: Text
 
@@ -125,15 +125,15 @@ class Unlink(Message):
 
 
 class Unlinked(Message):
-    """PROMPT: it is dropped."""
+    """PROMPT: the link is dropped."""
 
 
 class CheckLink(Message):
-    """DECODER: are you there?"""
+    """DECODER: liveness check."""
 
 
 class LinkChecked(Message):
-    """PROMPT: yes."""
+    """PROMPT: answer to `CheckLink`."""
 
 
 class KeySource(msgspec.Struct, array_like=True, tag=True):
@@ -176,7 +176,7 @@ class LayerRange(msgspec.Struct, array_like=True):
 
 
 class PullRequest(Message):
-    """DECODER: send this. `num_bytes` and `offset` count in each tensor; blocks have no offset."""
+    """DECODER: pull. `num_bytes` and `offset` apply to each tensor; blocks have no offset."""
 
     transfer_id: U64
     epoch: U64
@@ -204,9 +204,9 @@ class LoanRequest(Message):
 
 
 class PrefixQuery(Message):
-    """DECODER: how many of these blocks, from the first on, are cached? To be answered.
+    """DECODER: asks how many leading blocks are cached. Requires an answer.
 
-    `digests` are those of their contents, one after another.
+    `digests` are the concatenated digests of their contents.
     """
 
     digests: Digests
@@ -244,27 +244,27 @@ class PartTaken(Message):
 
 
 class LoanNews(Message):
-    """DECODER: I still wait for some loans, and give others back. To be answered."""
+    """DECODER: renews some loans, and releases others. Requires an answer."""
 
     renewed: LoanNames
     released: LoanNames
 
 
 class LoanReport(Message):
-    """PROMPT: of the loans that are waited for, which do not exist, and which can be read at once."""
+    """PROMPT: which of the renewed loans do not exist, and which are ready."""
 
     ended: LoanNames
     ready: LoanNames
 
 
 class PullAccepted(Message):
-    """PROMPT: the data follow, on the transport."""
+    """PROMPT: the data follows on the transport."""
 
     transfer_id: U64
 
 
 class PullRefused(Message):
-    """PROMPT: no data follow, or the data received must not be used; the link stays usable."""
+    """PROMPT: no data follows, or received data must not be used; the link stays usable."""
 
     transfer_id: U64
     status_code: U32
@@ -272,7 +272,7 @@ class PullRefused(Message):
 
 
 class PullCompleted(Message):
-    """DECODER: the data have arrived, whole."""
+    """DECODER: the data has arrived completely."""
 
     transfer_id: U64
 
@@ -317,7 +317,7 @@ _from_prompt = msgspec.msgpack.Decoder(FromPrompt)
 
 
 def encode_runs(starts: Int64Array, counts: Int64Array) -> bytes:
-    """Return runs of blocks as `BlocksSource` has them."""
+    """Encode runs of blocks for `BlocksSource`."""
     return np.stack([starts, counts], axis=1).astype("<i8").tobytes()
 
 
@@ -353,12 +353,12 @@ class ControlChannel(Generic[T]):
         self._sending = threading.Lock()
 
     def send(self, message: msgspec.Struct, deadline: float) -> None:
-        """Send a message; raises what `sockets.send` does."""
+        """Send a message; raises like `sockets.send`."""
         with self._sending:
             sockets.send(self._connection, _frame(message), deadline)
 
     def send_last(self, message: msgspec.Struct) -> None:
-        """Send a message if that can be done at once, and shut the connection down."""
+        """Send a message if that does not block, and shut the connection down."""
         if self._sending.acquire(blocking=False):
             with contextlib.suppress(OSError):  # the peer will notice the end of the connection
                 self._connection.send(b"".join(_frame(message)))
@@ -369,9 +369,9 @@ class ControlChannel(Generic[T]):
         """Return the next message.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: it is not a valid message.
             LinkDroppedError: the peer has dropped the link.
-            OSError: none came in time, or the connection has ended.
+            OSError: none arrived in time, or the connection has ended.
         """
         (length,) = _LENGTH.unpack(sockets.receive(self._connection, _LENGTH.size, deadline))
         if length > MAX_FRAME_BYTES:
@@ -386,24 +386,24 @@ class ControlChannel(Generic[T]):
         return message
 
     def expect(self, kind: type[M], deadline: float) -> M:
-        """Return the next message; raises what `receive` does, also if it is of another kind."""
+        """Return the next message; raises like `receive`, also if it is of another kind."""
         return expected(kind, self.receive(deadline))
 
     def receive_when_it_comes(self) -> T:
-        """Return the next message, however late it begins; raises what `receive` does."""
+        """Return the next message, waiting without limit for its start; raises like `receive`."""
         sockets.wait_until_readable(self._connection)
         return self.receive(time.monotonic() + FRAME_LIMIT)
 
     def has_something(self, seconds: float = 0.0) -> bool:
-        """Return whether a message has begun, or the connection has ended, waiting for at most `seconds`."""
+        """Return whether a message has started or the connection has ended, waiting at most `seconds`."""
         return sockets.is_readable(self._connection, seconds)
 
     def shut_down(self) -> None:
-        """End every wait of this channel."""
+        """End all waits on this channel."""
         sockets.shut_down(self._connection)
 
     def close(self) -> None:
-        """Release the descriptor; the channel must not be used any more."""
+        """Close the descriptor; the channel must not be used afterwards."""
         self._connection.close()
 
 

@@ -1,7 +1,7 @@
 """The messages of a connection for pushes; `protocol.py` says how they are framed.
 
 The PROMPT sends the data over the link's transport. A MIX that has linked to another is the PROMPT of its own
-pushes; their data travel between the messages, as a share of the TCP transport.
+pushes, whose data is sent between the messages, as a share of the TCP transport.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from quire.datadist.wire.protocol import (
 
 
 class AddressedTarget(msgspec.Struct, array_like=True, tag=True):
-    """Tensors of one registered cache, by addresses from their owner: a part of a slot, or blocks.
+    """Tensors of one registered cache, by their owner's addresses: a part of a slot, or blocks.
 
-    Addresses are compared with those of the cache, and never used.
+    Addresses are only compared with those of the cache.
     """
 
     addresses: Annotated[list[U64], msgspec.Meta(min_length=1, max_length=1 << 16)]
@@ -37,11 +37,11 @@ class AddressedTarget(msgspec.Struct, array_like=True, tag=True):
 
 
 class PushesReady(Message):
-    """PROMPT: pushes may come on this connection, which the DECODER has opened."""
+    """PROMPT: pushes may follow on this connection, which the DECODER has opened."""
 
 
 class PushRequest(Message):
-    """PROMPT: take this. `num_bytes` counts in each tensor, from the start of a slot, or in blocks."""
+    """PROMPT: push. `num_bytes` applies to each tensor, from the start of a slot, or in blocks."""
 
     transfer_id: U64
     target: SlotSource | BlocksSource | NumberedBlocksSource | AddressedTarget
@@ -53,7 +53,7 @@ class PushRequest(Message):
 
 
 class PushAccepted(Message):
-    """DECODER: I am ready for the data, on the transport."""
+    """DECODER: ready for the data on the transport."""
 
     transfer_id: U64
 
@@ -67,7 +67,7 @@ class PushRefused(Message):
 
 
 class PushCompleted(Message):
-    """DECODER: the data have arrived, whole."""
+    """DECODER: the data has arrived completely."""
 
     transfer_id: U64
 

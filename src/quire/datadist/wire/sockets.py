@@ -1,7 +1,7 @@
 """Sending and receiving within a deadline.
 
-Sockets are non-blocking, except those that `wait_in_calls` was given: the system ends their calls at the
-deadline. Deadlines are times of the monotonic clock, in seconds; None: no deadline.
+Sockets are non-blocking, except after `wait_in_calls`, where the system ends calls at the deadline. Deadlines
+are in seconds on the monotonic clock; None: no deadline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PeerClosedError(ConnectionError):
 
 
 def configure(connection: socket.socket) -> None:
-    """Set the options of every connection: non-blocking, no delay of small messages, keep-alive."""
+    """Set options for all connections: non-blocking, no delay of small messages, keep-alive."""
     connection.setblocking(False)
     if connection.family == socket.AF_UNIX:
         return
@@ -44,8 +44,8 @@ def configure(connection: socket.socket) -> None:
 def end_if_peer_vanishes(connection: socket.socket) -> None:
     """End a connection if the peer acknowledges nothing within the keep-alive timeout.
 
-    Keep-alive only probes a connection on which everything is acknowledged; what is not is repeated for a
-    quarter of an hour. Not for data: a peer that is alive but takes nothing for so long loses its connection.
+    Keep-alive only probes a connection without unacknowledged data, which is otherwise resent for a quarter
+    of an hour. Not for data connections: a live peer that reads nothing for that long loses its connection.
     """
     if connection.family != socket.AF_UNIX:
         seconds = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
@@ -53,7 +53,7 @@ def end_if_peer_vanishes(connection: socket.socket) -> None:
 
 
 def wait_in_calls(connection: socket.socket) -> None:
-    """Make send and receive calls block, so that each moves much data; otherwise they return at once."""
+    """Make send and receive calls block, so that each moves much data."""
     connection.setblocking(True)
 
 
@@ -85,7 +85,7 @@ def send(connection: socket.socket, parts: Iterable[bytes | memoryview], deadlin
     """Send parts one after another, without joining them.
 
     Raises:
-        TimeoutError: the peer did not take them in time.
+        TimeoutError: the peer did not receive them in time.
         OSError: the connection has ended.
     """
     left = deque(memoryview(part) for part in parts if len(part))
@@ -103,7 +103,7 @@ def receive_into(connection: socket.socket, parts: Iterable[memoryview], deadlin
     """Fill parts one after another.
 
     Raises:
-        TimeoutError: they did not come in time.
+        TimeoutError: they did not arrive in time.
         PeerClosedError: the peer has closed the connection.
         OSError: the connection has ended.
     """
@@ -125,19 +125,19 @@ def receive_into(connection: socket.socket, parts: Iterable[memoryview], deadlin
 
 
 def receive(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytearray:
-    """Return exactly `num_bytes` bytes; raises what `receive_into` does."""
+    """Return exactly `num_bytes` bytes; raises like `receive_into`."""
     data = bytearray(num_bytes)
     receive_into(connection, [memoryview(data)], deadline)
     return data
 
 
 def is_readable(connection: socket.socket, seconds: float = 0.0) -> bool:
-    """Return whether something has come, or the connection has ended, waiting for at most `seconds`."""
+    """Return whether data has arrived or the connection has ended, waiting at most `seconds`."""
     return _poll(connection, select.POLLIN, seconds)
 
 
 def wait_until_readable(connection: socket.socket) -> None:
-    """Wait until something has come, or the connection has ended."""
+    """Wait until data has arrived or the connection has ended."""
     _wait(connection, select.POLLIN, None)
 
 
@@ -147,8 +147,8 @@ def wait_until_writable(connection: socket.socket, deadline: float) -> None:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """End every wait for the connection, at both ends."""
-    with contextlib.suppress(OSError):  # it has ended already
+    """Shut the connection down, which ends all waits at both ends."""
+    with contextlib.suppress(OSError):  # it has already ended
         connection.shutdown(socket.SHUT_RDWR)
 
 

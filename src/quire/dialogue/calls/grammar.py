@@ -25,7 +25,7 @@ def structure_of_answer(
 
     Args:
         call_format: in which the model calls tools.
-        use: of tools by the answer.
+        use: use of tools by the answer.
         token_id_of: the id of the token that was added to the model's vocabulary as a text, if any.
         content: what the answer must be if it calls no tools; None: any text.
 

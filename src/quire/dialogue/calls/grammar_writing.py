@@ -59,7 +59,7 @@ class GrammarWriter:
         """Return an expression for a JSON value that is valid against a schema.
 
         Args:
-            schema: of the value.
+            schema: schema of the value.
             root: the schema that it is part of, to which its references refer.
         """
         bare = _without_annotations(schema)

@@ -26,13 +26,13 @@ class MarkedCallFormat(ToolCallFormat):
     """How a model's answer calls tools between marks.
 
     Args:
-        notation: of the calls between the marks.
+        notation: notation of the calls between the marks.
         openings: marks, each of which begins calls.
         closings: marks that may end them.
         ignored: marks around all calls, which say nothing.
         start: first characters of answers that are calls without a mark; "" if there are none such. JSON and
             lists are answers, too, so only calls of tools that the request has count.
-        layout: of the calls that a grammar enforces.
+        layout: layout of the calls that a grammar enforces.
         token_layout: the layout instead of it for a model whose vocabulary has `token_layout_mark`.
         token_layout_mark: a mark of the notation.
     """

@@ -216,7 +216,7 @@ def _types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a schema allows, as far as it names them; "string" if it names none.
 
     Args:
-        schema: of a value.
+        schema: schema of a value.
         root: the schema that it is part of, to which its references refer.
     """
     types: set[str] = set()

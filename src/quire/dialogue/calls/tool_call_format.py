@@ -53,8 +53,8 @@ class ToolCallFormat(abc.ABC):
         """Return the expression for an answer that calls tools as `use` says, with valid arguments.
 
         Args:
-            writer: of the grammar.
-            use: of tools by the answer.
+            writer: writer of the grammar.
+            use: use of tools by the answer.
             content: the expression for an answer that calls none; None: any text.
 
         Raises:

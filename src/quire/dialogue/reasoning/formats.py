@@ -120,7 +120,7 @@ def expected_reasoning(
     Templates put empty reasoning into the prompt for a model that is not to reason.
 
     Args:
-        reasoning_format: of the model.
+        reasoning_format: reasoning format of the model.
         prompt: text that the template has written.
         continued: the beginning of the answer, if that is at the end of the prompt.
     """

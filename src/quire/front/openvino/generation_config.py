@@ -18,7 +18,7 @@ from quire.sampling_params import MAX_BEAM_WIDTH, SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
 UNSET = 2**64 - 1
-"""What OpenVINO GenAI has for no limit."""
+"""OpenVINO GenAI's value for "no limit"."""
 
 _OF_SAMPLING = ("temperature", "top_p", "min_p")
 _STOP_CRITERIA_BY_EARLY_STOPPING: dict[bool | str, str] = {True: "early", False: "heuristic"}
@@ -70,8 +70,8 @@ class GenerationConfig(SettableConfig):
     """Generation parameters, set as keyword arguments or attributes; None stands for the default.
 
     `max_new_tokens` takes precedence over `max_length`. Without `do_sample`, decoding is greedy, or a beam
-    search if `num_beams` is above 1, and what sampling would need has no effect. What OpenVINO GenAI has
-    besides can be set to its default only.
+    search if `num_beams` is above 1, and sampling parameters have no effect. Other fields of OpenVINO GenAI
+    can only be set to their defaults.
 
     Args:
         json_path: file to take values from first, such as a model's `generation_config.json`.
@@ -140,7 +140,7 @@ class GenerationConfig(SettableConfig):
         help="When beam search ends; see `SamplingParams.stop_criteria`.",
     )
     no_repeat_ngram_size: NonNegativeInt = knob(
-        default=UNSET, unit="tokens", help="Not supported, but as 0 or 2^64 - 1: no limit."
+        default=UNSET, unit="tokens", help="Not supported: only 0 or 2^64 - 1 (no limit)."
     )
     logprobs: int = stands_for(
         SamplingParams,
@@ -151,8 +151,7 @@ class GenerationConfig(SettableConfig):
     echo: bool = knob(default=False, help="Prepend the prompt to the output.")
     apply_chat_template: bool = knob(
         default=True,
-        help="Make a text that `generate` is given the user's turn of a conversation, if the model has a "
-        "chat template.",
+        help="Apply the model's chat template, if it has one, to a text prompt as the user's message.",
     )
     structured_output_config: StructuredOutputConfig | None = knob(
         default=None, help="Grammar that constrains the output."
@@ -160,8 +159,8 @@ class GenerationConfig(SettableConfig):
     num_assistant_tokens: NonNegativeInt | None = knob(
         default=None,
         unit="tokens",
-        help="Above 0: let drafts speed the request up, which needs a pipeline with prompt_lookup; the "
-        "output is the same. Their length is the pipeline's.",
+        help="Above 0: use draft tokens for this request, which needs a pipeline with prompt_lookup and does "
+        "not change the output. The pipeline sets their number.",
     )
     max_ngram_size: NonNegativeInt = knob(
         default=0, unit="tokens", help="Above 0, with num_assistant_tokens: drafts come from the prompt."
@@ -183,12 +182,12 @@ class GenerationConfig(SettableConfig):
         elif name == "stop_strings" and isinstance(value, str):
             value = frozenset((value,))
         elif name in ("stop_strings", "stop_token_ids") and isinstance(value, list | tuple | set):
-            with contextlib.suppress(TypeError):  # what cannot be in a set is refused later
+            with contextlib.suppress(TypeError):  # unhashable values are refused later
                 value = frozenset(value)
         SettableConfig.__setattr__(self, name, value)  # the class has slots: no super()
 
     def update_generation_config(self, **values: Any) -> None:
-        """Set several fields; `eos_token_id` as by `set_eos_token_id`.
+        """Set several fields, `eos_token_id` as `set_eos_token_id` does.
 
         Raises:
             ConfigError: there is no field of that name, or it is not supported.
@@ -199,7 +198,7 @@ class GenerationConfig(SettableConfig):
             self.set_eos_token_id(self.eos_token_id)
 
     def set_eos_token_id(self, eos_token_id: int) -> None:
-        """Set the end-of-sequence token, which is then one of the stop tokens too."""
+        """Set the end-of-sequence token, and add it to the stop tokens."""
         self.eos_token_id = eos_token_id
         self.stop_token_ids = self.stop_token_ids | {eos_token_id}
 
@@ -220,11 +219,11 @@ class GenerationConfig(SettableConfig):
         return bool(self.num_assistant_tokens)
 
     def is_prompt_lookup(self) -> bool:
-        """Whether drafts out of the prompt are asked for."""
+        """Whether drafts from the prompt are asked for."""
         return self.is_assisting_generation() and self.max_ngram_size > 0
 
     def is_tree_search(self) -> bool:
-        """Whether drafts branch; they never do here."""
+        """Whether drafts branch: always False."""
         return False
 
     def validate(self) -> Self:
@@ -264,8 +263,8 @@ class GenerationConfig(SettableConfig):
         """Return the equivalent `SamplingParams`.
 
         Args:
-            max_tokens: most tokens of output; `UNSET`: as many as fit.
-            model_eos_token_ids: that end a sequence unless `eos_token_id` is another.
+            max_tokens: maximum number of output tokens; `UNSET`: as many as fit.
+            model_eos_token_ids: ids that end a sequence unless `eos_token_id` is set to another.
 
         Raises:
             ConfigError: fields contradict each other.
@@ -305,7 +304,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Generatio
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the fields that a `generation_config.json` has; it may have others.
+    """Return the known fields of a `generation_config.json`; others are ignored.
 
     Raises:
         ModelError: it cannot be read.

@@ -1,4 +1,4 @@
-"""`GenerationHandle`, which `ContinuousBatchingPipeline.add_request` returns: read or end a request."""
+"""`GenerationHandle`: reads or ends a request of `ContinuousBatchingPipeline.add_request`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class GenerationHandle:
     """A request of the pipeline. Only `ContinuousBatchingPipeline.step` advances it; reading does not.
 
     Args:
-        state: of the request.
+        state: state of the request.
         end: aborts the request.
         echoed_token_ids: prepended to each completion.
-        load_time: of the model, in seconds.
+        load_time: load time of the model, in seconds.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GenerationHandle:
         return [self._output(completion, 0) for completion in self._completions()]
 
     def get_perf_metrics(self) -> PerfMetrics:
-        """Return times and numbers of tokens, as far as they are known: most once the request has ended."""
+        """Return the times and token counts known so far; most are known once the request has ended."""
         snapshot = self._state.snapshot()
         return PerfMetrics.of(
             snapshot.metrics, load_time=self._load_time, num_input_tokens=len(snapshot.prompt_token_ids)
@@ -131,7 +131,7 @@ def status_of(reasons: Sequence[FinishReason | None]) -> GenerationStatus:
 
 
 def score_of(completion: CompletionState | CompletionOutput, length_penalty: float) -> float:
-    """Return the sum of log-probabilities / length ^ `length_penalty`, which is 0 without beam search."""
+    """Return the sum of log-probabilities / length ^ `length_penalty` (0 without beam search)."""
     total = completion.cumulative_logprob or 0.0
     score: float = total / max(len(completion.token_ids), 1) ** length_penalty
     return score

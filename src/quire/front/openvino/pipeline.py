@@ -1,4 +1,4 @@
-"""`ContinuousBatchingPipeline`: OpenVINO GenAI's pipeline, which the caller advances step by step."""
+"""`ContinuousBatchingPipeline`: OpenVINO GenAI's pipeline, advanced by the caller step by step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 DEVICES = ("CPU",)
 
 Inputs = TextOrTokenIds | ChatHistory | Sequence[Mapping[str, Any]]
-"""A text, token ids (a tensor of them, too), or a conversation."""
+"""A text, token ids (also as a tensor), or a conversation."""
 
 _ALWAYS_EMPTY = ("tokenizer_properties", "vision_encoder_properties")
 _MAX_MEASURED_STEPS = 1000  # of which `avg_cache_usage` is the mean
@@ -55,15 +55,15 @@ _MAX_MEASURED_STEPS = 1000  # of which `avg_cache_usage` is the mean
 class ContinuousBatchingPipeline:
     """A model and its engine in this process; `step` advances all requests.
 
-    Calls from several threads run one after the other, of `generate` one batch after the other.
+    Calls from several threads run one at a time, those of `generate` one batch at a time.
 
     Args:
         models_path: "mini", a local directory, a GGUF file, or a name on the Hugging Face hub.
         scheduler_config: scheduling, and the size of the KV cache.
         device: "CPU".
-        properties: other fields of `EngineConfig`, by name; and `prompt_lookup`, whether drafts out of the
-            prompt speed requests up (`SpeculationConfig`'s method ngram).
-        more_properties: further ones, as keywords.
+        properties: other fields of `EngineConfig`, by name; and `prompt_lookup`, whether to draft tokens from
+            the prompt (`SpeculationConfig`'s method ngram).
+        more_properties: more of these, as keyword arguments.
 
     Raises:
         ConfigError: the device or a property is unknown, or a value is invalid.
@@ -111,11 +111,11 @@ class ContinuousBatchingPipeline:
         generation_config: GenerationConfig | None = None,
         **named: Any,
     ) -> GenerationHandle:
-        """Queue a request. A text is taken as it is: the chat template is not applied.
+        """Queue a request, without applying the chat template to a text.
 
         Args:
             request_id: unique among unfinished requests.
-            prompt: text, or token ids; `input_ids` is another name of it.
+            prompt: text, or token ids; also accepted as `input_ids`.
             generation_config: None: the defaults.
             named: `input_ids`, in place of `prompt`.
 
@@ -141,7 +141,7 @@ class ContinuousBatchingPipeline:
     def step(self) -> None:
         """Run one step of the engine. Ctrl-C takes effect after the step."""
         live_requests = self._session.requests
-        # An output that does not reach its handle would be lost.
+        # Interrupted, an output might not reach its handle.
         with self._session.turn, deferred_interrupt():
             live_requests.receive(0)
             live_requests.receive(None)
@@ -161,14 +161,14 @@ class ContinuousBatchingPipeline:
     ) -> list[GenerationResult]:
         """Complete prompts and return their results in the same order.
 
-        A text is the user's turn of a conversation if the model has a chat template, unless its
-        `apply_chat_template` is off. Between `start_chat` and `finish_chat`, it is the user's next turn, and
-        is added to the conversation with its answer. A request that fails by itself has finish reason
-        "error". Ctrl-C or any other exception aborts all requests; the pipeline stays usable.
+        If the model has a chat template, a text is the user's message, unless `apply_chat_template` is off.
+        Between `start_chat` and `finish_chat`, it is the user's next message, and is added to the
+        conversation with its answer. A request that fails by itself has finish reason "error". Ctrl-C or any
+        other exception aborts all requests; the pipeline stays usable.
 
         Args:
             prompts: one or several; each is text, token ids, or a conversation: a `ChatHistory` or a list of
-                messages. `prompt`, `input_ids` and `histories` are other names of it.
+                messages. Also accepted as `prompt`, `input_ids` or `histories`.
             generation_config: for all prompts, or one for each; None: the defaults.
             streamer: gets the output while it is generated, see `Streamer`; only for one prompt with one
                 completion, without beam search.
@@ -208,7 +208,7 @@ class ContinuousBatchingPipeline:
         return Tokenizer(self._session.tokenizer)
 
     def get_config(self) -> GenerationConfig:
-        """Return the model's own generation parameters: of its `generation_config.json` and its tokenizer.
+        """Return the model's own generation parameters, from `generation_config.json` and the tokenizer.
 
         Raises:
             ModelError: the file cannot be read.
@@ -264,7 +264,7 @@ class ContinuousBatchingPipeline:
         return list(itertools.islice(unused, count))
 
     def _conversation_of(self, given: Any, config: GenerationConfig) -> Any:
-        """Return the conversation that a text is the last turn of; anything else as it is."""
+        """Return the conversation that ends with a text; anything else unchanged."""
         if isinstance(given, ChatHistory) and not (given and config.apply_chat_template):
             problem = "it needs the chat template, but apply_chat_template is off" if given else "it is empty"
             raise InvalidRequestError(f"a conversation cannot be completed: {problem}", param="prompts")
@@ -306,7 +306,7 @@ class ContinuousBatchingPipeline:
         return inputs.process(token_ids, params, prompt_text=processed.prompt, **identity)
 
     def _check_drafts(self, config: GenerationConfig) -> None:
-        """Refuse drafts that the pipeline does not make; warn of others than it makes."""
+        """Refuse drafts without prompt_lookup; warn if the pipeline's drafts differ from those asked for."""
         if not config.is_assisting_generation():
             return
         made = self._speculation
@@ -319,9 +319,9 @@ class ContinuousBatchingPipeline:
         if lengths != (made.num_speculative_tokens, made.ngram_max) and not self._warned_of_draft_lengths:
             self._warned_of_draft_lengths = True
             logger.warning(
-                "num_assistant_tokens is %s and max_ngram_size %s, but all requests of this pipeline have "
-                "drafts of up to %s tokens out of n-grams of up to %s; the output is the same. To change "
-                "them, build it with the property speculation=SpeculationConfig(...)",
+                "num_assistant_tokens is %s and max_ngram_size %s, but all requests of this pipeline use "
+                "drafts of up to %s tokens from n-grams of up to %s; the output is the same. To change "
+                "that, build it with the property speculation=SpeculationConfig(...)",
                 config.num_assistant_tokens,
                 config.max_ngram_size,
                 made.num_speculative_tokens,
@@ -397,7 +397,7 @@ class ContinuousBatchingPipeline:
 
 
 def _engine_fields(properties: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `EngineConfig` that the pipeline's properties stand for.
+    """Return the fields of `EngineConfig` that the pipeline's properties set.
 
     Raises:
         ConfigError: one is unknown, or has its own argument.
@@ -418,7 +418,7 @@ def _engine_fields(properties: Mapping[str, Any], more: Mapping[str, Any]) -> di
 
 
 def _given(value: Any, named: Mapping[str, Any], other_names: Sequence[str]) -> Any:
-    """Return an argument that may have been given by one of its other names.
+    """Return an argument that may have been given by another name.
 
     Raises:
         InvalidRequestError: it was given twice or not at all, or there is no argument of a name.
@@ -441,7 +441,7 @@ def _given(value: Any, named: Mapping[str, Any], other_names: Sequence[str]) -> 
 
 
 def _inputs_of(given: Any) -> list[Any]:
-    """Return prompts, each a text, token ids or a `ChatHistory`, of what the caller gives.
+    """Return the caller's prompts as a list, each a text, token ids or a `ChatHistory`.
 
     Raises:
         InvalidRequestError: it is none of these.
@@ -453,7 +453,7 @@ def _inputs_of(given: Any) -> list[Any]:
 
 
 def _input_of(given: Any) -> Any:
-    """Return a conversation as a `ChatHistory`, and a tensor [n] or [1, n] as a list; others as they are."""
+    """Return a conversation as a `ChatHistory`, a tensor [n] or [1, n] as a list, others unchanged."""
     if isinstance(given, list | tuple) and given and isinstance(given[0], Mapping) and "role" in given[0]:
         return ChatHistory(given)
     tensor: Any = given if hasattr(given, "tolist") else getattr(given, "data", None)

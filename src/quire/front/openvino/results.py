@@ -13,7 +13,7 @@ from quire.status import FinishReason
 
 
 class Named(Choice):
-    """A choice that shows as its name, such as GenerationStatus.STOP."""
+    """A choice whose text is its name, such as GenerationStatus.STOP."""
 
     __str__ = enum.Enum.__str__
 
@@ -39,7 +39,7 @@ class GenerationFinishReason(Named):
 
     @classmethod
     def of(cls, reason: FinishReason | None) -> GenerationFinishReason:
-        """Return what the engine's reason is called here; None: there is none yet."""
+        """Convert the engine's reason; None: there is none yet."""
         if reason is None:
             return cls.NONE
         return cls.STOP if reason is FinishReason.ABORT else cls(reason.value)
@@ -67,7 +67,7 @@ class SummaryStats(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class RawPerfMetrics:
-    """What was measured of each request, in microseconds; empty: it is not measured.
+    """Measurements of each request, in microseconds; an empty list is not measured.
 
     `tokenization_durations` include the chat template. `m_durations` are times per token after the first,
     and `m_batch_sizes` numbers of generated tokens.
@@ -89,13 +89,13 @@ class RawPerfMetrics:
 
 @dataclasses.dataclass(slots=True)
 class PerfMetrics:
-    """Times and numbers of tokens of a request; of several if they are added up.
+    """Times and token counts of one request, or of several added up.
 
     The getters return milliseconds (per token: tpot, ipot), means with standard deviations over the requests.
 
     Attributes:
-        load_time: of the model, in milliseconds.
-        num_input_tokens: of the prompts.
+        load_time: load time of the model, in milliseconds.
+        num_input_tokens: number of tokens of the prompts.
         raw_metrics: the measurements.
     """
 
@@ -115,9 +115,9 @@ class PerfMetrics:
         """Return those of one request.
 
         Args:
-            metrics: of the request; None: it runs.
-            load_time: of the model, in seconds.
-            num_input_tokens: of the prompt.
+            metrics: metrics of the request; None: it runs.
+            load_time: load time of the model, in seconds.
+            num_input_tokens: number of tokens of the prompt.
             tokenization_time: in seconds; None: it was not measured.
         """
         raw = RawPerfMetrics()
@@ -180,11 +180,11 @@ class PerfMetrics:
         return _milliseconds(self.raw_metrics.sampling_durations)
 
     def get_tokenization_duration(self) -> MeanStdPair:
-        """Return the time to make tokens of a prompt, chat template included."""
+        """Return the time to tokenize a prompt, including the chat template."""
         return _milliseconds(self.raw_metrics.tokenization_durations)
 
     def get_detokenization_duration(self) -> MeanStdPair:
-        """Return the time to make text of tokens; it is not measured."""
+        """Return the time to detokenize; it is not measured."""
         return _milliseconds(self.raw_metrics.detokenization_durations)
 
     def get_chat_template_duration(self) -> MeanStdPair:
@@ -192,7 +192,7 @@ class PerfMetrics:
         return _milliseconds(self.raw_metrics.chat_template_durations)
 
     def get_grammar_compiler_init_times(self) -> dict[str, float]:
-        """Return the time that each grammar compiler took to begin; it is not measured."""
+        """Return the start time of each grammar compiler; it is not measured."""
         return {}
 
     def get_grammar_compile_time(self) -> SummaryStats:
@@ -212,9 +212,9 @@ def _milliseconds(durations: list[float]) -> MeanStdPair:
 class GenerationOutput:
     """Generated tokens of one completion.
 
-    `generated_log_probs` is empty unless `GenerationConfig.logprobs` is set. `score` is the sum of those of
-    all tokens so far, in nats; of a hypothesis of a beam search, it is divided by length ^ `length_penalty`,
-    and known in any case.
+    `generated_log_probs` is empty unless `GenerationConfig.logprobs` is set. `score` is the sum of the
+    log-probabilities of all tokens so far, in nats. Hypotheses of a beam search always have one, divided by
+    length ^ `length_penalty`.
     """
 
     generated_ids: list[int]
@@ -258,7 +258,7 @@ class GenerationResult:
 
     @property
     def m_generation_ids(self) -> list[Any]:
-        """Texts of the completions, whatever the name says."""
+        """Texts of the completions, despite the name."""
         return self.texts
 
     @m_generation_ids.setter
@@ -290,7 +290,7 @@ class EncodedGenerationResult(GenerationResult):
 class PipelineMetrics:
     """State of the pipeline after the last step; cache usage is in percent of the KV blocks.
 
-    `avg_cache_usage` is the mean of the last 1,000 steps; `la_peak_pool_blocks`, of models with linear
+    `avg_cache_usage` is the mean of the last 1,000 steps; `la_peak_pool_blocks`, for models with linear
     attention, is 0.
     """
 
@@ -304,5 +304,5 @@ class PipelineMetrics:
 
     @property
     def kv_cache_size_in_bytes(self) -> int:
-        """Another name of `cache_size_in_bytes`."""
+        """Alias of `cache_size_in_bytes`."""
         return self.cache_size_in_bytes

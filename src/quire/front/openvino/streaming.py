@@ -1,4 +1,4 @@
-"""Streamers, which get the output of `ContinuousBatchingPipeline.generate` while it is generated."""
+"""Streamers: receive the output of `ContinuousBatchingPipeline.generate` as it is generated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StreamerBase:
     """Base of streamers that take tokens: `write` gets a list of new ones after each step."""
 
     def write(self, token: int | list[int]) -> StreamingStatus | bool | None:
-        """Take new tokens, and say whether to go on; by default each is given to `put`, the older name."""
+        """Take new tokens, and return whether to go on; by default calls `put`, the older name, for each."""
         tokens = token if isinstance(token, list) else [token]
         return StreamingStatus.STOP if any(map(self.put, tokens)) else StreamingStatus.RUNNING
 
@@ -32,15 +32,15 @@ class StreamerBase:
         raise NotImplementedError(f"{type(self).__name__} has neither write nor put")
 
     def end(self) -> None:
-        """Take note that nothing more comes; by default nothing is done."""
+        """Called after the last tokens; does nothing by default."""
 
 
 class TextStreamer(StreamerBase):
-    """Gives text to a function as soon as its characters are whole.
+    """Passes text to a function as soon as its characters are complete.
 
     Args:
         tokenizer: with `decode`, which turns token ids into text.
-        callback: called with new text; its answer says whether to go on.
+        callback: called with new text; returns whether to go on.
     """
 
     def __init__(self, tokenizer: Any, callback: Callable[[str], Any]) -> None:
@@ -50,13 +50,13 @@ class TextStreamer(StreamerBase):
         self._num_shown = 0
 
     def write(self, token: int | list[int]) -> StreamingStatus:
-        """Show the text that the tokens end; see `StreamingStatus` for the answer."""
+        """Pass on the text that the tokens complete; returns the callback's status."""
         self._token_ids += token if isinstance(token, list) else [token]
         text = self._tokenizer.decode(self._token_ids)
         return StreamingStatus.RUNNING if text.endswith("\ufffd") else self._show(text)
 
     def end(self) -> None:
-        """Show what is left, and forget the tokens."""
+        """Pass on the remaining text, and forget the tokens."""
         self._show(self._tokenizer.decode(self._token_ids))
         self._token_ids, self._num_shown = [], 0
 
@@ -71,16 +71,16 @@ any other true value, generation ends."""
 
 
 class Stream:
-    """Gives a streamer what is new of a completion.
+    """Passes the new output of a completion to a streamer.
 
     Args:
-        streamer: until it asks for an end; None: none.
+        streamer: gets the output until it asks to stop; None: no streamer.
 
     Attributes:
-        status: what it has asked for.
+        status: what the streamer has asked for.
 
     Raises:
-        InvalidRequestError: it is no streamer.
+        InvalidRequestError: it is not a streamer.
     """
 
     def __init__(self, streamer: Streamer | None) -> None:
@@ -94,7 +94,7 @@ class Stream:
         self.status = StreamingStatus.RUNNING
 
     def push(self, completion: CompletionState) -> bool:
-        """Give what is new; return whether the streamer has asked for an end just now."""
+        """Pass on new output; return whether the streamer has just asked to stop."""
         if self._streamer is None or self.status is not StreamingStatus.RUNNING:
             return False
         takes_tokens = isinstance(self._streamer, StreamerBase)
@@ -105,7 +105,7 @@ class Stream:
         return self.status is not StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """Say that nothing more comes."""
+        """Tell the streamer that the output is complete."""
         if isinstance(self._streamer, StreamerBase):
             self._streamer.end()
 
@@ -117,7 +117,7 @@ class Stream:
 
 
 def status_of_answer(answer: Any) -> StreamingStatus:
-    """Return what a streamer's answer asks for."""
+    """Convert a streamer's return value to a status."""
     if isinstance(answer, StreamingStatus):
         return answer
     if type(answer) is int and answer in range(len(StreamingStatus)):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TokenIds(list[int]):
-    """Token ids of a text, and as OpenVINO GenAI has them: arrays [1, tokens]."""
+    """Token ids of a text, also as OpenVINO GenAI's arrays [1, tokens]."""
 
     @property
     def input_ids(self) -> npt.NDArray[np.int64]:
@@ -33,7 +33,7 @@ class Tokenizer:
     """Turns texts and conversations into tokens and back.
 
     Args:
-        tokenizer: of the model; what it has besides is had here, too.
+        tokenizer: the model's tokenizer, whose other attributes are available here, too.
     """
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
@@ -44,14 +44,14 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The jinja2 text of the model's chat template; empty: it has none."""
+        """The model's chat template, as jinja2 text; empty: it has none."""
         return self._tokenizer.chat_template_source or ""
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> TokenIds:
-        """Return the tokens of a text; with `add_special_tokens`, those that the model wants around it.
+        """Return the tokens of a text, with `add_special_tokens` including the model's special tokens.
 
         Raises:
-            InvalidRequestError: it is no text.
+            InvalidRequestError: it is not a text.
         """
         if not isinstance(prompt, str):
             raise InvalidRequestError(f"encode takes one text, not {type(prompt).__name__}", param="prompt")
@@ -73,15 +73,15 @@ class Tokenizer:
         extra_context: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> str:
-        """Return a conversation as the text that the model was trained on.
+        """Render a conversation with the model's chat template.
 
         Args:
             history: the conversation.
             add_generation_prompt: whether the text ends where the next message begins.
-            chat_template: empty; the model's own is used.
-            tools: that the model may call; None: those of `history`.
+            chat_template: must be empty; the model's own is used.
+            tools: tools that the model may call; None: those of `history`.
             extra_context: variables for the template; None: those of `history`.
-            options: further ones of the model's tokenizer.
+            options: more options of the model's tokenizer.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or another is given.
@@ -124,7 +124,7 @@ class Tokenizer:
         return self._id_of("eos_token")
 
     def get_pad_token(self) -> str:
-        """Return the text of the token that fills a batch; empty: there is none."""
+        """Return the text of the padding token; empty: there is none."""
         return self._tokenizer.special_tokens.get("pad_token", "")
 
     def get_pad_token_id(self) -> int:

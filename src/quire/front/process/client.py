@@ -47,10 +47,10 @@ MAX_RECEIVED = 64
 """Maximum number of messages decoded at once."""
 
 MAX_RECEIVED_BYTES = 2**18
-"""Bytes of messages that are decoded at once, the last of them not counted."""
+"""Bytes of messages decoded at once, not counting the last one."""
 
 SHUTDOWN_TIMEOUT = 5.0
-"""Seconds after which an engine process that has been told to end is killed."""
+"""Seconds before an engine process that was asked to end is killed."""
 
 
 class EngineProcess:
@@ -59,17 +59,17 @@ class EngineProcess:
     The engine begins no step while this process is behind: see `OutputWindow`. Not thread-safe.
 
     Args:
-        config: of the engine.
+        config: configuration of the engine.
         model_path: directory of the model that `config.model` names.
-        num_blocks_before: KV blocks of the engine that this one replaces; 0: it replaces none.
-        standby: a process that becomes the engine; None: one is started.
+        num_blocks_before: number of KV blocks of the engine that this one replaces; 0: it replaces none.
+        standby: a process that becomes the engine; None: start one.
 
     Attributes:
-        has_more: whether more messages may be there already than `receive` has returned.
+        has_more: whether more messages may have arrived than `receive` has returned.
         acknowledged_at: when, on the monotonic clock, messages were acknowledged last.
 
     Raises:
-        ConfigError: the directory for temporary files cannot have the sockets.
+        ConfigError: no sockets can be made in the directory for temporary files.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EngineProcess:
         num_blocks_before: int = 0,
         standby: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        # Before the process is started: this rejects what cannot be sent to it.
+        # Before the process is started: raises if the configuration cannot be sent.
         start = encode_start(
             EngineStart(
                 config=config,
@@ -137,8 +137,8 @@ class EngineProcess:
     def receive(self, timeout: float | None) -> list[FromEngine]:
         """Return messages that have arrived, waiting at most `timeout` seconds for the first.
 
-        All that were returned before count as processed. At most `MAX_RECEIVED` are returned, or so many
-        that they have `MAX_RECEIVED_BYTES`; then `has_more` is set.
+        Messages returned by the call before count as processed. `has_more` is set if `MAX_RECEIVED` or
+        `MAX_RECEIVED_BYTES` cut the result short.
 
         Args:
             timeout: None: wait indefinitely.
@@ -171,7 +171,7 @@ class EngineProcess:
         self._process.send_signal(STACKS_SIGNAL)
 
     def kill(self) -> None:
-        """End the process at once; `receive` tells when it has ended."""
+        """Kill the process; `receive` reports its end."""
         kill_group(self._process)
 
     def close(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
@@ -190,8 +190,8 @@ class EngineProcess:
             self._output.bind(output_address(self._directory))
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"no sockets can be made in {self._directory}: {os.strerror(error.errno or 0)}; let TMPDIR "
-                "name another directory"
+                f"no sockets can be made in {self._directory}: {os.strerror(error.errno or 0)}; set TMPDIR "
+                "to another directory"
             ) from error
 
     def _write(self, line: bytes) -> None:
@@ -201,7 +201,7 @@ class EngineProcess:
             self._process.stdin.flush()
 
     def _acknowledge(self) -> None:
-        """Tell the engine what has been processed, if that has become much."""
+        """Acknowledge processed messages to the engine, once they add up to enough bytes."""
         if num_bytes := self._acknowledgements.take_processed():
             self.acknowledged_at = time.monotonic()
             self.send(Acknowledge(num_bytes))
@@ -221,7 +221,7 @@ class EngineProcess:
             self._acknowledgements.note_received(data)
             try:
                 message = decode_from_engine(data)
-            except msgspec.DecodeError as error:  # what comes after it would lack tokens
+            except msgspec.DecodeError as error:  # later messages would lack its tokens
                 self._is_unreadable = True
                 self._failure = f"the engine has sent a message that cannot be read: {error}"
                 break
@@ -239,7 +239,7 @@ class EngineProcess:
             return self._failure
         if not has_ended(self._process, SHUTDOWN_TIMEOUT):
             return f"the engine process {self.pid} has closed its output; its log is on standard error"
-        kill_group(self._process)  # its ranks, if any of them is stopped
+        kill_group(self._process)  # also ranks that are stopped
         how = describe_end(self._process.wait())
         return f"the engine process {self.pid} {how}; its log is on standard error"
 
@@ -255,8 +255,8 @@ def _clean_up(
     if os.getpid() != owner:
         return  # in a fork of the front, which must not end the engine
     end_process(owner, process)
-    # The context only has weak references to its sockets. In a garbage collection they are gone, and a
-    # context that does not close its sockets waits for them for ever.
+    # The context only has weak references to its sockets. A garbage collection clears these, and a context
+    # that does not close its sockets waits for them forever.
     for socket in sockets:
         socket.close(linger=0)
     context.destroy(linger=0)

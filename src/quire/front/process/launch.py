@@ -1,4 +1,4 @@
-"""Starting engine processes, and ending them with all that they have started."""
+"""Starting engine processes, and ending them with their children."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 from quire.engine.process.standby_signs import STANDBY_OPTION
 
-_ahead: list[subprocess.Popen[bytes]] = []  # one at most
+_ahead: list[subprocess.Popen[bytes]] = []  # at most one
 
 
 def is_readable(descriptor: int, timeout: float) -> bool:
-    """Return whether there is something to read, or its end, within `timeout` seconds."""
+    """Return whether data or the end of the file can be read within `timeout` seconds."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(timeout * 1000))
@@ -24,9 +24,9 @@ def is_readable(descriptor: int, timeout: float) -> bool:
 
 @contextlib.contextmanager
 def started_ahead() -> Iterator[None]:
-    """Start the first engine process of a block at once: it runs while the block imports what it needs.
+    """Start a block's first engine process at once, to run while the block imports its modules.
 
-    It ends with the block if nobody has taken it by `start_process`. Not for blocks in several threads.
+    It ends with the block unless `start_process` has taken it. Not for blocks in several threads.
     """
     process = _start([])
     _ahead.append(process)
@@ -39,10 +39,10 @@ def started_ahead() -> Iterator[None]:
 
 
 def start_process(*, is_standby: bool = False) -> subprocess.Popen[bytes]:
-    """Start an engine process, which waits for the lines that say what it is to build.
+    """Start an engine process, which waits for the lines that configure it.
 
     Args:
-        is_standby: let it import what it needs while it waits.
+        is_standby: whether it imports its modules while it waits.
     """
     if is_standby:
         return _start([STANDBY_OPTION])
@@ -54,12 +54,12 @@ def _start(options: list[str]) -> subprocess.Popen[bytes]:
         [sys.executable, "-P", "-m", "quire.engine.process.main", str(os.getpid()), *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        process_group=0,  # so that it can be killed together with what it has started
+        process_group=0,  # so that it can be killed together with its children
     )
 
 
 def has_ended(process: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Return whether the process ends within `timeout` seconds; it is not reaped."""
+    """Return whether the process ends within `timeout` seconds, without reaping it."""
     if process.returncode is not None:
         return True
     try:
@@ -73,7 +73,7 @@ def has_ended(process: subprocess.Popen[bytes], timeout: float) -> bool:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and what it has started, unless it is reaped, and its number perhaps another's."""
+    """Kill the process and its children, unless it is reaped and its id may be another's."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):  # this program ignores SIGCHLD
             os.killpg(process.pid, signal.SIGKILL)
@@ -83,8 +83,8 @@ def end_process(owner: int, process: subprocess.Popen[bytes]) -> None:
     """Kill the process if it is still running, reap it, and close its pipes.
 
     Args:
-        owner: process id of the front; in a fork of it, which must not end the engine, nothing happens.
-        process: of an engine, or a standby.
+        owner: process id of the front; has no effect in a fork, which must not end the engine.
+        process: an engine, or a standby.
     """
     if os.getpid() != owner:
         return

@@ -1,4 +1,4 @@
-"""Messages that have been received and not processed, in pieces that take a bounded time."""
+"""Received messages, processed in pieces that take a bounded time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from quire.front.process.supervision import EngineCrashed, EngineSuspended
 from quire.scheduling.outputs import EngineCoreOutput
 
 OUTPUTS_AT_ONCE = 16
-"""Outputs of a step that are processed without a look at the clock."""
+"""Outputs of a step that are processed between looks at the clock."""
 
 POSITIONS_AT_ONCE = 256
-"""Prompt tokens whose log-probabilities are processed without a look at the clock: up to 20 candidates
-each."""
+"""Prompt tokens whose log-probabilities (up to 20 each) are processed between looks at the clock."""
 
 MAX_OUTPUTS = 64
-"""Outputs that are processed in a turn of the event loop: each may wake a task, which takes longer."""
+"""Maximum number of outputs processed in a turn of the event loop; each may wake a task."""
 
 MAX_SECONDS = 0.004
-"""Seconds for which a turn goes on."""
+"""Maximum length of a turn, in seconds."""
 
 
 class MessageBacklog:
@@ -40,7 +39,7 @@ class MessageBacklog:
         self._messages.extend(messages)
 
     def take(self, max_outputs: int | None = None) -> FromEngine | EngineCrashed | EngineSuspended:
-        """Remove and return the first message, or its first outputs; the last piece has its statistics."""
+        """Remove and return the first message, or its first outputs; only the last piece has statistics."""
         message = self._messages.popleft()
         if max_outputs is None or not isinstance(message, StepOutputs):
             return message
@@ -58,7 +57,7 @@ class MessageBacklog:
 def _split(
     outputs: list[EngineCoreOutput], max_outputs: int
 ) -> tuple[list[EngineCoreOutput], list[EngineCoreOutput]]:
-    """Return what is processed next, and the others; an output with a long part of a prompt becomes two."""
+    """Return the outputs to process next, and the rest; long prompt log-probabilities are split."""
     num_positions = 0
     for index, output in enumerate(outputs[:max_outputs]):
         num_positions += len(output.prompt_logprobs or ())
@@ -71,7 +70,7 @@ def _split(
 
 
 def _parts(output: EngineCoreOutput) -> tuple[EngineCoreOutput, EngineCoreOutput]:
-    """Return an output with the first log-probabilities of a prompt, and one with all else."""
+    """Split an output: the prompt's first log-probabilities, and everything else."""
     assert output.prompt_logprobs is not None
     first = EngineCoreOutput(
         output.request_id,
@@ -85,7 +84,7 @@ def _parts(output: EngineCoreOutput) -> tuple[EngineCoreOutput, EngineCoreOutput
 
 
 class Turn:
-    """How long messages have been processed without yielding to others."""
+    """A turn of the event loop in which messages are processed."""
 
     def __init__(self) -> None:
         self._num_outputs = 0
@@ -93,7 +92,7 @@ class Turn:
 
     @property
     def is_over(self) -> bool:
-        """Whether others are to have their turn."""
+        """Whether it is time to yield to other tasks."""
         return self._num_outputs >= MAX_OUTPUTS or time.monotonic() >= self._ends_at
 
     def note(self, message: FromEngine | EngineCrashed | EngineSuspended) -> None:

@@ -1,4 +1,4 @@
-"""Live requests after an engine crash: all resume on the next engine, except possible causes of the crash."""
+"""Live requests after an engine crash: they resume on the next engine, suspected causes last."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from quire.front.text.output_processor import OutputProcessor, RequestState
 logger = logging.getLogger(__name__)
 
 MAX_CRASHES = 10
-"""Crashes after which a request is quarantined even if each engine had some output of it."""
+"""Crashes after which a request is quarantined even if it had output from each engine."""
 
-SHORTEST_TIMEOUT = 1e-3
-"""Seconds left to a request whose time is up, so that the engine ends it; 0 would mean no limit."""
+MIN_TIMEOUT = 1e-3
+"""Timeout (seconds) of a request whose time is up, so that the engine ends it; 0 means no limit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,29 +29,29 @@ class RecoveryStats:
     """Counters of engine restarts and resumed requests since the front started."""
 
     num_restarts: int = 0
-    """Engines started in place of others."""
+    """Engines started to replace others."""
     num_hangs: int = 0
     """Engines killed because they did not finish a step."""
     num_resumed_requests: int = 0
-    """Requests that went on in another engine, counted once for each."""
+    """Requests continued on another engine, counted once per engine."""
     num_quarantined_requests: int = 0
-    """Requests that ended because engines had died of them."""
+    """Requests ended because they seem to crash engines."""
 
 
 class Resumption:
-    """Sends the live requests to each new engine, and quarantines those that engines die of.
+    """Sends the live requests to each new engine, and quarantines those that crash engines.
 
-    A request is a suspect if an engine has died that had it, but no output of it. Suspects are sent last and
-    one at a time, each when the one before has had output or has ended: so the next crash has one cause.
+    A request is a suspect if an engine died before producing any output of it. Suspects are sent last and one
+    at a time, each when the one before has had output or has ended, so that the next crash has one cause.
 
     Args:
         outputs: the live requests.
-        config: of the engine.
+        config: configuration of the engine.
         send: sends a request to the engine.
 
     Attributes:
-        num_resumed: requests sent to another engine, counted once for each.
-        num_quarantined: requests that ended because engines died of them.
+        num_resumed: requests sent to another engine, counted once per engine.
+        num_quarantined: requests ended because they seem to crash engines.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Resumption:
         self._suspects: deque[RequestState] = deque()  # still to be sent
 
     def note_crash(self, reason: str) -> None:
-        """Charge the requests that the dead engine had; end those that are charged with too many crashes."""
+        """Count the crash for each request that the engine had; end those with too many."""
         self._awaited.clear()
         self._suspects.clear()
         for state in self._outputs.live_requests():
@@ -82,17 +82,17 @@ class Resumption:
                 self._quarantine(state, reason)
 
     def note_suspension(self) -> None:
-        """Note that the engine has been ended on purpose: no request is charged with that."""
+        """Note that the engine was ended on purpose, which counts against no request."""
         self._awaited.clear()
         self._suspects.clear()
         for state in self._outputs.live_requests():
             state.is_sent = False
 
     def begin(self, *, sends_new: bool = True) -> None:
-        """Send the engine the live requests that it has not got: all at once, but for the suspects.
+        """Send the engine the live requests that it does not have: all at once, except suspects.
 
         Args:
-            sends_new: whether also those that no engine has had.
+            sends_new: whether to send those that no engine has had yet, too.
         """
         for state in self._outputs.live_requests():
             if state.is_sent or state in self._suspects or not (sends_new or state.was_sent):
@@ -104,7 +104,7 @@ class Resumption:
         self.advance()
 
     def advance(self) -> None:
-        """Send the next suspect if every request that was sent before it has had output or has ended."""
+        """Send the next suspect if every request sent before it has had output or has ended."""
         while self._awaited or self._suspects:
             self._awaited = [
                 state for state in self._awaited if not state.has_new_output and self._outputs.has(state)
@@ -119,13 +119,13 @@ class Resumption:
         state.is_sent, state.has_new_output = True, False
         try:
             self._send_again(state)
-        except Exception as error:  # the requests after it are to be sent, too
+        except Exception as error:  # the other requests must still be sent
             logger.exception("request %r cannot be sent to the engine; it ends", state.request_id)
             message = f"this request cannot be sent to the engine: {ErrorInfo.of(error).message}"
             self._outputs.apply(failed_outputs(state, message, ""))
 
     def _send_again(self, state: RequestState) -> None:
-        if not state.was_sent:  # it came while there was no engine
+        if not state.was_sent:  # it arrived while there was no engine
             state.was_sent = True
             self._send(state.processed.core_request)
             return
@@ -140,7 +140,7 @@ class Resumption:
         limit = self._config.supervision.max_request_crashes
         error = (
             f"{state.num_crashes} engines have died while they had this request; the limit is "
-            f"max_request_crashes {limit} in a row without output of it, or {MAX_CRASHES} in all; the last "
+            f"max_request_crashes {limit} in a row without output of it, or {MAX_CRASHES} in total; the last "
             f"reason: {reason}"
         )
         logger.error("request %r is quarantined: %s", state.request_id, error)
@@ -151,11 +151,11 @@ class Resumption:
 def continuation(state: RequestState, default_timeout: float, now: float) -> EngineCoreRequest:
     """Return the rest of a request: its live sequences with the tokens that they have so far.
 
-    A beam search starts over. The log-probabilities of the prompt are asked for if any are still missing.
+    A beam search starts over. Prompt log-probabilities are requested if any are still missing.
 
     Args:
-        state: of the request.
-        default_timeout: seconds, for requests that do not say; 0: none.
+        state: state of the request.
+        default_timeout: seconds, for requests without one; 0: none.
         now: seconds on the clock of `RequestState.submit_time`.
     """
     request = state.processed.core_request
@@ -183,11 +183,11 @@ def continuation(state: RequestState, default_timeout: float, now: float) -> Eng
 
 
 def _time_left(deadline: float, now: float) -> float:
-    return 0.0 if deadline == math.inf else max(deadline - now, SHORTEST_TIMEOUT)
+    return 0.0 if deadline == math.inf else max(deadline - now, MIN_TIMEOUT)
 
 
 def _queue_time_left(state: RequestState, now: float) -> float | None:
-    """Return the `queue_timeout` of what is left: none for a request that has begun, or leaves it open."""
+    """Return what is left of `queue_timeout`: None if the request has begun, or sets none."""
     timeout = state.processed.core_request.options.queue_timeout
     if state.first_token_time is not None:
         return 0.0

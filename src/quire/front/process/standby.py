@@ -1,4 +1,4 @@
-"""The standby: a process that has imported what an engine imports, and waits to become the next engine."""
+"""The standby: a process that has imported the engine's modules and waits to become the next engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.front.process.launch import end_process, is_readable, start_process
 logger = logging.getLogger(__name__)
 
 START_DELAY = 1.0
-"""Seconds between an engine's being ready and the start of a standby: its first requests come first."""
+"""Seconds after an engine is ready until a standby starts, so as not to slow its first requests."""
 
 
 class StandbyProcess:
@@ -33,7 +33,7 @@ class StandbyProcess:
         return self._process.stdout.fileno()
 
     def check(self) -> bool:
-        """Return whether the process lives."""
+        """Return whether the process is alive."""
         if not is_readable(self.event_fd, 0):
             return True
         if not os.read(self.event_fd, 1):
@@ -42,11 +42,11 @@ class StandbyProcess:
         return self.check()
 
     def is_ready(self) -> bool:
-        """Return whether the process lives and has imported everything."""
+        """Return whether the process is alive and has imported everything."""
         return self.check() and self._has_imported
 
     def hand_over(self) -> subprocess.Popen[bytes]:
-        """Return the process, which then is the caller's to end."""
+        """Return the process; the caller must end it."""
         self._finalizer.detach()
         return self._process
 
@@ -59,14 +59,14 @@ class StandbyProcess:
 class StandbyKeeper:
     """Keeps one standby beside an engine that is ready. Not thread-safe.
 
-    A standby that dies is not replaced before the next engine is ready: it makes one recovery slower.
+    A standby that dies is not replaced until the next engine is ready, which makes one recovery slower.
 
     Args:
-        events: has the standby's events while there is one.
-        is_wanted: whether there is to be a standby at all.
+        events: the standby is registered here while there is one.
+        is_wanted: whether to keep a standby at all.
 
     Attributes:
-        start_at: when a standby is to be started, on the caller's clock; None: never.
+        start_at: when to start a standby, on the caller's clock; None: never.
     """
 
     def __init__(self, events: select.epoll, *, is_wanted: bool) -> None:
@@ -75,13 +75,13 @@ class StandbyKeeper:
         self._events = events
         self._standby: StandbyProcess | None = None
 
-    def plan(self, now: float) -> None:
-        """Note that an engine is ready."""
+    def schedule_start(self, now: float) -> None:
+        """Schedule the start of a standby, as an engine is ready."""
         if self._is_wanted and self._standby is None:
             self.start_at = now + START_DELAY
 
-    def attend(self, read_clock: Callable[[], float]) -> None:
-        """Start a standby if that is due, and clean up after one that has died."""
+    def maintain(self, read_clock: Callable[[], float]) -> None:
+        """Start a standby if one is due, and clean up after one that has died."""
         if self.start_at is not None and read_clock() >= self.start_at:
             self._start()
         elif self._standby is not None and not self._standby.check():
@@ -93,22 +93,22 @@ class StandbyKeeper:
         return self._standby is not None and self._standby.is_ready()
 
     def take(self) -> subprocess.Popen[bytes] | None:
-        """Hand over a standby that is ready, and end any other; None: there is none that is ready.
+        """Hand over the standby if it is ready, otherwise end it and return None.
 
-        No other is started before the next `plan`.
+        No other is started before the next `schedule_start`.
         """
         self.start_at = None
         standby = self._standby
         if standby is None:
             return None
-        if not standby.is_ready():  # with its low priority it may take longer than a new process
+        if not standby.is_ready():  # at its low priority it may take longer than a new process
             self._forget(standby)
             return None
         self._release(standby)
         return standby.hand_over()
 
     def close(self) -> None:
-        """End the standby, and start no other."""
+        """End the standby, and do not start another."""
         self.start_at = None
         self._is_wanted = False
         if self._standby is not None:

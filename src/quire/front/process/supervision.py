@@ -1,4 +1,4 @@
-"""Supervision of an engine process: when it dies or hangs, another takes its place."""
+"""Supervision of an engine process: one that dies or hangs is replaced."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from quire.front.process.standby import StandbyKeeper
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF = 0.25
-"""Seconds before the second engine in a row is started without any output; the first is started at once."""
+INITIAL_BACKOFF = 0.25
+"""Back-off in seconds after the second crash in a row without output; the first has none."""
 
-LONGEST_BACKOFF = 10.0
-"""Seconds that the pause before a start grows to."""
+MAX_BACKOFF = 10.0
+"""Maximum back-off in seconds."""
 
 STACKS_TIME = 0.5
-"""Seconds that an engine that hangs has to log its stacks before it is killed."""
+"""Seconds for a hanging engine to log its stacks before it is killed."""
 
 LATE = 1.0
-"""Seconds by which the front looks too late after an engine that is overdue, if it was held up itself."""
+"""If the front checks an overdue engine this many seconds late, it was blocked itself."""
 
 START_PATIENCE = 10
-"""An engine that starts may be silent for so many times the time that a step may take."""
+"""Multiple of the watchdog timeout for which a starting engine may be silent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineCrashed:
-    """The engine has died, and another one will be `Ready` later; what the first held is lost."""
+    """The engine has died with its state, and another one will be `Ready` later."""
 
     reason: str
 
@@ -50,19 +50,19 @@ class EngineSuspended:
     """The engine has been ended, and another one will be `Ready` when it is resumed."""
 
 
-class Served(Protocol):
+class EngineUser(Protocol):
     """The user of an engine."""
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when, on the supervisor's clock, the engine owes a step; None: it owes none."""
+        """Since when, on the supervisor's clock, a step is due; None: none is."""
 
 
 class CrashHistory:
-    """Remembers engines that died without any output, and says when the next may be started.
+    """Remembers engines that died without output, and the back-off before the next start.
 
     Args:
-        config: has the bounds.
+        config: the bounds.
     """
 
     def __init__(self, config: SupervisionConfig) -> None:
@@ -70,7 +70,7 @@ class CrashHistory:
         self._times: deque[float] = deque()
 
     def note_output(self) -> None:
-        """Reset the history: the present engine works."""
+        """Reset the history: the current engine works."""
         self._times.clear()
 
     def note_crash(self, now: float) -> float | None:
@@ -82,10 +82,10 @@ class CrashHistory:
             return None
         if len(self._times) == 1:
             return 0.0
-        return float(min(FIRST_BACKOFF * 2 ** (len(self._times) - 2), LONGEST_BACKOFF))
+        return float(min(INITIAL_BACKOFF * 2 ** (len(self._times) - 2), MAX_BACKOFF))
 
     def describe_loop(self) -> str:
-        """Return a sentence about the crashes that are too many."""
+        """Return an error message about too many crashes."""
         config = self._config
         return (
             f"the engine has died {len(self._times)} times within {config.crash_window:g} s (crash_window) "
@@ -96,12 +96,12 @@ class CrashHistory:
 class EngineSupervisor:
     """An engine in a process of its own, replaced by another when it dies or hangs.
 
-    The first engine is not replaced if it dies before it is ready: what it was started with is at fault, and
-    whoever started it learns the reason. Not thread-safe. In a fork, which must not end the engine and has no
-    thread of zmq's, nothing is sent, and nothing closed.
+    The first engine is not replaced if it dies before it is ready, as its configuration is at fault: the
+    caller gets the reason. Not thread-safe. In a fork, which must not end the engine and lacks zmq's threads,
+    nothing is sent and nothing is closed.
 
     Args:
-        config: of the engine.
+        config: configuration of the engine.
         model_path: directory of the model that `config.model` names.
         read_clock: returns seconds.
 
@@ -118,17 +118,17 @@ class EngineSupervisor:
         self._config = config
         self._model_path = model_path
         self._read_clock = read_clock
-        self._served: Callable[[], Served | None] = lambda: None
+        self._user: Callable[[], EngineUser | None] = lambda: None
         self._history = CrashHistory(config.supervision)
         self._is_final = config.supervision.recovery == "off"
         self._is_suspended = False
-        self._num_resumed = 0  # engines started in place of others that were suspended
+        self._num_resumed = 0  # engines started after a suspension
         self._has_been_ready = False
-        self._num_blocks = 0  # of the KV cache of the first engine; continuations fit into as many
+        self._num_blocks = 0  # KV blocks of the first engine, which the next ones need for continuations
         self._is_ready = False
         self._last_message = read_clock()
         self._start_at: float | None = None  # of the next engine, while there is none
-        self._kill_at: float | None = None  # of an engine that hangs
+        self._kill_at: float | None = None  # a hanging engine
         self._extension: tuple[float, float] | None = None  # (when it was due, when it is due instead)
         self._reason = ""  # why the engine ends, if that is known before it does
         self._events = select.epoll()
@@ -139,7 +139,7 @@ class EngineSupervisor:
 
     @property
     def num_restarts(self) -> int:
-        """Engines started in place of others that have died."""
+        """Number of engines started to replace others that died."""
         return self._num_started - self._num_resumed
 
     @property
@@ -149,12 +149,12 @@ class EngineSupervisor:
 
     @property
     def has_more(self) -> bool:
-        """Whether more messages may be there already than `receive` has returned."""
+        """Whether more messages may have arrived than `receive` has returned."""
         return self._process is not None and self._process.has_more
 
     @property
     def next_due(self) -> float | None:
-        """When, by the clock, `receive` is to be called even if nothing has arrived; None: never."""
+        """When, by the clock, `receive` must be called even if nothing has arrived; None: never."""
         if self._process is None:
             return self._start_at
         due = self._kill_at if self._kill_at is not None else self._overdue_at()
@@ -172,7 +172,7 @@ class EngineSupervisor:
         return os.getpid() != self._owner
 
     def suspend(self) -> None:
-        """End the engine, and start none before `resume`."""
+        """End the engine, and start no other until `resume`."""
         self._is_suspended = True
         self._start_at = None
         if self._process is not None:
@@ -185,12 +185,12 @@ class EngineSupervisor:
         self._num_resumed += 1
         self._start_at = self._read_clock()
 
-    def watch_for(self, served: Served) -> None:
-        """Take the engine for hung when it lets `served` wait for too long.
+    def watch_for(self, user: EngineUser) -> None:
+        """Consider the engine hung when it keeps `user` waiting for too long.
 
         Holds no strong reference: the engine ends with the last user of this object.
         """
-        self._served = weakref.ref(served)
+        self._user = weakref.ref(user)
 
     def send(self, message: ToEngine) -> None:
         """Queue `message` for the engine; never blocks. While there is no engine, the message is lost."""
@@ -203,30 +203,30 @@ class EngineSupervisor:
         Starts and kills engines where that is due.
 
         Raises:
-            CrashLoopError: too many engines have died; none is started any more.
-            EngineDeadError: the engine has died, and is not replaced; no messages are left. Or it is that of
-                another process, of which this is a fork.
+            CrashLoopError: too many engines have died; no other is started.
+            EngineDeadError: the engine has died and is not replaced, and no messages are left; or this
+                process is a fork of the engine's owner.
         """
         if self._is_in_fork:
             raise EngineDeadError(
-                f"the engine is of the process {self._owner}, and this one, a fork of it, cannot use it; "
-                "make another here"
+                f"the engine belongs to process {self._owner}, and this fork of it cannot use it; make "
+                "another one here"
             )
         if self._process is None:
             return self._start_when_due(timeout)
-        self._standby.attend(self._read_clock)
+        self._standby.maintain(self._read_clock)
         try:
             messages = self._process.receive(timeout)
         except EngineDeadError as error:
-            return [self._bury(self._process, str(error))]
+            return [self._note_death(self._process, str(error))]
         for message in messages:
             self._note(message)
-        if not messages:  # or the one that is waited for may be among them
+        if not messages:  # else the one awaited may be among them
             self._end_if_hung(self._process)
-        return [message for message in messages if not self._is_kept_back(message)]
+        return [message for message in messages if not self._is_internal(message)]
 
     def retire(self) -> None:
-        """Start no other engine, neither now nor when the present one ends."""
+        """Never start another engine."""
         self._is_final = True
         self._is_suspended = False
         self._start_at = None
@@ -242,8 +242,8 @@ class EngineSupervisor:
 
     # -- death and replacement -----------------------------------------------------------------------------
 
-    def _bury(self, process: EngineProcess, how: str) -> EngineCrashed | EngineSuspended:
-        """Clean up after an engine that has died, and plan the next; raise if there is to be none."""
+    def _note_death(self, process: EngineProcess, how: str) -> EngineCrashed | EngineSuspended:
+        """Clean up after a dead engine, and plan the next start; raise if there is none."""
         reason = self._reason or how
         self._forget(process)
         if self._is_suspended:
@@ -260,14 +260,14 @@ class EngineSupervisor:
             self._standby.close()
             raise CrashLoopError(f"{self._history.describe_loop()}; the last reason: {reason}")
         self._start_at = now + delay
-        logger.error("the engine has died and is started again in %g s: %s", delay, reason)
+        logger.error("the engine has died and is restarted in %g s: %s", delay, reason)
         return EngineCrashed(reason)
 
     def _start_when_due(self, timeout: float | None) -> list[FromEngine | EngineCrashed | EngineSuspended]:
         if self._is_suspended:
             with interruptible():
                 self._events.poll(timeout)
-            self._standby.attend(self._read_clock)
+            self._standby.maintain(self._read_clock)
             return []
         if self._start_at is None:
             raise EngineDeadError("the engine has been shut down")
@@ -282,7 +282,7 @@ class EngineSupervisor:
         standby = self._standby.take()
         try:
             process = EngineProcess(self._config_of_restart(), self._model_path, self._num_blocks, standby)
-        except Exception as error:  # no process, no memory, no descriptor: later there may be
+        except Exception as error:  # no process, memory or descriptor available: retry
             logger.exception("the engine process could not be started")
             return [self._plan_start(f"the engine process could not be started: {error!r}")]
         self._start_at, self._process, self._last_message = None, process, self._read_clock()
@@ -290,7 +290,7 @@ class EngineSupervisor:
         return []
 
     def _config_of_restart(self) -> EngineConfig:
-        """Return the configuration with a file of its own for each engine's recording."""
+        """Return the configuration, with a separate recording file for each engine."""
         path = self._config.record_path
         if not path:
             return self._config
@@ -315,41 +315,41 @@ class EngineSupervisor:
             case Ready(info):
                 self._is_ready = self._has_been_ready = True
                 self._num_blocks = self._num_blocks or info.num_blocks
-                self._standby.plan(self._last_message)
+                self._standby.schedule_start(self._last_message)
             case StartupFailed(error) if self._has_been_ready:
                 self._reason = f"the engine could not be built: {error.message}"
             case StepOutputs(outputs) if any(output.new_token_ids or output.pooled for output in outputs):
                 self._history.note_output()
 
-    def _is_kept_back(self, message: FromEngine) -> bool:
-        """Whether nobody else is to see a message: an engine that is a replacement dies of it."""
+    def _is_internal(self, message: FromEngine) -> bool:
+        """Whether a message stays internal: a replacement that fails to start counts as a crash."""
         return isinstance(message, StartupFailed) and self._has_been_ready
 
     def _hangs_at(self) -> float | None:
-        """Return when the engine is to be taken for hung unless something arrives; None: never."""
+        """Return when the engine counts as hung unless something arrives; None: never."""
         limit = self._config.supervision.watchdog_timeout
         if not limit:
             return None
         if not self._is_ready:
             return self._last_message + START_PATIENCE * limit
-        served = self._served()
-        since = None if served is None else served.waiting_since
+        user = self._user()
+        since = None if user is None else user.waiting_since
         if since is None or self._process is None:
             return None
-        return max(since, self._process.acknowledged_at) + limit  # before that it may have had to wait
+        return max(since, self._process.acknowledged_at) + limit  # before, it may have waited for us
 
     def _overdue_at(self) -> float | None:
-        """Return `_hangs_at()`, or the later time that takes its place."""
+        """Return `_hangs_at()`, or the extended deadline."""
         due = self._hangs_at()
         if self._extension is not None and self._extension[0] == due:
             return self._extension[1]
         return due
 
-    def _was_held_up(self, now: float) -> bool:
-        """Whether this process looks so late that it was stopped or blocked; then the engine gets more time.
+    def _extend_if_late(self, now: float) -> bool:
+        """If this process checks so late that it was itself blocked, extend the engine's deadline.
 
-        Its messages may have come meanwhile, or it has waited until its messages would be read. Only once: an
-        engine that hangs is noticed also by a process that is always late.
+        The engine's messages may have arrived meanwhile, or it may have waited for the front to read them.
+        Each deadline is extended once, so that a process that is always late notices a hang, too.
         """
         due = self._hangs_at()
         is_extended = self._extension is not None and self._extension[0] == due
@@ -366,7 +366,7 @@ class EngineSupervisor:
                 self._kill_at = now + SHUTDOWN_TIMEOUT  # until its death is noticed
             return
         due = self._overdue_at()
-        if due is None or now < due or self._was_held_up(now):
+        if due is None or now < due or self._extend_if_late(now):
             return
         self.num_hangs += 1
         self._kill_at = now + STACKS_TIME
@@ -378,7 +378,7 @@ class EngineSupervisor:
         limit = self._config.supervision.watchdog_timeout
         if not self._is_ready:
             silence = START_PATIENCE * limit
-            return f"the engine process {process.pid}, which starts, has been silent for {silence:g} s"
+            return f"the engine process {process.pid}, still starting, has been silent for {silence:g} s"
         return (
             f"the engine process {process.pid} has requests, but has not finished a step for {limit:g} s "
             "(watchdog_timeout)"

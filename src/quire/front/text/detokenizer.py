@@ -7,7 +7,7 @@ The result equals decoding all ids at once, with one exception: where byte token
 faulty bytes become U+FFFD here, while the `tokenizers` library replaces the whole run of byte tokens.
 
 The library's `DecodeStream` is not used: its time is quadratic in the length of a run of tokens that form no
-character (160 us per token after 200 of them; here 2), and it does not return what is left at the end.
+character (160 us per token after 200 of them; here 2), and it drops incomplete text at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenDecoder(Protocol):
-    """Decodes a growing sequence of tokens."""
+    """Decodes a sequence of tokens one by one."""
 
     def push(self, token_id: int) -> str:
         """Add a token and return the new text; "" while a character is incomplete."""
@@ -36,7 +36,7 @@ class TokenDecoder(Protocol):
 
 
 class DecoderFactory:
-    """Creates token decoders for one tokenizer, and holds the state that they share."""
+    """Creates token decoders for one tokenizer, with shared state."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -50,10 +50,10 @@ class DecoderFactory:
         shown: frozenset[int] = frozenset(),
         is_verbatim: bool = False,
     ) -> TokenDecoder:
-        """Return a decoder for the tokens after `prompt_token_ids`, which may be none.
+        """Return a decoder for the tokens after `prompt_token_ids`, which may be empty.
 
-        Special tokens in `shown` are part of the text, also with `skip_special_tokens`. If it `is_verbatim`,
-        the text keeps the space with which it begins also where no text stands before it.
+        Special tokens in `shown` are part of the text even with `skip_special_tokens`. With `is_verbatim`,
+        the text keeps a leading space even if there is no text before it.
         """
         skipped = self._tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         if shown:
@@ -138,7 +138,7 @@ class ContextDecoder:
         return text
 
     def _end_bytes(self) -> str:
-        """Return U+FFFD for bytes that form no character, since no more byte tokens follow."""
+        """Return U+FFFD for bytes that form no character, as no more byte tokens follow."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         if text:

@@ -1,4 +1,4 @@
-"""Input processing: requests are validated and tokenized, and their defaults resolved."""
+"""Input processing: validation, tokenization, and resolving of defaults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MASK_64 = 2**64 - 1
 _DEFAULT_OPTIONS = RequestOptions()
-_KEPT_BAD_WORDS = 4  # lists of bad words whose tokens are kept, each 256 words at most
+_KEPT_BAD_WORDS = 4  # cached token lists of bad words, at most 256 words each
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -44,8 +44,8 @@ class ProcessedRequest:
     """A request as the front knows it, and the message about it to the engine.
 
     `params` are the caller's, with all defaults resolved; those of `core_request` may ask for additional
-    log-probabilities. `shown_token_ids` are special tokens that are part of the text all the same.
-    `reasoning` is what the answer may begin with; stop strings do not count in it.
+    log-probabilities. `shown_token_ids` are special tokens that appear in the text. `reasoning` describes the
+    reasoning that may precede the answer, where stop strings do not count.
     """
 
     request_id: str
@@ -61,9 +61,8 @@ class InputProcessor:
     """Turns prompts and parameters into requests for one engine.
 
     Args:
-        tokenizer: of the engine's model.
-        info: of the engine; requests are checked against its maximum length and vocabulary. To be replaced
-            together with the engine.
+        tokenizer: tokenizer of the engine's model.
+        info: the engine's limits: maximum length and vocabulary. Replaced together with the engine.
     """
 
     def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
@@ -71,7 +70,7 @@ class InputProcessor:
         self.info = info
         self._bound = TokenBound(tokenizer)
         self._serial = itertools.count()
-        # All prompts of a call have the same bad words, which may be many times longer than a prompt.
+        # All prompts of a call share their bad words, which may be much longer than a prompt.
         self._of_bad_words = functools.lru_cache(_KEPT_BAD_WORDS)(
             functools.partial(_sequences_of_bad_words, tokenizer)
         )
@@ -95,15 +94,15 @@ class InputProcessor:
             prompt: text, or token ids.
             params: as given by the caller.
             pooling_params: as for `process_pooling`; None: the request generates.
-            prompt_text: the text of a prompt of token ids, for the output.
-            add_special_tokens: whether a text gets the tokens that the model wants around it.
-            truncate_prompt_tokens: number of the prompt's tokens that are kept; -1: as many as fit beside
+            prompt_text: text of a prompt given as token ids, for the output.
+            add_special_tokens: whether to add the model's special tokens to a text.
+            truncate_prompt_tokens: number of prompt tokens to keep; -1: as many as fit beside
                 `max_tokens`; None: all.
-            truncation_side: that is cut off.
-            options: `request_id` (None: generated); `shorten_output`, whether a `max_tokens` beyond the
-                model's maximum length means as many as fit; `arrival_time`, when the request came, in seconds
-                of `time.monotonic()`, by which it has its place in the engine's queue (None, or a time that
-                is still to come: now); `flow`, see `EngineCoreRequest`; and fields of `RequestOptions`.
+            truncation_side: the side to cut off.
+            options: `request_id` (None: generated); `shorten_output`, whether to lower a `max_tokens` beyond
+                the model's maximum length; `arrival_time`, in `time.monotonic()` seconds, which sets the
+                place in the engine's queue (None, or a time in the future: now); `flow`, see
+                `EngineCoreRequest`; and fields of `RequestOptions`.
 
         Raises:
             InvalidRequestError: the request is invalid, or too long.
@@ -148,20 +147,19 @@ class InputProcessor:
         """Like `process`, for a conversation, which the chat template turns into a prompt.
 
         Args:
-            messages: of the conversation, in OpenAI's form.
+            messages: the conversation, in OpenAI's form.
             params: as given by the caller.
-            tools: that the model may call, as OpenAI's API describes them.
+            tools: tools that the model may call, as OpenAI's API describes them.
             chat_template_kwargs: variables for the chat template, such as enable_thinking.
-            add_generation_prompt: whether the prompt ends with what begins the model's message; None: unless
+            add_generation_prompt: whether the prompt ends with the header of the model's turn; None: unless
                 the last message is continued.
             continue_final_message: whether the answer continues the last message.
-            add_special_tokens: whether the tokens that the model wants around a text are added; most
-                templates have written them.
+            add_special_tokens: whether to add the model's special tokens; most templates write them already.
             truncate_prompt_tokens: as for `process`.
             truncation_side: as for `process`.
-            marks: texts that are shown in the output even if they are special tokens.
-            reasoning: what is asked of the reasoning that the answer may begin with; None: nothing.
-            call_format: of the model's calls; None: it is unknown; auto: as the chat template tells.
+            marks: texts to show in the output even if they are special tokens.
+            reasoning: how to control the model's reasoning; None: not at all.
+            call_format: format of the model's tool calls; None: unknown; auto: from the chat template.
             options: as for `process`.
 
         Raises:
@@ -247,13 +245,13 @@ class InputProcessor:
         """Return the tokens of a text, which may be empty.
 
         Raises:
-            InvalidRequestError: it is too long for a prompt, or no Unicode text.
+            InvalidRequestError: it is too long for a prompt, or not valid Unicode.
         """
         require_text(text, "prompt")
         return self._encode_prompt(text, None, add_special_tokens)[0] if text else []
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included.
+        """Return the text of tokens, including special tokens.
 
         Raises:
             InvalidRequestError: an id is not in the vocabulary.
@@ -275,7 +273,7 @@ class InputProcessor:
     def _encode_prompt(
         self, prompt: str | RenderedChat, truncation: Truncation | None, add_special_tokens: bool
     ) -> tuple[list[int], str]:
-        """Return the tokens of a prompt, and the text that they are of.
+        """Return the tokens of a prompt, and their text.
 
         A text that is much too long is cut or refused before it is tokenized.
         """
@@ -289,7 +287,7 @@ class InputProcessor:
             return self._encode_truncated(chat, truncation, add_special_tokens)
         text = chat.text
         limit = self.info.max_prompt_len
-        if len(text) > limit and self._bound.least_num_tokens(text, limit) > limit:
+        if len(text) > limit and self._bound.min_num_tokens(text, limit) > limit:
             raise ContextLengthError(
                 f"the prompt has {len(text)} characters, which are more than {limit} tokens; "
                 f"{self._length_limit()}",
@@ -321,7 +319,7 @@ class InputProcessor:
     def _check_conversation(self, messages: Sequence[Mapping[str, Any]], limit: int) -> None:
         """Refuse a conversation with too much text for `limit` tokens before it is rendered."""
         length = sum([len(text_of(message["content"])) for message in messages])
-        most = self._bound.most_characters(limit) if length > limit else None
+        most = self._bound.max_characters(limit) if length > limit else None
         if most is not None and length > most:
             raise ContextLengthError(
                 f"the conversation has {length} characters; a prompt has at most {limit} tokens, which are "
@@ -397,11 +395,11 @@ class InputProcessor:
         if params.beam_width:
             return dataclasses.replace(params, temperature=0.0, logprobs=self._num_candidates(params))
         if params.is_ranked and params.logprobs is None:
-            return dataclasses.replace(params, logprobs=0)  # those of the chosen tokens only
+            return dataclasses.replace(params, logprobs=0)  # of the chosen tokens only
         return params
 
     def _num_candidates(self, params: SamplingParams) -> int:
-        """Return how many most likely tokens a beam search needs at each position."""
+        """Return how many of the most likely tokens a beam search needs at each position."""
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(params, name) is not None:
                 raise InvalidRequestError(
@@ -440,9 +438,9 @@ class InputProcessor:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of completion `index`; that of the first is the request's.
+    """Return the seed of completion `index`; the first has the request's.
 
-    The others are successive outputs of SplitMix64 (Steele, Lea and Flood 2014), seeded with `seed`, without
+    The others are successive outputs of SplitMix64 (Steele, Lea and Flood 2014) seeded with `seed`, without
     their lowest bit.
     """
     if index == 0:

@@ -1,7 +1,7 @@
 """Output processing: text, stop strings, log-probabilities, and ranking of completions.
 
-The table of live requests keeps the prompt, parameters and tokens of each: all that is needed to continue it
-on another engine.
+The table of live requests keeps each one's prompt, parameters and tokens, as needed to continue it on another
+engine.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CompletionState:
 
     @property
     def text(self) -> str:
-        """Text so far, without what is withheld for stop strings."""
+        """Text so far, without text withheld for stop strings."""
         return self._text.text
 
     @property
@@ -88,7 +88,7 @@ class CompletionState:
 
         Args:
             output: from the engine.
-            logprobs: of each new token, if requested.
+            logprobs: one entry for each new token, if requested.
         """
         self._logprob_of_beam = output.cumulative_logprob
         self.pooled = output.pooled
@@ -131,7 +131,7 @@ class CompletionState:
         )
 
     def _so_far(self, entries: list[T]) -> Sequence[T]:
-        """Return what the list has now; a copy for each token would cost time for all before it."""
+        """Return a view of the list's current entries; copying it for each token would be quadratic."""
         return ListView(entries) if self.finish_reason is None else entries.copy()
 
     def _may_stop(self) -> bool:
@@ -154,13 +154,13 @@ class RequestState:
 
     Attributes:
         submit_time: when its timeouts began, on the clock of `ProcessedRequest.arrival_time`.
-        is_sent: whether the present engine has it.
+        is_sent: whether the current engine has it.
         was_sent: whether any engine has had it.
-        has_new_output: whether the engine that it was sent to last has sent any output of it.
+        has_new_output: whether the engine that last received it has sent any output of it.
         num_crashes: engines that died while they had it.
-        num_crashes_without_output: the last of these, in a row, that had no output of it.
-        num_repeated_prompt_logprobs: how many of its prompt's log-probabilities are known already, and will
-            come again.
+        num_crashes_without_output: how many of the last of these in a row had no output of it.
+        num_repeated_prompt_logprobs: how many of its prompt's log-probabilities are known already and will be
+            sent again.
     """
 
     def __init__(
@@ -299,24 +299,24 @@ class OutputProcessor:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that have not ended, each beam of a search counted."""
+        """Number of unfinished sequences, counting each beam of a search."""
         return len(self._sequences)
 
     @property
     def num_queued_sequences(self) -> int:
-        """Number of sequences in the scheduler that have not ended: a beam search is one."""
+        """Number of unfinished sequences in the scheduler, where a beam search counts as one."""
         searches = (state for state in self._requests.values() if state.processed.params.beam_width)
         return self.num_sequences - sum(len(state.live_completions) - 1 for state in searches)
 
     def live_requests(self, request_id: str | None = None) -> list[RequestState]:
-        """Return the live request with this id, if there is one; None: all, in the order of arrival."""
+        """Return the live request with this id, if any; None: all, in order of arrival."""
         if request_id is None:
             return list(self._requests.values())
         state = self._requests.get(request_id)
         return [] if state is None else [state]
 
     def has(self, state: RequestState) -> bool:
-        """Whether a request is live; another of the same id does not count."""
+        """Whether this very request is live, not another with the same id."""
         return self._requests.get(state.request_id) is state
 
     def get(self, request_id: str) -> RequestState | None:
@@ -324,7 +324,7 @@ class OutputProcessor:
         return self._requests.get(request_id)
 
     def add(self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None) -> RequestState:
-        """Add a request; `on_update` is called when it has changed.
+        """Add a request; `on_update` is called whenever it changes.
 
         Raises:
             DuplicateRequestError: its id is in use.
@@ -372,7 +372,7 @@ class OutputProcessor:
         return to_stop
 
     def refuse(self, sequence_ids: Iterable[str], failure: QuireError) -> None:
-        """Fail the request that has these sequences."""
+        """Fail the request that these sequences belong to."""
         for sequence_id in sequence_ids:
             state, _ = self._sequences.get(sequence_id, (None, None))
             if state is not None:
@@ -420,7 +420,7 @@ class OutputProcessor:
         stopped_here = completion.apply(output, logprobs)
         if completion.finish_reason is not None:
             del self._sequences[output.request_id]
-        if completion.index == 0:  # the others find what it has computed
+        if completion.index == 0:  # the others hit its prefix
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if state.first_scheduled_time is None:
             state.first_scheduled_time = output.first_scheduled_time

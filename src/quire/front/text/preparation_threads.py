@@ -20,24 +20,24 @@ INLINE_LENGTH = 2_000
 """Characters up to which a text is tokenized at once: it takes less than a millisecond."""
 
 LONG_LENGTH = 100_000
-"""Characters from which a text waits for other long ones only: it takes more than 30 milliseconds."""
+"""Characters from which a text has the thread for long texts: it takes more than 30 milliseconds."""
 
 MAX_LONG_WAITING = 256
-"""Long texts that may wait for their thread; each may be as large as a request's body."""
+"""Maximum number of long texts waiting for their thread; each may be as large as a request's body."""
 
 TIMEOUT = 60.0
-"""Seconds after which a request is given up whose text is not tokenized."""
+"""Seconds after which a request fails if its text is not tokenized."""
 
-_PER_MESSAGE = 20  # characters that take as long as a message's part of the template
-_PER_TOKEN_ID = 0.25  # and as checking a token id
+_PER_MESSAGE = 20  # characters that take as long as rendering a message
+_PER_TOKEN_ID = 0.25  # as long as checking a token id
 
 
 def length_of(prompt: Any, params: Any) -> int:
-    """Return how many characters of text take as long to prepare as this request, which is not checked yet.
+    """Return the number of characters that take as long to prepare as this (unchecked) request.
 
     Args:
         prompt: text, token ids, or the messages of a conversation.
-        params: of type `SamplingParams`, if they are valid.
+        params: `SamplingParams`, if they are valid.
     """
     length = sum(map(len, params.bad_words)) if isinstance(params, SamplingParams) else 0
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
@@ -45,7 +45,7 @@ def length_of(prompt: Any, params: Any) -> int:
     if not prompt or not isinstance(prompt[0], Mapping):
         return length + int(_PER_TOKEN_ID * len(prompt))
     if _PER_MESSAGE * len(prompt) >= LONG_LENGTH:
-        return LONG_LENGTH  # and there are many to look at
+        return LONG_LENGTH  # without looking at all of them
     return length + _PER_MESSAGE * len(prompt) + sum(map(_length_of_message, prompt))
 
 
@@ -55,11 +55,10 @@ def _length_of_message(message: Any) -> int:
 
 
 class PreparationThreads:
-    """Calls that prepare requests, each in the event loop or one of three threads, by the length of its text.
+    """Prepares requests in the event loop or one of three threads, by the length of their text.
 
-    The tokenizer lets other threads run meanwhile. There is one thread for each class of lengths, so that the
-    memory of one long text is in use at a time, and a text waits for others of its class only. Threads end
-    when there is nothing to do.
+    The tokenizer releases the GIL. There is one thread for each class of lengths, so that one long text is in
+    memory at a time, and a text only waits for others of its class. Idle threads end.
 
     Args:
         scheduler: as many texts may wait for a thread as requests can run and wait in it.
@@ -77,7 +76,7 @@ class PreparationThreads:
         Args:
             length: characters.
             call: returns the prepared request.
-            may_wait: the call may wait for another process, which the event loop must not.
+            may_wait: whether the call may wait for another process, which the event loop must not.
 
         Raises:
             QueueFullError: too many texts wait already.

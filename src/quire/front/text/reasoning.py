@@ -18,12 +18,12 @@ class ReasoningControl:
     """Reasoning options of a chat.
 
     Args:
-        format: of the model's reasoning.
+        format: format of the model's reasoning.
         budget: maximum number of tokens; None: as many as it takes.
-        budget_message: said before the reasoning is ended because the budget is spent.
-        continued: the beginning of the answer that is in the prompt already.
-        leads_to_content: whether content must follow, where that is a message of its own; otherwise the
-            structure tells which message it is.
+        budget_message: text inserted before reasoning is ended because the budget is spent.
+        continued: the beginning of the answer that the prompt already has.
+        leads_to_content: whether content must follow, in formats where that is a message of its own;
+            otherwise the grammar decides which message follows.
     """
 
     format: ReasoningFormat
@@ -36,15 +36,15 @@ class ReasoningControl:
 def params_with_reasoning(
     params: SamplingParams, control: ReasoningControl, expected: ExpectedReasoning, tokenizer: Tokenizer
 ) -> SamplingParams:
-    """Return `params` whose structure applies after the reasoning, which may have a budget.
+    """Return `params` with a grammar that lets reasoning, perhaps with a budget, precede the structure.
 
-    They are unchanged if there is neither.
+    They are unchanged if there is neither budget nor structure.
 
     Args:
-        params: of the answer.
-        control: of its reasoning.
-        expected: with which the answer may begin.
-        tokenizer: of the model.
+        params: sampling parameters of the answer.
+        control: the reasoning options.
+        expected: the reasoning that the answer may begin with.
+        tokenizer: tokenizer of the model.
     """
     structure = params.structured_outputs
     if structure is None and control.budget is None:

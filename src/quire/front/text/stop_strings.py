@@ -12,8 +12,8 @@ from quire.front.text.detokenizer import TokenDecoder
 class StopString:
     """A string that ends the text, matched character by character in time linear in the text.
 
-    After Knuth, Morris and Pratt (1977). The table of borders is as long as the longest partial match so far,
-    so that making one costs nothing, however long the string is.
+    After Knuth, Morris and Pratt (1977). The table of borders only grows with the longest partial match, so
+    that a long string costs nothing up front.
     """
 
     def __init__(self, text: str) -> None:
@@ -21,10 +21,10 @@ class StopString:
         self._borders = [0]  # by position: length of the longest proper prefix that also ends there
 
     def advance(self, matched: int, character: str) -> int:
-        """Return how many characters of the string the text ends with, once `character` has been added to it.
+        """Return how many characters of the string are matched after `character` is added to the text.
 
         Args:
-            matched: the result for the text before.
+            matched: how many were matched before.
             character: the next one.
         """
         text = self.text
@@ -35,7 +35,7 @@ class StopString:
         return matched + (text[matched] == character)
 
     def border(self, length: int) -> int:
-        """Return how long the longest proper prefix is that the first `length` characters end with."""
+        """Return the length of the longest proper prefix that is also a suffix of the first `length`."""
         text, borders = self.text, self._borders
         while len(borders) < length:
             character, shorter = text[len(borders)], borders[-1]
@@ -46,7 +46,7 @@ class StopString:
 
 
 class StopStrings:
-    """The stop strings of a request, which its completions share."""
+    """The stop strings of a request, shared by its completions."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.strings = tuple(map(StopString, texts))
@@ -54,17 +54,16 @@ class StopStrings:
 
 
 class StoppableText:
-    """The text of one completion; the end of it is withheld while it may be the start of a stop string.
+    """The text of one completion, whose end is withheld while it may start a stop string.
 
-    The result does not depend on how the text is split into tokens: the stop string that is complete first
-    counts, and of several that end at the same character the longest. None counts in reasoning, nor one that
-    begins in it.
+    The result does not depend on how the text is split into tokens: the stop string completed first counts,
+    and the longest of several that end at the same character. Those that begin in reasoning do not count.
 
     Args:
-        decoder: of the completion's tokens.
+        decoder: decoder of the completion's tokens.
         stop: strings that end the text.
         include_stop: keep the stop string at the end of the text.
-        reasoning: which the text may begin with; None: with none.
+        reasoning: reads the reasoning that the text may begin with; None: there is none.
     """
 
     def __init__(
@@ -106,18 +105,18 @@ class StoppableText:
         return stopped_by
 
     def _add_parts(self, reading: ReasoningText, parts: list[tuple[str, bool]], may_stop: bool) -> str | None:
-        """Add parts of the text, each with whether it is reasoning."""
+        """Add parts of the text, as pairs (text, whether it is reasoning)."""
         if reading.is_over:
             self._reasoning = None
         for text, is_reasoning in parts:
             if is_reasoning:
-                self._pass_by(text)
+                self._add_unmatched(text)
             elif (word := self._add(text, may_stop)) is not None:
                 return word
         return None
 
-    def _pass_by(self, text: str) -> None:
-        """Add text in which no stop string counts, nor one that goes on in it."""
+    def _add_unmatched(self, text: str) -> None:
+        """Add text without matching stop strings, and reset partial matches."""
         self.text += self._withheld + text
         self._withheld = ""
         self._matched = [0] * len(self._matched)

@@ -1,9 +1,9 @@
-"""A lower bound of the number of tokens of a text, found without tokenizing it.
+"""A lower bound on the number of tokens of a text, without tokenizing it.
 
-Whatever the tokenizer does, each character is covered by a token that holds it. So a character counts for at
-least 1/m tokens, where m is the length of the longest token that holds it, and the sum of these is a lower
-bound: four million letters "a" are refused at once, where tokenizing them would take seconds and hundreds of
-megabytes. A byte-level tokenizer's characters are the bytes of the text in UTF-8.
+Each character is covered by a token that contains it, so it counts for at least 1/m tokens, where m is the
+length of the longest token that contains it; the sum is a lower bound. Four million letters "a" are refused
+at once, where tokenizing them would take seconds and hundreds of megabytes. For a byte-level tokenizer,
+characters are the bytes of the text in UTF-8.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _PIECE = (
     65_536  # characters that are counted at a time, so that a text that is too long is not read to its end
 )
-_SEAM = 16  # bytes, at most, that normalizing the whole text would have composed where two pieces meet
-_MAX_COMPOSED = 4  # characters, at most, that normalization makes one of
+_SEAM = 16  # maximum bytes that normalizing the whole text composes where two pieces meet
+_MAX_COMPOSED = 4  # maximum characters that normalization composes into one
 _ROUNDING = 1e-6  # tokens
-_SPACE = "▁"  # as SentencePiece writes it
+_SPACE = "▁"  # SentencePiece's space
 
 _ADDING_NORMALIZERS = {"Prepend", "ByteLevel", *get_args(_Form)}
 _KEEPING_PRETOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split", "UnicodeScripts"}
@@ -41,15 +41,15 @@ _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 class TokenBound:
     """Bounds for the texts of one tokenizer.
 
-    There are none if its kind can make characters disappear: by normalizing them away, or by dropping what is
-    between words. Characters that it takes for unknown do not count, since a run of them may be one token.
+    There are none if such a tokenizer can make characters disappear, by normalizing them away or by dropping
+    text between words. Unknown characters do not count, since a run of them may be one token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
 
-    def least_num_tokens(self, text: str, enough: int) -> int:
-        """Return how many tokens `text` has at least; the search ends where these are more than `enough`."""
+    def min_num_tokens(self, text: str, enough: int) -> int:
+        """Return a lower bound on the tokens of `text`; counting stops above `enough`."""
         total = 0.0
         if self._keeps_characters:
             for start in range(0, len(text), _PIECE):
@@ -59,9 +59,9 @@ class TokenBound:
         return math.ceil(total - _ROUNDING)
 
     def part_with(self, text: str, num_tokens: int, *, from_end: bool) -> str:
-        """Return the end or the beginning of a text, enough of it for more than `num_tokens` tokens.
+        """Return the end or beginning of a text, long enough for more than `num_tokens` tokens.
 
-        It is the whole text if that may be needed.
+        Returns the whole text where no bound is known.
         """
         total, length = 0.0, 0
         while self._keeps_characters and total <= num_tokens and length < len(text):
@@ -73,8 +73,8 @@ class TokenBound:
             return text
         return text[-length:] if from_end else text[:length]
 
-    def most_characters(self, num_tokens: int) -> int | None:
-        """Return how many characters this many tokens can stand for at most; None: any number."""
+    def max_characters(self, num_tokens: int) -> int | None:
+        """Return the maximum number of characters of this many tokens; None: unbounded."""
         if not self._keeps_characters or not self._shares.all():
             return None
         longest = round(1 / float(self._shares.min()))
@@ -103,7 +103,7 @@ class TokenBound:
 
     @functools.cached_property
     def _forms(self) -> list[_Form]:
-        """The Unicode normal forms that a text is brought into, one after another."""
+        """The Unicode normal forms applied to a text, in order."""
         return [step["type"] for step in self._steps if step["type"] in get_args(_Form)]
 
     @functools.cached_property
@@ -124,7 +124,7 @@ class TokenBound:
 
     @functools.cached_property
     def _shares(self) -> npt.NDArray[np.float64]:
-        """By character or byte: how much of a token it is at least; 0 if it may disappear."""
+        """By character or byte: its minimum share of a token; 0 if it may disappear."""
         longest, is_single = self._longest_tokens()
         if not self._is_byte_level:
             if any(_writes_spaces(step) for step in self._steps):
@@ -135,16 +135,16 @@ class TokenBound:
                 is_single[:] = True
         shares = np.where(is_single, 1 / np.maximum(longest, 1), 0.0)
         if self._is_byte_level:
-            shares[_NOT_IN_UTF8] = 1.0  # so that a tokenizer may do without them
+            shares[_NOT_IN_UTF8] = 1.0  # a tokenizer may lack them
         added = self._backend.get_added_tokens_decoder().values()
         if any(
             token.lstrip or token.rstrip for token in added
-        ):  # such a token takes all whitespace beside it
+        ):  # such a token absorbs all adjacent whitespace
             shares[[unit for unit in range(len(shares)) if self._may_be_whitespace(unit)]] = 0.0
         return shares
 
     def _longest_tokens(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return by character or byte: the length of the longest token with it, and whether it is a token."""
+        """Return, by character or byte, the length of the longest token with it and whether it is a token."""
         kind = np.dtype(np.uint8 if self._is_byte_level else np.uint32)
         size = 256 if self._is_byte_level else 0x110000
         added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
@@ -157,7 +157,7 @@ class TokenBound:
         units = np.frombuffer(b"".join(tokens), kind)
         lengths_of_units = np.repeat(lengths, lengths)
         longest = np.zeros(size, np.int64)
-        longest[units] = lengths_of_units  # of several, the last counts
+        longest[units] = lengths_of_units  # the last one wins
         is_single = np.zeros(size, np.bool_)
         is_single[units[lengths_of_units == 1]] = True
         return longest, is_single
@@ -168,7 +168,7 @@ class TokenBound:
         return token.encode() if is_text else byte_level_bytes(token)
 
     def _knows_all_bytes(self) -> bool:
-        """Whether each character that is no token becomes byte tokens."""
+        """Whether each character that is not a token becomes byte tokens."""
         is_on = bool(getattr(self._backend.model, "byte_fallback", False))
         return is_on and all(self._backend.token_to_id(token) is not None for token in _BYTE_TOKENS)
 
@@ -177,7 +177,7 @@ class TokenBound:
 
 
 def _steps_of(component: Any, name_of_list: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the description of a tokenizer's component, of each part if it is a sequence."""
+    """Yield the description of a tokenizer's component, or of each part of a sequence."""
     if component is None:
         return
     steps = [json.loads(component.__getstate__())]

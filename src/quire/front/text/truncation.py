@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 TruncationSide = Literal["left", "right"]
 
 MARGIN = 64
-"""Tokens beside a cut that may be others than in the whole text, and are not kept."""
+"""Tokens beside a cut that may differ from those of the whole text, and are not kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Truncation:
-    """How much of a prompt is kept: its last `num_tokens`, or the first if `side`, which is cut, is right."""
+    """Which tokens of a prompt are kept: the last `num_tokens`, or the first if `side` is right."""
 
     num_tokens: int
     side: TruncationSide = "left"
@@ -33,9 +33,9 @@ class Truncation:
         return items[-self.num_tokens :] if self.side == "left" else items[: self.num_tokens]
 
     def within_added(self, encoding: tokenizers.Encoding | TokenList) -> tuple[list[int], slice]:
-        """Return the tokens that are kept of a text, and where among them those of the text are.
+        """Return the kept tokens, and the slice of them that comes from the text itself.
 
-        Tokens that the model wants around a text stay around what is kept of it, if they fit.
+        Special tokens around the text are kept around the truncated text, if they fit.
         """
         is_added, ids = encoding.special_tokens_mask, encoding.ids
         head = next((at for at, added in enumerate(is_added) if not added), len(ids))
@@ -51,16 +51,16 @@ class Truncation:
 def truncation_of(
     num_tokens: int | None, side: TruncationSide, params: SamplingParams, info: EngineInfo
 ) -> Truncation | None:
-    """Return what a request asks for.
+    """Return the truncation that a request asks for.
 
     Args:
-        num_tokens: of the prompt that are kept; -1: as many as fit beside `max_tokens`; None: all.
-        side: that is cut off.
-        params: of the request.
-        info: of the engine, with the maximum length.
+        num_tokens: prompt tokens to keep; -1: as many as fit beside `max_tokens`; None: all.
+        side: the side to cut off.
+        params: parameters of the request.
+        info: information of the engine, with the maximum length.
 
     Raises:
-        InvalidRequestError: that cannot be.
+        InvalidRequestError: a value is invalid.
     """
     if num_tokens is None:
         return None

@@ -1,4 +1,4 @@
-"""Jobs in a thread of their own, which neither the event loop nor the end of the process waits for."""
+"""Jobs in a daemon thread, which neither the event loop nor the exit of the process waits for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class TooManyJobsError(Exception):
-    """As many jobs wait as may."""
+    """The maximum number of jobs is waiting."""
 
 
 class Job(concurrent.futures.Future[T], Generic[T]):
-    """A call, and what will come of it; one that is cancelled before it begins is not run."""
+    """A call, and its future result; cancelled before it begins, it is not run."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class Job(concurrent.futures.Future[T], Generic[T]):
 
 
 class WorkerThread:
-    """Runs jobs one after another, in a daemon thread that ends when there are none.
+    """Runs jobs one after another, in a daemon thread that ends when idle.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
         max_waiting: maximum number of jobs that wait.
     """
 
@@ -54,7 +54,7 @@ class WorkerThread:
 
         Raises:
             TooManyJobsError: too many jobs wait.
-            RuntimeError: the system has no thread to spare.
+            RuntimeError: no thread can be started.
         """
         job = Job(call)
         with self._lock:

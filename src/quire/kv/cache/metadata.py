@@ -101,7 +101,7 @@ class PagedAttentionCacheMetaData(PlainData):
             num_kv_heads: KV heads of each layer, over all devices.
             kv_head_dim_size: features of a head.
             hbm_utilization: share of each device's memory that may be in use once the cache is there.
-            dtype: of keys and values, by name or as torch's or numpy's type.
+            dtype: data type of keys and values, by name or as torch's or numpy's type.
 
         Raises:
             ValueError: a value is out of range, or no page fits; names field and value.
@@ -193,7 +193,7 @@ class PagedAttentionCacheMetaData(PlainData):
         Args:
             layers: what each layer keeps; None: nothing.
             page_size: tokens of a page.
-            dtype: of keys and values, by name or as torch's or numpy's type.
+            dtype: data type of keys and values, by name or as torch's or numpy's type.
             num_pages: pages of the cache, 0 or more.
             batch_size: sequences that are served at once.
             max_sequences: length of the longest sequence in tokens; None: what the cache holds.

@@ -16,7 +16,7 @@ class PagedAttentionCacheManager:
     Page 0 is the dummy page: it is never handed out, so that tables can name it where they hold nothing.
 
     Args:
-        metadata: of the cache.
+        metadata: metadata of the cache.
 
     Raises:
         ValueError: the cache has no page.

@@ -22,7 +22,7 @@ class PageMemory:
     `tensor` is the same memory, page by page, as `PagedAttentionCache` describes it.
 
     Args:
-        metadata: of the cache.
+        metadata: metadata of the cache.
         quantizer: makes the pages' numbers; None: keys and values are rounded to `metadata.dtype`.
         memory: bytes that there are already [N], at least those of all pages; None: memory of its own.
         device: where its own memory is.

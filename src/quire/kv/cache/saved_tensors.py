@@ -51,7 +51,7 @@ def save_tensors(
     """Write tensors to a file; it appears whole or not at all.
 
     Args:
-        path: of the file; one that is there is replaced.
+        path: path of the file; one that is there is replaced.
         tensors: by name.
         description: plain data by which `load_tensors` knows them.
     """

@@ -15,7 +15,7 @@ class ShardMemory:
 
     Args:
         file: descriptor of a file in memory that all ranks have; it may be closed afterwards.
-        metadata: of a cache whose KV heads are divided among the ranks.
+        metadata: metadata of a cache whose KV heads are divided among the ranks.
 
     Attributes:
         tensor: the file's bytes, [num_shards, stride] uint8.

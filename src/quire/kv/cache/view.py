@@ -39,7 +39,7 @@ class PagedAttentionCacheView(TensorData):
     AttributeError. So is the view of a layer that has no KV.
 
     Args:
-        metadata: of the cache.
+        metadata: metadata of the cache.
         layer_index: number of the layer.
         key_pages: (num_kv_heads, num_pages, page_size, head_dim), a tensor, or an array of numpy, whose
             memory is then that of the view. Places that were never written may hold anything.
@@ -126,7 +126,7 @@ class PagedAttentionCacheView(TensorData):
 
         Args:
             mesh: as for `PagedAttentionCache.init_cache`.
-            metadata: of the cache.
+            metadata: metadata of the cache.
             layer_index: number of the layer.
             quantizer: as for `PagedAttentionCache.init_cache`.
             kv_pages_sharding: as for `PagedAttentionCache.init_cache`.

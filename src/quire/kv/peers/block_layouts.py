@@ -31,7 +31,7 @@ class ShardLayout:
     """Where ranks, which divide the KV heads evenly, have their parts of blocks.
 
     Attributes:
-        layout: of a rank's part of a block.
+        layout: layout of a rank's part of a block.
         num_shards: number of ranks.
         stride: bytes from a rank's part of a block to that of the next rank.
     """
@@ -45,7 +45,7 @@ class BlockLayouts:
     """This engine's blocks, and how those of its peers go into them.
 
     Args:
-        layout: of this engine's blocks as they travel.
+        layout: layout of this engine's blocks as they travel.
         layout_of: returns that of blocks of another size.
         shards: where the ranks of this engine have them; None: there is one process, whose blocks are laid
             out as they travel.

@@ -36,8 +36,8 @@ class BorrowedPrompts:
         block_size: tokens per block.
         peers: to read from.
         pulls: those that run.
-        stats: of the connector.
-        costs: of loading and computing.
+        stats: stats of the connector.
+        costs: costs of loading and computing.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class PeerOptions:
 
     Attributes:
         listen_address: IPv4 address and port that peers connect to, if this engine lends; port 0: any.
-        asked_addresses: of peers whose prefix caches are searched.
+        asked_addresses: addresses of peers whose prefix caches are searched.
         token: secret that all peers share; empty: none.
         transports: names of those that may be used, the best first.
         identity: returns what the KV is, in named parts; only peers with the same are linked.

@@ -14,7 +14,7 @@ LINK_TIMEOUT = 5.0
 DOWN_SECONDS = 2.0
 """Seconds for which a peer that could not be linked to is not tried again."""
 
-MOST_DOUBT_SECONDS = 60.0
+MAX_DOUBT_SECONDS = 60.0
 """Seconds for which a peer that delivers nothing is not asked what it has cached, at most."""
 
 OpenLink = Callable[[float], DecoderLink]
@@ -53,7 +53,7 @@ class PeerLinks:
             if has_come:
                 self._doubt_seconds = 0.0
             elif not self.is_doubtful:
-                self._doubt_seconds = min(MOST_DOUBT_SECONDS, max(DOWN_SECONDS, 2 * self._doubt_seconds))
+                self._doubt_seconds = min(MAX_DOUBT_SECONDS, max(DOWN_SECONDS, 2 * self._doubt_seconds))
                 self._doubtful_until = time.monotonic() + self._doubt_seconds
 
     @property
@@ -93,7 +93,7 @@ class OneLink:
     """A thread's own link to a peer, which is opened when it is needed.
 
     Args:
-        links: of the peer.
+        links: links of the peer.
     """
 
     def __init__(self, links: PeerLinks) -> None:

@@ -37,7 +37,7 @@ class PrefixLookup:
     """One question, which the threads of several peers answer.
 
     Args:
-        keys: of the prompt's blocks, for this lookup alone.
+        keys: keys of the prompt's blocks, for this lookup alone.
         blocks: those that are missing.
         deadline: seconds on the monotonic clock, after which answers are not waited for.
     """
@@ -95,7 +95,7 @@ class Peer:
         address: where it listens.
         open_link: links to the peer.
         memory: this engine's KV cache.
-        layouts: of this engine's blocks.
+        layouts: layouts of this engine's blocks.
         lease_timeout: seconds without a heartbeat after which the peer ends a loan.
     """
 
@@ -135,8 +135,8 @@ class Peer:
         """Keep a loan alive for a request until `give_back`.
 
         Args:
-            transfer_id: of the loan.
-            request_id: of the request.
+            transfer_id: id of the loan.
+            request_id: id of the request.
             is_offered: whether the peer has it already, so that it has ended if the peer does not know it.
         """
         with self._lock:
@@ -209,7 +209,7 @@ class Peer:
 
     # -- heartbeats ----------------------------------------------------------------------------------------
 
-    def _tell_news(self) -> None:
+    def _update_peer(self) -> None:
         link = OneLink(self.links)
         idle_until = time.monotonic() + IDLE_TIMEOUT
         while not self._is_closed:
@@ -232,7 +232,7 @@ class Peer:
     def _start_messenger(self) -> bool:
         """Make sure that there is one, if possible; the caller has the lock."""
         if self._messenger is None:
-            self._messenger = start_thread(self._tell_news, "kv-peer-news")
+            self._messenger = start_thread(self._update_peer, "kv-peer-news")
         return self._messenger is not None
 
     def _is_messenger_idle(self, idle_until: float) -> bool:
@@ -254,7 +254,7 @@ class Peer:
         try:
             for start in range(0, max(len(waiting), len(released)), MAX_LOAN_NAMES):
                 stop = start + MAX_LOAN_NAMES
-                self._exchange_news(link, waiting[start:stop], released[start:stop])
+                self._update_loans(link, waiting[start:stop], released[start:stop])
                 for name in released[start:stop]:
                     del untold[name]
         except (LLMException, OSError) as error:
@@ -263,10 +263,10 @@ class Peer:
             logger.exception("could not tell peer %s which loans are needed", self.name)
             link.drop()
         finally:
-            self._tell_again(untold)
+            self._requeue(untold)
         return bool(waiting or released)
 
-    def _tell_again(self, released: dict[str, float]) -> None:
+    def _requeue(self, released: dict[str, float]) -> None:
         """Keep returns that the peer has not received, except for loans needed again or ended."""
         now = time.monotonic()
         with self._lock:
@@ -306,9 +306,9 @@ class Peer:
             link.drop()
         return 0
 
-    def _exchange_news(self, link: OneLink, waiting: list[str], released: list[str]) -> None:
+    def _update_loans(self, link: OneLink, waiting: list[str], released: list[str]) -> None:
         deadline = time.monotonic() + LINK_TIMEOUT
-        report = link.get(deadline).exchange_news(waiting, released, deadline)
+        report = link.get(deadline).update_loans(waiting, released, deadline)
         with self._lock:
             self._ended.update(set(report.ended) & self._offered)
         for pull in self._awaited_pulls.take_queued(set(report.ready)):

@@ -19,7 +19,7 @@ from quire.request import Request
 LOOKUP_PATIENCE = 0.1
 """Seconds that a request waits for peers' answers at most."""
 
-LEAST_COMPUTING = 0.02
+MIN_COMPUTING_TIME = 0.02
 """Seconds of computing below which no peer is asked: asking takes a few milliseconds."""
 
 
@@ -36,11 +36,11 @@ class PeerPrefixes:
 
     Args:
         block_size: tokens per block.
-        addresses: of the peers to ask.
+        addresses: addresses of the peers to ask.
         peers: finds them.
         pulls: those that run.
-        stats: of the connector.
-        costs: of loading and computing.
+        stats: stats of the connector.
+        costs: costs of loading and computing.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class PeerPrefixes:
         last = num_cacheable_blocks(request, self._block_size)
         blocks = range(num_computed_tokens // self._block_size, last)
         seconds = self._costs.seconds_to_compute(len(blocks))
-        if not blocks or 0 < seconds < LEAST_COMPUTING:
+        if not blocks or 0 < seconds < MIN_COMPUTING_TIME:
             return None
         lookup = PrefixLookup(
             cacheable_keys(request, self._block_size), blocks, time.monotonic() + LOOKUP_PATIENCE

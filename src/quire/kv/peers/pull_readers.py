@@ -30,7 +30,7 @@ class PullReaders:
         peer_name: for the log.
         links: to the peer; each thread has its own.
         memory: this engine's KV cache.
-        layouts: of this engine's blocks.
+        layouts: layouts of this engine's blocks.
         on_end: is called with each pull that has ended.
     """
 

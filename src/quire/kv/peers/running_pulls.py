@@ -25,8 +25,8 @@ class RunningPulls:
         block_bytes: bytes of a block.
         peers: to read from.
         timeout: seconds for KV to come.
-        stats: of the connector.
-        costs: of loading and computing.
+        stats: stats of the connector.
+        costs: costs of loading and computing.
     """
 
     def __init__(

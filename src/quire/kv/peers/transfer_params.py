@@ -31,7 +31,7 @@ class BorrowingParams(msgspec.Struct, frozen=True):
     Attributes:
         remote_host: IPv4 address that the peer listens on.
         remote_port: its port.
-        transfer_id: of the loan.
+        transfer_id: id of the loan.
         remote_engine_id: of the start of the peer that has answered; empty: it has not answered yet.
     """
 

@@ -24,7 +24,7 @@ class BlockReader:
         tier: where from.
         copier: into the cache.
         threads: those that read.
-        counters: of blocks loaded and failed.
+        counters: counters of blocks loaded and failed.
         clock: returns seconds.
     """
 

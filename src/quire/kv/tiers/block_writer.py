@@ -30,7 +30,7 @@ class BlockWriter:
         tier: where to.
         copier: from the cache.
         thread: the one that writes.
-        counters: of blocks written, failed and dropped.
+        counters: counters of blocks written, failed and dropped.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BlockWriter:
 
         Args:
             blocks: what to store.
-            generation: of the tier when the step was planned.
+            generation: generation of the tier when the step was planned.
             failed_ids: returns the requests whose blocks are not to be stored; the writing thread waits for
                 it.
         """

@@ -164,7 +164,7 @@ class BlockMemory:
 
     Args:
         num_places: at least one.
-        bytes_per_block: of each.
+        bytes_per_block: size of a block in each.
 
     Raises:
         OSError: there is not enough memory.

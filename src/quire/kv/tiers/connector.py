@@ -47,7 +47,7 @@ NUM_READERS = 2
 REFRESH_INTERVAL = 5.0
 """Seconds after which what other processes did to the tier is taken note of."""
 
-LONGEST_READ = 5.0
+MAX_READ_TIME = 5.0
 """Seconds that one read takes when the disk hangs; nothing is loaded then."""
 
 CLOSE_TIMEOUT = 30.0
@@ -141,7 +141,7 @@ class TierConnector(KVConnector):
         keys = self._keys_of(request)
         lookup = self._lookups.setdefault(request.request_id, _Lookup())
         lookup.num_local = num_computed_tokens
-        if num_computed_tokens % self._block_size or self._readers.longest_run() > LONGEST_READ:
+        if num_computed_tokens % self._block_size or self._readers.max_run_time() > MAX_READ_TIME:
             return 0, False
         first = num_computed_tokens // self._block_size
         # The last token is always computed, for its logits.

@@ -107,7 +107,7 @@ class ResidentBlocks:
         """Return a place to write a block to, which `fill` or `free` must follow.
 
         Args:
-            key: of the block.
+            key: key of the block.
             generation: in which the store began.
             may_grow: take a place that was never used before, rather than evict a block, if there is one.
 

@@ -21,7 +21,7 @@ class BlockTier(ABC):
 
     Args:
         residents: the index, with one place for each block that fits.
-        bytes_per_block: of keys and values.
+        bytes_per_block: bytes per block of keys and values.
         bytes_per_place: that a place takes up.
     """
 
@@ -63,7 +63,7 @@ class BlockTier(ABC):
         """Store a block, at the cost of the least recently used ones; return whether that was possible.
 
         Args:
-            key: of the block; nothing happens if it is stored already.
+            key: key of the block; nothing happens if it is stored already.
             content: its `bytes_per_block` bytes.
             generation: of `residents` when `content` was read from the cache; nothing happens if it is over.
         """
@@ -84,7 +84,7 @@ class MemoryTier(BlockTier):
 
     Args:
         capacity_bytes: maximum number of bytes to keep.
-        bytes_per_block: of keys and values.
+        bytes_per_block: bytes per block of keys and values.
         min_uses: uses of a block after which it is stored.
     """
 

@@ -24,7 +24,7 @@ class WorkerThreads:
     The threads start with the first task, and do not keep the process alive.
 
     Args:
-        name: of the threads.
+        name: name of the threads.
         num_threads: tasks that run at a time.
         clock: returns seconds.
     """
@@ -56,7 +56,7 @@ class WorkerThreads:
         self.submit(run)
         return future
 
-    def longest_run(self) -> float:
+    def max_run_time(self) -> float:
         """Return for how many seconds the oldest running task has been running; 0 if there is none."""
         began = list(self._began.values())
         return self._clock() - min(began) if began else 0.0

@@ -16,22 +16,22 @@ from quire.models.weights import WeightSource
 
 
 class CachedWeights:
-    """A checkpoint, and the memory that its matrices are packed into: `memory.is_filled` if they are already.
+    """A checkpoint, and the memory of its packed matrices (`memory.is_filled`: from the cache).
 
     A later start hands out the same buffers in the same order, and does not read the matrices.
 
     Args:
         checkpoint: where what is not packed comes from.
         cache: where packed weights are kept.
-        key: of this checkpoint and of how it is packed; see `cache_key`.
+        key: key of this checkpoint and of how it is packed; see `cache_key`.
     """
 
     def __init__(self, checkpoint: Checkpoint, cache: WeightCache, key: str) -> None:
         self._checkpoint = checkpoint
         self._cache = cache
         self._key = key
-        self._pending: dict[str, list[Any]] = {}  # forms of matrices that were read and are not released
-        self._forms: dict[str, list[Any]] = {}  # of those that have gone into a buffer
+        self._pending: dict[str, list[Any]] = {}  # forms of matrices that were read and not released yet
+        self._forms: dict[str, list[Any]] = {}  # forms of matrices in buffers
         found = cache.read(key)
         if found is None:
             self.memory: WeightMemory = _RecordingMemory(self._pending, self._forms)
@@ -40,7 +40,7 @@ class CachedWeights:
             self.memory = FilledMemory(buffers)
 
     def matrix(self, sources: Sequence[WeightSource]) -> list[Weight]:
-        """Return a matrix; if it is packed already, only its outline: tensors on torch's meta device."""
+        """Return a matrix, or, if it is already packed, its outline on torch's meta device."""
         if self.memory.is_filled and all(source.name in self._forms for source in sources):
             return [_outline(self._forms[source.name], source.held_shape) for source in sources]
         parts = self._checkpoint.matrix(sources)
@@ -62,13 +62,13 @@ class CachedWeights:
         self._checkpoint.release(source)
 
     def save(self) -> None:
-        """Write what has been packed, once all is loaded. Does nothing if it came from the cache."""
+        """Write the packed weights to the cache, after loading. Has no effect if they came from it."""
         if isinstance(self.memory, _RecordingMemory):
             self._cache.write(self._key, self._forms, self.memory.buffers)
 
 
 class FilledMemory(WeightMemory):
-    """Hands out `buffers`, [bytes] uint8 each, in their order."""
+    """Hands out `buffers`, each [bytes] uint8, in order."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class FilledMemory(WeightMemory):
         """Return the next buffer.
 
         Raises:
-            ValueError: it is of another size; `PACKING_VERSION` did not go up with a change.
+            ValueError: its size differs; `PACKING_VERSION` was not raised with a change.
         """
         buffer = next(self._buffers, torch.empty(0))
         if len(buffer) != _whole_lines(num_bytes):
@@ -88,7 +88,7 @@ class FilledMemory(WeightMemory):
 
 
 class _RecordingMemory(WeightMemory):
-    """Remembers the buffers that it hands out; each is for the matrices that are pending."""
+    """Allocates buffers and remembers them, each for the pending matrices."""
 
     def __init__(self, pending: dict[str, list[Any]], forms: dict[str, list[Any]]) -> None:
         super().__init__()

@@ -25,13 +25,13 @@ class WeightStore(Protocol):
     """The files of one checkpoint. Weights have Hugging Face's names, in any file format."""
 
     def close(self) -> None:
-        """Close the files. What was read stays valid."""
+        """Close the files. Tensors that were read stay valid."""
 
     def names(self) -> Set[str]:
-        """Return the names of all tensors in the files, as they are there."""
+        """Return the names of all tensors in the files."""
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names in the files of the tensors that make up the weight `name`, present or not."""
+        """Return the tensors' names in the files that make up the weight `name`, present or not."""
 
     def is_ignored(self, name: str) -> bool:
         """Return whether a tensor in the files belongs to no weight and may be ignored."""
@@ -40,7 +40,7 @@ class WeightStore(Protocol):
         """Return a weight; raise `ModelError` if its shape is wrong or its format is not supported."""
 
     def encoded_embedding(self, name: str, shape: tuple[int, ...]) -> EncodedRows | None:
-        """Return an embedding whose rows can be decoded one by one; None: `read` has to be used.
+        """Return an embedding whose rows can be decoded one by one; None: use `read`.
 
         Raises `ModelError` as `read` does.
         """
@@ -50,7 +50,7 @@ class WeightStore(Protocol):
 
 
 class Checkpoint:
-    """The weights of a model, open while the context lasts; what it returned stays valid afterwards.
+    """The weights of a model, open during the context; returned tensors stay valid afterwards.
 
     Args:
         path: directory of safetensors files with their config.json; or a GGUF file, or a directory with one.
@@ -92,7 +92,7 @@ class Checkpoint:
             )
 
     def matrix(self, sources: Sequence[WeightSource]) -> list[Weight]:
-        """Return what `sources` hold of a matrix as they are stored, if their inputs are in one order.
+        """Return the stored parts of a matrix from `sources`, if their inputs are in the same order.
 
         Raises:
             ModelError, ConfigError: see `weight`.
@@ -100,7 +100,7 @@ class Checkpoint:
         return in_one_order([self.weight(source) for source in sources])
 
     def weight(self, source: WeightSource) -> Weight:
-        """Return what `source` holds of a matrix as it is stored: quantized, or where the file is mapped.
+        """Return the part of a matrix in `source` as stored: quantized, or mapped from the file.
 
         Raises:
             ModelError: its shape is not that of `source`, or its dtype is not supported.
@@ -118,7 +118,7 @@ class Checkpoint:
             ) from error
 
     def tensor(self, source: WeightSource) -> torch.Tensor:
-        """Return a tensor in floating point: where the file is mapped, or dequantized to float32.
+        """Return a tensor in floating point: mapped from the file, or dequantized to float32.
 
         Raises:
             ModelError, ConfigError: see `weight`.
@@ -127,7 +127,7 @@ class Checkpoint:
         return weight if isinstance(weight, torch.Tensor) else dequantize(weight)
 
     def embedding(self, source: WeightSource, dtype: torch.dtype) -> Embedding:
-        """Return vectors of `dtype` for token ids: as they are stored, if that can be decoded row by row.
+        """Return an embedding of `dtype`, kept as stored if its rows can be decoded one by one.
 
         Raises:
             ModelError, ConfigError: see `weight`.
@@ -141,7 +141,7 @@ class Checkpoint:
         return EncodedEmbedding(rows, dtype)
 
     def release(self, source: WeightSource) -> None:
-        """Release the pages that held `source`; if read again, they come from the file again."""
+        """Release the pages that held `source`; reading it again reloads them from the file."""
         self._store.release(source.name)
 
 

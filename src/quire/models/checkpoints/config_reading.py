@@ -39,7 +39,7 @@ _GGML_KINDS = {  # ggml's numbers: Q4_0, Q4_1, Q4_K; Q5_0, Q5_1, Q8_0, Q5_K, IQ4
     **dict.fromkeys((6, 7, 8, 13, 20), StoredQuantization("grouped_int8", 32)),
     14: StoredQuantization("grouped_int8", 16),
 }
-_COMPARED_BYTES = 1 << 20  # at a time, so that they stay in a cache
+_COMPARED_BYTES = 1 << 20  # bytes compared at a time, to stay in a CPU cache
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -47,7 +47,7 @@ def read_model_config(path: Path) -> ModelConfig:
 
     Raises:
         UnknownArchitectureError: the architecture is not a known one; the message lists those.
-        ModelError: the file is missing, cannot be read, or lacks or contradicts something needed.
+        ModelError: the file is missing, unreadable, incomplete or inconsistent.
     """
     gguf = find_gguf(path)
     if gguf is None:
@@ -73,7 +73,7 @@ def read_model_config(path: Path) -> ModelConfig:
 
 
 def _with_ggml_kinds(config: ModelConfig, kinds: Mapping[str, int]) -> ModelConfig:
-    """Return `config` with what its matrices become, by ggml's number for each tensor of the file."""
+    """Return `config` with the memory formats of its matrices, by the ggml types of the file's tensors."""
     found = {
         (spec.layer, spec.field): joined(
             [_GGML_KINDS.get(kinds.get(gguf_name(source.name), -1), FLOATS) for source in spec.sources]
@@ -84,7 +84,7 @@ def _with_ggml_kinds(config: ModelConfig, kinds: Mapping[str, int]) -> ModelConf
 
 
 def _as_tied_in_files(path: Path, config: ModelConfig) -> ModelConfig:
-    """Return the config of a model whose output layer is the embedding with what its files say of that.
+    """Return the config of a model with a tied output layer, corrected by what its files contain.
 
     They may hold the matrix by either name. If they hold two that differ, fine-tuning has separated them
     without a word in config.json, and the output layer that is stored counts. So it is in `transformers`.
@@ -102,7 +102,7 @@ def _as_tied_in_files(path: Path, config: ModelConfig) -> ModelConfig:
 
 
 def _equal(some: Headers, others: Headers) -> bool:
-    """Return whether two matrices are the same, or cannot be read; one that is quantized is another."""
+    """Return whether two matrices are equal, or unreadable; a quantized one differs."""
     if len(some) > 1 or len(others) > 1:
         return False
     (one,), (other,) = some.values(), others.values()
@@ -110,7 +110,7 @@ def _equal(some: Headers, others: Headers) -> bool:
         return False
     try:
         octets, others_octets = _octets(one), _octets(other)
-    except (OSError, ValueError, TypeError):  # safetensors reads some headers that are no such objects
+    except (OSError, ValueError, TypeError):  # safetensors accepts some malformed headers
         return True
     starts = range(0, len(octets), _COMPARED_BYTES)
     return all(
@@ -121,7 +121,7 @@ def _equal(some: Headers, others: Headers) -> bool:
 
 
 def _headers(path: Path, names: Set[str]) -> Headers:
-    """Return what a model's safetensors files say of those tensors of these names that can be read."""
+    """Return the headers of the readable tensors with these names in a model's safetensors files."""
     found: dict[str, TensorHeader] = {}
     for file in _weight_files(path):
         try:
@@ -145,7 +145,7 @@ def _octets(header: TensorHeader) -> npt.NDArray[np.uint8]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files of a model, as far as they are there."""
+    """Return the existing safetensors files of a model."""
     single = find_file(path, SINGLE_FILE)
     if single is not None:
         return [single]

@@ -11,11 +11,11 @@ from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.model_files import MAX_TEMPLATE_BYTES, read_text
 from quire.models.text.template_renderer import TemplateRenderer
 
-_ONLY_IN_TEXT = frozenset("{}\n")  # of which each template has one, and file names have none
+_ONLY_IN_TEXT = frozenset("{}\n")  # in every template, but not in file names
 
 
 def resolve_files(config: EngineConfig) -> tuple[Path, EngineConfig]:
-    """Return the directory or GGUF file of an engine's model, and its configuration without other names.
+    """Return the directory or GGUF file of an engine's model, and its configuration with resolved paths.
 
     In that, the tokenizer is a path, and the chat template is its text; either may be empty as before.
     What is on the hub is downloaded if need be.
@@ -31,7 +31,7 @@ def resolve_files(config: EngineConfig) -> tuple[Path, EngineConfig]:
 
 
 def _with_template_text(templating: ChatTemplateConfig) -> ChatTemplateConfig:
-    """Return `templating` with the text of a template that is named, after a process has compiled it."""
+    """Return `templating` with the text of its template, after compiling it in a process."""
     if not templating.chat_template:
         return templating
     source = _template_text(templating.chat_template)
@@ -46,7 +46,7 @@ def _with_template_text(templating: ChatTemplateConfig) -> ChatTemplateConfig:
 
 
 def _template_text(given: str) -> str:
-    """Return the text of a template, given as a file or as itself."""
+    """Return the text of a template, given as a file or as text."""
     file = Path(given).expanduser()
     try:
         is_file = file.is_file()

@@ -12,19 +12,19 @@ from quire.models.checkpoints.gguf.location import SUFFIX as GGUF_SUFFIX
 
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 _DESCRIPTION_FILES = ["*.json", "*.jinja"]
-_SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in the publisher's own format
-_LIKENESS = 0.75  # from which a name is taken for a typo, as difflib counts it
+_SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in the publisher's format
+_LIKENESS = 0.75  # minimum difflib ratio of a typo
 _BUILT_IN_DIRECTORY = Path(__file__).resolve().parents[2] / BUILT_IN_MODEL
 
 
 def resolve_model(name: str, *, weights: bool = True, revision: str = "") -> Path:
-    """Return the directory or GGUF file of the model `name`, downloading it from the hub if need be.
+    """Return the directory or GGUF file of the model `name`, downloading it from the hub if necessary.
 
     Args:
         name: "mini" for the built-in model, the path of a directory or of a GGUF file, a name on the
             Hugging Face hub such as "Qwen/Qwen3-0.6B", or the last part of that, in upper or lower case, for
             a model that has been downloaded.
-        weights: download the weights too; without them only what describes the model.
+        weights: whether to download the weights, not only the description.
         revision: branch, tag or commit of a model on the hub; empty: its main branch.
 
     Raises:
@@ -63,7 +63,7 @@ def _built_in() -> Path:
 
 
 def _full_name(name: str) -> str:
-    """Return the name of the downloaded model that is meant by its last part alone; others as they are.
+    """Complete the name of a downloaded model from its last part; return other names unchanged.
 
     Raises:
         ModelNotFoundError: it is the last part of several.
@@ -108,7 +108,7 @@ def _download(name: str, wanted: list[str], revision: str) -> Path:
 
 
 def _hint(name: str) -> str:
-    """Return which model that is at hand may be meant by a name that no model has; "" if none is like it."""
+    """Return the local model whose name resembles an unknown name; "" if none does."""
     path = Path(name).expanduser()
     beside = (str(one) for one in _entries(path.parent) if one.is_dir() or one.suffix == GGUF_SUFFIX)
     downloaded = {name for full_name in _cached_names() for name in (full_name, full_name.rpartition("/")[2])}

@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 
 _NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 
-MAX_BYTES = 64 << 20  # the largest published, indexes of thousands of experts, have about 10 MB
+MAX_BYTES = 64 << 20  # the largest published ones, indexes of thousands of experts, have about 10 MB
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -39,7 +39,7 @@ def entry(values: Mapping[str, Any], key: str, kind: type[Value], file: Path) ->
     """Return an entry of a file's object; None if it is missing or null.
 
     Raises:
-        ModelError: it is of another type than `kind`.
+        ModelError: its type is not `kind`.
     """
     value = values.get(key)
     if value is not None and not isinstance(value, kind):

@@ -1,4 +1,4 @@
-"""Loads a decoder: each matrix goes from the checkpoint straight into the layout of its kernels."""
+"""Loads a decoder, matrix by matrix, from the checkpoint directly into the kernels' layout."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ Progress = Callable[[int, int], None]
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class WeightOptions:
-    """How weights are held.
+    """How weights are held in memory.
 
     Args:
         dtype: bfloat16, float16, float32, or auto for the type in the checkpoint's config.
-        quantization: of weights that are stored in floating point: none, int8, int4 or fp8.
+        quantization: for weights stored in floating point: none, int8, int4 or fp8.
         group_size: inputs that share a scale, for int4.
         int4_activations: what activations are made for int4: int8 or bfloat16.
         kernels: which kernels compute: auto, native or reference.
-        cache: where weights that native kernels have packed are kept; None: nowhere.
+        cache: cache of weights packed by native kernels; None: no cache.
     """
 
     dtype: str = "auto"
@@ -72,14 +72,14 @@ def load_decoder(
     Args:
         path: directory of the checkpoint, see `quire.models.checkpoints.checkpoint`.
         config: the whole model's numbers, from the same place.
-        dtype: as in `WeightOptions`; counts if there are no `options`.
+        dtype: as in `WeightOptions`; used without `options`.
         options: how to hold the weights.
         parallel: the ranks, each of which loads its shard; None: there is one.
-        on_progress: called with (bytes loaded, bytes in all) after each matrix, counted as if unquantized.
+        on_progress: called with (bytes loaded, total bytes) after each matrix, counted unquantized.
 
     Raises:
         ModelError: names a missing, unexpected or misshapen weight, or a file that cannot be read.
-        ConfigError: a quantized matrix cannot be divided among so many ranks.
+        ConfigError: a quantized matrix cannot be divided among the ranks.
     """
     options = options or WeightOptions(dtype=dtype)
     options = dataclasses.replace(options, dtype=config.dtype if options.dtype == "auto" else options.dtype)
@@ -107,7 +107,7 @@ def load_decoder(
 
 
 class _Loader:
-    """Builds a decoder layer by layer, so that no more than a layer is held twice; see `LayerLoader`."""
+    """Builds a decoder layer by layer, so that at most one layer is in memory twice; see `LayerLoader`."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Loader:
         memory: WeightMemory,
         on_progress: Progress | None,
     ) -> None:
-        self.index = -1  # of the layer whose fields are meant; -1: of what belongs to none
+        self.index = -1  # current layer; -1: outside layers
         self.model = config
         self.ropes = config.ropes
         self.kernels = kernels
@@ -215,7 +215,7 @@ class _Loader:
         return linear
 
     def _tensor(self, spec: WeightSpec) -> torch.Tensor:
-        """Return the sources joined by rows; one alone, of the right dtype, stays in the mapped file."""
+        """Return the sources joined by rows; a single one of the right dtype stays in the mapped file."""
         parts = [self._checkpoint.tensor(source).to(self._dtype) for source in spec.sources]
         self._release(spec.sources)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

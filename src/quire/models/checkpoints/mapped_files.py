@@ -1,4 +1,4 @@
-"""Tensors that lie where a file is mapped into memory."""
+"""Tensors in memory-mapped files."""
 
 from __future__ import annotations
 

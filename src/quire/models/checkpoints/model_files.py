@@ -1,4 +1,4 @@
-"""The files of a model directory: only regular ones, and only inside of it, since others name them."""
+"""The files of a model directory: only regular files inside it, as their names are untrusted."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from quire.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_TEMPLATE_BYTES = 256 << 10  # of a chat template; the longest published ones have some 30 kB
-_SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # of a model in the hub's cache: links, and what they lead to
+MAX_TEMPLATE_BYTES = 256 << 10  # of a chat template; the longest published ones have about 30 kB
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # in the hub's cache: links, and their targets
 
 
 def find_file(directory: Path, name: str) -> Path | None:
-    """Return a file of the model in `directory`; None if there is none of that name.
+    """Return a file of the model in `directory`; None if it does not exist.
 
     Args:
-        directory: of the model; itself it may be a link.
-        name: of the file, relative to `directory`.
+        directory: directory of the model; itself it may be a link.
+        name: name of the file, relative to `directory`.
 
     Raises:
         ModelError: the name or a link leads out of the directory, or to something that is no regular file.
@@ -33,7 +33,7 @@ def find_file(directory: Path, name: str) -> Path | None:
         state = file.stat()
     except FileNotFoundError:
         return None
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a name that no file can have
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or an invalid name
         raise ModelError(
             f"{directory} refers to {name!r:.300}, which cannot be read: {error!s:.500}"
         ) from error
@@ -49,7 +49,7 @@ def read_text(file: Path, max_bytes: int) -> str:
     """Return the text of a file that `find_file` has found.
 
     Raises:
-        ModelError: it cannot be read, is no UTF-8, or is longer than `max_bytes`.
+        ModelError: it cannot be read, is not UTF-8, or is longer than `max_bytes`.
     """
     try:
         with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""The names of tensors in safetensors files, as Quire's families have them. Nothing here needs torch."""
+"""Tensor names in safetensors files, by Quire's families. Nothing here needs torch."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from quire.models.embedding import EncodedRows
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What decoding can raise over parts whose shapes and types were not foreseen.
 _INCONSISTENCIES = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError)
-_DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)  # old checkpoints hold these; they follow from the config
+_DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)  # in old checkpoints; derived from the config
 
 
 class SafetensorsWeights:
@@ -52,7 +52,7 @@ class SafetensorsWeights:
             self._files = files.pop_all()
 
     def close(self) -> None:
-        """See `WeightStore`. A tensor that was returned keeps its mapping alive."""
+        """See `WeightStore`. Returned tensors keep their mapping alive."""
         self._places.clear()
         self._files.close()
 
@@ -66,7 +66,7 @@ class SafetensorsWeights:
         return (name,) if form is None else tuple(f"{_stem(name)}.{part}" for part in form.needed)
 
     def is_ignored(self, name: str) -> bool:
-        """See `WeightStore`: buffers, parts of quantized matrices, biases of zeros that GPTQ tools add."""
+        """See `WeightStore`: buffers, parts of quantized matrices, and zero biases added by GPTQ tools."""
         if name.endswith(_DERIVED_SUFFIXES):
             return True
         form = self._format(name)
@@ -92,7 +92,7 @@ class SafetensorsWeights:
             ) from error
 
     def encoded_embedding(self, name: str, shape: tuple[int, ...]) -> EncodedRows | None:
-        """See `WeightStore`: the formats of quantized matrices have no rows that lie by themselves."""
+        """See `WeightStore`: rows of quantized matrices are not stored separately."""
         return None
 
     def release(self, name: str) -> None:
@@ -128,11 +128,11 @@ class SafetensorsWeights:
         return tensor
 
     def _format_of_weight(self, name: str) -> MatrixFormat | None:
-        """Return how the weight `name` is stored; None: in floating point, as the biases of all matrices."""
+        """Return the format of the weight `name`; None: floating point, as for all biases."""
         return self._format(name) if name.endswith(".weight") else None
 
     def _format(self, name: str) -> MatrixFormat | None:
-        """Return how the matrix that the tensor `name` belongs to is stored; None: in floating point."""
+        """Return the format of the matrix that the tensor `name` belongs to; None: floating point."""
         stem = _stem(name)
         return next((form for form in self._formats if f"{stem}.{form.key}" in self._places), None)
 

@@ -1,4 +1,4 @@
-"""Token ids with a meaning of their own, checked against the vocabulary before anything relies on them."""
+"""Special token ids, checked against the vocabulary before use."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class WeightCache:
 
     Args:
         directory: where the files are; made when the first is written.
-        max_bytes: of all files together; those that were not used for longest go first.
+        max_bytes: maximum bytes of all files together; those that were not used for longest go first.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:

@@ -38,7 +38,7 @@ class TokenList:
     """Tokens of a text, as far as they are needed of a `tokenizers.Encoding`.
 
     Args:
-        ids: of the tokens.
+        ids: ids of the tokens.
         special_tokens_mask: 1 for those that the tokenizer adds around a text, else 0.
     """
 

@@ -35,7 +35,7 @@ class RenderedChat:
     """The text that a template has made of a conversation.
 
     Args:
-        text: of it.
+        text: text of it.
         given: start and end of each run of characters that are not the template's, but the client's.
     """
 

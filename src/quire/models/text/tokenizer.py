@@ -54,7 +54,7 @@ class Tokenizer:
         eos_token_ids: ids that end a sequence.
         bos_token_id: id that starts one, if the model has it.
         chat_template: jinja2 text, if the model has a template.
-        template_limits: of the template.
+        template_limits: limits of the template.
 
     Attributes:
         chat_template_source: `chat_template`.

@@ -20,7 +20,7 @@ class TracedText(str):
     is not given, and of any other class all of it is.
 
     Args:
-        text: of it.
+        text: text of it.
         given: a byte for each character, 1 if it is given and 0 if not.
     """
 

@@ -21,14 +21,14 @@ class TextContent(Struct, kw_only=True, tag_field="type", tag="text"):
 
 
 class ThinkingContent(Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """What the model thinks; there is no signature, since it can be sent back as it is."""
+    """The model's reasoning, without a signature: it can be sent back unchanged."""
 
     thinking: str
     signature: str = ""
 
 
 class ToolUseContent(Struct, kw_only=True, tag_field="type", tag="tool_use"):
-    """A call; its input is empty in a stream, where it comes in pieces, and where the answer was cut off."""
+    """A tool call; its input is empty in a stream, where deltas follow, and in an answer that was cut off."""
 
     id: str
     name: str
@@ -39,7 +39,7 @@ ContentBlock: TypeAlias = TextContent | ThinkingContent | ToolUseContent
 
 
 class Usage(Struct, kw_only=True):
-    """Number of tokens; the prompt's are `input_tokens` and those that came from the prefix cache."""
+    """Token counts; the prompt has `input_tokens` plus the tokens from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -66,7 +66,7 @@ class TokenCount(Struct, kw_only=True):
 
 
 class MessageStart(Struct, tag_field="type", tag="message_start"):
-    """A stream begins, with a message that is still empty."""
+    """A stream begins, with an empty message."""
 
     message: MessageAnswer
 
@@ -133,14 +133,14 @@ StreamEvent: TypeAlias = (
 
 
 class ErrorContent(Struct, kw_only=True):
-    """What went wrong."""
+    """Type and message of an error."""
 
     type: str
     message: str
 
 
 class ErrorAnswer(Struct, kw_only=True, tag_field="type", tag="error"):
-    """Body of every answer that is not a success, and last event of a stream that failed."""
+    """Body of every error answer, and last event of a failed stream."""
 
     error: ErrorContent
 
@@ -158,7 +158,7 @@ _ERROR_TYPES = {
 
 
 def error_answer(error: ApiError) -> ErrorAnswer:
-    """Return an error as Anthropic's clients expect it."""
+    """Return an error in Anthropic's shape."""
     kind = _ERROR_TYPES.get(error.status) or ("api_error" if error.status >= 500 else "invalid_request_error")
     return ErrorAnswer(error=ErrorContent(type=kind, message=error.message))
 
@@ -169,5 +169,5 @@ ANTHROPIC_ERRORS = ErrorShape(
 
 
 def named_event(payload: StreamEvent | ErrorAnswer) -> bytes:
-    """Return one server-sent event, which has the payload's type for its name."""
+    """Return one server-sent event, named after the payload's type."""
     return f"event: {payload.__struct_config__.tag}\ndata: ".encode() + encode(payload) + b"\n\n"

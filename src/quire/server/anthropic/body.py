@@ -31,11 +31,11 @@ from quire.structured_outputs import StructuredOutputsParams
 
 
 class CustomTool(StrictModel):
-    """A tool of the client's."""
+    """A tool that the client runs."""
 
     path_prefix = "tools[]."
 
-    type: Literal["custom"] | None = Field(None, description="Tools that a server runs are not there.")
+    type: Literal["custom"] | None = Field(None, description="Server-side tools are not available.")
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any] = Field(description="JSON schema of the input, an object.")
@@ -52,7 +52,7 @@ class CustomTool(StrictModel):
 
 
 class ToolChoice(StrictModel):
-    """Whether tools may be called, must be, and which."""
+    """Whether tools may or must be called, and which."""
 
     path_prefix = "tool_choice."
 
@@ -61,7 +61,7 @@ class ToolChoice(StrictModel):
     disable_parallel_tool_use: bool | None = None
 
     def as_choice(self) -> Any:
-        """Return the choice as chat completions have it.
+        """Return the choice in the form of chat completions.
 
         Raises:
             InvalidRequestError: a name is missing, or given with another type.
@@ -86,18 +86,18 @@ class JsonFormat(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """The form of the answer, and the effort for it."""
+    """The format of the answer, and the reasoning effort."""
 
     path_prefix = "output_config."
 
     format: JsonFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="How much the model thinks, as far as the chat template knows efforts."
+        None, description="Reasoning effort, if the chat template knows efforts."
     )
 
 
 class ThinkingConfig(StrictModel):
-    """Whether the model thinks before it answers."""
+    """Whether the model reasons before it answers."""
 
     path_prefix = "thinking."
 
@@ -115,17 +115,17 @@ class CountTokensRequest(ConversationBody):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] = Field(
         description="The conversation so far."
     )
-    system: TextBlocks | None = Field(None, description="What the model is told before the conversation.")
+    system: TextBlocks | None = Field(None, description="System prompt.")
     tools: Annotated[list[CustomTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
-        None, description="What the model may call; at most 128."
+        None, description="Tools that the model may call; at most 128."
     )
     tool_choice: ToolChoice | None = Field(
-        None, description="Whether tools may be called, must be, and which. Default: auto."
+        None, description="Whether tools may or must be called, and which. Default: auto."
     )
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="The older name of output_config.format.")
     thinking: ThinkingConfig | None = Field(
-        None, description="Whether the model thinks, if its chat template has a switch."
+        None, description="Whether the model reasons, if its chat template has a switch."
     )
     cache_control: Ignored = None
     context_management: Ignored = None
@@ -161,7 +161,7 @@ class CountTokensRequest(ConversationBody):
         """Return the messages in OpenAI's form.
 
         Raises:
-            InvalidRequestError: blocks are in messages where they make no sense.
+            InvalidRequestError: a message has blocks that do not belong there.
         """
         return openai_messages(self.system, self.messages)
 
@@ -188,7 +188,7 @@ class MessagesRequest(CountTokensRequest, GenerationBody):
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Take what asks for nothing, and other servers' values."""
+        """Drop values that ask for nothing, and translate those of other servers."""
         take_other_values(values)
         if isinstance(values.get("stop_sequences"), list):
             values["stop_sequences"] = [text for text in values["stop_sequences"] if text != ""]
@@ -207,7 +207,7 @@ class MessagesRequest(CountTokensRequest, GenerationBody):
 
     @property
     def structure_field(self) -> str:
-        """The field that says which structure the answer must have."""
+        """The field that gives the answer's structure."""
         return "output_config.format" if self.output_format is None else "output_format"
 
     def _structure(self) -> StructuredOutputsParams | None:

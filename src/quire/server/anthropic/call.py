@@ -58,7 +58,7 @@ CALL_ID_PREFIX = "toolu_"
 
 
 async def create_message(request: Request, body: MessagesRequest) -> Response:
-    """Answer a conversation in Anthropic's form, whole or, with `stream`, as server-sent events."""
+    """Answer a conversation in Anthropic's form, whole or (with `stream`) as server-sent events."""
     return await _MessagesCall(request, body).response()
 
 
@@ -135,7 +135,7 @@ class _MessagesCall(ConversationCall[MessagesRequest]):
 
 
 def _event_of(reader: AnswerReader, event: BlockEvent) -> StreamEvent:
-    """Return what is new in an answer as an event of one of its content blocks."""
+    """Return a new part of an answer as an event of a content block."""
     match event:
         case BlockBegin(block):
             return BlockStart(block.index, _content_of(reader, block, ""))
@@ -150,7 +150,7 @@ def _event_of(reader: AnswerReader, event: BlockEvent) -> StreamEvent:
 
 
 def _content_of(reader: AnswerReader, block: Block, text: str) -> ContentBlock:
-    """Return a content block with the text that a block of the answer has, or begins with."""
+    """Return a content block for a block of the answer, with this (initial) text."""
     match block.kind:
         case BlockKind.TEXT:
             return TextContent(text=text)

@@ -1,4 +1,4 @@
-"""Turns of a conversation in Anthropic's form: blocks of content, and the messages that they are."""
+"""Messages of a conversation in Anthropic's form, converted to OpenAI's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TextBlock(StrictModel):
 
 
 class ThinkingBlock(StrictModel):
-    """What the model thought in an earlier turn."""
+    """The model's reasoning in an earlier turn."""
 
     path_prefix = "messages[].content[]."
 
@@ -37,7 +37,7 @@ class ThinkingBlock(StrictModel):
 
 
 class RedactedThinkingBlock(StrictModel):
-    """Reasoning that only another service can read; the model is not shown it."""
+    """Encrypted reasoning of another service, which is not shown to the model."""
 
     path_prefix = "messages[].content[]."
 
@@ -65,14 +65,14 @@ TextBlocks = Annotated[
 
 
 class ToolResultBlock(StrictModel):
-    """What a tool that the model called returned."""
+    """The result of a tool that the model called."""
 
     path_prefix = "messages[].content[]."
 
     type: Literal["tool_result"]
     tool_use_id: CallId
     content: TextBlocks | None = None
-    is_error: bool | None = Field(None, description="The model is shown the content only.")
+    is_error: bool | None = Field(None, description="Not used: the model only sees the content.")
     cache_control: Ignored = None
 
 
@@ -123,14 +123,14 @@ def openai_messages(
 ) -> list[dict[str, Any]]:
     """Return a conversation in OpenAI's form.
 
-    Turns of the same side that follow one another are one, as in Anthropic's API: many templates refuse them.
+    As in Anthropic's API, successive messages of one side are merged; many templates refuse them.
 
     Args:
-        system: what the model is told before it.
-        messages: of the body.
+        system: the system prompt.
+        messages: the body's messages.
 
     Raises:
-        InvalidRequestError: blocks are in messages where they make no sense.
+        InvalidRequestError: a message has blocks that do not belong there.
     """
     given: list[dict[str, Any]] = []
     if content := _content_of(system):
@@ -143,14 +143,14 @@ def openai_messages(
             one = [_assistant_message(content, call_ids)]
         else:
             one = _other_messages(role, content, call_ids)
-        if len(turns) > 1:  # a template that shows parts may put nothing between them
+        if len(turns) > 1:  # templates may put nothing between text parts
             one = [{**message, "content": text_of(message["content"])} for message in one]
         given += one
     return given
 
 
 def _joined(contents: Sequence[str | list[Any]]) -> str | list[Any]:
-    """Return the content of turns that are one."""
+    """Return the content of merged messages."""
     if len(contents) == 1:
         return contents[0]
     blocks: list[Any] = []
@@ -160,14 +160,14 @@ def _joined(contents: Sequence[str | list[Any]]) -> str | list[Any]:
 
 
 def _content_of(content: str | Sequence[TextBlock] | None) -> str | list[dict[str, str]]:
-    """Return the content of a message, a part for each block; "" if there is none."""
+    """Return the content of a message, with a part for each block; "" if there is none."""
     if content is None or isinstance(content, str):
         return content or ""
     return [{"type": "text", "text": block.text} for block in content] or ""
 
 
 def _assistant_message(content: str | list[Any], call_ids: set[str]) -> dict[str, Any]:
-    """Return a turn of the model's; note the ids of its calls."""
+    """Convert an assistant message; add the ids of its calls to `call_ids`."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     texts: list[TextBlock] = []
@@ -196,7 +196,7 @@ def _assistant_message(content: str | list[Any], call_ids: set[str]) -> dict[str
 
 
 def _other_messages(role: str, content: str | list[Any], call_ids: set[str]) -> list[dict[str, Any]]:
-    """Return a turn of the user's or the system's: the results of tools in it are messages of their own."""
+    """Convert a user or system message; its tool results become separate messages."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     given: list[dict[str, Any]] = []

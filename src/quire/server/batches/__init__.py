@@ -1,8 +1,7 @@
-"""OpenAI's Files and Batch API on a local disk: files of requests that are answered when there is room.
+"""OpenAI's Files and Batch API on a local disk: files of requests, served when the engine has room.
 
-A batch of requests (`server/batches/`) is a `BatchJob` of the front process. `requests.py` has each line
-answered by the handler that HTTP calls have, as the batch's tenant, without a connection. What is in the
-files of results says which lines are done, and the database beside them only what the files are, so that a
-job that is broken off anywhere goes on from there. Everything that takes the disk's time is done in one
-thread, a bounded part at a time.
+A batch is a `BatchJob` of the front process. `requests.py` answers each line with the handler of HTTP calls,
+as the batch's tenant, without a connection. The result files are the only record of which lines are done (the
+database describes the files), so a job that is interrupted anywhere resumes from there. Disk access happens
+in one thread, a bounded part at a time.
 """

@@ -50,7 +50,7 @@ class DeletedFile(Struct, kw_only=True):
 
 
 class RequestCounts(Struct, kw_only=True):
-    """How many requests a batch has, and how many are done."""
+    """Numbers of all, completed and failed requests of a batch."""
 
     total: int = 0
     completed: int = 0
@@ -58,7 +58,7 @@ class RequestCounts(Struct, kw_only=True):
 
 
 class BatchError(Struct, kw_only=True):
-    """What is wrong with a line of the input, counted from 1, or with all of it."""
+    """An error in a line of the input (counted from 1), or in the whole input."""
 
     code: str
     message: str
@@ -67,7 +67,7 @@ class BatchError(Struct, kw_only=True):
 
 
 class BatchErrors(Struct, kw_only=True):
-    """The first errors of an input that was refused."""
+    """The first errors of a refused input."""
 
     object: Literal["list"] = "list"
     data: list[BatchError]
@@ -109,7 +109,7 @@ class BatchList(Struct, kw_only=True):
 
 
 class LineResponse(Struct, kw_only=True):
-    """How a request of a batch was answered."""
+    """The answer to a request of a batch."""
 
     status_code: int
     request_id: str
@@ -133,9 +133,9 @@ class ResultLine(Struct, kw_only=True):
 
     @property
     def is_success(self) -> bool:
-        """Whether it belongs into the output file, rather than among the errors."""
+        """Whether the line belongs in the output file rather than the error file."""
         return self.response is not None and self.response.status_code < 400
 
     def encoded(self) -> bytes:
-        """Return it as JSON with a line feed; a body that is a JSON text has none."""
+        """Return the line as JSON with a line feed; a body that is already JSON contains none."""
         return msgspec.json.encode(self) + b"\n"

@@ -25,10 +25,8 @@ class BatchRequest(StrictModel):
 
     input_file_id: str = Field(description="A file of the purpose batch: JSONL, a request in each line.")
     endpoint: BatchUrl = Field(description="Of all requests.")
-    completion_window: Literal["24h"] = Field(
-        description="After this time, what has not been answered is an error."
-    )
-    metadata: Metadata | None = Field(None, description="Comes back with the batch.")
+    completion_window: Literal["24h"] = Field(description="Requests not answered within this time fail.")
+    metadata: Metadata | None = Field(None, description="Returned with the batch.")
     output_expires_after: Ignored = None
 
 

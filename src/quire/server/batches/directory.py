@@ -24,12 +24,12 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BatchDirectory:
-    """A directory that belongs to this server until it is closed. Files are named by ids of the server's.
+    """A directory that this server owns until it is closed. Files are named by ids that the server makes.
 
-    Everything that takes the disk's time is done in one thread, a bounded part at a time.
+    Disk access happens in one thread, a bounded part at a time.
 
     Args:
-        path: of the directory, which is made if it is not there.
+        path: path of the directory, created if missing.
 
     Raises:
         ConfigError: it cannot be used, or another server uses it.
@@ -57,14 +57,14 @@ class BatchDirectory:
         return self._path / "batches.sqlite"
 
     def path_of(self, file_id: str) -> Path:
-        """Return the path of a file with an id that this server has made."""
+        """Return the path of the file with this id, made by this server."""
         return self._files / file_id
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns in the thread of the files.
+        """Run `call` in the disk thread, and return its result.
 
         Raises:
-            ApiError: 503, too many calls wait.
+            ApiError: 503: too many calls are waiting.
             Exception: whatever `call` raises.
         """
         try:
@@ -93,7 +93,7 @@ class BatchDirectory:
 
 
 def opened_directory(config: ServerConfig) -> BatchDirectory | None:
-    """Return the directory that a server is to have; None: none.
+    """Open the configured directory; None if there is none.
 
     Raises:
         ConfigError: it cannot be used, or another server uses it.
@@ -106,7 +106,7 @@ class StoredBytes:
     """Bytes of each tenant's stored files.
 
     Args:
-        limit: for each of them.
+        limit: maximum for each tenant.
     """
 
     def __init__(self, limit: int) -> None:
@@ -122,7 +122,7 @@ class StoredBytes:
         return self._used.get(tenant, 0) + num_bytes <= self.limit
 
     def note(self, tenant: str, num_bytes: int) -> None:
-        """Count bytes of a tenant, or fewer if negative."""
+        """Add to the bytes of a tenant; negative: subtract."""
         self._used[tenant] = self._used.get(tenant, 0) + num_bytes
 
 

@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from quire.server.batches.upload import UploadForm
 
 MAX_FILES = 10_000
-"""Files of a tenant."""
+"""Maximum number of files per tenant."""
 
 MAX_UPLOADS = 8
-"""Files that are received at once."""
+"""Maximum number of concurrent uploads."""
 
-MOST_LISTED_FILES = 1_000
+MAX_LISTED_FILES = 1_000
 COMPLETION_WINDOW = 86_400  # seconds
 
 
 async def create_file(request: Request) -> Response:
     """Store a file of requests: multipart/form-data with the fields file and purpose."""
     batches, tenant = _batches_of(request), tenant_of(request).name
-    from quire.server.batches.upload import UploadForm, boundary_of, receive_form  # others need no parser
+    from quire.server.batches.upload import UploadForm, boundary_of, receive_form  # imported only when needed
 
     limit = batches.config.max_file_bytes
     boundary = boundary_of(request, limit)
@@ -74,7 +74,7 @@ async def create_file(request: Request) -> Response:
 async def list_files(request: Request) -> Response:
     """List files, the newest first unless `order` is asc."""
     batches, query = _batches_of(request), read_query(request, FileQuery)
-    limit = min(query.limit, MOST_LISTED_FILES)
+    limit = min(query.limit, MAX_LISTED_FILES)
     files = await batches.records.list_files(
         tenant_of(request).name,
         limit=limit + 1,
@@ -184,9 +184,9 @@ async def cancel_batch(request: Request) -> Response:
 
 @contextlib.asynccontextmanager
 async def _uploading(batches: Batches, tenant: str, form: UploadForm) -> AsyncIterator[Callable[[], None]]:
-    """Take care of a form's file: unless all goes well, nothing is left of it.
+    """Manage a form's file, which is removed if anything fails.
 
-    Yields what is to be called when the file has grown, which refuses it beyond the tenant's limit.
+    Yields a function to call when the file has grown, which refuses it beyond the tenant's limit.
     """
     if batches.num_uploads >= MAX_UPLOADS:
         raise ApiError(
@@ -226,7 +226,7 @@ async def _uploading(batches: Batches, tenant: str, form: UploadForm) -> AsyncIt
 
 
 def _note_without_effect(names: Iterable[str], leniency: Leniency) -> None:
-    """Report fields of an upload without effect, such as expires_after."""
+    """Report fields of an upload that have no effect, such as expires_after."""
     for name in names:
         if name == "purpose":
             continue
@@ -273,13 +273,13 @@ def _no_file(file_id: str, param: str | None = None) -> ApiError:
 
 _ERRORS = {
     400: "The request is invalid; `param` is the field at fault.",
-    404: "It is not there, or the server has no batch_dir.",
+    404: "It does not exist, or the server has no batch_dir.",
     503: "The disk or the database is not available.",
 }
 _UPLOAD_ERRORS = {
     **_ERRORS,
     409: "There are too many files.",
-    413: "The file is too large, or the tenant's files are.",
+    413: "The file is too large, or all the tenant's files together.",
     415: "The body is not multipart/form-data.",
     429: "Too many files are being received.",
     507: "The disk is full.",

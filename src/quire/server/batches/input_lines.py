@@ -1,4 +1,4 @@
-"""The lines of a batch's input: read in pieces, checked, and known by their numbers."""
+"""The lines of a batch's input: read in pieces, checked, and numbered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import Meta, Raw, Struct
 from quire.server.batches.answers import BatchError
 
 MAX_LINES = 50_000
-"""Requests of a batch."""
+"""Maximum number of requests per batch."""
 
 MAX_ERRORS = 100
 """Maximum number of reported errors of an input."""
@@ -41,11 +41,11 @@ class InputLines:
     """Reads the lines of a file that are not blank; everything blocks.
 
     Args:
-        path: of the file.
-        max_body_bytes: of a request.
+        path: path of the file.
+        max_body_bytes: maximum size of a request's body.
 
     Raises:
-        OSError: the file is not there.
+        OSError: the file does not exist.
     """
 
     def __init__(self, path: Path, max_body_bytes: int) -> None:
@@ -80,8 +80,8 @@ class InputCheck:
     """Checks the lines of an input one after another.
 
     Args:
-        endpoint: of the batch.
-        max_body_bytes: of a request.
+        endpoint: path of the batch's endpoint.
+        max_body_bytes: maximum size of a request's body.
     """
 
     def __init__(self, endpoint: str, max_body_bytes: int) -> None:
@@ -89,7 +89,7 @@ class InputCheck:
         self.num_lines = 0
         self._endpoint = endpoint
         self._max_body_bytes = max_body_bytes
-        self._custom_ids: set[bytes] = set()  # digests of them
+        self._custom_ids: set[bytes] = set()  # as digests
 
     @property
     def is_over(self) -> bool:

@@ -1,4 +1,4 @@
-"""The life of one batch, from the check of its input to its last result."""
+"""The life of one batch, from checking its input to its last result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAX_DELAY = 30.0  # seconds
 RESTART_DELAY = 10.0
 """Back-off in seconds after a disk error."""
 
-_REFUSED = (429, 503)  # for now
+_REFUSED = (429, 503)  # temporarily
 
 Answer = Callable[[str, str, str, bytes], Awaitable[Response]]
 """Answers a tenant's request to a path, under an id, with a body."""
@@ -61,12 +61,12 @@ class _NoInputError(Exception):
 
 
 class Turns:
-    """Scheduling of requests across batches, in fair turns.
+    """Fair scheduling of requests across batches.
 
-    A tenant's batches are served one after the other, and the requests of all tenants' in turn.
+    A tenant's batches are served one after another, and the requests of all tenants in turn.
 
     Args:
-        max_requests: that are served at once.
+        max_requests: maximum number of requests served at once.
     """
 
     def __init__(self, max_requests: int) -> None:
@@ -76,7 +76,7 @@ class Turns:
         self._tenants: dict[str, asyncio.Lock] = {}
 
     def of(self, tenant: str) -> asyncio.Lock:
-        """Return what a tenant's batch holds while it is served."""
+        """Return the lock that a tenant's batch holds while it is served."""
         return self._tenants.setdefault(tenant, asyncio.Lock())
 
 
@@ -84,12 +84,12 @@ class BatchJob:
     """A batch that has not ended.
 
     Args:
-        tenant: whose it is.
+        tenant: name of its tenant.
         batch: its state.
-        directory, records, stored: of the server's batches.
-        turns: of all batches.
+        directory, records, stored: those of the server.
+        turns: scheduling across all batches.
         answer: answers its requests.
-        max_body_bytes: of a request.
+        max_body_bytes: maximum size of a request's body.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class BatchJob:
         self._answer = answer
         self._max_body_bytes = max_body_bytes
         self._key = batch.id.removeprefix("batch_")
-        self._num_charged = 0  # bytes of results that count as stored
+        self._num_charged = 0  # bytes of results counted as stored
         self._early_end: EarlyEnd | None = None
         self._has_early_end = asyncio.Event()
         if batch.status == "cancelling":
@@ -121,19 +121,19 @@ class BatchJob:
 
     @property
     def output_id(self) -> str:
-        """Id of the file of results, once it is there."""
+        """Id of the output file, once it exists."""
         return f"file-{self._key}-output"
 
     @property
     def errors_id(self) -> str:
-        """Id of the file of errors, once it is there."""
+        """Id of the error file, once it exists."""
         return f"file-{self._key}-errors"
 
     async def cancel(self) -> None:
         """Cancel the batch; running requests end without an answer.
 
         Raises:
-            ApiError: 503, that cannot be noted.
+            ApiError: 503: the database failed.
         """
         if self._early_end is None and self.batch.status in ("validating", "in_progress"):
             self.batch.status, self.batch.cancelling_at = "cancelling", _now()
@@ -154,7 +154,7 @@ class BatchJob:
                     await self._fail([BatchError(code="no_input", message="the input file is gone")])
                     return
                 except Exception:
-                    log.exception("batch %s has stopped, and goes on in %g s", self.batch.id, RESTART_DELAY)
+                    log.exception("batch %s has failed, and resumes in %g s", self.batch.id, RESTART_DELAY)
                     await asyncio.sleep(RESTART_DELAY)
         finally:
             expiry.cancel()
@@ -178,7 +178,7 @@ class BatchJob:
                 turn.release()
 
     async def _passes_check(self) -> bool:
-        """Check the input; return whether it is valid: otherwise the batch has failed."""
+        """Check the input; return whether it is valid. If not, the batch fails."""
         check = InputCheck(self.batch.endpoint, self._max_body_bytes)
         async with self._turns.checks, self._input() as lines:
             while not check.is_over and await self._directory.run(lambda: _check_piece(check, lines)):
@@ -214,7 +214,7 @@ class BatchJob:
                 for number, line in piece:
                     if number in results.done:
                         continue
-                    assert line is not None  # it has been checked
+                    assert line is not None  # checked before
                     await free.acquire()
                     group.create_task(serve(number, line))
 
@@ -242,7 +242,7 @@ class BatchJob:
         self._count(results)
 
     async def _accepted_answer(self, request_id: str, body: bytes) -> Response:
-        """Return the answer to a request, which is sent again as long as there is no room for it."""
+        """Return the answer to a request, retrying while the engine has no room for it."""
         delay = FIRST_DELAY
         while True:
             async with self._turns.requests:
@@ -267,7 +267,7 @@ class BatchJob:
         counts.failed = len(results.done) - results.num_completed
 
     async def _finish(self, results: Results) -> None:
-        """Publish the result files to the tenant, and only then mark the batch as ended."""
+        """Publish the result files to the tenant, then mark the batch as ended."""
         batch, status = self.batch, self._early_end or "completed"
         if status == "completed":
             batch.status = "finalizing"
@@ -310,7 +310,7 @@ class BatchJob:
 
     @contextlib.asynccontextmanager
     async def _results(self) -> AsyncIterator[Results]:
-        """Open the files of results where they end; their bytes count as stored unless something fails."""
+        """Open the result files for appending; their bytes count as stored unless something fails."""
         paths = [self._directory.path_of(one) for one in (self.output_id, self.errors_id)]
         results = await self._directory.run(
             lambda: Results(*(ResultFile(path, f"batch_req_{self._key}") for path in paths))
@@ -325,7 +325,7 @@ class BatchJob:
             self._charge(-self._num_charged)
             raise
         finally:
-            await self._directory.run(results.close)  # in the thread that may be writing still
+            await self._directory.run(results.close)  # in the thread that may still be writing
 
     def _charge(self, num_bytes: int) -> None:
         """Count bytes of the results as stored."""

@@ -13,7 +13,7 @@ from quire.server.storage.database import Database
 from quire.server.wire.errors import UNAVAILABLE, ApiError
 
 MAX_BATCHES = 10_000
-"""Batches of a tenant that are remembered; the oldest that have ended are forgotten."""
+"""Maximum number of batches kept per tenant; the oldest ended ones are forgotten."""
 
 _SCRIPT = """
 PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;
@@ -50,10 +50,10 @@ class Records:
     """Files and batches by tenant and id.
 
     Args:
-        path: of the database.
+        path: path of the database.
 
     Raises (all methods):
-        ApiError: 503, the database has failed or is late.
+        ApiError: 503: the database has failed or timed out.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,11 +62,11 @@ class Records:
         )
 
     async def close(self) -> None:
-        """Close the database, unless it is late."""
+        """Close the database, unless it hangs."""
         await self._database.close()
 
     async def add_file(self, tenant: str, file: FileObject, max_files: int) -> bool:
-        """Add a file; return whether the tenant has fewer than `max_files`."""
+        """Add a file if the tenant has fewer than `max_files`; return whether it was added."""
 
         def add(database: sqlite3.Connection) -> bool:
             count = "SELECT COUNT(*) FROM files WHERE tenant = ?"
@@ -78,13 +78,13 @@ class Records:
         return await self._database.run(add)
 
     async def get_file(self, tenant: str, file_id: str) -> FileObject | None:
-        """Return a file; None if it is not there."""
+        """Return a file; None if it does not exist."""
         query = "SELECT description FROM files WHERE tenant = ? AND id = ?"
         row = await self._database.run(lambda database: database.execute(query, (tenant, file_id)).fetchone())
         return None if row is None else _decode_file(row[0])
 
     async def delete_file(self, tenant: str, file_id: str) -> bool:
-        """Forget a file; return whether it was there."""
+        """Delete a file's record; return whether it existed."""
         query = "DELETE FROM files WHERE tenant = ? AND id = ?"
         return bool(
             await self._database.run(lambda database: database.execute(query, (tenant, file_id)).rowcount)
@@ -96,14 +96,14 @@ class Records:
         """Return files in the order of their creation, at most `limit`.
 
         Args:
-            tenant: whose files they are.
+            tenant: the tenant's name.
             limit: maximum number.
-            after: id of the file after which they begin; None: at the first one.
-            is_ascending: whether the oldest comes first, rather than the newest.
-            purpose: of the files; None: any.
+            after: id of the file before the first one returned; None: start at the beginning.
+            is_ascending: whether the oldest comes first rather than the newest.
+            purpose: purpose of the files; None: any.
 
         Raises:
-            ApiError: 404, there is no file `after`.
+            ApiError: 404: there is no file `after`.
         """
 
         def rows(database: sqlite3.Connection) -> list[tuple[bytes]]:
@@ -131,7 +131,7 @@ class Records:
         return {row[0] for row in rows}
 
     async def add_batch(self, tenant: str, batch: Batch) -> None:
-        """Add a batch; the oldest that have ended make room for it."""
+        """Add a batch; the oldest ended ones beyond the limit are deleted."""
 
         def add(database: sqlite3.Connection) -> None:
             values = tenant, batch.id, has_ended(batch), msgspec.json.encode(batch)
@@ -147,7 +147,7 @@ class Records:
         await self._database.run(add)
 
     async def put_batch(self, tenant: str, batch: Batch, files: Collection[FileObject] = ()) -> None:
-        """Note a batch's new state, and the files that it has written, all or nothing."""
+        """Store a batch's new state and the files that it has written, atomically."""
 
         def put(database: sqlite3.Connection) -> None:
             query = "UPDATE batches SET has_ended = ?, description = ? WHERE id = ?"
@@ -159,7 +159,7 @@ class Records:
         await self._database.run(put)
 
     async def get_batch(self, tenant: str, batch_id: str) -> Batch | None:
-        """Return a batch as it was last noted; None if it is not there."""
+        """Return a batch as last stored; None if it does not exist."""
         query = "SELECT description FROM batches WHERE tenant = ? AND id = ?"
         row = await self._database.run(
             lambda database: database.execute(query, (tenant, batch_id)).fetchone()
@@ -170,12 +170,12 @@ class Records:
         """Return batches, the newest first, at most `limit`.
 
         Args:
-            tenant: whose batches they are.
+            tenant: the tenant's name.
             limit: maximum number.
-            after: id of the batch after which they begin; None: at the newest.
+            after: id of the batch before the first one returned; None: start at the newest.
 
         Raises:
-            ApiError: 404, there is no batch `after`.
+            ApiError: 404: there is no batch `after`.
         """
         rows = await self._database.run(
             lambda database: _page(database, "batches", tenant, limit=limit, after=after, is_ascending=False)
@@ -213,7 +213,7 @@ def _page(
         query = f"SELECT number FROM {table} WHERE tenant = ? AND id = ?"
         row = database.execute(query, (tenant, after)).fetchone()
         if row is None:
-            raise ApiError(404, f"after is {after!r}, which is not there", param="after")
+            raise ApiError(404, f"after is {after!r}, which does not exist", param="after")
         condition += f" AND number {comparison} :first"
         values["first"] = row[0]
     return database.execute(

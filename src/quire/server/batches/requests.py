@@ -1,4 +1,4 @@
-"""A request of a batch, answered as one over HTTP is, without a connection."""
+"""Answering a request of a batch like one over HTTP, without a connection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quire.server.wire.openapi import Endpoint
 
 
 def _in_batch(handler: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-    """Return the handler for bodies that are answered whole, with the lowest priority."""
+    """Wrap a handler: bodies must not stream, and get the lowest priority."""
 
     async def answer(request: Request, body: Any) -> Response:
         for name in ("stream", "background"):
@@ -61,17 +61,17 @@ async def answer_line(app: Starlette, tenant: Tenant, url: str, request_id: str,
     """Return the answer to a request of a batch, or its error.
 
     Args:
-        app: that answers.
-        tenant: whose request it is.
+        app: the server's application.
+        tenant: the request's tenant.
         url: path of the endpoint.
-        request_id: of the request.
-        body: of the request, JSON.
+        request_id: id of the request.
+        body: the request's body, JSON.
     """
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
         if not messages:
-            await asyncio.Event().wait()  # this client never leaves
+            await asyncio.Event().wait()  # this client never disconnects
         return messages.pop()
 
     scope = {
@@ -90,7 +90,7 @@ async def answer_line(app: Starlette, tenant: Tenant, url: str, request_id: str,
     with contextlib.nullcontext() if log is None else log.noting(scope, record):
         answer = await answer_of(_ENDPOINTS[url], Request(scope, receive))
         record.status = answer.status_code
-        await answer(scope, receive, _send_nowhere)  # an error is noted when it is sent
+        await answer(scope, receive, _send_nowhere)  # logs errors when they are sent
     return answer
 
 

@@ -1,7 +1,7 @@
 """The two output files of a batch, the only record of which requests are done.
 
-So a server that was killed goes on where they end: a line that is torn, or that the disk has lost, is cut off
-and its request is served again.
+A server that was killed resumes where they end: an incomplete last line is cut off, and its request is served
+again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class ResultFile:
     """A file of results; everything blocks.
 
     Args:
-        path: of the file, which is made if it is not there.
-        id_prefix: of the ids of its lines; the number of a request's line in the input comes after it.
+        path: path of the file, created if missing.
+        id_prefix: prefix of the ids of its lines, followed by the request's line number in the input.
     """
 
     def __init__(self, path: Path, id_prefix: str) -> None:
@@ -33,7 +33,7 @@ class ResultFile:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def resume(self) -> Iterator[int]:
-        """Yield the numbers of the requests that are done, and cut off what comes after them."""
+        """Yield the numbers of finished requests, and truncate the file after their lines."""
         with os.fdopen(os.dup(self._file), "rb") as reader:
             for number, size in self._whole_lines(reader):
                 self.num_bytes += size
@@ -41,7 +41,7 @@ class ResultFile:
         os.ftruncate(self._file, self.num_bytes)
 
     def append(self, line: bytes) -> None:
-        """Write a line, or nothing of it.
+        """Write a line, completely or not at all.
 
         Raises:
             OSError: it cannot be written.
@@ -89,8 +89,8 @@ class Results:
     """The results of a batch; everything blocks.
 
     Args:
-        output: of requests that succeeded.
-        errors: of those that did not.
+        output: file for requests that succeeded.
+        errors: file for those that did not.
     """
 
     def __init__(self, output: ResultFile, errors: ResultFile) -> None:
@@ -101,12 +101,12 @@ class Results:
 
     @property
     def files(self) -> list[ResultFile]:
-        """Those of both that are not empty."""
+        """The files that are not empty."""
         return [file for file in (self.output, self.errors) if file.num_bytes]
 
     @property
     def num_bytes(self) -> int:
-        """Of both files."""
+        """Size of both files together."""
         return self.output.num_bytes + self.errors.num_bytes
 
     def resume(self) -> None:
@@ -119,7 +119,7 @@ class Results:
         """Write the result of a request.
 
         Raises:
-            OSError: it cannot be written; it is as if it had not been tried.
+            OSError: it cannot be written; the file is unchanged.
         """
         (self.output if result.is_success else self.errors).append(encoded)
         self.done.add(number)

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 MAX_UNFINISHED = 100
-"""Batches of a tenant that have not ended."""
+"""Maximum number of unfinished batches per tenant."""
 
 CLOSE_TIMEOUT = 2.0
-"""Seconds that jobs have to leave the disk when the server ends."""
+"""Seconds for jobs to finish disk access when the server stops."""
 
 log = logging.getLogger(__name__)
 
 
 class Batches:
-    """The files and batches of a server: what is stored, and the jobs of batches that have not ended.
+    """The stored files and batches of a server, and the jobs of unfinished batches.
 
     Args:
-        directory: of them; it is closed with them.
+        directory: their directory, which is closed with them.
         config: their limits.
     """
 
@@ -76,7 +76,7 @@ class Batches:
         """Start a batch.
 
         Raises:
-            ApiError: 429, the tenant has too many; 503, it cannot be noted.
+            ApiError: 429: the tenant has too many; 503: the database failed.
         """
         unfinished = sum(job.tenant == tenant for job in self._jobs.values())
         if unfinished >= MAX_UNFINISHED:
@@ -87,7 +87,7 @@ class Batches:
                 code="too_many_batches",
             )
         job = self._job(tenant, batch)
-        self._jobs[batch.id] = job  # counts, and keeps its input, from now on
+        self._jobs[batch.id] = job  # from now on, it counts and its input cannot be deleted
         try:
             await self.records.add_batch(tenant, batch)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Files that are uploaded as multipart/form-data: written to the disk as they come, never whole in memory."""
+"""Uploads as multipart/form-data, written to disk as they arrive and never held in memory whole."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 PIECE_BYTES = 262_144
-"""Bytes that are received before they are written."""
+"""Bytes buffered before they are written."""
 
 MAX_PARTS = 16
-MAX_FIELD_BYTES = 1024  # of the value of a field that is no file
+MAX_FIELD_BYTES = 1024  # of a field's value other than the file
 MAX_NAME_LENGTH = 255  # characters
-_OVERHEAD = 65_536  # bytes of a body besides its file, at most
+_OVERHEAD = 65_536  # maximum bytes of a body besides its file
 
 
 class UploadForm:
-    """What a form has: fields by name, and one file, which goes to a file on the disk.
+    """The contents of a form: fields by name, and one file, which is written to disk.
 
     Args:
-        boundary: between the parts.
-        path: of the new file on the disk.
-        max_file_bytes: of the file.
+        boundary: the multipart boundary.
+        path: path of the new file on disk.
+        max_file_bytes: maximum size of the file.
 
     Raises:
         InvalidRequestError: the boundary is too long.
@@ -48,7 +48,7 @@ class UploadForm:
         self._header_name = bytearray()
         self._header_value = bytearray()
         self._disposition = b""
-        self._field: bytearray | None = None  # of the part that comes; None: it is the file
+        self._field: bytearray | None = None  # current field; None: the part is the file
         self._path = path
         self._file: int | None = None
         self._is_complete = False
@@ -70,8 +70,8 @@ class UploadForm:
         """Take the next part of the body; blocks.
 
         Raises:
-            InvalidRequestError: it is no form as it should be.
-            ApiError: 413, the file is too large.
+            InvalidRequestError: the form is malformed.
+            ApiError: 413: the file is too large.
             OSError: the file cannot be written.
         """
         try:
@@ -156,13 +156,13 @@ class UploadForm:
 async def receive_form(
     request: Request, form: UploadForm, directory: BatchDirectory, has_grown: Callable[[], None]
 ) -> None:
-    """Receive a body into a form.
+    """Receive a request's body into a form.
 
     Args:
-        request: whose body it is.
-        form: to receive it into.
-        directory: that the form's file is in.
-        has_grown: called when the form's file may have grown; may refuse that it goes on.
+        request: the request.
+        form: the form.
+        directory: the directory of the form's file.
+        has_grown: called when the form's file may have grown; raises to refuse more.
 
     Raises:
         ClientGoneError: the connection closed before the body was complete.
@@ -182,17 +182,17 @@ async def receive_form(
             if len(waiting) >= PIECE_BYTES:
                 await write()
     except ClientDisconnect:
-        raise ClientGoneError("the client left while it sent its file") from None
+        raise ClientGoneError("the client disconnected while uploading") from None
     if waiting:
         await write()
     await directory.run(form.finish)
 
 
 def boundary_of(request: Request, max_file_bytes: int) -> bytes:
-    """Return the boundary between the parts of a form.
+    """Return the multipart boundary of a form.
 
     Raises:
-        ApiError: 415, the body is no form; 413, it is too large.
+        ApiError: 415: the body is not a form; 413: it is too large.
     """
     content_type = request.headers.get("content-type", "")
     media_type, options = parse_options_header(content_type)

@@ -1,1 +1,1 @@
-"""What every API that generates has in common: from a body to requests, and from outputs to an answer."""
+"""Shared parts of all generation APIs: from a body to requests, and from outputs to an answer."""

@@ -1,4 +1,4 @@
-"""An answer as it comes: blocks of text, of reasoning and calls of tools, of which one at a time is open."""
+"""A streamed answer as blocks of text, reasoning and tool calls, one of which is open at a time."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Block:
     """A part of an answer.
 
     Attributes:
-        kind: of the block.
-        index: among the blocks of the answer.
-        name: of the tool that is called.
-        call_index: of a call, among the calls of the answer.
-        is_complete: whether it has ended as the model wanted; a call that has not is no call.
-        pieces: of its text so far; of a call, of its arguments, JSON once it is complete.
+        kind: kind of the block.
+        index: index among the answer's blocks.
+        name: name of the called tool.
+        call_index: index of a call among the answer's calls.
+        is_complete: whether the model finished it; an unfinished call does not count.
+        pieces: pieces of its text so far; for a call, of its arguments, JSON once complete.
     """
 
     kind: BlockKind
@@ -67,7 +67,7 @@ class Block:
 
     @property
     def arguments(self) -> Raw:
-        """A complete call's arguments for APIs that have them as an object: JSON without line breaks."""
+        """A complete call's arguments as a JSON object without line breaks."""
         return Raw(_LINE_BREAKS.sub(" ", self.text))  # in JSON, line breaks are only between values
 
 
@@ -97,13 +97,13 @@ BlockEvent: TypeAlias = BlockBegin | BlockDelta | BlockEnd
 
 
 class AnswerReader:
-    """Reads one answer as it comes.
+    """Parses one answer incrementally.
 
     Args:
-        call_format: in which the model calls tools; None: it calls none.
-        use: of tools by the answer.
-        reasoning: with which the answer may begin; None: with none.
-        shows_reasoning: whether the client sees it.
+        call_format: format of the model's tool calls; None: it calls none.
+        use: which tools the answer may call.
+        reasoning: the reasoning that the answer may begin with; None: none.
+        shows_reasoning: whether the client sees the reasoning.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class AnswerReader:
         return self._parser is not None and self._parser.has_calls
 
     def events(self, new_text: str, completion: CompletionOutput) -> list[BlockEvent]:
-        """Return what is new with a piece of the text of a completion, as it is now."""
+        """Return the events of a completion's new text."""
         events: list[BlockEvent] = []
         for event in self._parsed(new_text, completion):
             match event:
-                case ContentDelta(text=text) if not self._must_call:  # else it is the beginning of a call
+                case ContentDelta(text=text) if not self._must_call:  # else it is the start of a call
                     events += self._more(BlockKind.TEXT, text)
                 case ReasoningDelta(text=text) if self._shows_reasoning:
                     events += self._more(BlockKind.REASONING, text)
@@ -148,7 +148,7 @@ class AnswerReader:
         return events
 
     def whole(self, completion: CompletionOutput) -> list[Block]:
-        """Return the blocks of a whole answer: a call that a stop string has cut off is none of them."""
+        """Return the blocks of a whole answer, without a call cut off by a stop string."""
         self.events(completion.text, completion)
         blocks: list[Block] = []
         for block in self._blocks:
@@ -162,7 +162,7 @@ class AnswerReader:
         return blocks
 
     def new_call_id(self, prefix: str = "call_") -> str:
-        """Return an id for a call: with the prefix, unless the template wants short ones."""
+        """Return an id for a call, with the prefix unless the template needs short ids."""
         if self._short_ids:
             return "".join(secrets.choice(_SHORT_ID_CHARACTERS) for _ in range(_SHORT_ID_LENGTH))
         return prefix + secrets.token_hex(12)

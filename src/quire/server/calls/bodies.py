@@ -23,20 +23,20 @@ MAX_DOCUMENTS = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """How messages become a prompt; see `InputProcessor.process_chat`. None: its default."""
+    """How messages become a prompt; None: the default of `InputProcessor.process_chat`."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    documents: list[dict[str, Any]] | None = None  # that the chat template may show
+    documents: list[dict[str, Any]] | None = None  # for the chat template
 
     def given(self) -> dict[str, Any]:
-        """Return those options of the engine's that are not left to it."""
+        """Return the options that were given."""
         names = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def note_documents_without_effect(self, template: str, leniency: Leniency) -> None:
-        """Note documents that the chat template has no place for.
+        """Report documents that the chat template does not use.
 
         Raises:
             InvalidRequestError: the server is strict.
@@ -53,7 +53,7 @@ class PromptOptions:
 
 
 class GenerationBody(StrictModel):
-    """A body that asks for generation; it has the fields `model` and `stream`."""
+    """A body of a generation request, with the fields `model` and `stream`."""
 
     if TYPE_CHECKING:
         model: str
@@ -61,10 +61,10 @@ class GenerationBody(StrictModel):
 
     @abc.abstractmethod
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the engine's parameters: those given, and defaults for others.
+        """Return the sampling parameters: those given, and defaults for the others.
 
         Raises:
-            InvalidRequestError: a value out of range, or two that contradict each other.
+            InvalidRequestError: a value is out of range, or two contradict each other.
         """
 
     def request_options(self) -> dict[str, Any]:
@@ -73,18 +73,18 @@ class GenerationBody(StrictModel):
 
 
 class ConversationBody(StrictModel):
-    """A body that has the messages of a conversation."""
+    """A body with the messages of a conversation."""
 
     def tool_use(self) -> ToolUse | None:
         """Return which tools the answer may or must call; None: none.
 
         Raises:
-            InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
+            InvalidRequestError: a tool is unusable or duplicate, or the choice names an unknown one.
         """
         return None
 
     def thinking_options(self) -> Thinking:
-        """Return how the model is to think."""
+        """Return the reasoning options."""
         return Thinking()
 
     def prompt_options(self) -> PromptOptions:
@@ -93,20 +93,20 @@ class ConversationBody(StrictModel):
 
 
 class PromptFields(ConversationBody):
-    """Fields of a body that say how its messages become a prompt."""
+    """Fields of a body that control how its messages become a prompt."""
 
     add_generation_prompt: bool | None = Field(
         None,
-        description="End a conversation's prompt with what begins the model's message. Default: true, unless "
+        description="End a conversation's prompt with the header of the model's turn. Default: true, unless "
         "continue_final_message is.",
     )
     continue_final_message: bool | None = Field(
-        None, description="Continue the last message instead of beginning another."
+        None, description="Continue the last message instead of starting a new one."
     )
     add_special_tokens: bool | None = Field(
         None,
-        description="Add the tokens that the model wants around a text. Default: true for a text, and false "
-        "for messages, whose template has written them.",
+        description="Add the model's special tokens. Default: true for a text, and false for messages, whose "
+        "template adds them.",
     )
     documents: Annotated[list[JsonObject], Field(max_length=MAX_DOCUMENTS)] | None = Field(
         None, description=f"Documents for the chat template, such as title and text; at most {MAX_DOCUMENTS}."

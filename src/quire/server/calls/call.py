@@ -40,19 +40,19 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 class GenerationCall(abc.ABC, Generic[BodyT]):
-    """One call: its parameters, and the building of its answer.
+    """One call: its parameters and its answer.
 
     Args:
-        request: whose body is `body`.
-        body: what the client asks for.
+        request: the HTTP request.
+        body: its parsed body.
 
     Raises:
-        ApiError: 404, another model is asked for; 403, the tenant has no right to what is asked for.
-        InvalidRequestError: parameters that are out of range or contradict each other.
+        ApiError: 404: another model is asked for; 403: the tenant may not do what it asks for.
+        InvalidRequestError: parameters are out of range or contradict each other.
     """
 
     id_prefix: ClassVar[str]
-    operation: ClassVar[str] = "chat"  # as OpenTelemetry calls it
+    operation: ClassVar[str] = "chat"  # OpenTelemetry's name of it
     stream_type: ClassVar[str] = SERVER_SENT_EVENTS
     """Media type of a stream."""
 
@@ -74,18 +74,18 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             self._tenant.require_kv_transfer("kv_transfer_params", "kv_transfer_params")
         self._leave_out_unread_options()
         defaults = self._context.sampling_defaults
-        # A length that the client has not asked for is no reason to refuse its request.
+        # Do not refuse a request for a default length that the client did not ask for.
         self._shortens = not self._context.config.strict or (
             "max_tokens" in defaults.fields and body.sampling_params(QUIRES_OWN).max_tokens is None
         )
         self._params = self._within_model(body.sampling_params(defaults))
-        self._places = asyncio.Semaphore(self._most_live)
+        self._places = asyncio.Semaphore(self._max_live)
 
     def _leave_out_unread_options(self) -> None:
         """Report options that the engine ignores.
 
         Raises:
-            InvalidRequestError: the server is strict; a priority the engine itself refuses then.
+            InvalidRequestError: the server is strict (a priority is then refused by the engine).
         """
         info, leniency = self._info, self._leniency
         if self._options.get("priority") and not info.reads_priority and not leniency.is_strict:
@@ -102,7 +102,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             leniency.ignore("kv_transfer_params")
 
     def _within_model(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with no more output tokens than the model has room for, unless it shortens none."""
+        """Return `params` with `max_tokens` shortened to the model's maximum, if the call allows that."""
         longest = self._info.max_model_len
         if not self._shortens or (params.max_tokens or 0) <= longest:
             return params
@@ -124,10 +124,10 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return {**options, "flow": self._engine_id, "before_submit": self._before_submit}
 
     async def _before_submit(self, processed: ProcessedRequest) -> float | None:
-        """Hold one of the engine's requests to the limits of the call and of its tenant, and to its turn.
+        """Apply the limits of the call and its tenant to a request of the engine, and wait for its turn.
 
-        All prompts are prepared before, so that a bad one is refused before much has been computed. Return
-        when the call began if the request has waited for its turn, so that it is not refused now.
+        All prompts are prepared first, so that a bad one is refused before much is computed. Returns when the
+        call began if the request has waited for its turn, so that a full queue does not refuse it now.
         """
         self._preparing.release()
         self._logprob_limit.admit(processed)
@@ -148,10 +148,10 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
     @abc.abstractmethod
     def _fields(self) -> Sequence[Mapping[str, str]]:
-        """Return, for each prompt, the body's names of parameters that the engine calls otherwise."""
+        """Return, for each prompt, the body's names of parameters that have another name in the engine."""
 
     def _hooks(self) -> list[OutputHook]:
-        """Return what is called with each output before the answer is made of it."""
+        """Return functions to call with each output before the answer is built."""
         return []
 
     async def response(self) -> Response:
@@ -159,7 +159,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
         Raises:
             ClientGoneError: the client left first.
-            QuireError: what the engine refused the call with, or ended it with.
+            QuireError: the engine refused or failed the call.
         """
         receive = self._request.receive
         if self._body.stream:
@@ -174,16 +174,16 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return json_response(answer)
 
     def _error_event(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that fails."""
+        """Return the last event of a failed stream."""
         return b"data: " + error.body() + b"\n\n"
 
     @contextlib.asynccontextmanager
     async def _outputs(self) -> AsyncIterator[CallOutputs]:
-        """Serve the call for the duration of the context, which has its outputs.
+        """Run the call for the duration of the context, which yields its outputs.
 
         Raises:
-            ApiError: 503 while draining; 429, a limit of the tenant is reached.
-            InvalidRequestError: a limit of the tenant would never let the call in.
+            ApiError: 503: the server is draining; 429: a limit of the tenant is reached.
+            InvalidRequestError: the call can never fit a limit of the tenant.
         """
         context, hooks = self._context, self._hooks()
         with contextlib.ExitStack() as stack:
@@ -207,7 +207,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
                 yield outputs
 
     def _observers(self, stack: contextlib.ExitStack) -> list[OutputHook]:
-        """Return what measures each output of the engine, until `stack` ends."""
+        """Return functions that measure each output of the engine, until `stack` closes."""
         metrics, tenant, num_sequences = self._context.metrics, self._tenant.figures, self._params.n
         timers = [
             stack.enter_context(RequestTimer(metrics, tenant, num_sequences)) for _ in self._request_ids
@@ -217,14 +217,14 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return measured if record is None else [*measured, record.observe]
 
     def _limit(self, stack: contextlib.ExitStack) -> OutputHook:
-        """Hold the call to the limits of its tenant until `stack` ends; return what counts its tokens."""
+        """Apply the tenant's limits until `stack` closes; return a function that counts tokens."""
         params, request_ids = self._params, self._request_ids
         num_sequences = max(params.num_sequences, params.beam_width)
         call = stack.enter_context(
             self._tenant.usage.call(
                 len(request_ids),
                 num_sequences,
-                len(request_ids) * self._least_tokens(num_sequences),
+                len(request_ids) * self._min_tokens(num_sequences),
                 has_grammar=params.structured_outputs is not None,
             )
         )
@@ -232,7 +232,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return lambda index, output: call.note(request_ids[index], output)
 
     def _span_attributes(self) -> dict[str, Any]:
-        """Return what the call asks for, without any of the client's text; None: it does not say."""
+        """Return the call's parameters, without the client's texts; None: not given."""
         params = self._params
         return {
             "gen_ai.request.model": self._body.model,
@@ -248,8 +248,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             "quire.tenant": self._tenant.name or None,
         }
 
-    def _least_tokens(self, num_sequences: int) -> int:
-        """Return how many tokens a prompt and all that may follow it have at least."""
+    def _min_tokens(self, num_sequences: int) -> int:
+        """Return the minimum number of tokens of a prompt and all its output."""
         of_short_prompt = 1 + num_sequences * (self._params.max_tokens or 1)
         if self._context.config.strict:
             return of_short_prompt
@@ -257,10 +257,10 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return min(of_short_prompt, self._info.max_model_len - 1 + num_sequences)
 
     @property
-    def _most_live(self) -> int:
-        """How many of the call's prompts may be in the engine: more than can run, so that no slot idles.
+    def _max_live(self) -> int:
+        """Maximum number of the call's prompts in the engine: more than can run, so that no slot idles.
 
-        What comes to the engine at once is in the way of others' requests, which queue up behind it.
+        More would delay the requests of others, which queue behind them.
         """
         num_sequences = max(self._params.num_sequences, self._params.beam_width)
         return max(1, 2 * self._context.llm.config.scheduler.max_num_seqs // num_sequences)
@@ -275,7 +275,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
 
     @abc.abstractmethod
     async def whole_answer(self) -> msgspec.Struct:
-        """Return the answer, once it is complete."""
+        """Return the complete answer."""
 
     @abc.abstractmethod
     def _events(self) -> AsyncGenerator[bytes, None]:
@@ -289,10 +289,10 @@ class ConversationCall(GenerationCall[BodyT]):
     prompt_field: ClassVar[str] = "messages"
     effort_field: ClassVar[str] = "reasoning_effort"
     other_fields: ClassVar[Mapping[str, str]] = {}
-    """The body's names of further parameters that the engine calls otherwise."""
+    """The body's names of more parameters that have another name in the engine."""
 
     def _converse(self, body: ConversationBody, messages: list[dict[str, Any]]) -> None:
-        """Begin the conversation, which may demand more of the parameters.
+        """Begin the conversation, whose tools may add to the parameters.
 
         Raises:
             InvalidRequestError: the model cannot call tools, or not as it must.
@@ -302,7 +302,7 @@ class ConversationCall(GenerationCall[BodyT]):
 
     @property
     def _structure_field(self) -> str | None:
-        """The field that says which structure the answer must have; None: it has the engine's name."""
+        """The field that gives the answer's structure; None: it has the engine's name."""
         return None
 
     def _streams(self) -> Sequence[OutputStream]:
@@ -318,7 +318,7 @@ class ConversationCall(GenerationCall[BodyT]):
         return [self._conversation.observe]
 
     async def _chat_logprobs(self, completion: CompletionOutput, first_token: int) -> ChatLogprobs | None:
-        """Return the log-probabilities of a completion's tokens from one on; None: they are not wanted."""
+        """Return the log-probabilities of the tokens from `first_token` on; None: not requested."""
         if completion.logprobs is None:
             return None
         tokenizer, count = self._context.llm.tokenizer, self._params.logprobs or 0

@@ -1,4 +1,4 @@
-"""Base of the conversation APIs: messages and tools to the engine, its text to events."""
+"""Base of the conversation APIs: passes messages and tools to the engine, and parses its text."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from quire.structured_outputs import StructuredOutputsParams
 
 
 class Conversation:
-    """A conversation that the model is to continue.
+    """A conversation for the model to continue.
 
     Args:
-        context: of the server.
-        body: with the tools.
-        messages: in OpenAI's form.
-        params: of the answer, without what tools demand of it; None: there is to be none.
+        context: the server's context.
+        body: the body, with its tools.
+        messages: messages in OpenAI's form.
+        params: sampling parameters without those for tools; None: nothing is generated.
 
     Raises:
-        InvalidRequestError: the model cannot call tools, or not as it must.
+        InvalidRequestError: the model cannot call tools, or tool_choice cannot be enforced.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class Conversation:
         self._thinking = body.thinking_options()
         self._prompt_options = body.prompt_options()
         self._reasoning: ExpectedReasoning | None = None  # known with the first output
-        self._readers: dict[int, AnswerReader] = {}  # by index of the completion
-        self._reasoning_tokens: dict[int, ReasoningTokens] = {}  # likewise
+        self._readers: dict[int, AnswerReader] = {}  # by completion index
+        self._reasoning_tokens: dict[int, ReasoningTokens] = {}  # by completion index, too
         self.params = asked = SamplingParams() if params is None else params
         if self._tool_use is not None:
             self._call_format = _required_format(context)
@@ -70,7 +70,7 @@ class Conversation:
             self.params = _params_with_ends(self.params, call_format, context)
 
     def _needs_tool_grammar(self, use: ToolUse, call_format: ToolCallFormat) -> bool:
-        """Whether a grammar must lay out the answer: its calls, or the message after reasoning."""
+        """Whether a grammar must structure the answer: its calls, or the message after reasoning."""
         must_follow_reasoning = call_format.in_messages and self._thinking.budget is not None
         return use.needs_grammar or must_follow_reasoning or self.params.structured_outputs is not None
 
@@ -82,12 +82,12 @@ class Conversation:
     def note_without_effect(
         self, leniency: Leniency, effort_field: str, switch_field: str | None = None
     ) -> None:
-        """Note documents, an effort and a switch that the chat template has no place for.
+        """Report documents, an effort and a reasoning switch that the chat template does not use.
 
         Args:
-            leniency: with which the body is read.
+            leniency: collects ignored fields.
             effort_field: path of the field with the effort.
-            switch_field: of the one that turns reasoning on; None: there is none.
+            switch_field: path of the field that turns reasoning on; None: there is none.
 
         Raises:
             InvalidRequestError: the server is strict.
@@ -104,8 +104,8 @@ class Conversation:
         """Return the engine's outputs.
 
         Args:
-            request_id: of the engine's request.
-            options: of the engine's request.
+            request_id: id of the engine's request.
+            options: options of the engine's request.
         """
         return self._context.llm.chat(
             self._messages,
@@ -145,14 +145,14 @@ class Conversation:
         return text_of(self._messages[-1].get("content")) if continues else ""
 
     def _marks(self) -> Iterator[str]:
-        """Yield the texts that are read in answers, also where they are special tokens."""
+        """Yield the marks that answers are parsed by, which are shown even if they are special tokens."""
         if self._call_format is not None:
             yield from self._call_format.marks
         if (reasoning_format := self._reasoning_format) is not None:
             yield from reasoning_format.marks
 
     def _template_options(self) -> dict[str, Any]:
-        """Return what the chat template gets to see besides the messages."""
+        """Return the chat template's inputs besides the messages."""
         options = {"call_format": self._context.tool_call_format, **self._prompt_options.given()}
         if self._tool_use is not None:
             options["tools"] = [tool.for_template() for tool in self._tool_use.tools]
@@ -164,13 +164,13 @@ class Conversation:
         return options
 
     def observe(self, prompt_index: int, output: RequestOutput) -> None:
-        """Note, before an output is read, what its prompt says of reasoning."""
+        """Find out from the prompt of the first output whether the answer begins with reasoning."""
         reasoning_format = self._reasoning_format
         if reasoning_format is not None and self._reasoning is None:
             self._reasoning = expected_reasoning(reasoning_format, output.prompt or "", self._continued)
 
     def reader(self, completion: CompletionOutput) -> AnswerReader:
-        """Return what reads the text of one completion."""
+        """Return the reader of one completion's text."""
         reader = self._readers.get(completion.index)
         if reader is None:
             reader = AnswerReader(
@@ -180,7 +180,7 @@ class Conversation:
         return reader
 
     def num_reasoning_tokens(self, completion: CompletionOutput) -> int | None:
-        """Return the number of reasoning tokens of a completion so far; None: unknown of this model."""
+        """Return the number of reasoning tokens of a completion so far; None: unknown for this model."""
         if self._reasoning_format is None:
             return None
         if self._reasoning is None:
@@ -194,7 +194,7 @@ class Conversation:
 
 
 def _required_format(context: ServerContext) -> ToolCallFormat:
-    """Return the format in which the served model calls tools.
+    """Return the format of the served model's tool calls.
 
     Raises:
         InvalidRequestError: its chat template has no place for tools, or the format is unknown.
@@ -219,7 +219,7 @@ def _required_format(context: ServerContext) -> ToolCallFormat:
 def _params_with_ends(
     params: SamplingParams, call_format: ToolCallFormat, context: ServerContext
 ) -> SamplingParams:
-    """Return the parameters of an answer that ends with the marks which end one in the format."""
+    """Add the format's end marks to the stop parameters."""
     tokenizer = context.llm.tokenizer
     known = {*tokenizer.eos_token_ids, *params.stop_token_ids}
     token_ids = map(tokenizer.added_token_id, call_format.ends)
@@ -231,7 +231,7 @@ def _require_grammar_possible(params: SamplingParams) -> None:
     """Refuse parameters that are incompatible with a grammar, naming tools as the reason.
 
     Raises:
-        InvalidRequestError: a parameter does not.
+        InvalidRequestError: a parameter is incompatible.
     """
     for name in ("beam_width", "min_tokens", "ignore_eos"):
         if value := getattr(params, name):
@@ -245,12 +245,12 @@ def _require_grammar_possible(params: SamplingParams) -> None:
 def _params_with_tools(
     params: SamplingParams, use: ToolUse, call_format: ToolCallFormat, context: ServerContext
 ) -> SamplingParams:
-    """Return the parameters of an answer that calls tools as it may or must.
+    """Add what tool use needs to the sampling parameters.
 
-    Stop strings count in content, of which an answer that must call has none.
+    Stop strings only apply to content, which an answer that must call a tool does not have.
 
     Raises:
-        InvalidRequestError: that cannot be enforced.
+        InvalidRequestError: the tool use cannot be enforced.
     """
     closes_objects = context.llm.config.scheduler.closed_json_objects
     structure = structure_of_answer(
@@ -266,7 +266,7 @@ def _params_with_tools(
 def _enforceable_content(
     content: StructuredOutputsParams | None, *, closes_objects: bool
 ) -> StructuredOutputsParams | None:
-    """Return what the answer must be if it calls no tools, as a grammar can enforce it.
+    """Return the structure of an answer without calls, as a grammar can enforce it.
 
     Raises:
         InvalidRequestError: its schema cannot be enforced.

@@ -27,7 +27,7 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express; OpenAI's value."""
 
 LOGPROBS_PER_TURN = 1024
-"""Log-probabilities that are written in one turn of the event loop; each takes a few microseconds."""
+"""Log-probabilities written per turn of the event loop; each takes a few microseconds."""
 
 
 def _finite(logprob: float) -> float:
@@ -35,12 +35,12 @@ def _finite(logprob: float) -> float:
 
 
 def _likeliest(candidates: TokenLogprobs, count: int) -> list[tuple[int, Logprob]]:
-    """Return the likeliest tokens, by id."""
+    """Return the `count` likeliest tokens with their ids."""
     return sorted(candidates.items(), key=lambda candidate: candidate[1].rank)[:count]
 
 
 def _text_or_bytes(token: bytes) -> tuple[str, bool]:
-    """Return a token's text and True, or its bytes as Python shows them, and False, if they are no text."""
+    """Return a token's text and True, or, if it is not valid UTF-8, its escaped bytes and False."""
     try:
         return token.decode(), True
     except UnicodeDecodeError:
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 async def _in_turns(positions: Iterable[T], count: int) -> AsyncIterator[T]:
-    """Yield positions with `count` candidates each, a bounded number in each turn of the event loop."""
+    """Yield positions with `count` candidates each, a bounded number per turn of the event loop."""
     positions_per_turn = max(1, LOGPROBS_PER_TURN // (count + 1))
     for number, position in enumerate(positions, 1):
         yield position
@@ -104,17 +104,17 @@ def _candidates_by_id(token_id: int, candidates: TokenLogprobs, count: int) -> d
 class CompletionLogprobsWriter:
     """Builds the completions form for one choice, piece by piece, keeping the running text offset.
 
-    A token that completes no character takes no room in the text; the one that does takes all of it. Its name
-    is `bytes:` and its bytes then, as OpenAI has it. Where two candidates have the same bytes, the one that
-    was not chosen, or is less likely, is named by its id: no name is there twice.
+    A token that completes no character has length 0 in the text; the one that does has the whole character.
+    Its name is then `bytes:` and its bytes, as in OpenAI's API. Where two candidates have the same bytes, the
+    one that was not chosen, or is less likely, is named by its id, so that names are unique.
 
     Args:
         tokenizer: names the tokens.
-        decoders: of the same tokenizer.
+        decoders: makes decoders of the same tokenizer.
         count: how many of the likeliest tokens to list at each position, besides the chosen one.
-        prompt_token_ids: of the prompt, which the output continues.
-        skip_special_tokens: whether special tokens are left out of the text, and so take no room in it.
-        is_verbatim: whether the output keeps the space with which it begins.
+        prompt_token_ids: token ids of the prompt.
+        skip_special_tokens: whether special tokens are left out of the text, and so have length 0.
+        is_verbatim: whether the output keeps its leading space.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class CompletionLogprobsWriter:
         """Return the entries of an echoed prompt whose text is `text`.
 
         Args:
-            output: of the prompt.
-            text: as it is echoed.
-            starts: where the prompt's tokens begin in it; None: where decoding them has come to.
+            output: output with the prompt's log-probabilities.
+            text: the echoed text.
+            starts: text offsets of the prompt's tokens; None: derived by decoding them.
         """
         positions = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
         written = _empty()
@@ -169,7 +169,7 @@ class CompletionLogprobsWriter:
         return written
 
     def _place(self, decoder: TokenDecoder, token_id: int) -> int:
-        """Add a token to the text; return where it begins there, behind earlier bytes that were faulty."""
+        """Add a token to the text; return its offset, after earlier invalid bytes."""
         start, new = self._end, decoder.push(token_id)
         self._end += len(new)
         own = self._tokenizer.token_text(token_id)
@@ -209,7 +209,7 @@ def _empty() -> CompletionLogprobs:
 
 
 def joined(parts: Sequence[CompletionLogprobs | None]) -> CompletionLogprobs | None:
-    """Return one object with the entries of all `parts` in order, None if there are none."""
+    """Return one object with the entries of all `parts` in order; None if there are none."""
     present = [part for part in parts if part is not None]
     if not present:
         return None
@@ -234,7 +234,7 @@ class LogprobLimit:
         self._num = 0
 
     def admit(self, processed: ProcessedRequest) -> None:
-        """Count those of one more prompt; what ranking needs besides is not kept.
+        """Count those of one more prompt, without those that only ranking needs.
 
         Raises:
             InvalidRequestError: the call asks for too many.

@@ -1,4 +1,4 @@
-"""The engine's side of one HTTP call: its outputs as one stream, and what counts as an answer."""
+"""The engine's side of one HTTP call: its outputs merged into one stream."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quire.server.wire.errors import SERVER_ERROR, UNAVAILABLE, ApiError
 from quire.status import FinishReason
 
 PREPARED_AT_ONCE = 4
-"""Prompts of a call that are prepared at once, and so at most in one turn of the event loop: a call of many
-prompts leaves others their turns, and their places among the texts that wait to be tokenized."""
+"""Prompts of a call prepared concurrently, and thus at most per turn of the event loop: a call with many
+prompts must not block others, nor fill the tokenization queue."""
 
 _FAILURES = (FinishReason.ERROR, FinishReason.ABORT)
 
@@ -31,21 +31,20 @@ class CallOutputs:
     """The outputs of a call: `(prompt index, cumulative output)` until every prompt's request has finished.
 
     Use as an asynchronous context manager around the iteration: at its end, every stream is closed, which
-    aborts what still runs in the engine. What a request that fails has generated is yielded before the
-    failure is raised, however late the reader is.
+    aborts requests still running in the engine. The output of a failed request is yielded before the failure
+    is raised, however late the reader is.
 
     Iteration raises:
         ApiError: 503 when the engine aborted a request; 499 when a client did; 500 when a request failed.
-        QuireError: what the engine refused the request with, or ended it with.
+        QuireError: the engine refused or failed the request.
 
     Args:
         streams: one for each prompt.
-        fields: for each prompt, the body's name of each parameter that is called otherwise there: errors of
-            the engine name these.
+        fields: for each prompt, the body's names of the engine's parameters, for error messages.
         observers: called with each output of the engine.
         hooks: called, after that, with each output that is yielded.
         preparing: semaphore that bounds concurrent preparation of several streams.
-        places: given back when one of several streams ends; it takes one before it goes to the engine.
+        places: semaphore that bounds how many of several streams are in the engine.
         was_aborted: whether a client has aborted the call over /v1/requests.
     """
 
@@ -114,10 +113,10 @@ class CallOutputs:
     def _without_failure(
         self, prompt_index: int, output: RequestOutput, failed: CompletionOutput
     ) -> RequestOutput:
-        """Keep a failure for the next iteration; return the output as if what failed were still running.
+        """Keep a failure for the next iteration; return the output as if the completion were still running.
 
         Raises:
-            ApiError, QuireError: the failure, if the output has no tokens, which may come with a failure.
+            ApiError, QuireError: the failure, if the output has no tokens.
         """
         self._failure = self._failure_of(prompt_index, failed)
         if not any(one.token_ids for one in output.outputs):
@@ -129,7 +128,7 @@ class CallOutputs:
         return dataclasses.replace(output, outputs=running, finished=False)
 
     def _failure_of(self, prompt_index: int, completion: CompletionOutput) -> Exception:
-        """Return what a completion that failed means for its call."""
+        """Return the call's error for a failed completion."""
         if self._was_aborted():
             return ApiError(CLIENT_LEFT, "the request was aborted over /v1/requests", code="aborted")
         if completion.finish_reason is FinishReason.ABORT:
@@ -142,7 +141,7 @@ class CallOutputs:
         return self._in_words_of_body(prompt_index, error)
 
     def _in_words_of_body(self, prompt_index: int, error: Exception) -> Exception:
-        """Return an error that names the body's field at fault."""
+        """Return the error with the body's name of the parameter at fault."""
         if not isinstance(error, InvalidRequestError):
             return error
         field = self._fields[prompt_index].get(error.param or "")
@@ -151,7 +150,7 @@ class CallOutputs:
     async def _merged(
         self, streams: Sequence[OutputStream], preparing: asyncio.Semaphore, places: asyncio.Semaphore
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Yield the outputs of all streams as they come; a slow reader sees only the latest of each."""
+        """Yield the outputs of all streams as they arrive; a slow reader only gets the latest of each."""
         latest: dict[int, RequestOutput] = {}
         changed = asyncio.Event()
 
@@ -191,7 +190,7 @@ class CallOutputs:
 
 
 async def without_output(stream: OutputStream) -> OutputStream:
-    """Pass on `stream` without what has been generated: the token that the engine samples at least."""
+    """Yield the outputs of `stream` without generated tokens, as the engine samples at least one."""
     async with contextlib.aclosing(stream) as outputs:
         async for output in outputs:
             yield dataclasses.replace(output, outputs=[_emptied(one) for one in output.outputs])
@@ -215,7 +214,7 @@ async def _drained(
     latest: dict[int, RequestOutput],
     changed: asyncio.Event,
 ) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield what the pumps leave in `latest` until all have come to `ended`; raise the first error of any."""
+    """Yield the outputs that the pumps leave in `latest` until all have ended; raise the first error."""
     num_ended = 0
     while num_ended < num_streams:
         await changed.wait()
@@ -230,7 +229,7 @@ async def _drained(
 
 
 class SequenceProgress:
-    """How much of one sequence's cumulative text and tokens the client has been sent."""
+    """How much of a sequence's text and tokens has been sent to the client."""
 
     __slots__ = ("begun", "ended", "num_chars", "num_tokens")
 
@@ -252,7 +251,7 @@ class SequenceProgress:
 
 
 def end_reason(completion: CompletionOutput) -> EndReason | None:
-    """Return OpenAI's word for why the sequence ended, None while it runs."""
+    """Return OpenAI's finish reason of the sequence; None while it runs."""
     match completion.finish_reason:
         case None:
             return None
@@ -263,7 +262,7 @@ def end_reason(completion: CompletionOutput) -> EndReason | None:
 
 
 def is_cut_off(completion: CompletionOutput) -> bool:
-    """Whether a limit or a stop string has ended the sequence, and not the model."""
+    """Whether a limit or a stop string, rather than the model, has ended the sequence."""
     return completion.finish_reason is FinishReason.LENGTH or isinstance(completion.stop_reason, str)
 
 

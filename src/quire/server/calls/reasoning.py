@@ -14,20 +14,20 @@ from quire.server.wire.leniency import Leniency
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-_EFFORTS = typing.get_args(ReasoningEffort)  # least first
+_EFFORTS = typing.get_args(ReasoningEffort)  # in ascending order
 _SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Thinking:
-    """How the model is to think before it answers.
+    """How the model should reason before it answers.
 
     Args:
-        is_on: whether it is to; None: as the chat template has it by default.
-        effort: how much; None: likewise.
-        template_kwargs: variables for the chat template, which win over the effort.
+        is_on: whether it reasons; None: the chat template's default.
+        effort: reasoning effort; None: the chat template's default.
+        template_kwargs: variables for the chat template, which override the effort.
         is_shown: whether the client gets the reasoning.
-        budget: maximum number of tokens of the reasoning; None: as many as it takes.
+        budget: maximum number of reasoning tokens; None: unlimited.
     """
 
     is_on: bool | None = None
@@ -39,8 +39,8 @@ class Thinking:
     def variables(self, template: str, reasoning_format: ReasoningFormat | None = None) -> dict[str, Any]:
         """Return the variables for a chat template.
 
-        There is a switch that turns thinking on and off, and `reasoning_effort`, as far as the template uses
-        these names. An effort that models of `reasoning_format` do not know becomes the nearest that they do.
+        These are switches that turn reasoning on or off and `reasoning_effort`, if the template uses their
+        names. An effort that models of `reasoning_format` do not know is replaced by the nearest one.
         """
         variables: dict[str, Any] = {}
         if self.is_on is not None:
@@ -54,12 +54,12 @@ class Thinking:
     def note_effort_without_effect(
         self, template: str, leniency: Leniency, *, can_think: bool, param: str = "reasoning_effort"
     ) -> None:
-        """Note an effort that the chat template has no place for.
+        """Report an effort that the chat template does not use.
 
         Args:
             template: chat template of the model.
-            leniency: with which the body is read.
-            can_think: whether the model is known to think.
+            leniency: collects ignored fields.
+            can_think: whether the model is known to reason.
             param: path of the field with the effort.
 
         Raises:
@@ -73,7 +73,7 @@ class Thinking:
     def note_switch_without_effect(
         self, template: str, leniency: Leniency, *, can_think: bool, param: str
     ) -> None:
-        """Note that the model is to think, if it is not known to think and its template has no switch.
+        """Report a request to reason if the model is not known to and its template has no switch.
 
         The arguments are those of `note_effort_without_effect`.
 
@@ -81,7 +81,7 @@ class Thinking:
             InvalidRequestError: the server is strict.
         """
         if self.is_on and not can_think and not any(uses_name(template, name) for name in _SWITCHES):
-            _note(param, "turns thinking on", leniency)
+            _note(param, "turns reasoning on", leniency)
 
 
 def _note(param: str, problem: str, leniency: Leniency) -> None:
@@ -94,5 +94,5 @@ def _note(param: str, problem: str, leniency: Leniency) -> None:
 
 
 def _nearest(effort: ReasoningEffort, known: Sequence[str]) -> str:
-    """Return the effort of `known` that is nearest to another; that itself if none is known."""
+    """Return the effort in `known` that is nearest to `effort`; itself if `known` is empty."""
     return min(known, key=lambda one: abs(_EFFORTS.index(one) - _EFFORTS.index(effort)), default=effort)

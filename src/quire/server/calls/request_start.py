@@ -10,11 +10,11 @@ from quire.errors import InvalidRequestError
 
 REQUEST_START = "X-Request-Start"
 
-LONGEST_HELD = 600.0
-"""Seconds that a request can have been with routers; what is said to be older is taken for that old."""
+MAX_HELD = 600.0
+"""Maximum age of a request in seconds; older start times are clamped to it."""
 
 _TIME = re.compile(r"(?:t=)?([0-9]{1,20}(?:\.[0-9]{1,12})?)")
-_UNITS = (1.0, 1e3, 1e6)  # per second: that of the epoch's present time is told by its magnitude
+_UNITS = (1.0, 1e3, 1e6)  # per second; told apart by the magnitude of the current time
 
 
 def request_start(epoch_time: float) -> str:
@@ -23,14 +23,14 @@ def request_start(epoch_time: float) -> str:
 
 
 def arrival_time_of(value: str) -> float:
-    """Return when a request came, in seconds of `time.monotonic()`: now, or at most `LONGEST_HELD` ago.
+    """Return a request's arrival in `time.monotonic()` seconds: between `MAX_HELD` ago and now.
 
     Args:
-        value: of the header: "t=", which may be missing, and the time since the epoch in seconds,
-            milliseconds or microseconds, as routers have it.
+        value: the header's value: an optional "t=" and the time since the epoch in seconds, milliseconds or
+            microseconds.
 
     Raises:
-        InvalidRequestError: it is no time.
+        InvalidRequestError: it is not a time.
     """
     match = _TIME.fullmatch(value.strip())
     if match is None:
@@ -42,4 +42,4 @@ def arrival_time_of(value: str) -> float:
     given, now = float(match[1]), time.time()
     unit = min(_UNITS, key=lambda unit: abs(math.log(max(given, 1.0) / unit / now)))
     age = now - given / unit
-    return time.monotonic() - min(max(age, 0.0), LONGEST_HELD)
+    return time.monotonic() - min(max(age, 0.0), MAX_HELD)

@@ -54,7 +54,7 @@ class StructuredOutputs(StrictModel):
 
 
 def structure_of_schema(schema: Schema, field: str) -> StructuredOutputsParams:
-    """Return what a JSON schema in a body's `field` means for the engine.
+    """Convert a JSON schema in a body's `field` to the engine's parameters.
 
     Raises:
         InvalidRequestError: it is unusable.
@@ -67,7 +67,7 @@ def structure_of_schema(schema: Schema, field: str) -> StructuredOutputsParams:
 
 
 class NamedSchema(StrictModel):
-    """A JSON schema as OpenAI's clients send it; it is enforced whatever `strict` says."""
+    """A JSON schema in OpenAI's form, always enforced regardless of `strict`."""
 
     path_prefix = "response_format.json_schema."
 
@@ -78,7 +78,7 @@ class NamedSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """The form of the answer: text, any JSON object, or JSON that is valid against a schema."""
+    """The format of the answer: text, any JSON object, or JSON valid against a schema."""
 
     path_prefix = "response_format."
 
@@ -86,7 +86,7 @@ class ResponseFormat(StrictModel):
     json_schema: NamedSchema | None = Field(None, description="Only with the type json_schema.")
 
     def params(self) -> StructuredOutputsParams | None:
-        """Return what the form means for the engine; None for text.
+        """Return the engine's parameters for this format; None for text.
 
         Raises:
             InvalidRequestError: a schema is missing, unusable, or given with another type.

@@ -41,7 +41,7 @@ class FunctionTool(StrictModel):
     function: ToolFunction
 
     def tool(self) -> Tool:
-        """Return what it is to the rest of the server.
+        """Return the tool for the rest of the server.
 
         Raises:
             InvalidRequestError: the schema is not an object's, too large, or has a number that JSON has not.
@@ -54,7 +54,7 @@ class FunctionTool(StrictModel):
 def function_tool(
     name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool | None
 ) -> FunctionTool:
-    """Return a tool that another API describes in its own way."""
+    """Convert a tool of another API."""
     function = ToolFunction(name=name, description=description, parameters=parameters, strict=strict)
     return FunctionTool(type="function", function=function)
 
@@ -77,7 +77,7 @@ class NamedTool(StrictModel):
 
 
 def named_tool(name: str) -> NamedTool:
-    """Return the choice of a tool that another API describes in its own way."""
+    """Convert the choice of a single tool of another API."""
     return NamedTool(type="function", function=FunctionName(name=name))
 
 
@@ -107,16 +107,19 @@ def _choice_form(value: Any) -> str | None:
     return None
 
 
+CHOICE_FORMS = Discriminator(
+    _choice_form,
+    custom_error_type="form",
+    custom_error_message="it must be none, auto, required, a function or allowed_tools",
+)
+"""Forms of a body's tool_choice: tagged `=text`, `=named` or `=allowed`."""
+
 Tools = Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("=text")]
     | Annotated[NamedTool, Tag("=named")]
     | Annotated[AllowedToolsChoice, Tag("=allowed")],
-    Discriminator(
-        _choice_form,
-        custom_error_type="form",
-        custom_error_message="it must be none, auto, required, a function or allowed_tools",
-    ),
+    CHOICE_FORMS,
 ]
 
 
@@ -137,21 +140,21 @@ class MessageToolCall(StrictModel):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Annotated[int | None, Ignorable()] = None  # which streamed calls have
+    index: Annotated[int | None, Ignorable()] = None  # present in streamed calls
 
 
 def tool_use_of(
     tools: list[FunctionTool] | None, choice: Any, *, parallel_tool_calls: bool | None
 ) -> ToolUse | None:
-    """Return what a body's fields mean; None if the answer calls no tools.
+    """Return which tools the answer may or must call; None if it calls none.
 
     Args:
-        tools: of the body.
-        choice: its `tool_choice`.
-        parallel_tool_calls: of the body; None: true.
+        tools: the body's tools.
+        choice: the body's `tool_choice`.
+        parallel_tool_calls: the body's value; None: true.
 
     Raises:
-        InvalidRequestError: a tool is unusable, there twice, or chosen and not there.
+        InvalidRequestError: a tool is unusable or duplicate, or the choice names an unknown one.
     """
     known = tuple(tool.tool() for tool in tools or ())
     names = [tool.name for tool in known]

@@ -17,7 +17,7 @@ from quire.server.wire.openapi import Endpoint
 from quire.server.wire.validation import read_query
 
 RESET_TIMEOUT = 60.0
-"""Seconds to wait for the engine, which may be within a long step."""
+"""Seconds to wait for the engine, which may be in a long step."""
 
 Mode = Literal["abort", "wait", "keep"]
 
@@ -30,14 +30,14 @@ class PauseOptions(BaseModel):
 
 
 class SleepOptions(BaseModel):
-    """The query of POST /sleep; see `AsyncLLM.sleep`. Nothing is left of the engine, whatever the level."""
+    """The query of POST /sleep; see `AsyncLLM.sleep`. The engine is ended completely at any level."""
 
     mode: Mode = "abort"
     level: Literal["1", "2"] = "1"
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget all cached prefixes, of every tenant, if no KV block is in use."""
+    """Clear the prefix cache of all tenants, if no KV block is in use."""
     context = _context_of_admin(request, "the prefix cache")
     try:
         is_reset = await asyncio.wait_for(context.llm.reset_prefix_cache(), RESET_TIMEOUT)
@@ -79,7 +79,7 @@ async def sleep(request: Request) -> Response:
 
 
 async def wake_up(request: Request) -> Response:
-    """Start an engine that sleeps, and answer when it accepts requests."""
+    """Start a sleeping engine, and answer when it accepts requests."""
     await _context_of_controller(request).llm.wake_up()
     return json_response(SleepStatus(is_sleeping=False))
 
@@ -90,10 +90,10 @@ async def is_sleeping(request: Request) -> Response:
 
 
 def _context_of_controller(request: Request) -> ServerContext:
-    """Return the server's state to a tenant that may stop the engine.
+    """Return the server's context if the tenant may stop the engine.
 
     Raises:
-        ApiError: 403, the tenant may not, or engine_control is off.
+        ApiError: 403: the tenant may not, or engine_control is off.
     """
     context = _context_of_admin(request, "the engine")
     if not context.config.engine_control:
@@ -106,7 +106,7 @@ def _context_of_controller(request: Request) -> ServerContext:
 
 
 def _context_of_admin(request: Request, what: str) -> ServerContext:
-    """Return the server's state to a tenant that may change what all tenants share.
+    """Return the server's context if the tenant may change what all tenants share.
 
     Raises:
         ApiError: 403, the tenant may not.

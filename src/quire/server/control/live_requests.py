@@ -21,11 +21,11 @@ from quire.server.wire.openapi import Endpoint
 MAX_LISTED = 100
 
 MAX_SENTENCES = 200
-"""Sentences of an answer, as many for each call: with a long queue, each takes the engine a millisecond."""
+"""Maximum sentences per answer, divided among calls; with a long queue, each takes a millisecond."""
 
 
 async def list_requests(request: Request) -> Response:
-    """List the requests that the tenant may know of, the oldest first, with what each does or waits for."""
+    """List the tenant's visible requests, oldest first, with what each is doing or waiting for."""
     context, tenant = context_of(request), tenant_of(request)
     own = filter(tenant.sees, context.calls.by_id)
     engine_ids = list(itertools.islice(own, MAX_LISTED))
@@ -35,7 +35,7 @@ async def list_requests(request: Request) -> Response:
 
 
 async def get_request(request: Request) -> Response:
-    """Explain what a request does or waits for, by the id that its answer carries."""
+    """Explain what a request is doing or waiting for, by the id in its answer."""
     context, tenant = context_of(request), tenant_of(request)
     [call] = await _explained(context, tenant, [_live_id(request)])
     return json_response(call)
@@ -52,10 +52,10 @@ async def abort_request(request: Request) -> Response:
 
 
 def _live_id(request: Request) -> str:
-    """Return the id (`Tenant.engine_id`) of the call that the path names.
+    """Return the id (`Tenant.engine_id`) of the call named in the path.
 
     Raises:
-        ApiError: 404, none that the tenant may know of is being served.
+        ApiError: 404: no such call, visible to the tenant, is being served.
     """
     context, tenant = context_of(request), tenant_of(request)
     request_id: str = request.path_params["request_id"]
@@ -73,7 +73,7 @@ def _live_id(request: Request) -> str:
 
 
 async def _explained(context: ServerContext, tenant: Tenant, engine_ids: Sequence[str]) -> list[ServedCall]:
-    """Return what these calls, which are being served, do or wait for, with ids as `tenant` knows them."""
+    """Return what these live calls are doing or waiting for, with ids as `tenant` knows them."""
     groups = [context.calls.by_id[engine_id] for engine_id in engine_ids]
     limit = MAX_SENTENCES // max(1, len(groups))
     try:
@@ -93,7 +93,7 @@ async def _explained(context: ServerContext, tenant: Tenant, engine_ids: Sequenc
 
 
 async def release_kv(request: Request) -> Response:
-    """Free what is held under a transfer id, now or when it comes; nothing happens if that is over."""
+    """Free the KV held under a transfer id, now or when it arrives; has no effect if it is gone."""
     context = context_of(request)
     tenant_of(request).require_kv_transfer("/v1/kv_transfers")
     try:

@@ -1,7 +1,7 @@
-"""The page at /: files that are read once and sent from memory, with headers that bind it to its own server.
+"""The page at /: files sent from memory, with headers that restrict it to its own server.
 
-The files hold no secrets and need no key. The page asks its user for one where the server wants it, and sends
-it with everything that it asks of the API.
+The files hold no secrets and need no key. If the server needs one, the page asks its user for it, and sends
+it with all its API requests.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # may be kept, and is asked for by its ETag
+    "Cache-Control": "no-cache",  # may be cached, but revalidated by its ETag
 }
 
 
 def page_files(*, needs_key: bool) -> dict[str, bytes]:
-    """Return the files by their paths in URLs; one of them tells the page whether the API `needs_key`."""
+    """Return the files by URL path; one of them tells the page whether the API `needs_key`."""
     folder = resources.files("quire.server").joinpath("page")
     files = {f"/page/{file.name}": file.read_bytes() for file in folder.iterdir()}
     return {

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: vLLM's, for clients that count or cut tokens."""
+"""vLLM's POST /tokenize and /detokenize, and GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.server.wire.openapi import TOKENIZATION_ERRORS, Endpoint
 from quire.server.wire.strict_model import JsonObject, StrictModel
 
 NAMES_PER_TURN = 2_000
-"""Tokens that are spelled in one turn of the event loop."""
+"""Tokens spelled per turn of the event loop."""
 
 
 class TokenizeRequest(PromptFields):
@@ -38,7 +38,7 @@ class TokenizeRequest(PromptFields):
     return_token_strs: bool | None = Field(
         None, description="Return the tokens as the vocabulary spells them, too."
     )
-    tools: Tools | None = Field(None, description="What the model may call; at most 128.")
+    tools: Tools | None = Field(None, description="Tools that the model may call; at most 128.")
     chat_template_kwargs: JsonObject | None = Field(
         None, description="Variables for the chat template, such as enable_thinking."
     )
@@ -70,7 +70,7 @@ class DetokenizeRequest(StrictModel):
 
 
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-    """Return the tokens of a text, or of the prompt that the chat template makes of a conversation."""
+    """Return the tokens of a text, or of a conversation's prompt."""
     context = _context_of_model(request, body.model)
     if body.prompt is None:
         tokens = await Conversation(context, body, body.given_messages()).prompt_tokens()
@@ -88,7 +88,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
-    """Return the text of tokens, special ones included."""
+    """Return the text of tokens, including special tokens."""
     context = _context_of_model(request, body.model)
     return json_response(DetokenizedText(prompt=await context.llm.detokenize(body.tokens)))
 

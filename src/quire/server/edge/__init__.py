@@ -1,1 +1,1 @@
-"""What surrounds every request: middleware, browsers, and the root path."""
+"""Middleware around every request: ids, keys, browser checks, and the root path."""

@@ -1,9 +1,9 @@
 """Access from web pages: refused, except for the server's own pages and configured origins.
 
-A page that a user of this machine visits can have the browser send requests to servers that only this machine
-reaches. Where another site is asked, the browser sends what a form could send and keeps the answer from the
-page; for anything else it asks the server first (CORS). Two holes remain, which are closed here: a page whose
-name's address changes to that of the server (DNS rebinding), and requests that do something by being sent.
+A web page can have its visitor's browser send requests to servers that only the visitor's machine reaches. To
+another site, the browser sends what a form could send and hides the answer from the page; for anything else
+it asks the server first (CORS preflight). This module closes the remaining holes: pages whose host name
+changes its address to the server's (DNS rebinding), and form-like requests with side effects.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _HARMLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class CallerRules:
-    """By which names a server may be called, and from which web pages.
+    """The host names that a server accepts, and the web pages that may call it.
 
     Args:
-        edge: of the server.
-        host: that it listens on, if it listens on no Unix socket.
+        edge: the server's edge configuration.
+        host: the host that it listens on, unless it listens on a Unix socket.
 
     Raises:
         ConfigError: there is no such host.
@@ -42,7 +42,7 @@ class CallerRules:
         self._checks_names = not edge.uds and not takes_any
         self._names = frozenset([*names, "localhost"]) | ({host.lower()} - _ALL_ADDRESSES)
         self._suffixes = tuple(name.removeprefix("*") for name in names if name.startswith("*."))
-        self._spellings: set[str] = set()  # Host headers that were found to name this server
+        self._spellings: set[str] = set()  # Host headers known to name this server
         self._origins = frozenset(edge.cors_origins)
 
     def refusal(
@@ -54,11 +54,11 @@ class CallerRules:
         origin: str = "",
         content_type: str = "",
     ) -> ApiError | None:
-        """Return why a request is refused; None if it is not.
+        """Return why a request is refused; None if it is allowed.
 
         Args:
-            method: of the request.
-            http_version: such as "1.1".
+            method: HTTP method.
+            http_version: HTTP version, such as "1.1".
             hosts: values of its Host headers.
             origin: its Origin header; empty: there is none.
             content_type: its Content-Type header; empty: there is none.
@@ -105,7 +105,7 @@ class CallerCheck:
 
     Args:
         app: the application inside.
-        rules: to refuse by.
+        rules: the rules.
     """
 
     def __init__(self, app: ASGIApp, *, rules: CallerRules) -> None:
@@ -159,7 +159,7 @@ def _bad_host_refusal(num_hosts: int) -> ApiError:
 
 
 def _asks_first(content_type: str) -> bool:
-    """Whether a browser asks another site before it sends this type to it, so that CORS has decided."""
+    """Whether browsers send a CORS preflight before a request of this type to another site."""
     return content_type.partition(";")[0].strip().lower() == "application/json"
 
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.tenancy.api_keys import key_refusal
 from quire.server.tenancy.tenants import Tenant, Tenants
-from quire.server.wire.access_log import CLIENT_LEFT, access_record_of
+from quire.server.wire.access_log import CLIENT_LEFT, access_record_of, telling_status
 from quire.server.wire.errors import OPENAI_ERRORS, ApiError, ErrorShape, error_shape_of
 from quire.server.wire.paths import MONITORING_PATHS
 
@@ -24,11 +24,11 @@ _REQUEST_ID = re.compile(r"[!-~]+")  # visible ASCII
 
 
 class RequestEnvelope:
-    """ASGI middleware: gives each request an id and echoes it, and says what its errors look like.
+    """ASGI middleware: gives each request an id, echoes it, and sets the shape of its errors.
 
     Args:
         app: the application inside.
-        shapes: of errors, of APIs other than OpenAI's.
+        shapes: error shapes of APIs other than OpenAI's.
     """
 
     def __init__(self, app: ASGIApp, *, shapes: Sequence[ErrorShape] = ()) -> None:
@@ -63,12 +63,12 @@ class RequestEnvelope:
 class KeyCheck:
     """ASGI middleware: refuses requests without a valid API key.
 
-    `scope["state"]` has the request's `Tenant` as `tenant`, if it was asked for a key.
+    `scope["state"]` gets the request's `Tenant` as `tenant`, if the path needs a key.
 
     Args:
         app: the application inside.
-        tenants: have the keys.
-        open_paths: need no key.
+        tenants: the tenants with their keys.
+        open_paths: paths that need no key.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class KeyCheck:
 
 
 def _telling_rates(tenant: Tenant, send: Send) -> Send:
-    """Return `send` with what is left of the tenant's limits per minute in the headers of the answer."""
+    """Wrap `send` to add the rest of the tenant's limits per minute to the answer's headers."""
 
     async def send_with_rates(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -118,10 +118,10 @@ def _request_id_refusal(request_id: str) -> ApiError | None:
 
 
 class RootPath:
-    """ASGI middleware: takes a prefix off the paths of requests that have it.
+    """ASGI middleware: removes a prefix from request paths.
 
     Args:
-        app: the application inside, which knows nothing of the prefix.
+        app: the application inside, which sees paths without the prefix.
         prefix: begins with a slash and does not end with one.
     """
 
@@ -137,7 +137,7 @@ class RootPath:
 
 
 OTHER = "other"
-"""Label of paths that are no route, and of methods that HTTP does not define: clients can make up many."""
+"""Label of unknown paths and methods, of which clients can make up any number."""
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 _CONVERTOR = re.compile(r":\w+\}")
@@ -147,9 +147,9 @@ class HttpMetrics:
     """ASGI middleware: counts each request when it ends.
 
     Args:
-        app: the application inside; it and whatever is between must pass the scope on, not a copy.
+        app: the application inside; all layers must pass on the scope itself, not a copy.
         requests: the counter, with the labels route, method and status.
-        routes: of the application.
+        routes: the application's routes.
     """
 
     def __init__(self, app: ASGIApp, *, requests: Counter, routes: Sequence[Route]) -> None:
@@ -163,25 +163,18 @@ class HttpMetrics:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 0
-
-        async def send_noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        statuses: list[int] = []
         try:
-            await self._app(scope, receive, send_noting)
+            await self._app(scope, receive, telling_status(send, statuses.append))
         except BaseException as error:
-            status = status or (CLIENT_LEFT if isinstance(error, asyncio.CancelledError) else 500)
+            statuses.append(CLIENT_LEFT if isinstance(error, asyncio.CancelledError) else 500)
             raise
         finally:
             method = scope["method"] if scope["method"] in _METHODS else OTHER
-            self._requests.labels(self._route(scope), method, str(status)).inc()
+            self._requests.labels(self._route(scope), method, str(statuses[0] if statuses else 0)).inc()
 
     def _route(self, scope: Scope) -> str:
-        """Return the path of the request's route as it is documented, also if it was refused before."""
+        """Return the documented path of the request's route, even if it was refused before routing."""
         if (endpoint := scope.get("endpoint")) is not None:
             return self._names[endpoint]
         for route in self._routes:

@@ -1,4 +1,4 @@
-"""Accepts connections: a few in each turn of the event loop, and no more than there is room for."""
+"""Accepts connections: a few per turn of the event loop, up to the maximum."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 ACCEPTED_PER_TURN = 8
 RETRY_INTERVAL = 0.1  # seconds; between attempts to accept while the system lacks descriptors or memory
-_BACKLOG = 4096  # connections that the system keeps until they are accepted; its own limit may be lower
+_BACKLOG = 4096  # connections queued by the system until accepted; its own limit may be lower
 _READ_BEFORE_REFUSAL = 65_536  # bytes
-_UNSENT_BYTES = 131_072  # that the system buffers of an answer for each connection
+_UNSENT_BYTES = 131_072  # of an answer, buffered by the system per connection
 
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -32,11 +32,11 @@ class Acceptor:
 
     Args:
         listener: a bound socket.
-        make_protocol: makes the protocol of a connection, which takes the place of its argument in
-            `connections` once it is connected.
-        connections: the open connections, of all sockets together.
-        tls: of the connections; None: plain text.
-        handshake_timeout: seconds that a client has for its TLS handshake.
+        make_protocol: makes a connection's protocol, which replaces its argument in `connections` once it is
+            connected.
+        connections: the open connections of all sockets.
+        tls: TLS context of connections; None: plain text.
+        handshake_timeout: seconds for a client's TLS handshake.
         write_timeout: seconds after which the system closes a connection whose client acknowledges nothing.
     """
 
@@ -86,7 +86,7 @@ class Acceptor:
                 if error.errno in _OUT_OF_RESOURCES:
                     self._pause(error)
                     return
-                continue  # the client has left already
+                continue  # the client has already left
             accepted.setblocking(False)
             self._lacks_resources = False
             if self._connections.make_room():
@@ -106,7 +106,7 @@ class Acceptor:
                 ssl=self._tls,
                 ssl_handshake_timeout=self._handshake_timeout,
             )
-        except (OSError, asyncio.CancelledError) as error:  # what a client does is no matter for the log
+        except (OSError, asyncio.CancelledError) as error:  # a client's fault, not worth a log line
             log.debug("a connection was not established: %s", error)
         finally:
             self._handshakes.discard(handshake)
@@ -125,7 +125,7 @@ class Acceptor:
         with accepted:
             if self._tls is None:
                 with contextlib.suppress(OSError):
-                    accepted.recv(_READ_BEFORE_REFUSAL)  # what is unread makes the system drop the answer
+                    accepted.recv(_READ_BEFORE_REFUSAL)  # with unread data, the system would drop the answer
                 with contextlib.suppress(OSError):
                     accepted.send(answer)
 

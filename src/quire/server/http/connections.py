@@ -1,4 +1,4 @@
-"""Open connections: how many there are, when they are read, and how long they may take."""
+"""Open connections: their number, fair reading, and deadlines."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-MOST_BY_DEFAULT = 16_384
+MAX_BY_DEFAULT = 16_384
 RESERVED_DESCRIPTORS = 256
-"""Descriptors that connections leave free: for engines that restart, files, and what is being accepted."""
+"""Descriptors kept free for engine restarts, files, and connections being accepted."""
 
 
 class Connection(Protocol):
     """An open connection."""
 
     def drop(self) -> None:
-        """Close it at once, without an answer."""
+        """Close the connection at once, without an answer."""
 
 
 class Connections:
-    """The open connections, of which those that wait for their client can be closed for others.
+    """The open connections; those that wait for their client can be closed to make room.
 
     A connection waits for its client until its request is complete, and again after its answer.
 
@@ -34,13 +34,13 @@ class Connections:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._open: set[Connection] = set()
-        self._waiting: dict[Connection, None] = {}  # the one that has waited longest is first
+        self._waiting: dict[Connection, None] = {}  # longest wait first
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, connection: Connection) -> None:
-        """Count a new connection; it waits for its client."""
+        """Add a new connection, which waits for its client."""
         self._open.add(connection)
         self._waiting[connection] = None
 
@@ -50,13 +50,13 @@ class Connections:
         self.add(successor)
 
     def waits(self, connection: Connection) -> None:
-        """Note that a connection waits for its client from now on."""
+        """Note that a connection now waits for its client."""
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = None
 
     def serves(self, connection: Connection) -> None:
-        """Note that a connection's request is complete: it stays until it is answered."""
+        """Note that a connection's request is complete; it stays open until it is answered."""
         self._waiting.pop(connection, None)
 
     def remove(self, connection: Connection) -> None:
@@ -65,7 +65,7 @@ class Connections:
         self._waiting.pop(connection, None)
 
     def make_room(self) -> bool:
-        """Return whether one more may be open; the one that has waited longest is closed if need be."""
+        """Return whether one more fits; closes the one that has waited longest if necessary."""
         return len(self._open) < self.limit or self.drop_longest_waiting()
 
     def drop_longest_waiting(self) -> bool:
@@ -79,33 +79,33 @@ class Connections:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process, and those that it starts, open as many files as the system permits."""
+    """Raise the limit of open files for this process and its children as far as the system permits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a container may forbid it; the soft limit counts then
+    with contextlib.suppress(ValueError, OSError):  # a container may forbid it; the soft limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def default_limit() -> int:
-    """Return how many connections the limit of descriptors leaves room for, beside what is open now."""
+    """Return how many connections the descriptor limit leaves room for, besides open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return MOST_BY_DEFAULT
+        return MAX_BY_DEFAULT
     num_open = len(os.listdir("/proc/self/fd"))
     reserved = min(RESERVED_DESCRIPTORS, soft // 4)
-    return max(1, min(MOST_BY_DEFAULT, soft - num_open - reserved))
+    return max(1, min(MAX_BY_DEFAULT, soft - num_open - reserved))
 
 
 CALLS_PER_TURN = 32
-"""Each takes tens of microseconds, unless its client has sent much."""
+"""Each takes tens of microseconds, or more if its client has sent a lot."""
 
 
-class LoopTurns:
-    """Runs calls in the order in which they are handed in, a few in each turn of the event loop.
+class FairReads:
+    """Runs calls in order, a few per turn of the event loop.
 
-    So thousands of clients that send at the same moment do not hold up whatever else the loop does.
+    Thousands of clients that send at the same moment then do not block the rest of the loop.
 
     Args:
-        loop: which runs them.
+        loop: the event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -113,26 +113,26 @@ class LoopTurns:
         self._waiting: deque[Callable[[], object]] = deque()
 
     def call_soon(self, call: Callable[[], object]) -> None:
-        """Have something called in one of the next turns."""
+        """Schedule a call for one of the next turns."""
         if not self._waiting:
             self._loop.call_soon(self._take_turn)
         self._waiting.append(call)
 
     def _take_turn(self) -> None:
         for _ in range(min(CALLS_PER_TURN, len(self._waiting))):
-            self._loop.call_soon(self._waiting.popleft())  # what one raises is nothing to the others
+            self._loop.call_soon(self._waiting.popleft())  # an exception does not affect other calls
         if self._waiting:
             self._loop.call_soon(self._take_turn)
 
 
 class Deadline:
-    """Calls a function when a time has passed, unless the time is moved or taken away before.
+    """Calls a function at a deadline, which can be moved or cleared cheaply.
 
-    To move it later costs an assignment: the event loop's timer is set again only when it fires too early.
+    Moving it later is one assignment: the event loop's timer is only set again when it fires too early.
 
     Args:
-        loop: whose clock counts.
-        passed: what is called.
+        loop: the event loop, with its clock.
+        passed: the function.
     """
 
     __slots__ = ("_at", "_fires_at", "_handle", "_loop", "_passed")
@@ -145,7 +145,7 @@ class Deadline:
         self._handle: asyncio.TimerHandle | None = None
 
     def set(self, seconds: float) -> None:
-        """Set the timer to this many seconds from now."""
+        """Set the deadline to this many seconds from now."""
         self._at = at = self._loop.time() + seconds
         if self._handle is not None:
             if self._fires_at <= at:
@@ -154,11 +154,11 @@ class Deadline:
         self._start_timer(at)
 
     def clear(self) -> None:
-        """Disable the timer until it is set."""
+        """Clear the deadline until it is set again."""
         self._at = None
 
     def close(self) -> None:
-        """Disable the timer and forget the function."""
+        """Clear the deadline and forget the function."""
         self._at = None
         if self._handle is not None:
             self._handle.cancel()

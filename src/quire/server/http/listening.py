@@ -1,4 +1,4 @@
-"""Where a server listens: its socket, its certificate, and the URL that clients use."""
+"""A server's listening socket, its certificate, and the URL for clients."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Listener:
 
     Args:
         socket: bound, not yet listening.
-        host: that was asked for.
-        certificate: with which the server speaks TLS; None: it does not.
+        host: the configured host.
+        certificate: the TLS certificate; None: no TLS.
     """
 
     socket: socket.socket
@@ -41,14 +41,14 @@ class Listener:
 
     @property
     def url(self) -> str:
-        """The URL that clients on this machine can use; of a Unix socket, `unix:` and its path."""
+        """The URL for clients on this machine; for a Unix socket, `unix:` and its path."""
         if self.socket.family == socket.AF_UNIX:
             return f"unix:{self.socket.getsockname()}"
         return url_of(self.host, self.socket, scheme="http" if self.certificate is None else "https")
 
     @property
     def curl(self) -> str:
-        """Arguments of curl that name the server; the path follows without a space."""
+        """Arguments of curl for the server's URL, to be followed by the path without a space."""
         if self.socket.family == socket.AF_UNIX:
             scheme = "http" if self.certificate is None else "https"
             return f"--unix-socket {shlex.quote(self.socket.getsockname())} {scheme}://localhost"
@@ -56,7 +56,7 @@ class Listener:
 
     @contextlib.asynccontextmanager
     async def with_current_certificate(self) -> AsyncIterator[None]:
-        """For the duration of the context, read the certificate again whenever it changes."""
+        """Reload the certificate whenever it changes, for the duration of the context."""
         if self.certificate is None:
             yield
             return
@@ -73,7 +73,7 @@ def listener(host: str, port: int, edge: EdgeConfig) -> Iterator[Listener]:
         edge: may name a Unix socket instead, and a certificate.
 
     Raises:
-        ConfigError: the server cannot listen there, or the certificate cannot be used.
+        ConfigError: the server cannot listen at the address, or the certificate is unusable.
     """
     certificate = ServerCertificate(edge) if edge.ssl_certfile else None
     place = (
@@ -84,10 +84,10 @@ def listener(host: str, port: int, edge: EdgeConfig) -> Iterator[Listener]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what listens on `host` can be reached from this machine only; no host means all addresses.
+    """Whether `host` is only reachable from this machine; an empty host means all addresses.
 
     Raises:
-        ConfigError: there is no such address.
+        ConfigError: the address does not exist.
     """
     *_, address = _address_info(host, 0)
     return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
@@ -125,7 +125,7 @@ def _unusable(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def url_of(host: str, bound: socket.socket, *, scheme: str = "http") -> str:
-    """Return the URL of a TCP socket that clients on this machine can use."""
+    """Return the URL of a TCP socket for clients on this machine."""
     address, port = bound.getsockname()[:2]
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, host or address)
     name = f"[{reachable}]" if ":" in reachable else reachable

@@ -1,10 +1,10 @@
-"""HTTP/1.1 on one connection, with limits on what its client may take.
+"""HTTP/1.1 on one connection, with limits on its client.
 
-A request is parsed when the one before it has been answered, a bounded number of bytes in each turn of the
-event loop, for a bounded number of connections. So a connection with thousands of pipelined requests, or with
-a body of millions of chunks, holds no more memory than another and takes its turn, and thousands that send at
-the same moment delay nothing but each other. uvicorn parses whatever has arrived at once, limits neither the
-size of headers nor the time that anything takes, and waits for ever for a client that does not read.
+A request is parsed after the one before it has been answered, a bounded number of bytes per turn of the event
+loop, for a bounded number of connections. So a connection with thousands of pipelined requests, or a body of
+millions of chunks, takes no more memory than another and waits its turn, and thousands that send at the same
+moment only delay each other. uvicorn parses everything that has arrived at once, limits neither the size of
+headers nor any time, and waits forever for a client that does not read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from quire.config import ConnectionConfig
 from quire.server.http import request_head
-from quire.server.http.connections import Connection, Connections, Deadline, LoopTurns
+from quire.server.http.connections import Connection, Connections, Deadline, FairReads
 from quire.server.wire.access_log import AccessLog, AccessRecord, note_error, record_of
 from quire.server.wire.errors import TIMEOUT, ApiError
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BYTES_PER_TURN = 8_192
-MOST_HELD = 65_536  # bytes received and not yet parsed above which no more are read
-_LINGER = 1.0  # seconds; for a refused client to read the answer before it learns that nothing else is read
+MAX_HELD = 65_536  # received, unparsed bytes above which reading pauses
+_LINGER = 1.0  # seconds for a refused client to read the answer before the connection closes
 
 
 class _Part(enum.Enum):
@@ -43,15 +43,15 @@ class _Part(enum.Enum):
     HEAD = enum.auto()
     SIZED_BODY = enum.auto()
     CHUNKED_BODY = enum.auto()
-    NOTHING = enum.auto()  # whatever comes is dropped
+    NOTHING = enum.auto()  # received data is dropped
 
 
 class _AnswerTransport:
     """The transport that uvicorn's request cycle sees; it is closed when an answer is complete.
 
     Args:
-        transport: of the connection.
-        close: does so when the client may be told.
+        transport: the connection's transport.
+        close: closes the connection once the client has sent its request.
     """
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
@@ -64,13 +64,13 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection.
 
     Args:
-        config: of uvicorn.
-        server_state: of uvicorn.
-        limits: what the connection may take.
-        connections: all open connections; this one is added when it is made, in the place of `handshake`.
-        handshake: what stands for this connection in `connections` until then.
-        turns: in which what all connections receive is parsed.
-        access_log: where a request is logged that does not get as far as the application; None: nowhere.
+        config: uvicorn's configuration.
+        server_state: uvicorn's state.
+        limits: limits of the connection.
+        connections: all open connections, where this one replaces `handshake` when it is made.
+        handshake: stands for this connection in `connections` until then.
+        turns: schedules parsing across all connections.
+        access_log: logs requests that do not reach the application; None: none.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HttpProtocol(HttpToolsProtocol):
         connections: Connections,
         handshake: Connection,
         *,
-        turns: LoopTurns,
+        turns: FairReads,
         access_log: AccessLog | None = None,
     ) -> None:
         super().__init__(config, server_state, {})
@@ -91,16 +91,16 @@ class HttpProtocol(HttpToolsProtocol):
         self._turns = turns
         self._access_log = access_log
         self._next = _Part.HEAD
-        self._received = bytearray()  # and not yet parsed
-        self._searched = 0  # bytes of it that hold no end of a header
-        self._body_left = 0  # bytes of a body whose size is known
-        self._barren = 0  # bytes of a chunked body since the last that were data
-        self._body_ends = 0.0  # when a body must be complete, by the loop's clock
+        self._received = bytearray()  # not yet parsed
+        self._searched = 0  # leading bytes without the end of a header
+        self._body_left = 0  # remaining bytes of a body of known size
+        self._barren = 0  # bytes of a chunked body since the last data
+        self._body_ends = 0.0  # deadline of a body, by the loop's clock
         self._is_last = False  # the connection closes after this request
-        self._is_idle = False  # it has been answered, and nothing of another request has come
-        self._app_to_start: ASGI3Application | None = None  # when its request's body is there
-        self._refusal: ApiError | None = None  # found while the parser calls back
-        self._has_turn = False  # another turn is due
+        self._is_idle = False  # answered, and no byte of another request received
+        self._app_to_start: ASGI3Application | None = None  # once its request's body is complete
+        self._refusal: ApiError | None = None  # set in the parser's callbacks
+        self._has_turn = False  # another turn is scheduled
         self._receiving = Deadline(self.loop, self._client_is_slow)
         self._sending = Deadline(self.loop, self._client_does_not_read)
 
@@ -145,7 +145,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._turns.call_soon(self._take_turn)
 
     def _take_turn(self) -> None:
-        """Parse a turn's worth of what has been received, at most to the end of a request."""
+        """Parse received bytes for one turn, at most to the end of a request."""
         self._has_turn = False
         left = BYTES_PER_TURN
         while left > 0 and self._received and (piece := self._next_piece(left)):
@@ -156,10 +156,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._regulate()
 
     def _regulate(self) -> None:
-        """Read on unless too much is held, here or by the request."""
+        """Resume or pause reading, by the bytes held here and by the request."""
         if self.transport is None or self.transport.is_closing():
             return
-        if len(self._received) > MOST_HELD:
+        if len(self._received) > MAX_HELD:
             self.flow.pause_reading()
         elif self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()
@@ -169,12 +169,12 @@ class HttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _next_piece(self, most: int) -> bytes:
-        """Take what can be parsed next off what was received: a header, or a part of a body; empty: nothing.
+        """Remove and return the next bytes to parse: a header, or a part of a body; empty: none.
 
         No piece goes beyond the end of a request.
 
         Args:
-            most: bytes of a body.
+            most: maximum bytes of a body.
         """
         match self._next:
             case _Part.HEAD:
@@ -191,8 +191,8 @@ class HttpProtocol(HttpToolsProtocol):
         return piece
 
     def _complete_head(self) -> bytes:
-        """Take a complete header, unless it is refused."""
-        while self._received.startswith(b"\r\n"):  # some clients send it after a body
+        """Remove and return a complete header, unless it is refused."""
+        while self._received.startswith(b"\r\n"):  # some clients send a line break after a body
             del self._received[:2]
         if not self._received:
             return b""
@@ -227,9 +227,9 @@ class HttpProtocol(HttpToolsProtocol):
         return length
 
     def _feed(self, piece: bytes) -> None:
-        """Parse a piece, and refuse the request if something is wrong with it."""
+        """Parse a piece, and refuse the request if it is invalid."""
         was_waiting = self._next
-        self._barren += len(piece)  # on_body sets it to 0
+        self._barren += len(piece)  # reset by on_body
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
@@ -270,9 +270,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._next = _Part.CHUNKED_BODY if is_chunked else _Part.SIZED_BODY
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Start the request once its body is there, or more of it than is held.
+        """Start the request once its body is complete, or larger than what is buffered.
 
-        So a slow client takes nothing from others but the few bytes that it has sent.
+        A slow client thus only takes memory for the few bytes that it has sent.
         """
         self._app_to_start = app
         if cycle.waiting_for_100_continue or self._body_left > HIGH_WATER_LIMIT:
@@ -284,7 +284,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._app_to_start = None
 
     def on_body(self, body: bytes) -> None:
-        """Note a part of the body, which may be one byte."""
+        """Take a part of the body, which may be one byte."""
         self._barren = 0
         self._body_left -= len(body)
         if not self.cycle.response_complete:
@@ -297,7 +297,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _close_after_body(self) -> None:
-        """Close the connection, once a client that is answered has sent its body: it may read only then."""
+        """Close the connection after the client has sent its body, as it may only read the answer then."""
         if self._is_answering or self._next in (_Part.HEAD, _Part.NOTHING):
             self.transport.close()
             return
@@ -323,7 +323,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._next = _Part.NOTHING
             self._sending.set(self._limits.write_timeout)
             return
-        self.cycle.body.clear()  # nobody takes it any more
+        self.cycle.body.clear()  # no longer needed
         if self._next is _Part.HEAD:
             self._wait_for_request()
         else:
@@ -338,7 +338,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._open_connections.waits(self)
 
     def shutdown(self) -> None:
-        """Close the connection, after the answer to a request that has started."""
+        """Close the connection after the answer to a started request."""
         if self._app_to_start is not None:
             self.transport.close()
         else:
@@ -350,7 +350,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Send on."""
+        """Continue sending."""
         if not self.transport.is_closing():
             self._sending.clear()
         super().resume_writing()
@@ -368,12 +368,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(ApiError(408, self._slowness(), kind=TIMEOUT, code="request_timeout"))
 
     def _slowness(self) -> str:
-        """Return which limit a client that is slow has exceeded."""
+        """Return which limit a slow client has exceeded."""
         limits = self._limits
         if self._next is _Part.HEAD:
             return f"the header was not complete within {limits.header_timeout:g} s (header_timeout)"
         return (
-            f"nothing of the body came for {limits.body_idle_timeout:g} s (body_idle_timeout), "
+            f"no part of the body arrived for {limits.body_idle_timeout:g} s (body_idle_timeout), "
             f"or not all of it within {limits.body_timeout:g} s (body_timeout)"
         )
 
@@ -383,7 +383,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, refusal: ApiError) -> None:
-        """Answer that a request is refused, unless its answer has begun, and close the connection."""
+        """Refuse a request, unless its answer has begun, and close the connection."""
         log.info("%s: refused with status %d: %s", self.client, refusal.status, refusal.message)
         is_in_body = self._next is not _Part.HEAD
         self._note(refusal, is_in_body=is_in_body)
@@ -401,12 +401,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._open_connections.waits(self)
         self.transport.write(refusal.closing_response())
         if self.transport.can_write_eof():
-            self.transport.write_eof()  # and drop what comes until the client has read the answer
+            self.transport.write_eof()  # and drop received data until the client has read the answer
         else:
             self.transport.close()
 
     def _note(self, refusal: ApiError, *, is_in_body: bool) -> None:
-        """Have the access log say why a request is refused, of which the application may have a record."""
+        """Log a refused request, unless the application already has a record of it."""
         if is_in_body and self._app_to_start is None:
             note_error(self.cycle.scope, refusal.reason)
         elif self._access_log is not None:

@@ -1,7 +1,7 @@
 """Strict checks of request headers, against request smuggling.
 
-A proxy in front may divide what it passes on into other requests than this server does. So whatever could
-be read in two ways is refused: an attacker would hide a request in what one of the two takes for a body.
+A proxy in front may split the bytes into requests differently than this server. So anything ambiguous is
+refused; an attacker would otherwise hide a request in what one of the two takes for a body.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from quire.server.wire.errors import ApiError
 
 END = b"\r\n\r\n"
 
-_BEGINNING_LENGTH = 64  # bytes; of a header, to tell HTTP from anything else
+_BEGINNING_LENGTH = 64  # bytes of a header that tell HTTP from other protocols
 _BEGINNING = re.compile(rb"[A-Z-]{1,32}(?:\Z| [^\r\n]*(?:\Z|\r\Z|\r\n))")
 _REQUEST_LINE = re.compile(rb"(?!CONNECT )[A-Z-]+ [!-~\x80-\xff]+ HTTP/1\.[01]\r\n")
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
 def beginning_refusal(received: bytes | bytearray) -> ApiError | None:
-    """Refuse bytes that cannot begin a valid header."""
+    """Refuse bytes that cannot start a valid header."""
     if _BEGINNING.match(received[:_BEGINNING_LENGTH]):
         return None
     return not_http("the request line is not that of an HTTP/1.1 request")
@@ -48,7 +48,7 @@ def size_refusal(size: int, max_header_bytes: int) -> ApiError | None:
 
 
 def head_refusal(head: bytes, max_headers: int) -> ApiError | None:
-    """Refuse a complete header whose version, method or number of fields is not served."""
+    """Refuse a complete header with an unsupported version or method, or too many fields."""
     if not _REQUEST_LINE.match(head):
         return not_http("the request line is not that of an HTTP/1.1 request")
     num_headers = head.count(b"\r\n") - 2
@@ -62,21 +62,21 @@ def head_refusal(head: bytes, max_headers: int) -> ApiError | None:
 
 
 def without_upgrade(head: bytes) -> bytes:
-    """Return a header without any offer to speak another protocol, which is declined by not mentioning it.
+    """Return a header without upgrade offers, which are declined by ignoring them.
 
-    The parser would take what follows for that protocol, and lose the body.
+    The parser would treat what follows as the other protocol, and lose the body.
     """
     return _UPGRADE.sub(b"", head)
 
 
 def framing_refusal(version: str, headers: Sequence[tuple[bytes, bytes]]) -> ApiError | None:
-    """Refuse what the parser accepts, and a proxy in front may divide in another way.
+    """Refuse framing that the parser accepts, but a proxy in front may read differently.
 
     The parser itself refuses a request with Content-Length and Transfer-Encoding, or two of either.
 
     Args:
-        version: of HTTP.
-        headers: names in lower case, and values.
+        version: HTTP version.
+        headers: pairs of names, in lower case, and values.
     """
     encodings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
     if encodings and (encodings != [b"chunked"] or version != "1.1"):

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from quire.config import ConnectionConfig
 from quire.server.http.acceptor import Acceptor
-from quire.server.http.connections import Connection, Connections, LoopTurns, default_limit
+from quire.server.http.connections import Connection, Connections, FairReads, default_limit
 from quire.server.http.protocol import HttpProtocol
 from quire.server.http.stopping import cancelled_at_end
 from quire.server.wire.access_log import AccessLog
@@ -29,7 +29,7 @@ LAST_BYTES_TIMEOUT = 1.0
 LAST_WORD_TIMEOUT = 0.5
 """Seconds at an immediate shutdown, to send abort errors."""
 
-_LOOK_INTERVAL = 0.01  # seconds; between looks at whether they are
+_LOOK_INTERVAL = 0.01  # seconds between checks
 
 
 class HttpServer:
@@ -37,9 +37,9 @@ class HttpServer:
 
     Args:
         app: the application to serve.
-        limits: what connections may take.
-        tls: with which connections are encrypted; None: they are not.
-        log: where a request is logged that does not get as far as `app`; None: nowhere.
+        limits: limits of connections.
+        tls: TLS context of connections; None: no TLS.
+        log: logs requests that do not reach `app`; None: none.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class HttpServer:
         self._log = log
 
     def hasten_end(self) -> None:
-        """Stop at once: clients only get time to receive the abort errors."""
+        """Stop at once; clients only get time to receive the abort errors."""
         self._last_bytes_timeout = LAST_WORD_TIMEOUT
 
     @contextlib.asynccontextmanager
@@ -77,13 +77,13 @@ class HttpServer:
         Connections are accepted as soon as the context begins.
 
         Args:
-            bound: socket that is bound and does not listen yet.
+            bound: bound socket that is not listening yet.
         """
         self._config.load()
         self._set_date()
         limits = self._limits
         connections = Connections(limits.max_connections or default_limit())
-        turns = LoopTurns(asyncio.get_running_loop())
+        turns = FairReads(asyncio.get_running_loop())
 
         def make_protocol(handshake: Connection) -> asyncio.Protocol:
             return HttpProtocol(
@@ -121,7 +121,7 @@ class HttpServer:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
 
     async def _close_connections(self) -> None:
-        """Close all connections: those with unfinished answers after those, if they do not take too long."""
+        """Close all connections, waiting a limited time for unfinished answers."""
         state = self._state
         for connection in list(state.connections):
             connection.shutdown()

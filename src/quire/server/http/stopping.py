@@ -1,4 +1,4 @@
-"""Stopping a server by signals: gracefully at first, then at once, and also if the event loop is blocked."""
+"""Stopping a server by signals: gracefully, then at once, even if the event loop is blocked."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 STOP_GRACE = 1.8
-"""Seconds after the drain time, when the process ends itself if it has not ended."""
+"""Seconds after the drain time until the process exits forcibly."""
 
 IMMEDIATE_GRACE = 1.0
-"""Seconds after the second signal."""
+"""Seconds after the second signal until the process exits forcibly."""
 
 _STANDARD_ERROR = 2
 
@@ -31,7 +31,7 @@ class StopSignals:
 
     Args:
         drain_timeout: seconds that a graceful stop may wait for what runs.
-        takes_hangup: whether SIGHUP sets `hangup`; otherwise, it does what it did before.
+        takes_hangup: whether SIGHUP sets `hangup`; otherwise, its handling is unchanged.
     """
 
     def __init__(self, drain_timeout: float, *, takes_hangup: bool = False) -> None:
@@ -69,7 +69,7 @@ class StopSignals:
 def _in_thread(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iterator[None]:
     """Call `on_signal` in a thread for each of these signals: the main thread may be blocked.
 
-    The interpreter's C handler writes each signal's number to a socket at once, in whatever thread it runs.
+    The interpreter's C handler writes each signal's number to a socket at once, whichever thread runs.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -96,9 +96,8 @@ def _in_thread(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iter
 
 
 def announce_stop(num_running: int, timeout: float) -> None:
-    """Print how many requests a graceful stop waits for, and for how many seconds, if standard error can be
-    written."""
-    with contextlib.suppress(OSError):  # who reads the log may have ended by the same signal
+    """Print how many requests a graceful stop waits for, and for how many seconds."""
+    with contextlib.suppress(OSError):  # the log's reader may have ended by the same signal
         print(
             f"Stopping: {num_running} still running, for at most {timeout:g} s.", file=sys.stderr, flush=True
         )

@@ -1,4 +1,4 @@
-"""TLS: the server's certificate and key, checked at the start and read again when they change."""
+"""TLS: the server's certificate and key, checked at startup and reloaded when they change."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 CHECK_INTERVAL = 10.0
 """Interval of checks for changed files, in seconds."""
 
-_FileStamp = tuple[int, int, int] | None  # inode, size, time of modification; None: the file cannot be seen
+_FileStamp = tuple[int, int, int] | None  # inode, size, modification time; None: no access
 
 
 class ServerCertificate:
-    """A certificate with its key, and the TLS context that new connections get it from.
+    """A certificate with its key, in the TLS context of new connections.
 
     Args:
-        config: with `ssl_certfile`.
+        config: configuration with `ssl_certfile`.
 
     Raises:
-        ConfigError: a file cannot be read or used, or the key is not that of the certificate.
+        ConfigError: a file is unreadable or invalid, or the key does not match the certificate.
     """
 
     def __init__(self, config: EdgeConfig) -> None:
@@ -40,7 +40,7 @@ class ServerCertificate:
             _require_client_certificates(self.context, config.ssl_ca_certs)
 
     def reload_if_changed(self) -> None:
-        """Read the files again if they have changed; what cannot be used is logged, and the old stays."""
+        """Reload the files if they have changed; if they are invalid, log that and keep the old ones."""
         stamps = self._current_stamps()
         if stamps == self._stamps:
             return
@@ -48,22 +48,22 @@ class ServerCertificate:
         try:
             self._load()
         except ConfigError as error:
-            logger.warning("%s; the certificate that was read before stays in use", error)
+            logger.warning("%s; the previous certificate stays in use", error)
         else:
-            logger.info("the certificate %s was read again", self._certfile)
+            logger.info("the certificate %s was reloaded", self._certfile)
 
     async def watch(self, interval: float = CHECK_INTERVAL) -> None:
         """Reload the files whenever they change; never returns.
 
         Args:
-            interval: seconds between two looks.
+            interval: seconds between checks.
         """
         while True:
             await asyncio.sleep(interval)
             await asyncio.to_thread(self.reload_if_changed)  # files may be on a slow disk
 
     def _load(self) -> None:
-        """Load the files into the context, which keeps what it has if they cannot be used."""
+        """Load the files into the context, which is unchanged if they are invalid."""
         certificate = _content("ssl_certfile", self._certfile)
         key = _content("ssl_keyfile", self._keyfile)
         try:
@@ -104,7 +104,7 @@ def _require_client_certificates(context: ssl.SSLContext, path: str) -> None:
 
 def _reason(error: ssl.SSLError) -> str:
     if error.reason == "KEY_VALUES_MISMATCH":
-        return "the key is not that of the certificate"
+        return "the key does not match the certificate"
     return f"they must be a certificate and a private key as PEM ({error})"
 
 
@@ -118,7 +118,7 @@ def _content(name: str, path: str) -> bytes:
 
 @contextlib.contextmanager
 def _in_memory(content: bytes) -> Iterator[str]:
-    """Give content a path, so that what is checked and what is loaded are the same bytes."""
+    """Give content a path, so that the loaded bytes are the checked ones."""
     descriptor = os.memfd_create("tls")
     try:
         os.write(descriptor, content)

@@ -1,4 +1,4 @@
-"""A Unix socket to listen on: it belongs to one server at a time, and goes with it."""
+"""A Unix socket to listen on, owned by one server at a time and removed with it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _PROBE_TIMEOUT = 1.0  # seconds
 
 @contextlib.contextmanager
 def unix_socket(path: str, access: str) -> Iterator[socket.socket]:
-    """Have a Unix socket, bound but not yet listening, for the duration of the context; then remove it.
+    """Yield a bound Unix socket that is not listening yet; remove it at the end of the context.
 
-    A file beside it, with `.lock` at its end, is locked meanwhile: whether another server is about to listen
-    cannot be seen from the socket.
+    A file beside it, with the suffix `.lock`, is locked meanwhile, since the socket does not show whether
+    another server is about to listen.
 
     Args:
-        path: of the socket.
+        path: path of the socket.
         access: which users may connect, a key of `MODES`.
 
     Raises:
-        ConfigError: another server has the socket, the path is another file's, or it is not permitted.
+        ConfigError: another server uses the socket, the path is another file, or access is denied.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -66,7 +66,7 @@ def _locked(lock_path: str, path: str) -> Iterator[None]:
             except BlockingIOError:
                 raise _in_use(path) from None
             if not _is_same_file(lock_path, os.fstat(lock.fileno())):
-                continue  # its last owner removed it just before
+                continue  # its last owner has just removed it
             try:
                 yield
             finally:
@@ -75,7 +75,7 @@ def _locked(lock_path: str, path: str) -> Iterator[None]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket of a server that is dead; raise `ConfigError` for anything else at its path."""
+    """Remove the socket of a dead server; raise `ConfigError` for anything else at its path."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def _remove_stale(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-        except (BlockingIOError, TimeoutError):  # as many clients wait for it as may
+        except (BlockingIOError, TimeoutError):  # its backlog is full
             raise _in_use(path) from None
         else:
             raise _in_use(path)

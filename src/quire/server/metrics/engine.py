@@ -1,4 +1,4 @@
-"""The engine's own figures, as Prometheus metrics."""
+"""The engine's statistics, as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.scheduling.outputs import SchedulerStats
 from quire.step import GraphStats
 
 Row = tuple[str, str, str]
-"""Name of a metric, the field that has its value, and its meaning."""
+"""Name of a metric, the field with its value, and its meaning."""
 
 
 def _rows(*rows: str) -> tuple[Row, ...]:
@@ -62,13 +62,13 @@ _COUNTERS = _rows(
 )
 
 _RECOVERY_COUNTERS = _rows(
-    "quire_engine_restarts num_restarts: Number of engines started in place of others.",
+    "quire_engine_restarts num_restarts: Number of engine restarts.",
     "quire_engine_hangs num_hangs: Number of engines killed because they did not finish a step "
     "(watchdog_timeout).",
-    "quire_requests_resumed num_resumed_requests: Number of requests that went on in another engine, "
-    "counted once for each.",
-    "quire_requests_quarantined num_quarantined_requests: Number of requests that ended because engines "
-    "had died of them.",
+    "quire_requests_resumed num_resumed_requests: Number of requests continued on another engine, "
+    "counted once per engine.",
+    "quire_requests_quarantined num_quarantined_requests: Number of requests ended because they seem to "
+    "crash engines.",
 )
 
 _GRAPH_GAUGES = _rows(
@@ -95,8 +95,8 @@ _TIER_COUNTERS = _rows(
     "computed because that was faster.",
     "quire_kv_tier_loaded_blocks num_loaded_blocks: Number of blocks loaded from the tier.",
     "quire_kv_tier_memory_hits num_memory_hits: Number of blocks read from the memory in front of the disk.",
-    "quire_kv_tier_failed_reads num_failed_reads: Number of blocks that were damaged, overwritten or "
-    "unreadable when they were to be loaded.",
+    "quire_kv_tier_failed_reads num_failed_reads: Number of blocks found damaged, overwritten or "
+    "unreadable when loading.",
     "quire_kv_tier_written_blocks num_written_blocks: Number of blocks written to the tier.",
     "quire_kv_tier_failed_writes num_failed_writes: Number of blocks that could not be written to the tier.",
     "quire_kv_tier_dropped_writes num_dropped_writes: Number of blocks not stored because the writer was "
@@ -116,19 +116,19 @@ _PEER_COUNTERS = _rows(
     "quire_kv_peer_loads_chosen num_loads_chosen: Number of prompts to be read from a peer.",
     "quire_kv_peer_computations_chosen num_computations_chosen: Number of prompts that a peer had, but "
     "computed because that was faster.",
-    "quire_kv_peer_missing_prompts num_missing_prompts: Number of prompts computed because the peer had "
-    "them no more, or could not be reached.",
-    "quire_kv_peer_failed_loads num_failed_loads: Number of prompts whose reading from a peer failed.",
+    "quire_kv_peer_missing_prompts num_missing_prompts: Number of prompts computed because the peer no "
+    "longer had them, or was unreachable.",
+    "quire_kv_peer_failed_loads num_failed_loads: Number of prompts that could not be read from a peer.",
     "quire_kv_peer_prefix_lookups num_prefix_lookups: Number of prompts whose uncached part was looked up "
     "at peers.",
-    "quire_kv_peer_prefixes_found num_prefixes_found: Number of prompts that a peer had cached more of.",
+    "quire_kv_peer_prefixes_found num_prefixes_found: Number of prompts with a longer prefix at a peer.",
     "quire_kv_peer_loaded_blocks num_loaded_blocks: Number of blocks read from peers.",
     "quire_kv_peer_loaded_bytes loaded_bytes: Bytes read from peers.",
 )
 
 
 class EngineCollector(Collector):
-    """The engine's figures as of the last `update`."""
+    """The engine's statistics as of the last `update`."""
 
     def __init__(self) -> None:
         self._stats = SchedulerStats()
@@ -136,7 +136,7 @@ class EngineCollector(Collector):
         self._engine_up = False
 
     def update(self, stats: SchedulerStats | None, recovery: RecoveryStats, *, engine_up: bool) -> None:
-        """Take new figures; None keeps the last ones."""
+        """Set new statistics; None keeps the last ones."""
         self._stats = stats or self._stats
         self._recovery = recovery
         self._engine_up = engine_up

@@ -31,8 +31,8 @@ class Metrics:
     """All metrics of one server, in registries of its own.
 
     Args:
-        model_name: as clients know it; a label of those that have vLLM's names.
-        tenants: of the server; None: it has none that are kept apart.
+        model_name: the model's name for clients, a label of metrics with vLLM's names.
+        tenants: the server's tenants; None: there are no separate tenants.
     """
 
     def __init__(self, model_name: str, tenants: Tenants | None = None) -> None:
@@ -115,22 +115,22 @@ class Metrics:
         return Histogram(name, meaning, registry=self.registry, buckets=buckets)
 
     def exposition(self, *, of_tenants: bool = False) -> bytes:
-        """Return everything in the Prometheus text format; figures of single tenants only if so asked."""
+        """Return all metrics in the Prometheus text format, with those of single tenants if asked."""
         registries = [self.registry, self._vllm_registry, *([self._tenant_registry] if of_tenants else [])]
         return b"".join(map(generate_latest, registries))
 
 
 class BulkHistogram(Collector):
-    """A Prometheus histogram in which equal observations are counted at once, without a lock.
+    """A Prometheus histogram that counts equal observations in one operation, without a lock.
 
     One of `prometheus_client` goes through all buckets and takes two locks for each observation. One thread
     may observe, and any may collect.
 
     Args:
-        name: of the metric.
+        name: name of the metric.
         meaning: its help text.
         buckets: upper bounds, inclusive, in ascending order.
-        registry: that collects it.
+        registry: registry that collects it.
     """
 
     def __init__(
@@ -185,18 +185,18 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "quire_request_prompt_tokens": ("vllm:request_prompt_tokens",),
     "quire_request_generation_tokens": ("vllm:request_generation_tokens",),
 }
-"""vLLM's name of each metric that means the same there, and the name that an older vLLM had for it."""
+"""vLLM's name of each metric with the same meaning, and the name in older versions of vLLM."""
 
 _LABELS = {"reason": "finished_reason"}
-_NO_SUCCESS = frozenset({"refused"})  # reasons that vLLM does not count
+_NO_SUCCESS = frozenset({"refused"})  # labels that vLLM does not count
 
 
 class VLLMMetrics(Collector):
-    """The metrics of another registry as vLLM would have them.
+    """The metrics of another registry under vLLM's names.
 
     Args:
-        source: has the metrics under Quire's names.
-        model_name: label of all.
+        source: registry of the metrics under Quire's names.
+        model_name: label of all metrics.
     """
 
     def __init__(self, source: CollectorRegistry, model_name: str) -> None:

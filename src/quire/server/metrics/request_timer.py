@@ -1,4 +1,4 @@
-"""From the outputs of a request to observations."""
+"""Observing metrics from the outputs of a request."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 class RequestTimer:
     """Turns the outputs of one engine request into observations.
 
-    Its time is divided without gaps: from arrival here to the first admission to a step (queue), from there
-    to the first token of any sequence (prefill), and from there to the last token of any (decode). Where an
-    engine dies, the time until another goes on belongs to the part that it interrupts.
+    Its time is divided without gaps: from arrival to the first admission to a step (queue), from there to the
+    first token of any sequence (prefill), and from there to the last token of any (decode). If an engine
+    dies, the time until another continues belongs to the interrupted part.
 
-    Use as a context manager around the request: what it is left with becomes the end of the sequences that
-    have none of their own.
+    Use as a context manager around the request: an exception that leaves it counts as the end of unfinished
+    sequences.
 
     Args:
-        metrics: of the server.
-        tenant: whose request it is.
-        num_sequences: completions of the prompt.
+        metrics: the server's metrics.
+        tenant: metrics of the request's tenant.
+        num_sequences: number of completions of the prompt.
     """
 
     def __init__(self, metrics: Metrics, tenant: TenantFigures, num_sequences: int) -> None:
@@ -54,7 +54,7 @@ class RequestTimer:
             self._metrics.finished.labels(_end_label(error)).inc(len(self._unfinished))
 
     def observe(self, output: RequestOutput) -> None:
-        """Account for what is new in a cumulative output."""
+        """Observe the new part of a cumulative output."""
         now = time.monotonic()
         for completion in output.outputs:
             num_new = len(completion.token_ids) - self._num_tokens[completion.index]
@@ -74,7 +74,7 @@ class RequestTimer:
         tenant.num_running += 1
         metrics.time_to_first_token.observe(now - self._start)
         if output.first_scheduled_time is not None:
-            # It was read in another process: whatever its clock says, no time is negative.
+            # Read in another process: keep times non-negative whatever its clock says.
             self._scheduled = min(max(output.first_scheduled_time, self._start), now)
             metrics.queue_time.observe(self._scheduled - self._start)
             metrics.prefill_time.observe(now - self._scheduled)
@@ -97,7 +97,7 @@ class RequestTimer:
         num_tokens = self._num_tokens[index]
         metrics.sequence_tokens.observe(num_tokens)
         decode_time = self._last_time[index] - self._first_time[index]
-        if decode_time:  # not all tokens have come together, as those of a beam search do
+        if decode_time:  # unlike a beam search's, tokens arrived separately
             metrics.time_per_output_token.observe(decode_time / (num_tokens - 1))
 
     def _observe_whole(self, output: RequestOutput, now: float) -> None:
@@ -116,7 +116,7 @@ class RequestTimer:
 
 
 def _end_label(error: BaseException | None) -> EndLabel:
-    """Return what `error` means for sequences that have not ended; None: their client has left."""
+    """Return the end label of unfinished sequences after `error`; None: their client has left."""
     match error:
         case InvalidRequestError() | QueueFullError():
             return "refused"
@@ -124,5 +124,5 @@ def _end_label(error: BaseException | None) -> EndLabel:
             return "timeout"
         case Exception():
             return "error"
-        case _:  # none, a cancellation, or a generator that is closed
+        case _:  # none, a cancellation, or a closed generator
             return "abort"

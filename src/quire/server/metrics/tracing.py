@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for each call that generates, sent to a collector by a thread of its own."""
+"""OpenTelemetry traces: a span for each generation call, sent to a collector by a separate thread."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 MAX_QUEUED_SPANS = 2048
-"""Spans that wait for the collector; beyond, the oldest are dropped."""
+"""Maximum spans waiting for the collector; beyond that, the oldest are dropped."""
 
 CLOSE_TIMEOUT = 1.0
-"""Seconds that the collector has for the last spans when the server ends."""
+"""Seconds for the collector to accept the last spans when the server stops."""
 
-_LOG_INTERVAL = 60.0  # seconds between two lines about a collector that takes nothing
+_LOG_INTERVAL = 60.0  # seconds between log lines about a failing collector
 _NANOSECONDS = 1e9
 
 
 class Tracing:
-    """Makes spans, and sends them in batches from a thread, so that ending a span never blocks.
+    """Creates spans, and sends them in batches from a thread, so that ending a span never blocks.
 
     Args:
         exporter: sends spans.
@@ -52,8 +52,8 @@ class Tracing:
 
         Args:
             operation: `gen_ai.operation.name`.
-            headers: of the request; `traceparent` and `tracestate` say what the span is part of.
-            attributes: of the span; None: it has no such attribute.
+            headers: the request's headers; `traceparent` and `tracestate` give the span's parent.
+            attributes: the span's attributes; those that are None are left out.
         """
         known = {name: value for name, value in attributes.items() if value is not None}
         span = self._tracer.start_span(
@@ -65,8 +65,8 @@ class Tracing:
         return CallSpan(span)
 
     async def close(self) -> None:
-        """Send the last spans, as far as the collector takes them within `CLOSE_TIMEOUT`."""
-        # A collector that hangs would hold up the provider for half a minute.
+        """Send the last spans, waiting at most `CLOSE_TIMEOUT` for the collector."""
+        # A hanging collector would block the provider for half a minute.
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, CLOSE_TIMEOUT)
@@ -79,7 +79,7 @@ class CallSpan:
     first token of any, and from there to the last.
 
     Args:
-        span: that has begun.
+        span: the started span.
     """
 
     def __init__(self, span: Span) -> None:
@@ -92,7 +92,7 @@ class CallSpan:
         self._latest: dict[int, RequestOutput] = {}  # by prompt
 
     def observe(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take note of a cumulative output of one of the call's prompts."""
+        """Observe a cumulative output of one of the call's prompts."""
         now = time.monotonic()
         self._latest[prompt_index] = output
         if not any(completion.token_ids for completion in output.outputs):
@@ -106,7 +106,7 @@ class CallSpan:
                 self._note("first_scheduled", self._scheduled)
 
     def end(self, error: BaseException | None) -> None:
-        """End the span with what is known, and with the kind of error, whose text may be the client's."""
+        """End the span with known values and the type of the error, whose text may quote the client."""
         self._span.set_attributes(self._usage() | self._latencies())
         if isinstance(error, Exception):
             kind = (error.code if isinstance(error, ApiError) else None) or type(error).__name__
@@ -143,10 +143,10 @@ class CallSpan:
 
 
 def tracing_to(endpoint: str) -> Tracing:
-    """Return what traces to an OTLP collector over HTTP.
+    """Return a `Tracing` to an OTLP collector over HTTP.
 
     Args:
-        endpoint: URL; without a path, that of the protocol.
+        endpoint: URL; without a path, the protocol's default path is added.
     """
     logger = logging.getLogger(OTLPSpanExporter.__module__)
     if not logger.filters:
@@ -156,7 +156,7 @@ def tracing_to(endpoint: str) -> Tracing:
 
 
 class _OncePerInterval(logging.Filter):
-    """Lets a line through each `_LOG_INTERVAL`: a dead collector would have several for each batch."""
+    """Passes one line per `_LOG_INTERVAL`, as a dead collector causes several per batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,6 +173,6 @@ class _OncePerInterval(logging.Filter):
 
 
 def _resource() -> Resource:
-    """Return what all spans are of; the environment may name the service otherwise (OTEL_SERVICE_NAME)."""
+    """Return the resource of all spans; OTEL_SERVICE_NAME may rename the service."""
     own = {"service.name": "quire", "service.version": __version__}
     return Resource.create(own).merge(OTELResourceDetector().detect())

@@ -1,1 +1,1 @@
-"""The monitoring port, and figures for people."""
+"""Health, metrics, the monitoring port, and statistics for the page."""

@@ -22,18 +22,18 @@ from quire.server.wire.paths import READINESS_PATHS
 
 
 async def health(request: Request) -> Response:
-    """Tell whether requests can be served: 200, or 503 with the reason."""
+    """Answer 200 if requests can be served, otherwise 503 with the reason."""
     health = health_of(context_of(request))
     return json_response(health, 200 if health.status == "ok" else 503)
 
 
 async def live(request: Request) -> Response:
-    """Tell that the server is alive, whatever the engine does."""
+    """Answer 200: the server is alive, regardless of the engine."""
     return json_response(Health(status="ok"))
 
 
 async def metrics(request: Request) -> Response:
-    """Return the metrics in the Prometheus text format, and to an admin those of each tenant."""
+    """Return the metrics in the Prometheus text format, for an admin with those of each tenant."""
     context = context_of(request)
     sender = context.tenants.of_headers(request.headers)
     stats, engine_up = await current_stats(context)
@@ -43,7 +43,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def engine(request: Request) -> Response:
-    """Describe the engine, as a router needs to know it."""
+    """Describe the engine for a router."""
     context = context_of(request)
     info = context.llm.info
     address, ports = info.kv_transfer_address, info.kv_events_ports

@@ -13,11 +13,11 @@ from quire.server.http.stopping import cancelled_at_end
 from quire.server.wire.answers import Health
 
 STATS_INTERVAL = 1.0
-"""Seconds between questions for the engine's figures, which a busy engine tells more often by itself."""
+"""Seconds between requests for the engine's statistics; a busy engine sends them more often."""
 
 
 def health_of(context: ServerContext) -> Health:
-    """Return whether requests can be served; any thread may ask."""
+    """Return whether requests can be served. Thread-safe."""
     if context.calls.draining:
         return Health(status="draining", reason="the server is shutting down")
     try:
@@ -28,7 +28,7 @@ def health_of(context: ServerContext) -> Health:
 
 
 async def current_stats(context: ServerContext) -> tuple[SchedulerStats | None, bool]:
-    """Return the engine's figures, the last ones if it is within a long step, and whether it is up."""
+    """Return the engine's statistics (the last known ones during a long step), and whether it is up."""
     llm = context.llm
     try:
         llm.check_health()
@@ -40,7 +40,7 @@ async def current_stats(context: ServerContext) -> tuple[SchedulerStats | None, 
 
 
 def latest_exposition(context: ServerContext) -> bytes:
-    """Return the metrics in the Prometheus text format, from what is known already; any thread may ask."""
+    """Return the metrics in the Prometheus text format from the last statistics. Thread-safe."""
     llm = context.llm
     is_up = health_of(context).status != "unavailable"
     context.metrics.engine.update(llm.latest_stats, llm.recovery_stats, engine_up=is_up)
@@ -49,7 +49,7 @@ def latest_exposition(context: ServerContext) -> bytes:
 
 @contextlib.asynccontextmanager
 async def stats_kept_current(context: ServerContext) -> AsyncIterator[None]:
-    """Have the engine's figures at hand for the duration of the context."""
+    """Keep the engine's statistics current for the duration of the context."""
     async with cancelled_at_end(_ask_for_stats(context)):
         yield
 

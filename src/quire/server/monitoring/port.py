@@ -1,4 +1,4 @@
-"""The monitoring port: a few paths, answered by a thread of their own whatever the event loop does."""
+"""The monitoring port: a few paths, answered by a separate thread even if the event loop is blocked."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from quire.server.wire.raw_response import closing_response
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
-"""Open connections; the oldest is closed for one more."""
+"""Maximum open connections; the oldest is closed to make room."""
 
 CONNECTION_TIMEOUT = 2.0
-"""Seconds from the beginning of a connection to its end."""
+"""Maximum lifetime of a connection, in seconds."""
 
 MAX_HEAD_BYTES = 8192
 """Maximum size of a request line with its headers."""
 
 MAX_ACCEPTED = 50
-"""Connections that are accepted in each `ACCEPT_INTERVAL`: their cost is taken from the event loop."""
+"""Maximum connections accepted per `ACCEPT_INTERVAL`, as they take time from the event loop."""
 
 ACCEPT_INTERVAL = 0.1
 """Seconds."""
 
 SWITCH_INTERVAL = 0.001
-"""Seconds after which a thread that waits for the interpreter's lock gets it.
+"""Seconds after which a thread waiting for the GIL gets it.
 
-An answer takes that lock about ten times, and Python's own 5 ms each time would add up to 50 ms.
+An answer takes the GIL about ten times; with Python's default of 5 ms, that would add up to 50 ms.
 """
 
 
@@ -67,13 +67,13 @@ def monitoring_socket(host: str, port: int) -> Iterator[socket.socket | None]:
 
 @contextlib.contextmanager
 def monitored(bound: socket.socket, answers: Mapping[str, Callable[[], Answer]]) -> Iterator[None]:
-    """Answer GET and HEAD of some paths on a socket, in a thread of its own, while the context lasts.
+    """Answer GET and HEAD of some paths on a socket, in a separate thread, while the context lasts.
 
     Each connection gets one answer.
 
     Args:
-        bound: a socket that is bound and does not listen yet; the caller closes it.
-        answers: by path; called in the thread, must not block.
+        bound: a bound socket that is not listening yet; the caller closes it.
+        answers: functions by path; called in the thread, must not block.
     """
     bound.listen(128)
     bound.setblocking(False)
@@ -106,7 +106,7 @@ class _Listener:
             runner.run(self._serve())
 
     def stop(self) -> None:
-        """Let `run` return; any thread may call it."""
+        """Make `run` return. Thread-safe."""
         self._loop.call_soon_threadsafe(self._stopped.set)
 
     def admit(self, connection: _Connection) -> None:
@@ -141,7 +141,7 @@ class _Listener:
                 accepted, _ = await loop.sock_accept(self._bound)
                 await loop.connect_accepted_socket(lambda: _Connection(self), accepted)
                 is_failing = False
-            except OSError as error:  # no descriptor is left, for one
+            except OSError as error:  # such as no descriptor left
                 if not is_failing:
                     logger.warning("the monitoring port cannot accept a connection: %s", error)
                 is_failing = True
@@ -186,7 +186,7 @@ class _Connection(asyncio.Protocol):
         if is_complete or len(self._head) > MAX_HEAD_BYTES:
             transport.pause_reading()
             transport.write(self._answer() if is_complete else _refusal(431))
-            transport.close()  # when everything is written, or the time is up
+            transport.close()  # after everything is written, or at the timeout
 
     def _answer(self) -> bytes:
         method, _, rest = self._head.partition(b" ")
@@ -200,7 +200,7 @@ class _Connection(asyncio.Protocol):
             return _written(answer(), with_body=method == b"GET")
         except Exception:
             logger.exception("the monitoring port could not answer %s", path)
-            return _refusal(500, "the server's log has the details")
+            return _refusal(500, "see the server's log")
 
 
 def _refusal(status: int, detail: str = "") -> bytes:

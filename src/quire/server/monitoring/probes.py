@@ -22,13 +22,13 @@ STUCK_AFTER = 10.0
 """Seconds without a turn after which the event loop is considered stuck."""
 
 METRICS_AGE = 0.1
-"""Seconds for which rendered metrics are sent again: rendering takes time from the event loop."""
+"""Seconds for which rendered metrics are reused, as rendering takes time from the event loop."""
 
 JSON = "application/json"
 
 
 class MonitoredServer:
-    """Answers for a thread that must not wait for the event loop: from what the loop left behind.
+    """Answers in a thread, from published state, without waiting for the event loop.
 
     Args:
         health: returns whether requests can be served; called in that thread.
@@ -52,10 +52,10 @@ class MonitoredServer:
 
     @contextlib.asynccontextmanager
     async def answering(self, bound: socket.socket) -> AsyncIterator[None]:
-        """Answer on a socket for the duration of the context, and note that the event loop turns.
+        """Answer on a socket for the duration of the context, and track the event loop's turns.
 
         Args:
-            bound: a socket that is bound and does not listen yet; the caller closes it.
+            bound: a bound socket that is not listening yet; the caller closes it.
         """
         ready = dict.fromkeys(READINESS_PATHS, self.health)
         answers = {**ready, "/live": self.live, "/metrics": self.metrics}
@@ -64,7 +64,7 @@ class MonitoredServer:
                 yield
 
     def health(self) -> Answer:
-        """Tell whether requests can be served: 200, or 503 with the reason."""
+        """Answer 200 if requests can be served, otherwise 503 with the reason."""
         stuck = self._stuck()
         return _answer(self._health() if stuck is None else stuck)
 

@@ -1,4 +1,4 @@
-"""/stats: current figures of the engine and the server, small enough for frequent polling."""
+"""/stats: current statistics of the engine and the server, small enough for frequent polling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_LISTED_TENANTS = 100
 
 
 class RequestCounts(Struct, kw_only=True):
-    """Sequences in the engine: of those that wait, `awaiting` need a grammar or KV. `preempted` grows."""
+    """Sequences in the engine; `awaiting` wait for a grammar or KV. `preempted` is a counter."""
 
     running: int
     waiting: int
@@ -30,9 +30,9 @@ class RequestCounts(Struct, kw_only=True):
 
 
 class BlockCounts(Struct, kw_only=True):
-    """KV blocks, `free` or in use: of the free ones, `idle` can be found by the prefix cache.
+    """KV blocks, `free` or in use; `idle` ones are free, but still in the prefix cache.
 
-    `leased` are held by pins and transfers. `evicted` only grows: idle ones that made room for others.
+    `leased` are held by pins and transfers. `evicted` is a counter of evicted idle blocks.
     """
 
     total: int
@@ -43,7 +43,7 @@ class BlockCounts(Struct, kw_only=True):
 
 
 class TokenCounts(Struct, kw_only=True):
-    """Tokens since the start: of prompts, generated, looked up in the prefix cache, and found there."""
+    """Tokens since the start: in prompts, generated, looked up in the prefix cache, and found there."""
 
     prompt: int
     generated: int
@@ -52,14 +52,14 @@ class TokenCounts(Struct, kw_only=True):
 
 
 class LatencyHistogram(Struct, kw_only=True):
-    """Latencies since the start, counted by the seconds in `bounds`; what exceeds all of them comes last."""
+    """Histogram of latencies since the start; `bounds` are in seconds, the last count is above all."""
 
     bounds: list[float]
     counts: list[int]
 
 
 class TenantStats(Struct, kw_only=True):
-    """A tenant's calls that are being served; what is left of its limits per minute, null without a limit."""
+    """A tenant's live calls, and what is left of its limits per minute (null: no limit)."""
 
     name: str
     calls: int
@@ -68,7 +68,7 @@ class TenantStats(Struct, kw_only=True):
 
 
 class Stats(Struct, kw_only=True):
-    """Answer of /stats. `time`, in seconds, is of a clock that only goes forward: rates need it."""
+    """Answer of /stats. `time`, in seconds, is of a monotonic clock, for rates."""
 
     model: str
     version: str
@@ -83,7 +83,7 @@ class Stats(Struct, kw_only=True):
 
 
 async def get_stats(request: Request) -> Response:
-    """Return figures of the engine and the server, and of the tenants that the asking one may know of."""
+    """Return statistics of the engine, the server, and the tenants that the caller may see."""
     context = context_of(request)
     engine, engine_up = await current_stats(context)
     engine = engine or SchedulerStats()
@@ -141,7 +141,7 @@ def _latencies(histogram: Collector) -> LatencyHistogram:
 
 
 def _tenants(context: ServerContext, tenant: Tenant) -> list[TenantStats]:
-    """Return the busiest of the tenants that `tenant` may know of; none if keys name no tenants."""
+    """Return the busiest tenants visible to `tenant`; none without a key file."""
     known = context.tenants.separate if tenant.sees_all else (tenant,)
     num_calls = collections.Counter(engine_id.partition(":")[0] for engine_id in context.calls.by_id)
     shown = sorted(known, key=lambda one: num_calls[one.name], reverse=True)

@@ -14,7 +14,7 @@ DoneReason = Literal["stop", "length", "load"]
 
 
 class CalledTool(Struct, kw_only=True):
-    """A tool that is called, with an object as arguments; `index` counts the calls of an answer from 0."""
+    """A called tool, with an object as arguments; `index` counts the calls of an answer from 0."""
 
     index: int
     name: str
@@ -22,14 +22,14 @@ class CalledTool(Struct, kw_only=True):
 
 
 class OllamaToolCall(Struct, kw_only=True):
-    """A call in a message; a stream has it once it is complete."""
+    """A call in a message; streams send it once it is complete."""
 
     id: str
     function: CalledTool
 
 
 class OllamaAnswerMessage(Struct, kw_only=True):
-    """An answer, or what is new in a streamed one."""
+    """An answer, or the new part of a streamed one."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -52,20 +52,20 @@ class _Answer(Struct, kw_only=True):
 
 
 class OllamaChat(_Answer, kw_only=True):
-    """Answer of /api/chat, and each line of its stream; the last is done, with counts and nanoseconds."""
+    """Answer of /api/chat, and each line of its stream; the last has `done`, counts and nanoseconds."""
 
     message: OllamaAnswerMessage
 
 
 class OllamaGeneration(_Answer, kw_only=True):
-    """Answer of /api/generate, and each line of its stream; the last is done, as in a chat."""
+    """Answer of /api/generate, and each line of its stream; the last one as in a chat."""
 
     response: str
     thinking: str | UnsetType = UNSET
 
 
 class ModelDetails(Struct, kw_only=True):
-    """What kind of model it is; what is not known is empty."""
+    """Details of the model; unknown ones are empty."""
 
     parent_model: str = ""
     format: Literal["gguf", "safetensors"]
@@ -76,7 +76,7 @@ class ModelDetails(Struct, kw_only=True):
 
 
 class LocalModel(Struct, kw_only=True):
-    """The served model under one of its names; `size` is that of its weights, in bytes."""
+    """The served model under one of its names; `size` is the size of its weights in bytes."""
 
     name: str
     model: str
@@ -129,13 +129,13 @@ class OllamaVersion(Struct, kw_only=True):
 
 
 class ErrorText(Struct):
-    """Body of every answer that is not a success, and last line of a stream that failed."""
+    """Body of every error answer, and last line of a failed stream."""
 
     error: str
 
 
 def error_text(error: ApiError) -> ErrorText:
-    """Return an error as Ollama's clients expect it."""
+    """Return an error in Ollama's shape."""
     return ErrorText(error.message)
 
 
@@ -148,6 +148,6 @@ def json_line(answer: Struct) -> bytes:
 
 
 def timestamp(seconds: float) -> str:
-    """Return a time as Ollama writes it, given in seconds since 1970."""
+    """Return a time in Ollama's format, given in seconds since 1970."""
     time = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return time.isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -48,7 +48,7 @@ Think = Annotated[
 
 def _refuse_context(value: Any) -> None:
     if value is not None:
-        raise PydanticCustomError("context", "earlier turns are not kept as tokens; send them to /api/chat")
+        raise PydanticCustomError("context", "earlier messages cannot be given as tokens; use /api/chat")
 
 
 def _refuse_template(value: Any) -> None:
@@ -59,22 +59,20 @@ def _refuse_template(value: Any) -> None:
 
 
 class OllamaRequest(ConversationBody, GenerationBody):
-    """What both bodies have."""
+    """Common fields of both bodies."""
 
     model: str = Field(description="The served model's name; the tag latest may be left out or added.")
     stream: Annotated[bool, BeforeValidator(lambda value: True if value is None else value)] = Field(
         True, description="Send the answer in lines of JSON as it is generated."
     )
     options: OllamaOptions | None = None
-    format: Format | None = Field(
-        None, description="json for any object, or a JSON schema that the answer must be valid against."
-    )
+    format: Format | None = Field(None, description="json for any object, or a JSON schema for the answer.")
     think: Think | None = Field(
-        None, description="Whether the model thinks, if its chat template has a switch, or with which effort."
+        None, description="Whether the model reasons, or its effort, if its chat template has a switch."
     )
     logprobs: bool | None = Field(None, description="Return the log-probabilities of the answer's tokens.")
     top_logprobs: NumLogprobs | None = Field(
-        None, description="Number of most likely tokens to return besides; needs logprobs."
+        None, description="Number of most likely tokens to also return; needs logprobs."
     )
     keep_alive: Ignored = None
     shift: Ignored = None
@@ -83,10 +81,10 @@ class OllamaRequest(ConversationBody, GenerationBody):
     @property
     @abc.abstractmethod
     def only_loads(self) -> bool:
-        """Whether there is nothing to answer: the client only wants the model to be there."""
+        """Whether the client only wants to load the model."""
 
     def raw_prompt(self, chat_template: str) -> str | None:
-        """Return the prompt if it does not pass through the chat template; None if it does."""
+        """Return the prompt if the chat template is not applied; None if it is."""
         return None
 
     @override
@@ -116,9 +114,9 @@ class OllamaChatRequest(OllamaRequest):
     """Body of POST /api/chat."""
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = Field(
-        None, description="The conversation so far. None: the model is only to be there."
+        None, description="The conversation so far. None: only load the model."
     )
-    tools: Tools | None = Field(None, description="What the model may call; at most 128.")
+    tools: Tools | None = Field(None, description="Tools that the model may call; at most 128.")
 
     @property
     def only_loads(self) -> bool:
@@ -143,10 +141,10 @@ class OllamaChatRequest(OllamaRequest):
 class OllamaGenerateRequest(OllamaRequest):
     """Body of POST /api/generate."""
 
-    prompt: str | None = Field(None, description="What the user says. None: the model is only to be there.")
-    system: str | None = Field(None, description="What the system says first.")
+    prompt: str | None = Field(None, description="The user's message. None: only load the model.")
+    system: str | None = Field(None, description="System prompt.")
     raw: bool | None = Field(
-        None, description="Continue the prompt as it is, without the chat template. Default: false."
+        None, description="Continue the prompt without applying the chat template. Default: false."
     )
     context: Annotated[Unsupported, BeforeValidator(_refuse_context)] = None
     images: NoImages = None
@@ -162,7 +160,7 @@ class OllamaGenerateRequest(OllamaRequest):
         """Return the prompt if it does not pass through the chat template; None if it does.
 
         Raises:
-            InvalidRequestError: it does not, and there is more than the prompt.
+            InvalidRequestError: it is not applied, and there is a system message.
         """
         if chat_template and not self.raw:
             return None

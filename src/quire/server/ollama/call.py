@@ -49,12 +49,12 @@ BodyT = TypeVar("BodyT", bound=OllamaRequest)
 
 
 async def chat(request: Request, body: OllamaChatRequest) -> Response:
-    """Answer a conversation in Ollama's form, in lines of JSON or, without `stream`, whole."""
+    """Answer a conversation in Ollama's form, as lines of JSON or (without `stream`) whole."""
     return await _ChatCall(request, body).response()
 
 
 async def generate(request: Request, body: OllamaGenerateRequest) -> Response:
-    """Answer a prompt in Ollama's form, in lines of JSON or, without `stream`, whole."""
+    """Answer a prompt in Ollama's form, as lines of JSON or (without `stream`) whole."""
     return await _GenerateCall(request, body).response()
 
 
@@ -67,7 +67,7 @@ class _OllamaCall(ConversationCall[BodyT]):
     def __init__(self, request: Request, body: BodyT) -> None:
         super().__init__(request, body)
         self._durations = Durations()
-        self._num_calls = 0  # of tools, complete
+        self._num_calls = 0  # complete tool calls
         self._raw_reader = AnswerReader()  # of an answer to a raw prompt
         self._raw_prompt = body.raw_prompt(self._context.chat_template)
         if self._raw_prompt is None:
@@ -75,7 +75,7 @@ class _OllamaCall(ConversationCall[BodyT]):
         self._note_thinking_without_effect()
 
     def _note_thinking_without_effect(self) -> None:
-        """Note that the model is to think, which it cannot, unless the server is strict."""
+        """Report a request to reason that the model cannot follow; refuse it if the server is strict."""
         thinking, leniency = self._body.thinking_options(), self._leniency
         template = self._context.chat_template if self._raw_prompt is None else ""
         can_think = self._raw_prompt is None and self._context.reasoning_format is not None
@@ -84,14 +84,14 @@ class _OllamaCall(ConversationCall[BodyT]):
             return
         if leniency.is_strict:
             raise InvalidRequestError(
-                "think is true, and the model's chat template does not tell how it thinks; leave it out",
+                "think is true, but the model's chat template has no known reasoning format; leave it out",
                 param="think",
             )
         leniency.ignore("think")
 
     @abc.abstractmethod
     def _shaped(self, message: OllamaAnswerMessage, **fields: Any) -> OllamaChat | OllamaGeneration:
-        """Return an answer, or a line of a stream, that says `message`."""
+        """Return an answer, or a line of a stream, with `message`."""
 
     @override
     async def response(self) -> Response:
@@ -150,7 +150,7 @@ class _OllamaCall(ConversationCall[BodyT]):
         return json_line(error_text(error))
 
     def _messages(self, new_text: str, completion: CompletionOutput) -> list[OllamaAnswerMessage]:
-        """Return what is new with a piece of the text; a call is there once it is complete."""
+        """Return the messages of new text; a call is sent once it is complete."""
         raw = self._raw_prompt is not None
         reader = self._raw_reader if raw else self._conversation.reader(completion)
         messages: list[OllamaAnswerMessage] = []
@@ -218,15 +218,15 @@ def _joined(pieces: Sequence[OllamaAnswerMessage]) -> OllamaAnswerMessage:
 
 
 class Durations:
-    """The times of one request, which arrives now."""
+    """The times of one request, created when it arrives."""
 
     def __init__(self) -> None:
         self._arrival = time.monotonic()
-        self._start: float | None = None  # of its first step
+        self._start: float | None = None  # time of its first step
         self._first_token: float | None = None
 
     def observe(self, output: RequestOutput) -> None:
-        """Note when it is that the request has begun, and when it has a token."""
+        """Note when the request has started and when it has its first token."""
         if self._first_token is None and any(completion.token_ids for completion in output.outputs):
             self._start = output.first_scheduled_time
             self._first_token = time.monotonic()
@@ -234,7 +234,7 @@ class Durations:
     def fields(self) -> dict[str, int]:
         """Return the durations up to now in nanoseconds, by Ollama's names.
 
-        Until its first step, a request is tokenized and waits. Those that clients divide by are not 0.
+        Loading covers the time until the first step. Durations that clients divide by are never 0.
         """
         end = time.monotonic()
         first_token = end if self._first_token is None else self._first_token

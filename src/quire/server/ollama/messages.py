@@ -1,4 +1,4 @@
-"""Messages of /api/chat, as bodies have them and as OpenAI's API does."""
+"""Messages of /api/chat, and their conversion to OpenAI's form."""
 
 from __future__ import annotations
 
@@ -48,34 +48,30 @@ Calls = Annotated[list[OllamaMessageCall], Field(fail_fast=True, max_length=MAX_
 
 
 class OllamaMessage(StrictModel):
-    """One message; which roles there are, and in which order, is the chat template's affair."""
+    """One message; the chat template decides which roles and orders are valid."""
 
     path_prefix = "messages[]."
 
     role: Role
     content: str | None = Field(None, description="The text. Default: none.")
-    thinking: str | None = Field(None, description="What the assistant thought, for templates that show it.")
+    thinking: str | None = Field(None, description="The assistant's reasoning, for templates that show it.")
     tool_calls: Calls | None = Field(None, description="The tools that the assistant called.")
-    tool_name: CalledName | None = Field(
-        None, description="In a tool's message: which tool it is the result of."
-    )
+    tool_name: CalledName | None = Field(None, description="In a tool's message: the tool that returned it.")
     name: CalledName | None = Field(None, description="The older name of tool_name.")
-    tool_call_id: CallId | None = Field(
-        None, description="In a tool's message: which call it is the result of."
-    )
+    tool_call_id: CallId | None = Field(None, description="In a tool's message: the call that it answers.")
     images: NoImages = None
 
 
 class _OpenCalls:
-    """Calls that have no result yet; what belongs together need not be said, but follows from the order."""
+    """Calls without a result yet; results without an id are matched in order."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()  # by id
-        self._ids: defaultdict[str, deque[str]] = defaultdict(deque)  # by name; those that have one, too
+        self._ids: defaultdict[str, deque[str]] = defaultdict(deque)  # by name, including calls with an id
         self._num_calls = 0
 
     def add(self, call: OllamaMessageCall) -> str:
-        """Return the id of a call, one of nine letters and digits if the client has given none."""
+        """Return the id of a call, generated (nine letters and digits) if the client sent none."""
         self._num_calls += 1
         call_id = call.id or f"call{self._num_calls:05}"
         self._names[call_id] = call.function.name
@@ -83,7 +79,7 @@ class _OpenCalls:
         return call_id
 
     def take(self, message: OllamaMessage) -> tuple[str | None, str | None]:
-        """Return id and name of the call that a tool's message is the result of, as far as they are known."""
+        """Return id and name of the call that a tool's message answers; None where unknown."""
         name = message.tool_name or message.name
         if message.tool_call_id is not None:
             return message.tool_call_id, self._names.pop(message.tool_call_id, name)
@@ -100,7 +96,7 @@ def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """Return a conversation in OpenAI's form.
 
     Args:
-        messages: of the body.
+        messages: the body's messages.
     """
     calls = _OpenCalls()
     given = []

@@ -1,4 +1,4 @@
-"""GET /api/tags, /api/ps and /api/version, POST /api/show: what Ollama's clients ask about models."""
+"""GET /api/tags, /api/ps and /api/version, and POST /api/show: information about the model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from quire.server.wire.answers import json_response
 from quire.server.wire.strict_model import Ignored, StrictModel
 
 API_VERSION = "0.12.11"
-"""The version of Ollama whose API this is; clients refuse those that lack what they need."""
+"""The version of Ollama's API; clients refuse versions that are too old for them."""
 
-_FOR_EVER = 100 * 365 * 86_400  # seconds
+_NEVER_EXPIRES = 100 * 365 * 86_400  # seconds
 _QUANTIZATION_LEVELS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _CAPABILITY = Literal["completion", "tools", "thinking"]
 
@@ -56,7 +56,7 @@ class ShowRequest(StrictModel):
 
 
 async def list_local_models(request: Request) -> Response:
-    """List the served model, once under each of its names, as Ollama lists models."""
+    """List the served model under each of its names, in Ollama's form."""
     context = context_of(request)
     return json_response(LocalModelList(models=[LocalModel(**fields) for fields in await _models(context)]))
 
@@ -65,7 +65,7 @@ async def list_running_models(request: Request) -> Response:
     """List the served model under each of its names, or nothing while the engine sleeps."""
     context = context_of(request)
     models = [] if await context.llm.is_sleeping() else await _models(context)
-    expires_at = timestamp(context.started_at + _FOR_EVER)
+    expires_at = timestamp(context.started_at + _NEVER_EXPIRES)
     running = []
     for fields in models:
         del fields["modified_at"]
@@ -75,7 +75,7 @@ async def list_running_models(request: Request) -> Response:
 
 
 async def show_model(request: Request, body: ShowRequest) -> Response:
-    """Describe the served model as Ollama does."""
+    """Describe the served model in Ollama's form."""
     context = context_of(request)
     context.require_model(body.model or body.name or "")
     details = await _details(context)
@@ -97,12 +97,12 @@ async def show_model(request: Request, body: ShowRequest) -> Response:
 
 
 async def ollama_version(request: Request) -> Response:
-    """Return the version of Ollama whose API this is."""
+    """Return the version of Ollama's API."""
     return json_response(OllamaVersion(version=API_VERSION))
 
 
 async def _models(context: ServerContext) -> list[dict[str, Any]]:
-    """Return what is said of the model in lists, under each of its names."""
+    """Return the fields of the model in lists, once for each of its names."""
     info = context.llm.info
     identity = f"{info.model}|{info.dtype}|{info.vocab_size}"
     size = await asyncio.to_thread(_weight_bytes, context.llm.model_path)
@@ -129,7 +129,7 @@ async def _details(context: ServerContext) -> ModelDetails:
 
 
 def _parameters(defaults: Mapping[str, Any]) -> str:
-    """Return the defaults of sampling as a model file of Ollama's has them."""
+    """Return the sampling defaults in the form of Ollama's model files."""
     names = {own_name: name for name, own_name in OWN_NAMES.items()} | {"max_tokens": "num_predict"}
     return "\n".join(f"{names[own_name]} {value}" for own_name, value in defaults.items())
 
@@ -145,7 +145,7 @@ def _capabilities(context: ServerContext) -> list[_CAPABILITY]:
 
 @functools.lru_cache(maxsize=8)
 def _kind_of(path: Path) -> tuple[bool, str]:
-    """Return whether a model is a GGUF file, and its architecture as the files call it; "" if they do not."""
+    """Return whether a model is a GGUF file, and its architecture's name in the files ("": none)."""
     gguf = find_gguf(path)
     if gguf is not None:
         return True, str(GGUFFile(gguf).entry("general.architecture", str))

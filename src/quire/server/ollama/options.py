@@ -23,7 +23,7 @@ OWN_NAMES = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
-"""What fields of `SamplingParams` are called there, by Ollama's names."""
+"""Fields of `SamplingParams` by Ollama's names."""
 
 _SHARED_FIELDS = body_fields(SamplingParams, exclude=limits_of(SamplingParams).keys() - OWN_NAMES.values())
 
@@ -35,7 +35,7 @@ _SampledOptions = create_model(
 
 
 class OllamaOptions(_SampledOptions):  # type: ignore[valid-type, misc]
-    """How tokens are chosen, and when to stop; what concerns the loading of models has no effect."""
+    """Sampling and stop options; options for loading models have no effect."""
 
     path_prefix = "options."
 
@@ -68,7 +68,7 @@ class OllamaOptions(_SampledOptions):  # type: ignore[valid-type, misc]
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Take what Ollama means by values that Quire has another form for."""
+        """Convert values for which Quire has another form."""
         take_other_values(values)
         if values.get("seed") == -1:
             values["seed"] = None

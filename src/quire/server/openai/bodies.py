@@ -59,7 +59,7 @@ from quire.server.wire.strict_model import (
 MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 DEFAULT_COMPLETION_TOKENS = 16
-_OTHERWISE_IN_BODIES = (  # in another form, or of only one of the bodies
+_OTHERWISE_IN_BODIES = (  # in another form, or in only one of the bodies
     "bad_words_token_ids",
     "best_of",
     "logit_bias",
@@ -108,7 +108,7 @@ Stop = Annotated[
 
 
 def _few_enough(biases: Any) -> Any:
-    """Check the size before the items: there may be a million of them."""
+    """Check the size before the items, of which there may be a million."""
     if isinstance(biases, dict) and len(biases) > MAX_LOGIT_BIASES:
         raise PydanticCustomError("too_long", f"it may have at most {MAX_LOGIT_BIASES} entries")
     return biases
@@ -120,14 +120,14 @@ LogitBias = Annotated[
 
 
 class StreamOptions(StrictModel):
-    """What a stream carries besides the text."""
+    """What a stream contains besides the text."""
 
     path_prefix = "stream_options."
 
     include_usage: bool | None = Field(None, description="Send a final event with the token usage.")
     continuous_usage_stats: bool | None = Field(
         None,
-        description="Send the prompt's usage so far with every event, and a final event with that of all.",
+        description="Send the usage so far with every event, and the total in a final event.",
     )
     include_obfuscation: Annotated[Literal[False] | None, Ignorable()] = Field(
         None, description="Padding is never added."
@@ -161,8 +161,7 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None,
-        description="Number of the prompt's tokens that are kept; -1: as many as fit beside max_tokens. "
-        "Default: all.",
+        description="Number of prompt tokens to keep; -1: as many as fit beside max_tokens. Default: all.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Which side truncate_prompt_tokens cuts off. Default: left."
@@ -170,7 +169,7 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Take what other servers' clients mean by values that Quire has another form for."""
+        """Convert other servers' values for which Quire has another form."""
         take_other_values(values)
         if values.get("stream_options") is not None and not values.get("stream"):
             del values["stream_options"]
@@ -208,7 +207,7 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
         return {name: value for name, value in given.items() if value is not None}
 
     def shared_sampling_fields(self) -> dict[str, Any]:
-        """Return those fields that `SamplingParams` has under the same name and that were given."""
+        """Return the given fields that have the same name in `SamplingParams`."""
         names = _SHARED_SAMPLING_FIELDS
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
@@ -218,15 +217,15 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
         return given
 
     def checked_params(self, fields: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
-        """Return the engine's parameters from those given for this body, and defaults for others.
+        """Return the sampling parameters: those given, and defaults for the others.
 
         Raises:
-            InvalidRequestError: a value out of range, two that contradict each other, or a stream of
-                completions that are not known before all have ended.
+            InvalidRequestError: a value is out of range, two contradict each other, or a stream is asked for
+                with completions that are only known once all have ended.
         """
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError(
-                "stream is true, and prompt_logprobs come with whole answers only; set stream to false",
+                "stream is true, but prompt_logprobs are only in whole answers; set stream to false",
                 param="stream",
             )
         if self.use_beam_search:
@@ -245,7 +244,7 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
         if self.stream and params.is_ranked:
             kind = "beam search" if params.beam_width else f"best_of {params.best_of} above n {params.n}"
             raise InvalidRequestError(
-                f"stream is true, but with {kind} nothing is known before all is; set stream to false",
+                f"stream is true, but with {kind} no text is known before the end; set stream to false",
                 param="stream",
             )
         return params
@@ -276,7 +275,7 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: NumLogprobs | None = optional_field(SamplingParams, "logprobs")
     add_special_tokens: bool | None = Field(
-        None, description="Add the tokens that the model wants around a text to it. Default: true."
+        None, description="Add the model's special tokens to a text. Default: true."
     )
     suffix: Unsupported = None
 
@@ -325,15 +324,15 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
     max_completion_tokens: PositiveInt | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Return the log-probabilities of the answer's tokens.")
     top_logprobs: NumLogprobs | None = Field(
-        None, description="Number of most likely tokens to return besides; needs logprobs."
+        None, description="Number of most likely tokens to also return; needs logprobs."
     )
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     service_tier: Annotated[Literal["auto", "default"] | None, Ignorable()] = None
     store: Annotated[Literal[False] | None, Ignorable()] = None
-    tools: Tools | None = Field(None, description="What the model may call; at most 128.")
+    tools: Tools | None = Field(None, description="Tools that the model may call; at most 128.")
     tool_choice: ToolChoice | None = Field(
-        None, description="Whether tools may be called, must be, and which. Default: auto."
+        None, description="Whether tools may or must be called, and which. Default: auto."
     )
     parallel_tool_calls: bool | None = Field(
         None, description="Whether an answer may have several calls. Default: true."
@@ -342,13 +341,13 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
         None, description="Variables for the chat template, such as enable_thinking."
     )
     reasoning_effort: ReasoningEffort | None = Field(
-        None, description="How much the model thinks, as far as its chat template knows efforts; none: not."
+        None, description="Reasoning effort, if the chat template knows efforts; none: no reasoning."
     )
     thinking_token_budget: NonNegativeInt | None = Field(
-        None, description="Maximum number of tokens of what the model thinks; then the answer begins."
+        None, description="Maximum number of reasoning tokens, after which the answer begins."
     )
     include_reasoning: bool | None = Field(
-        None, description="Return what the model thinks as reasoning_content. Default: true."
+        None, description="Return the reasoning as reasoning_content. Default: true."
     )
     audio: Unsupported = None
     function_call: Unsupported = None
@@ -363,7 +362,7 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Let max_completion_tokens win over max_tokens, and top_logprobs ask for logprobs."""
+        """Let max_completion_tokens override max_tokens, and top_logprobs imply logprobs."""
         super().adapt(values, leniency)
         if values.get("top_logprobs") is not None and values.get("logprobs") is None:
             values["logprobs"] = True
@@ -397,7 +396,7 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
         if structure is not None:
             if "structured_outputs" in fields:
                 raise InvalidRequestError(
-                    "response_format and structured_outputs both say what the output is; give one of them",
+                    "response_format and structured_outputs both constrain the output; give one of them",
                     param="response_format",
                 )
             fields["structured_outputs"] = structure

@@ -28,13 +28,13 @@ from quire.server.wire.answers import (
 )
 
 TOKENS_PER_TURN = 4096
-"""Tokens, and log-probabilities of others, whose part of the answer is made in one turn of the event loop."""
+"""Tokens and log-probabilities added to the answer per turn of the event loop."""
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 
 class CompletionsCall(GenerationCall[RequestT]):
-    """A call whose answer has choices, for each prompt one or several."""
+    """A call whose answer has one or several choices per prompt."""
 
     answer_type: ClassVar[type[Completion | ChatCompletion]]
     event_type: ClassVar[type[Completion | ChatCompletionChunk]]
@@ -64,7 +64,7 @@ class CompletionsCall(GenerationCall[RequestT]):
     async def _continuation(
         self, prompt_index: int, completion: CompletionOutput, new_text: str, first_new_token: int
     ) -> list[Any]:
-        """Return what is new in a streamed choice."""
+        """Return the new part of a streamed choice."""
 
     @override
     async def whole_answer(self) -> Completion | ChatCompletion:
@@ -89,7 +89,7 @@ class CompletionsCall(GenerationCall[RequestT]):
         )
 
     def _num_tokens(self, output: RequestOutput, completion: CompletionOutput) -> int:
-        """Return how many tokens a choice may have, each with its log-probabilities."""
+        """Return how many tokens and log-probabilities a choice has."""
         num_positions = len(output.prompt_token_ids) + len(completion.token_ids)
         return num_positions * (1 + (self._params.logprobs or 0))
 
@@ -102,11 +102,11 @@ class CompletionsCall(GenerationCall[RequestT]):
         return options
 
     def _answer_fields(self, first: RequestOutput) -> dict[str, Any]:
-        """Return further fields of a whole answer."""
+        """Return more fields of a whole answer."""
         return {}
 
     def _prompt_fields(self, prompt_index: int, output: RequestOutput) -> dict[str, Any]:
-        """Return what the client asked for of a prompt."""
+        """Return the fields of a prompt that the client asked for."""
         fields: dict[str, Any] = {}
         if self._body.return_token_ids:
             fields["prompt_token_ids"] = output.prompt_token_ids
@@ -150,7 +150,7 @@ class CompletionsCall(GenerationCall[RequestT]):
         output: RequestOutput,
         completion: CompletionOutput,
     ) -> list[Any]:
-        """Return what is new in one sequence, as choices of streamed events."""
+        """Return the new part of one sequence, as choices of streamed events."""
         index = self._choice_index(prompt_index, completion)
         pieces: list[Any] = []
         sent = progress.get(index)
@@ -171,7 +171,7 @@ class CompletionsCall(GenerationCall[RequestT]):
         return usage_of(outputs)
 
     def _kv_transfer_params(self, output: RequestOutput) -> Mapping[str, Any] | UnsetType:
-        """Return where the KV of the call's prompt is kept; of several prompts, nothing is said."""
+        """Return where the KV of the call's prompt is kept; unset with several prompts."""
         if output.kv_transfer_params is None or len(self._request_ids) > 1:
             return UNSET
         return output.kv_transfer_params
@@ -183,6 +183,6 @@ class CompletionsCall(GenerationCall[RequestT]):
 
 
 def _awaits_prompt_logprobs(output: RequestOutput) -> bool:
-    """Whether more of the prompt's log-probabilities are to come: they come chunk by chunk."""
+    """Whether more prompt log-probabilities will follow, as they arrive chunk by chunk."""
     known = output.prompt_logprobs
     return known is not None and len(known) < len(output.prompt_token_ids) and not output.finished

@@ -37,7 +37,7 @@ from quire.server.wire.answers import (
 
 
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
-    """Answer a conversation, whole or, with `stream`, as server-sent events."""
+    """Answer a conversation, whole or (with `stream`) as server-sent events."""
     return await _ChatCall(request, body).response()
 
 
@@ -48,12 +48,12 @@ class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCom
 
     def __init__(self, request: Request, body: ChatCompletionRequest) -> None:
         super().__init__(request, body)
-        self._opening_fields: dict[str, Any] = {}  # of the event that a streamed choice begins with
+        self._opening_fields: dict[str, Any] = {}  # of the first event of a streamed choice
         self._converse(body, body.given_messages())
         if body.thinking_token_budget is not None and self._context.reasoning_format is None:
             raise InvalidRequestError(
-                f"thinking_token_budget is {body.thinking_token_budget}, but the model's chat template does "
-                "not tell how it thinks; leave it out, or start the server with --reasoning-format",
+                f"thinking_token_budget is {body.thinking_token_budget}, but the model's reasoning format is "
+                "not known from its chat template; leave it out, or start the server with --reasoning-format",
                 param="thinking_token_budget",
             )
         self._conversation.note_without_effect(self._leniency, self.effort_field)
@@ -151,7 +151,7 @@ def _message_of(reader: AnswerReader, completion: CompletionOutput) -> Assistant
 
 
 def _deltas_of(reader: AnswerReader, text: str, completion: CompletionOutput) -> list[ChatDelta]:
-    """Return what is new in an answer with a piece of its text."""
+    """Return the deltas of an answer's new text."""
     events = reader.events(text, completion)
     return [delta for event in events if (delta := _delta_of(reader, event)) is not None]
 

@@ -1,4 +1,4 @@
-"""Messages of chat completions, as bodies have them."""
+"""Messages in bodies of chat completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TextPart(StrictModel):
 
 
 class RefusalPart(StrictModel):
-    """What the model refused with."""
+    """The text of a refusal."""
 
     path_prefix = "messages[].content[]."
 
@@ -48,25 +48,23 @@ Content = Annotated[
 
 
 class ChatMessage(StrictModel):
-    """One message; which roles there are, and in which order, is the chat template's affair."""
+    """One message; the chat template decides which roles and orders are valid."""
 
     path_prefix = "messages[]."
 
     role: Role
     content: Content | None = Field(
-        None, validate_default=True, description="Only an assistant's message may have none."
+        None, validate_default=True, description="Required, except in an assistant's message."
     )
     name: CalledName | None = Field(
-        None, description="Of the speaker or the tool, for templates that show it."
+        None, description="Name of the speaker or the tool, for templates that show it."
     )
-    tool_call_id: CallId | None = Field(
-        None, description="In a tool's message: which call it is the result of."
-    )
+    tool_call_id: CallId | None = Field(None, description="In a tool's message: the call that it answers.")
     tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = Field(
         None, description="The tools that the assistant called."
     )
     reasoning_content: str | None = Field(
-        None, description="What the assistant thought, for templates that show it."
+        None, description="The assistant's reasoning, for templates that show it."
     )
     reasoning: str | None = Field(None, description="The newer name of reasoning_content.")
     annotations: Ignored = None
@@ -82,5 +80,5 @@ class ChatMessage(StrictModel):
         return content
 
     def as_given(self) -> dict[str, Any]:
-        """Return the message in OpenAI's form, without what has no effect."""
+        """Return the message in OpenAI's form, without fields that have no effect."""
         return self.model_dump(exclude_none=True)

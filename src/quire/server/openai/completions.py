@@ -20,7 +20,7 @@ from quire.server.wire.answers import Completion, CompletionChoice, CompletionLo
 
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
-    """Continue one or several prompts, whole or, with `stream`, as server-sent events."""
+    """Continue one or several prompts, whole or (with `stream`) as server-sent events."""
     return await _CompletionCall(request, body).response()
 
 
@@ -34,7 +34,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         self._context.require_room(len(body.prompts) * self._params.num_sequences)
         if body.kv_transfer_params is not None and len(body.prompts) > 1:
             raise InvalidRequestError(
-                f"kv_transfer_params is about one prompt's KV, and there are {len(body.prompts)} prompts; "
+                f"kv_transfer_params applies to one prompt's KV, but there are {len(body.prompts)} prompts; "
                 "send a request for each",
                 param="kv_transfer_params",
             )
@@ -105,7 +105,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
     async def _echoed(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> tuple[str, CompletionLogprobs | None]:
-        """Return the prompt's text and its log-probabilities, as they begin an echoing choice."""
+        """Return the prompt's text and log-probabilities, with which an echoing choice begins."""
         writer = self._new_writer(prompt_index, output, completion)
         if not self._body.echo:
             return "", None
@@ -122,7 +122,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
     async def _token_starts(
         self, prompt_index: int, prompt: str, token_ids: Sequence[int]
     ) -> Sequence[int] | None:
-        """Return where the tokens of an echoed prompt begin in it; the choices of one prompt share them."""
+        """Return the text offsets of an echoed prompt's tokens, shared by its choices."""
         if prompt_index not in self._starts:
             places = asyncio.to_thread(self._context.llm.tokenizer.token_starts, prompt, token_ids)
             self._starts[prompt_index] = await places
@@ -137,7 +137,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
     def _new_writer(
         self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
     ) -> CompletionLogprobsWriter | None:
-        """Return the writer of a choice that begins, which remembers how much text it has written of."""
+        """Return the writer of a new choice, which tracks the text offset."""
         if self._body.logprobs is None:
             return None
         writer = CompletionLogprobsWriter(

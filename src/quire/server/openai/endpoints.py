@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's completions, chats and models."""
+"""The endpoints of OpenAI's completions, chat completions and models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _model_card(context: ServerContext, name: str) -> ModelCard:
 
 
 async def list_models(request: Request) -> Response:
-    """List the served model, once under each of its names."""
+    """List the served model under each of its names."""
     context = context_of(request)
     return json_response(ModelList(data=[_model_card(context, name) for name in context.model_names]))
 

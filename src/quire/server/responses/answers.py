@@ -31,13 +31,13 @@ class OutputMessage(Struct, kw_only=True, tag_field="type", tag="message"):
 
 
 class ReasoningText(Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """What the model thinks."""
+    """Reasoning of the model."""
 
     text: str
 
 
 class OutputReasoning(Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thinks before a message or a call; it is not summarized."""
+    """Reasoning before a message or a call, without a summary."""
 
     id: str
     status: ItemStatus = "in_progress"
@@ -59,20 +59,20 @@ OutputItem: TypeAlias = OutputReasoning | OutputMessage | OutputCall
 
 
 class InputTokensDetails(Struct):
-    """Of the prompt's tokens, those whose KV came from the prefix cache."""
+    """Number of prompt tokens from the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(Struct):
-    """Of the output tokens, those before the end of reasoning."""
+    """Number of output tokens before the end of reasoning."""
 
     reasoning_tokens: int
 
 
 class Usage(Struct, kw_only=True):
-    """Number of tokens."""
+    """Token counts."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -95,7 +95,7 @@ class ResponseError(Struct):
 
 
 class ResponseAnswer(Struct, kw_only=True):
-    """Answer of /v1/responses; parameters come back as they were given."""
+    """Answer of /v1/responses; parameters are returned as given."""
 
     id: str
     object: Literal["response"] = "response"
@@ -143,7 +143,7 @@ class InputItemList(Struct, kw_only=True):
 
 
 class ResponseEvent(Struct, kw_only=True, tag_field="type"):
-    """An event of a stream; they count from 0."""
+    """An event of a stream, numbered from 0."""
 
     sequence_number: int
 
@@ -155,7 +155,7 @@ class Created(ResponseEvent, kw_only=True, tag="response.created"):
 
 
 class Queued(ResponseEvent, kw_only=True, tag="response.queued"):
-    """The response waits to be generated in the background."""
+    """The response is waiting to be generated in the background."""
 
     response: ResponseAnswer
 
@@ -179,7 +179,7 @@ class Incomplete(ResponseEvent, kw_only=True, tag="response.incomplete"):
 
 
 class Failed(ResponseEvent, kw_only=True, tag="response.failed"):
-    """The response has failed; nothing comes after it."""
+    """The response has failed; this is the last event."""
 
     response: ResponseAnswer
 
@@ -263,7 +263,7 @@ class ArgumentsDone(ItemEvent, kw_only=True, tag="response.function_call_argumen
 
 
 class StreamError(ResponseEvent, kw_only=True, tag="error"):
-    """What went wrong; `response.failed` comes after it."""
+    """An error, followed by `response.failed`."""
 
     code: str | None
     message: str
@@ -271,5 +271,5 @@ class StreamError(ResponseEvent, kw_only=True, tag="error"):
 
 
 def named_event(event: ResponseEvent) -> bytes:
-    """Return one server-sent event, which has the event's type for its name."""
+    """Return one server-sent event, named after the event's type."""
     return f"event: {event.__struct_config__.tag}\ndata: ".encode() + encode(event) + b"\n\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import Field, StringConstraints, Tag
 from typing_extensions import override
 
 from quire.dialogue.calls.tools import ToolUse
@@ -16,6 +16,7 @@ from quire.server.calls.bodies import ConversationBody, GenerationBody
 from quire.server.calls.reasoning import ReasoningEffort, Thinking
 from quire.server.calls.response_format import ANY_OBJECT, SchemaName, structure_of_schema
 from quire.server.calls.tool_fields import (
+    CHOICE_FORMS,
     MAX_TOOLS,
     AllowedTools,
     AllowedToolsChoice,
@@ -41,7 +42,7 @@ Metadata = Annotated[dict[ShortText, Annotated[str, Field(max_length=512)]], Fie
 
 
 class Tool(StrictModel):
-    """A function that the model may call; tools that run on the server are not there."""
+    """A function that the model may call; server-side tools are not available."""
 
     path_prefix = "tools[]."
 
@@ -87,28 +88,16 @@ class AllowedFunctions(StrictModel):
         return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
 
 
-def _choice_form(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "=text"
-    if isinstance(value, dict):
-        return "=allowed" if value.get("type") == "allowed_tools" else "=named"
-    return None
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("=text")]
     | Annotated[NamedFunction, Tag("=named")]
     | Annotated[AllowedFunctions, Tag("=allowed")],
-    Discriminator(
-        _choice_form,
-        custom_error_type="form",
-        custom_error_message="it must be none, auto, required, a function or allowed_tools",
-    ),
+    CHOICE_FORMS,
 ]
 
 
 class TextFormat(StrictModel):
-    """The form of the answer's text."""
+    """The format of the answer's text."""
 
     path_prefix = "text.format."
 
@@ -118,10 +107,10 @@ class TextFormat(StrictModel):
         None, alias="schema", description="Only with the type json_schema; at most 64 KiB as text."
     )
     description: str | None = None
-    strict: bool | None = Field(None, description="The schema is enforced whatever it says.")
+    strict: bool | None = Field(None, description="Not used: the schema is always enforced.")
 
     def params(self) -> StructuredOutputsParams | None:
-        """Return what the form means for the engine; None for text.
+        """Return the engine's parameters for this format; None for text.
 
         Raises:
             InvalidRequestError: a schema is missing, unusable, or given with another type.
@@ -137,7 +126,7 @@ class TextFormat(StrictModel):
 
 
 class TextOptions(StrictModel):
-    """How the answer's text is to be."""
+    """Format options of the answer's text."""
 
     path_prefix = "text."
 
@@ -146,19 +135,19 @@ class TextOptions(StrictModel):
 
 
 class ReasoningOptions(StrictModel):
-    """How the model thinks."""
+    """Reasoning options."""
 
     path_prefix = "reasoning."
 
     effort: ReasoningEffort | None = Field(
-        None, description="How much, as far as the chat template knows efforts; none: not at all."
+        None, description="Reasoning effort, if the chat template knows efforts; none: no reasoning."
     )
     summary: Ignored = None
     generate_summary: Ignored = None
 
 
 class StreamOptions(StrictModel):
-    """What a stream carries besides."""
+    """Options of a stream."""
 
     path_prefix = "stream_options."
 
@@ -170,17 +159,17 @@ class ResponsesRequest(ConversationBody, GenerationBody):
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
     background: bool | None = Field(
-        None, description="Answer at once, and generate later: ask for the response by its id."
+        None, description="Answer at once and generate later; get the response by its id."
     )
     previous_response_id: ResponseId | None = Field(
-        None, description="The response after which the conversation goes on; it must be stored."
+        None, description="The stored response that this conversation continues."
     )
     store: bool | None = Field(None, description="Keep the response for later turns. Default: true.")
     input: Annotated[
         Annotated[str, Tag("=text")] | Annotated[Items, Tag("=items")],
         text_or_list("=items", "a string or a list of items"),
-    ] = Field(description="What the user says, or the conversation so far.")
-    instructions: str | None = Field(None, description="What the system says first.")
+    ] = Field(description="The user's message, or the conversation so far.")
+    instructions: str | None = Field(None, description="System prompt.")
     max_output_tokens: PositiveInt | None = Field(
         None, description="Maximum number of output tokens. Default: as many as fit."
     )
@@ -189,7 +178,7 @@ class ResponsesRequest(ConversationBody, GenerationBody):
     top_k: int | None = optional_field(SamplingParams, "top_k")
     seed: int | None = optional_field(SamplingParams, "seed")
     top_logprobs: NumLogprobs | None = Field(
-        None, description=f"Number of most likely tokens to return besides; needs {LOGPROBS} in include."
+        None, description=f"Number of most likely tokens to also return; needs {LOGPROBS} in include."
     )
     include: Annotated[list[ShortText], Field(max_length=16)] | None = Field(
         None, description=f"{LOGPROBS}: the log-probabilities of the text's tokens. Others have no effect."
@@ -198,10 +187,10 @@ class ResponsesRequest(ConversationBody, GenerationBody):
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
-        None, description="What the model may call; at most 128."
+        None, description="Tools that the model may call; at most 128."
     )
     tool_choice: ToolChoice | None = Field(
-        None, description="Whether tools may be called, must be, and which. Default: auto."
+        None, description="Whether tools may or must be called, and which. Default: auto."
     )
     parallel_tool_calls: bool | None = Field(
         None, description="Whether an answer may have several calls. Default: true."
@@ -213,7 +202,7 @@ class ResponsesRequest(ConversationBody, GenerationBody):
     user: ShortText | None = optional_field(RequestOptions, "tenant")
     metadata: (
         Annotated[dict[ShortText, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None
-    ) = Field(None, description="Comes back with the response.")
+    ) = Field(None, description="Returned with the response.")
     cache_salt: ShortText | None = optional_field(RequestOptions, "cache_salt")
     priority: int | None = optional_field(RequestOptions, "priority")
     max_tool_calls: Ignored = None
@@ -226,9 +215,9 @@ class ResponsesRequest(ConversationBody, GenerationBody):
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Take other servers' values, and note what has no effect.
+        """Convert other servers' values, and report those without effect.
 
-        Nothing is cut off, and nothing but log-probabilities is included.
+        Input is never truncated, and only log-probabilities can be included.
         """
         take_other_values(values)
         if values.get("truncation") == "auto":
@@ -239,14 +228,14 @@ class ResponsesRequest(ConversationBody, GenerationBody):
 
     @property
     def items(self) -> list[Any]:
-        """The input; text is a message of the user's."""
+        """The input items; text becomes a user message."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         return self.input
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities come with the text."""
+        """Whether the text has log-probabilities."""
         return LOGPROBS in (self.include or ())
 
     @override

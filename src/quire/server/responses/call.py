@@ -48,9 +48,9 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
     """The generation of one response.
 
     Args:
-        request: whose body is `body`.
-        body: what the client asks for.
-        items: of the whole conversation.
+        request: the HTTP request.
+        body: its parsed body.
+        items: all items of the conversation.
         keeping: stores the response; None: it is not stored.
     """
 
@@ -64,7 +64,7 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
         self, request: Request, body: ResponsesRequest, items: Sequence[Item], keeping: Keeping | None
     ) -> None:
         super().__init__(request, body)
-        self._id = f"resp_{secrets.token_hex(16)}"  # a client may send the request's id again
+        self._id = f"resp_{secrets.token_hex(16)}"  # clients may reuse the request's id
         self._keeping = keeping
         self._created_at = int(time.time())
         self._numbers = itertools.count()
@@ -91,7 +91,7 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
                 yield b"".join(map(named_event, events))
 
     def queued_events(self) -> list[ResponseEvent]:
-        """Return the events before `events` of a response in the background."""
+        """Return the events that precede `events` for a background response."""
         queued = self.answer("queued", [])
         return [
             Created(sequence_number=next(self._numbers), response=queued),
@@ -126,7 +126,7 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
         return b"".join(map(named_event, self.failure_events(error)))
 
     def failure_events(self, error: ApiError) -> list[ResponseEvent]:
-        """Return the last events of a response that has failed."""
+        """Return the last events of a failed response."""
         told = StreamError(
             sequence_number=next(self._numbers),
             code=error.code or error.kind,
@@ -162,13 +162,13 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
         return answer
 
     def failed(self, error: ApiError) -> ResponseAnswer:
-        """Return the response as it is after a failure."""
+        """Return the failed response."""
         failed = self.answer("failed", [])
         failed.error = ResponseError(error.code or error.kind, error.message)
         return failed
 
     def answer(self, status: ResponseStatus, items: list[OutputItem]) -> ResponseAnswer:
-        """Return the response in a status, with the items that it has."""
+        """Return the response with this status and these items."""
         body = self._body
         text = {} if body.text is None else _dumped(body.text)
         return ResponseAnswer(
@@ -197,7 +197,7 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
 
 
 def _dumped(value: Any) -> Any:
-    """Return a part of the body as it came."""
+    """Return a part of the body as plain data."""
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True, exclude_unset=True)
     return value

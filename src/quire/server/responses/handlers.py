@@ -37,7 +37,7 @@ from quire.server.wire.streaming import event_stream
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
 MAX_LOOKUPS = 128
-"""Responses whose items one request may refer to."""
+"""Maximum number of responses whose items one request may refer to."""
 
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(Items)
 _decode_answer = msgspec.json.Decoder(ResponseAnswer).decode
@@ -45,7 +45,7 @@ _decode_items = msgspec.json.Decoder(list[dict[str, Any]]).decode
 
 
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
-    """Answer a conversation as a response: whole, with `stream` as events, or later with `background`."""
+    """Answer with a response: whole, as events (`stream`), or later (`background`)."""
     context, tenant = context_of(request), tenant_of(request).name
     given = await _resolved(context, tenant, body.items)
     earlier: list[Item] = []
@@ -54,7 +54,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
         if context.background.has(tenant, previous):
             raise ApiError(
                 400,
-                f"the response {previous!r} is still being generated; go on from it when it is completed",
+                f"the response {previous!r} is still being generated; continue from it when it is completed",
                 param="previous_response_id",
                 code="response_in_progress",
             )
@@ -68,7 +68,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
         return await call.response()
     if keeping is None:
         raise InvalidRequestError(
-            "a response in the background must be stored, and store is false or this server keeps none "
+            "a background response must be stored, but store is false or this server stores none "
             "(its response_store)",
             param="background",
         )
@@ -98,7 +98,7 @@ async def get_response(request: Request) -> Response:
 
 
 async def delete_response(request: Request) -> Response:
-    """Delete a stored response; one that is being generated is cancelled."""
+    """Delete a stored response; cancel it if it is being generated."""
     context, tenant = context_of(request), tenant_of(request).name
     response_id = request.path_params["response_id"]
     await context.background.cancel(tenant, response_id)
@@ -122,7 +122,7 @@ async def cancel_response(request: Request) -> Response:
 
 
 async def list_input_items(request: Request) -> Response:
-    """List the items that a stored response was asked with, the newest first unless `order` is asc."""
+    """List the input items of a stored response, the newest first unless `order` is asc."""
     limit = _limit_of(request)
     items = _decode_items((await _stored(request)).input)
     if request.query_params.get("order") != "asc":
@@ -147,7 +147,7 @@ async def _generate(call: ResponsesCall, keeping: Keeping, request_id: str) -> N
         await call.whole_answer()
     except asyncio.CancelledError:
         await keeping.keep(call.answer("cancelled", []))
-    except Exception as error:  # the client hears of it when it asks
+    except Exception as error:  # reported when the client gets the response
         answer = as_api_error(error, request_id=request_id)
         await keeping.keep(call.failed(answer))
 
@@ -155,7 +155,7 @@ async def _generate(call: ResponsesCall, keeping: Keeping, request_id: str) -> N
 async def _generate_events(
     call: ResponsesCall, keeping: Keeping, log: EventLog, logs: EventLogs, request_id: str
 ) -> None:
-    """Like `_generate`, with the events of the response in a log."""
+    """Like `_generate`, but also log the events of the response."""
     try:
         async with contextlib.aclosing(call.events()) as pieces:
             async for events in pieces:
@@ -171,7 +171,7 @@ async def _generate_events(
 
 
 async def _stream(request: Request, log: EventLog, number: int) -> Response:
-    """Return the stream of a log's events after one; a client that leaves it ends nothing else."""
+    """Stream a log's events after one; a client that disconnects does not end the response."""
     return await event_stream(
         request.receive, log.after(number), _stream_error, request_id=request_id_of(request)
     )
@@ -194,14 +194,14 @@ def _starting_after(request: Request) -> int:
 
 
 async def _current(request: Request) -> ResponseAnswer:
-    """Return the stored response of a request, with its present status."""
+    """Return the stored response of a request, with its current status."""
     answer = _decode_answer((await _stored(request)).answer)
     if answer.status == "queued":
         if context_of(request).background.has(tenant_of(request).name, answer.id):
             answer.status = "in_progress"
         else:
             answer.status = "failed"
-            answer.error = ResponseError("server_error", "the server that generated it has ended")
+            answer.error = ResponseError("server_error", "the server has ended while generating it")
     return answer
 
 
@@ -229,7 +229,7 @@ def _limit_of(request: Request) -> int:
 async def _resolved(context: ServerContext, tenant: str, items: Sequence[Any]) -> list[Item]:
     """Replace item references by the items."""
     resolved: list[Item] = []
-    known: dict[str, Item] = {}  # of the responses that are referred to
+    known: dict[str, Item] = {}  # items of the referenced responses
     num_lookups = 0
     for item in items:
         if not isinstance(item, ItemReference):
@@ -261,7 +261,7 @@ def _parsed(items: bytes) -> list[Item]:
 
 
 def _with_ids(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return items as they are listed."""
+    """Return items with ids, as they are listed."""
     dumped = [item.model_dump(by_alias=True, exclude_none=True) for item in items]
     return [{"id": f"item_{secrets.token_hex(16)}", **item} for item in dumped]
 

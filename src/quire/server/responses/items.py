@@ -1,4 +1,4 @@
-"""Items of a Responses conversation, as bodies have them and as messages."""
+"""Items of a Responses conversation, and their conversion to messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TextPart(StrictModel):
 
 
 class RefusalPart(StrictModel):
-    """What the model refused with."""
+    """The text of a refusal."""
 
     path_prefix = "input[].content[]."
 
@@ -36,7 +36,7 @@ class RefusalPart(StrictModel):
 
     @property
     def text(self) -> str:
-        """What was said."""
+        """The text."""
         return self.refusal
 
 
@@ -96,7 +96,7 @@ class FunctionCallItem(StrictModel):
 
 
 class FunctionCallOutputItem(StrictModel):
-    """What a tool that the model called returned."""
+    """The result of a tool that the model called."""
 
     path_prefix = "input[]."
 
@@ -110,7 +110,7 @@ class FunctionCallOutputItem(StrictModel):
 
 
 class ReasoningText(StrictModel):
-    """What the model thought, or a summary of it."""
+    """Reasoning, or a summary of it."""
 
     path_prefix = "input[].content[]."
 
@@ -119,7 +119,7 @@ class ReasoningText(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """What the model thought before a message or a call."""
+    """Reasoning before a message or a call."""
 
     path_prefix = "input[]."
 
@@ -132,12 +132,12 @@ class ReasoningItem(StrictModel):
 
     @property
     def text(self) -> str:
-        """What the model thought; of reasoning without content, the summary."""
+        """The reasoning, or its summary if it has no content."""
         return "\n".join(part.text for part in self.content or self.summary or ())
 
 
 class ItemReference(StrictModel):
-    """An item of an earlier response that was stored."""
+    """A reference to an item of a stored response."""
 
     path_prefix = "input[]."
 
@@ -186,12 +186,12 @@ Items = Annotated[
 def messages_of(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
     """Return a conversation in OpenAI's form of messages.
 
-    Reasoning, text and calls of the model that follow one another are one message. Instructions, and what
-    the system says before anybody else, are one message too.
+    Consecutive reasoning, text and calls of the model are merged into one message, and so are instructions
+    and leading system messages.
 
     Args:
-        instructions: what the system says first.
-        items: of the conversation.
+        instructions: the system prompt.
+        items: items of the conversation.
     """
     turns = _Turns()
     if instructions:
@@ -228,7 +228,7 @@ class _Turns:
         self.messages: list[dict[str, Any]] = []
 
     def say(self, role: str, content: _Text) -> None:
-        """Add a message of the user's or the system's."""
+        """Add a user or system message."""
         only_system = all(message["role"] == "system" for message in self.messages)
         if role == "system" and self.messages and only_system:
             self.messages[-1]["content"] = f"{text_of(self.messages[-1]['content'])}\n\n{text_of(content)}"
@@ -236,24 +236,24 @@ class _Turns:
             self.messages.append({"role": role, "content": content})
 
     def think(self, text: str) -> None:
-        """Begin a turn of the model's with reasoning."""
+        """Start an assistant message with reasoning."""
         self._begin()["reasoning_content"] = text
 
     def answer(self, content: _Text) -> None:
-        """Add text to the model's turn, or begin another if it has some already."""
+        """Add text to the assistant message, or start another if it already has text."""
         turn = self._turn()
         if turn["content"] or "tool_calls" in turn:
             turn = self._begin()
         turn["content"] = content
 
     def call(self, item: FunctionCallItem) -> None:
-        """Add a call to the model's turn."""
+        """Add a call to the assistant message."""
         function = {"name": item.name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         self._turn().setdefault("tool_calls", []).append(call)
 
     def _turn(self) -> dict[str, Any]:
-        """Return the model's turn, which begins if it is not its turn already."""
+        """Return the current assistant message, started if necessary."""
         is_open = bool(self.messages) and self.messages[-1]["role"] == "assistant"
         return self.messages[-1] if is_open else self._begin()
 
@@ -262,5 +262,5 @@ class _Turns:
         return self.messages[-1]
 
     def result(self, call_id: str, content: _Text) -> None:
-        """Add what a tool returned."""
+        """Add a tool's result."""
         self.messages.append({"role": "tool", "content": content, "tool_call_id": call_id})

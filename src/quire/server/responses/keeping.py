@@ -18,11 +18,11 @@ class Keeping:
     """Stores one response.
 
     Args:
-        store: to put it in.
-        tenant: whose it is.
-        previous: id of the response before it in the conversation, if there is one.
-        given: JSON list of the items that it was asked with.
-        num_given: number of them.
+        store: the store.
+        tenant: its tenant.
+        previous: id of the previous response in the conversation, if any.
+        given: JSON list of the input items.
+        num_given: number of input items.
     """
 
     store: ResponseStore
@@ -32,7 +32,7 @@ class Keeping:
     num_given: int
 
     async def keep(self, answer: ResponseAnswer) -> None:
-        """Store the response; if that fails, it says that it is not stored, and so does the log."""
+        """Store the response; if that fails, log it and set its `store` to false."""
         try:
             is_stored = await self.store.put(
                 self.tenant,

@@ -1,4 +1,4 @@
-"""The items of a response, as its text comes."""
+"""The items of a response, built from streamed text."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from quire.server.wire.answers import TokenLogprob
 
 
 class ResponseOutput:
-    """Turns an answer's text into items, and tells what is new as events.
+    """Turns an answer's text into items and events.
 
     Args:
-        reader: of the answer.
-        numbers: of the response's events.
+        reader: parses the answer.
+        numbers: numbers of the response's events.
     """
 
     def __init__(self, reader: AnswerReader, numbers: Iterator[int]) -> None:
@@ -44,17 +44,17 @@ class ResponseOutput:
         self._reader = reader
         self._numbers = numbers
         self._logprobs: list[TokenLogprob] = []  # of the open item
-        self._unsent_logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
+        self._unsent_logprobs: list[TokenLogprob] = []  # of tokens whose text is withheld
 
     def feed(
         self, text: str, completion: CompletionOutput, logprobs: list[TokenLogprob]
     ) -> list[ResponseEvent]:
-        """Return what is new with a piece of the text.
+        """Return the events of new text.
 
         Args:
-            text: of the answer.
-            completion: that the answer is, as it is now.
-            logprobs: of the tokens of the text; only text has them.
+            text: new text of the answer.
+            completion: the completion so far.
+            logprobs: log-probabilities of the text's tokens; only text has them.
         """
         new: list[ResponseEvent] = []
         self._unsent_logprobs += logprobs
@@ -77,7 +77,7 @@ class ResponseOutput:
         return [added] if part is None else [added, PartAdded(**self._place(), part=part)]
 
     def _item_of(self, block: Block) -> tuple[OutputItem, OutputText | ReasoningText | None]:
-        """Return the item that begins, and the part of it that does."""
+        """Return the new item, and its new part."""
         number = secrets.token_hex(16)
         if block.kind is BlockKind.TEXT:
             return OutputMessage(id=f"msg_{number}", content=[]), OutputText(text="")
@@ -120,7 +120,7 @@ class ResponseOutput:
         ]
 
     def _place(self) -> dict[str, Any]:
-        """Return where an event about the last item belongs."""
+        """Return the fields that locate an event about the last item."""
         return {
             "sequence_number": next(self._numbers),
             "output_index": len(self.items) - 1,

@@ -1,1 +1,1 @@
-"""What the server keeps between requests: the database, responses, and their events."""
+"""State kept between requests: stored responses, their events, and the database."""

@@ -1,4 +1,4 @@
-"""Responses generated in the background, and their events for clients that come back for the rest."""
+"""Responses generated in the background, and their events for reconnecting clients."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable
 from quire.server.wire.errors import ApiError
 
 MAX_RUNNING = 1024
-"""Responses of all tenants that are generated in the background."""
+"""Maximum number of background responses of all tenants."""
 
 CLOSE_TIMEOUT = 2.0
-"""Seconds that the last ones have to be stored when the server ends."""
+"""Seconds to store the last responses when the server stops."""
 
 
 class BackgroundResponses:
-    """The tasks that generate them, by tenant and id."""
+    """The tasks that generate responses in the background, by tenant and id."""
 
     def __init__(self) -> None:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def start(self, tenant: str, response_id: str, work: Coroutine[None, None, None]) -> None:
-        """Begin to generate a response; `work` stores it, whatever becomes of it."""
+        """Start to generate a response; `work` stores it, even if it fails."""
         task = asyncio.create_task(work)
         self._tasks[tenant, response_id] = task
         task.add_done_callback(lambda _: self._tasks.pop((tenant, response_id), None))
@@ -42,10 +42,10 @@ class BackgroundResponses:
         return (tenant, response_id) in self._tasks
 
     async def cancel(self, tenant: str, response_id: str) -> None:
-        """Stop generating a response, if it is being generated; return when it is stored."""
+        """Stop generating a response, if it is being generated; wait until it is stored."""
         task = self._tasks.get((tenant, response_id))
         if task is not None:
-            await asyncio.sleep(0)  # a task that is cancelled before it has begun would store nothing
+            await asyncio.sleep(0)  # cancelled before it starts, the task would store nothing
             task.cancel()
             await asyncio.wait({task})
 
@@ -59,7 +59,7 @@ class BackgroundResponses:
 
 
 MAX_BYTES = 67_108_864
-"""Of the events of all responses; the oldest are dropped, first those of responses that have ended."""
+"""Maximum size of all events; the oldest are dropped, first those of ended responses."""
 
 _Key = tuple[str, str]  # tenant and id of a response
 
@@ -83,26 +83,26 @@ class EventLog:
         self._wake_readers()
 
     def end(self) -> None:
-        """Tell readers that the log has ended."""
+        """Mark the log as ended."""
         self._has_ended = True
         self._wake_readers()
 
     def drop_first(self) -> int:
-        """Drop the oldest event; return how many bytes it had."""
+        """Drop the oldest event; return its size in bytes."""
         num_bytes = len(self._events.pop(self._first))
         self._first += 1
         self.num_bytes -= num_bytes
         return num_bytes
 
     def has_after(self, number: int) -> bool:
-        """Return whether all events after one of a number are there, or are to come."""
+        """Return whether all events after this number are still there, or yet to come."""
         return number + 1 >= self._first
 
     async def after(self, number: int) -> AsyncGenerator[bytes, None]:
-        """Yield the events after one of a number, and then those that come, as they come.
+        """Yield the events after this number, then new ones as they arrive.
 
         Raises:
-            ApiError: 409, the reader is so slow that events have been dropped.
+            ApiError: 409: the reader was so slow that events have been dropped.
         """
         following = number + 1
         while True:
@@ -113,7 +113,7 @@ class EventLog:
                 following += 1
             if self._has_ended:
                 if following == number + 1:
-                    yield b":\n\n"  # a comment: a stream has something to begin with
+                    yield b":\n\n"  # a comment, so that the stream begins at once
                 return
             await self._changed.wait()
 
@@ -123,7 +123,7 @@ class EventLog:
 
 
 class EventLogs:
-    """The events of all responses that are streamed from the background."""
+    """The event logs of all streamed background responses."""
 
     def __init__(self) -> None:
         self._live: dict[_Key, EventLog] = {}
@@ -136,12 +136,12 @@ class EventLogs:
         return log
 
     def get(self, tenant: str, response_id: str) -> EventLog | None:
-        """Return the log of a response; None: there is none, or not any more."""
+        """Return the log of a response; None: there is none, or it has been dropped."""
         key = tenant, response_id
         return self._live.get(key) or self._ended.get(key)
 
     def append(self, log: EventLog, events: Iterable[bytes]) -> None:
-        """Add events to a log; others may be dropped for them."""
+        """Add events to a log, dropping old ones if necessary."""
         for event in events:
             self._num_bytes += len(event)
             log.append(event)
@@ -149,13 +149,13 @@ class EventLogs:
             self._drop_some()
 
     def end(self, tenant: str, response_id: str) -> None:
-        """Let readers of a response know that there is nothing more; its events stay as long as they can."""
+        """Mark a response's log as ended; its events stay until others need the room."""
         log = self._live.pop((tenant, response_id))
         log.end()
         self._ended[tenant, response_id] = log
 
     def remove(self, tenant: str, response_id: str) -> None:
-        """Forget the events of a response that has ended."""
+        """Drop the events of an ended response."""
         log = self._ended.pop((tenant, response_id), None)
         if log is not None:
             self._num_bytes -= log.num_bytes
@@ -168,9 +168,9 @@ class EventLogs:
 
 
 def events_gone() -> ApiError:
-    """Return the answer to a request for events that are not kept."""
+    """Return the error for events that are not kept."""
     return ApiError(
         409,
-        "the response's events are not kept, or not any more; ask for the response without stream",
+        "the response's events are not kept, or no longer; get the response without stream",
         code="events_not_kept",
     )

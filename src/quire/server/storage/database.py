@@ -1,6 +1,6 @@
-"""An SQLite database of the server's, used in a thread.
+"""An SQLite database, used in a thread.
 
-Any failure becomes the error answer of the request that needs the database.
+Failures become error answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 IN_MEMORY = ":memory:"
 
 TIMEOUT = 5.0
-"""Seconds after which the database is given up that has not answered."""
+"""Timeout of database calls, in seconds."""
 
 MAX_WAITING = 1024  # calls
 
@@ -29,10 +29,10 @@ class Database:
     """A database that is opened when it is first used.
 
     Args:
-        path: of its file; `IN_MEMORY`: it ends with the server.
+        path: path of its file; `IN_MEMORY`: it ends with the server.
         script: SQL that sets it up, each time it is opened.
-        thread_name: of the thread.
-        unavailable: returns the answer to a request that needs the database, given what is wrong with it.
+        thread_name: name of the thread.
+        unavailable: makes the error of a request from a description of the problem.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Database:
         self._connection: sqlite3.Connection | None = None
 
     async def run(self, call: Callable[[sqlite3.Connection], T]) -> T:
-        """Return what `call` returns in the thread of the database, in a transaction.
+        """Run `call` in the database thread, in a transaction, and return its result.
 
         Raises:
-            ApiError: what `unavailable` returns: the database has failed or is late.
+            ApiError: the error from `unavailable`: the database has failed or timed out.
         """
         try:
             async with asyncio.timeout(TIMEOUT):
@@ -62,7 +62,7 @@ class Database:
         raise self._unavailable(problem)
 
     async def close(self) -> None:
-        """Close the database, unless it is late."""
+        """Close the database, unless it hangs."""
         with contextlib.suppress(ApiError):
             await self.run(lambda connection: connection.close())
 

@@ -1,4 +1,4 @@
-"""Responses that are kept for later turns: in an SQLite database, in memory or in a file."""
+"""Responses stored for later turns, in an SQLite database in memory or in a file."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ FROM chain JOIN responses USING (number) ORDER BY turn
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """One response, with the items that it was asked with.
+    """One response, with its input items.
 
     Args:
-        id: of the response.
-        previous: id of the response before it in the conversation, if there is one.
-        input: JSON list of the items that were new with this request.
+        id: id of the response.
+        previous: id of the previous response in the conversation, if any.
+        input: JSON list of the new input items of this request.
         output: JSON list of the response's items.
         answer: JSON of the whole response.
-        num_items: in both lists.
-        item_ids: of the response's items.
+        num_items: number of items in both lists.
+        item_ids: ids of the response's items.
     """
 
     id: str
@@ -74,7 +74,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Size of what is kept."""
+        """Size of the stored data."""
         return len(self.input) + len(self.output) + len(self.answer)
 
 
@@ -82,11 +82,11 @@ class ResponseStore:
     """Responses by tenant and id.
 
     Args:
-        path: of the database; `IN_MEMORY`: it ends with the server.
-        max_bytes: of one tenant's responses; the oldest are dropped beyond that.
+        path: path of the database; `IN_MEMORY`: it ends with the server.
+        max_bytes: maximum size of a tenant's responses; beyond that, the oldest are dropped.
 
     Raises (all methods):
-        ApiError: 503, the database has failed or is late.
+        ApiError: 503: the database has failed or timed out.
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
@@ -114,29 +114,29 @@ class ResponseStore:
         return StoredResponse(id=response_id, **dict(zip(fields, row, strict=True)))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Drop a response; return whether it was there."""
+        """Delete a response; return whether it existed."""
         query = "DELETE FROM responses WHERE tenant = ? AND id = ?"
         return bool(
             await self._database.run(lambda database: database.execute(query, (tenant, response_id)).rowcount)
         )
 
     async def conversation(self, tenant: str, response_id: str, max_bytes: int) -> list[bytes]:
-        """Return the items up to and including a response's: JSON lists, the oldest first.
+        """Return the items of a conversation up to a response, as JSON lists, the oldest first.
 
         Args:
-            tenant: whose response it is.
-            response_id: of the last response.
-            max_bytes: of all items.
+            tenant: the tenant's name.
+            response_id: id of the last response.
+            max_bytes: maximum size of all items.
 
         Raises:
-            ApiError: 404, a response is not there; 400, there are more than `MAX_TURNS` responses,
+            ApiError: 404: a response does not exist; 400: there are more than `MAX_TURNS` responses,
                 `MAX_ITEMS` items or `max_bytes` bytes.
         """
         turns = await self._database.run(lambda database: _turns(database, tenant, response_id, max_bytes))
         return [part for turn in reversed(turns) for part in turn]
 
     async def output_with(self, tenant: str, item_id: str) -> bytes | None:
-        """Return the items of the response that an item belongs to: a JSON list; None: there is none."""
+        """Return the items of the response with this item, as a JSON list; None: there is none."""
         query = (
             "SELECT output FROM items JOIN responses ON response = number "
             "WHERE items.tenant = ? AND items.id = ?"
@@ -145,7 +145,7 @@ class ResponseStore:
         return None if row is None else bytes(row[0])
 
     async def close(self) -> None:
-        """Close the database, unless it is late."""
+        """Close the database, unless it hangs."""
         await self._database.close()
 
     def _put(self, database: sqlite3.Connection, tenant: str, response: StoredResponse) -> None:
@@ -182,7 +182,7 @@ class ResponseStore:
 def _turns(
     database: sqlite3.Connection, tenant: str, response_id: str, max_bytes: int
 ) -> list[tuple[bytes, bytes]]:
-    """Return the items of a response and of those before it, the newest first."""
+    """Return the items of a response and its predecessors, the newest first."""
     turns: list[tuple[bytes, bytes]] = []
     num_items = num_bytes = 0
     missing: str | None = response_id
@@ -200,7 +200,7 @@ def _turns(
             if number > limit:
                 raise ApiError(
                     400,
-                    f"the conversation has more than {limit} {what}; begin another with what matters of it",
+                    f"the conversation has more than {limit} {what}; start a new one with the relevant parts",
                     param="previous_response_id",
                 )
     if missing is not None:
@@ -218,10 +218,10 @@ def _unavailable(problem: str) -> ApiError:
 
 
 def not_found(response_id: str, param: str | None = None) -> ApiError:
-    """Return the answer to a request for a response that is not there."""
+    """Return the error for a response that does not exist."""
     return ApiError(
         404,
-        f"there is no response {response_id!r}: it was not stored, has been deleted, or had to make room for "
+        f"there is no response {response_id!r}: it was not stored, was deleted, or was dropped for "
         "newer ones (the server's max_stored_response_bytes)",
         param=param,
         code="response_not_found",

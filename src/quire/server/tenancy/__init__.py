@@ -1,7 +1,6 @@
-"""Tenants: their keys, their limits, and what they used.
+"""Tenants: their keys, limits and usage.
 
-A request's tenant comes from its API key: `Tenants` (`server/tenancy/tenants.py`) has them by the digests of
-keys, reads the key file again when it changes, and a `Tenant` decides what is its own: cache salt, ids and
-share (docs/tenants.md). `TenantUsage` holds requests to its limits after they have been tokenized
-(`before_submit`).
+A request's tenant follows from its API key: `Tenants` (`server/tenancy/tenants.py`) finds tenants by the
+digests of keys, and reloads the key file when it changes. A `Tenant` separates cache salts, ids and shares
+(docs/tenants.md). `TenantUsage` applies its limits after tokenization (`before_submit`).
 """

@@ -9,21 +9,21 @@ from quire.server.wire.errors import ApiError
 
 
 def key_digest(key: bytes) -> bytes:
-    """Return the SHA-256 of a key: keys are looked up by it.
+    """Return the SHA-256 of a key, for lookups.
 
-    How long a lookup takes tells something about digests, of which nobody can choose or invert any, and
-    nothing about keys.
+    The time of a lookup may leak information about digests, which cannot be chosen or inverted, but not about
+    keys.
     """
     return hashlib.sha256(key).digest()
 
 
 def digests_of(keys: str) -> frozenset[bytes]:
-    """Return the digests of keys that are separated by spaces."""
+    """Return the digests of space-separated keys."""
     return frozenset(key_digest(key.encode()) for key in keys.split())
 
 
 def presented_keys(authorization: bytes, x_api_key: bytes) -> Iterator[bytes]:
-    """Yield the keys that a request presents in the headers of these names; empty: there is none."""
+    """Yield the keys in these headers of a request; an empty header is missing."""
     scheme, _, token = authorization.partition(b" ")
     if scheme.lower() == b"bearer" and (token := token.strip()):
         yield token
@@ -32,7 +32,7 @@ def presented_keys(authorization: bytes, x_api_key: bytes) -> Iterator[bytes]:
 
 
 def key_refusal(authorization: bytes, x_api_key: bytes) -> ApiError:
-    """Return the answer to a request that presents no valid key in the headers of these names."""
+    """Return the error for a request without a valid key in these headers."""
     problem = "is wrong" if any(presented_keys(authorization, x_api_key)) else "is missing"
     return ApiError(
         401,

@@ -19,11 +19,11 @@ from quire.server.tenancy.api_keys import key_digest
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1_048_576
-DEFAULT_TENANT = "default"  # of the keys that are not in the file
+DEFAULT_TENANT = "default"  # of keys outside the file
 
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
-_MOST_LINES_OF_A_VALUE = 256  # that are tried to find where an entry ends
+_MAX_LINES_OF_A_VALUE = 256  # tried to find where an entry ends
 
 FileState = tuple[int, int, int, int]  # device, inode, nanoseconds of the last change, bytes
 
@@ -33,8 +33,8 @@ class KeyFile:
     """Contents of a key file.
 
     Attributes:
-        tenants: by name.
-        names: of the tenants that keys belong to, by the keys' digests.
+        tenants: configurations by name.
+        names: names of tenants by the digests of their keys.
     """
 
     tenants: Mapping[str, TenantConfig]
@@ -42,7 +42,7 @@ class KeyFile:
 
 
 def file_state(path: str) -> FileState | None:
-    """Return a file's version, which changes with the file; None if the file does not exist."""
+    """Return a value that changes with the file; None if the file does not exist."""
     try:
         status = os.stat(path)
     except OSError:
@@ -51,7 +51,7 @@ def file_state(path: str) -> FileState | None:
 
 
 def read_key_file(path: str) -> KeyFile:
-    """Read the file, and warn if others can read it too.
+    """Read the file, and warn if other users can read it.
 
     Raises:
         ConfigError: it cannot be read, or something in it is invalid; the message names line and field.
@@ -61,12 +61,12 @@ def read_key_file(path: str) -> KeyFile:
 
 def _text(path: str) -> str:
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for whoever writes to it.
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"api_keys_file {path} is no regular file")
+                raise ConfigError(f"api_keys_file {path} is not a regular file")
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         if isinstance(error, ConfigError):
@@ -76,7 +76,7 @@ def _text(path: str) -> str:
         raise ConfigError(f"api_keys_file {path} has more than {MAX_BYTES} bytes, which is the limit")
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         logger.warning(
-            "api_keys_file %s has mode %o, so that other users have access to it; chmod 600 takes it away",
+            "api_keys_file %s has mode %o, which gives other users access; run chmod 600",
             path,
             stat.S_IMODE(status.st_mode),
         )
@@ -88,7 +88,7 @@ def _text(path: str) -> str:
 
 
 class _Reader:
-    """Reads one file; errors never show what may be a key."""
+    """Reads one file; errors never show possible keys."""
 
     def __init__(self, path: str, text: str) -> None:
         self._path = path
@@ -139,7 +139,7 @@ class _Reader:
             raise self._error((*path, *wrong[:1]), said.removeprefix("TenantConfig.")) from None
 
     def _digests(self, path: Sequence[str], keys: Any) -> list[bytes]:
-        """Return the digests of a tenant's keys, each given as it is or as its SHA-256."""
+        """Return the digests of a tenant's keys, each given as plain text or as its SHA-256."""
         if not isinstance(keys, list) or not keys:
             raise self._error(
                 (*path, "keys") if keys is not None else path, "needs keys, a list of at least one string"
@@ -159,21 +159,21 @@ class _Reader:
         return ConfigError(f"{where}: {'.'.join(path)}: {problem}")
 
     def _line_of(self, path: Sequence[str]) -> int | None:
-        """Return the line, from 1, in which an entry begins; None if it is not found.
+        """Return the line, from 1, where an entry begins; None if it is not found.
 
-        It is the first line that the least number of lines that have the entry adds to those that do not.
+        It is the last line of the shortest beginning of the file that has the entry.
         """
         numbers = range(1, len(self._lines) + 1)
         line = bisect.bisect_left(numbers, True, key=lambda number: self._has_entry(number, path))
         return line + 1 if line < len(numbers) else None
 
     def _has_entry(self, number: int, path: Sequence[str]) -> bool:
-        """Whether the first `number` lines, and those that end their last value, have an entry."""
-        for end in range(number, min(number + _MOST_LINES_OF_A_VALUE, len(self._lines)) + 1):
+        """Whether the first `number` lines, extended to the end of their last value, have an entry."""
+        for end in range(number, min(number + _MAX_LINES_OF_A_VALUE, len(self._lines)) + 1):
             try:
                 found: Any = tomllib.loads("".join(self._lines[:end]))
             except tomllib.TOMLDecodeError:
-                continue  # within a value
+                continue  # inside a value
             for name in path:
                 if not isinstance(found, dict) or name not in found:
                     return False
@@ -183,7 +183,7 @@ class _Reader:
 
 
 def _problem_of(key: Any) -> str:
-    """Return what is wrong with a key; empty: nothing."""
+    """Return what is wrong with a key; empty: it is valid."""
     if not isinstance(key, str):
         return "is not a string"
     if key.startswith("sha256:") and not _DIGEST.fullmatch(key):
@@ -194,6 +194,6 @@ def _problem_of(key: Any) -> str:
 
 
 def _without_values(error: tomllib.TOMLDecodeError) -> str:
-    """Return where the error is; what it says of the text there may be a key."""
+    """Return the error's position only, as its message may quote a key."""
     place = re.search(r"\(at (line \d+), column \d+\)", str(error))
     return "see its end" if place is None else f"see {place[1]}"

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from quire.front.text.input_processor import ProcessedRequest
     from quire.request_output import RequestOutput
 
-SECONDS = 60.0  # in which as much may be used as a limit says
+SECONDS = 60.0  # period of the limits
 _PLACES = "max_running_seqs + max_queued_seqs"
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_running_seqs", _PLACES, "max_pending_grammars")
-BUSY_RETRY = 1.0  # seconds until a client is to try again when others of its requests must end first
+BUSY_RETRY = 1.0  # Retry-After in seconds when others of its requests must end first
 
 
 class TokenBucket:
-    """A limit per minute: a bucket of that size, which fills evenly; what is taken must be in it.
+    """A limit per minute: a bucket of that size, which fills at a constant rate.
 
     Args:
-        size: per minute; 0: no limit.
+        size: amount per minute; 0: no limit.
         clock: returns seconds.
     """
 
@@ -53,28 +53,28 @@ class TokenBucket:
         return max(0, math.floor(self.level)) if self.size else None
 
     def resize(self, size: int) -> None:
-        """Change the limit; what is in the bucket stays there, as far as it fits."""
+        """Change the limit; the level is kept, up to the new size."""
         self._level = float(size) if not self.size else min(size, self.level)
         self.size, self._time = size, self._clock()
 
     def seconds_until(self, amount: float) -> float:
-        """Return how long it takes until so much is in it, which must not be more than its size."""
+        """Return the seconds until the level reaches `amount`, which must not exceed the size."""
         return max(0.0, amount - self.level) * SECONDS / self.size if self.size else 0.0
 
     def take(self, amount: float) -> None:
-        """Take out what is in it; without a limit, this does nothing."""
+        """Take an amount out; has no effect without a limit."""
         if self.size:
             self._level = self.level - amount
 
     def put_back(self, amount: float) -> None:
-        """Put back what was taken and not used."""
+        """Put back an unused amount."""
         if self.size:
             self._level = min(self.size, self.level + amount)
 
 
 @dataclasses.dataclass(slots=True)
 class _Admitted:
-    """A request that has been admitted: its reserved tokens, those of its prompt, and its sequences."""
+    """An admitted request: its reserved tokens, its prompt's tokens, and its sequences."""
 
     num_reserved: int
     num_prompt: int
@@ -83,16 +83,16 @@ class _Admitted:
 
 
 class TenantUsage:
-    """What a tenant uses at present, against the limits of its configuration.
+    """A tenant's current usage, and the limits of its configuration.
 
-    Sequences beyond `max_running_seqs` wait here, in the order in which they came. Every operation is O(1).
+    Sequences beyond `max_running_seqs` wait here, in order of arrival. Every operation is O(1).
 
     Args:
-        config: of the tenant.
+        config: the tenant's configuration.
         clock: returns seconds.
 
     Attributes:
-        num_refusals: how often a limit has refused, by its name.
+        num_refusals: number of refusals by limit.
     """
 
     def __init__(self, config: TenantConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,12 +118,12 @@ class TenantUsage:
 
     @property
     def requests_left(self) -> int | None:
-        """What is left of the requests per minute; None: there is no limit."""
+        """Rest of the requests per minute; None: no limit."""
         return self._requests.left
 
     @property
     def tokens_left(self) -> int | None:
-        """What is left of the tokens per minute; None: there is no limit."""
+        """Rest of the tokens per minute; None: no limit."""
         return self._tokens.left
 
     def configure(self, config: TenantConfig) -> None:
@@ -134,7 +134,7 @@ class TenantUsage:
         self._start_waiting()
 
     def headers(self) -> dict[str, str]:
-        """Return the limits per minute and what is left of them, in OpenAI's headers."""
+        """Return the limits per minute and what is left of them, as OpenAI's headers."""
         found: dict[str, str] = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket.size:
@@ -145,19 +145,19 @@ class TenantUsage:
 
     @contextmanager
     def call(
-        self, num_prompts: int, seqs_per_prompt: int, least_tokens: int, *, has_grammar: bool
+        self, num_prompts: int, seqs_per_prompt: int, min_tokens: int, *, has_grammar: bool
     ) -> Iterator[TenantCall]:
-        """Let a call in for the duration of the context, with all of its sequences.
+        """Admit a call with all its sequences for the duration of the context.
 
         Args:
-            num_prompts: of the call.
-            seqs_per_prompt: sequences of each.
-            least_tokens: that the call will reserve at least.
+            num_prompts: number of prompts.
+            seqs_per_prompt: number of sequences per prompt.
+            min_tokens: minimum number of tokens that the call will reserve.
             has_grammar: whether its output is structured.
 
         Raises:
-            ApiError: 429, a limit is reached.
-            InvalidRequestError: a limit would never let the call in.
+            ApiError: 429: a limit is reached.
+            InvalidRequestError: the call can never fit a limit.
         """
         num_sequences = num_prompts * seqs_per_prompt
         self._refuse_places(num_sequences, seqs_per_prompt)
@@ -165,7 +165,7 @@ class TenantUsage:
             self._refuse_busy(
                 "max_pending_grammars", self._num_grammars, 1, self._config.max_pending_grammars
             )
-        self._refuse_rate("tokens_per_minute", self._tokens, least_tokens)
+        self._refuse_rate("tokens_per_minute", self._tokens, min_tokens)
         self._refuse_rate("requests_per_minute", self._requests, num_sequences)
         self._requests.take(num_sequences)
         self._num_queued += num_sequences
@@ -186,11 +186,11 @@ class TenantUsage:
         self._tokens.take(amount)
 
     def put_back_tokens(self, amount: int) -> None:
-        """Put back what a request has not used."""
+        """Put back a request's unused tokens."""
         self._tokens.put_back(amount)
 
     async def start(self, num_sequences: int) -> None:
-        """Wait until so many queued sequences may run, and count them as running."""
+        """Wait until these queued sequences may run, and count them as running."""
         if self._waiting or not self._has_room(num_sequences):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((num_sequences, turn))
@@ -199,7 +199,7 @@ class TenantUsage:
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self.end_running(num_sequences)
-                    self._num_queued += num_sequences  # its call takes that back
+                    self._num_queued += num_sequences  # released by its call
                 self._start_waiting()
                 raise
         else:
@@ -211,7 +211,7 @@ class TenantUsage:
         self._start_waiting()
 
     def leave_queue(self, num_sequences: int) -> None:
-        """Forget sequences that have not started and will not."""
+        """Remove sequences that will not start."""
         self._num_queued -= num_sequences
 
     def end_grammar(self) -> None:
@@ -284,12 +284,12 @@ class TenantUsage:
 
 
 class TenantCall:
-    """One call's part of what its tenant uses.
+    """One call's share of its tenant's usage.
 
     Args:
-        usage: of the tenant.
-        num_sequences: of all of its prompts, which are queued.
-        has_grammar: whether its grammar counts as one to be compiled.
+        usage: the tenant's usage.
+        num_sequences: number of queued sequences of all prompts.
+        has_grammar: whether its grammar counts as pending.
     """
 
     def __init__(self, usage: TenantUsage, num_sequences: int, *, has_grammar: bool) -> None:
@@ -299,7 +299,7 @@ class TenantCall:
         self._admitted: dict[str, _Admitted] = {}
 
     async def admit(self, request: ProcessedRequest) -> None:
-        """Reserve a request's tokens, its prompt and all it may generate, and wait until it may run.
+        """Reserve the tokens of a request's prompt and maximum output, and wait until it may run.
 
         Raises:
             ApiError, InvalidRequestError: as `TenantUsage.call`.
@@ -319,7 +319,7 @@ class TenantCall:
         self._admitted[request.request_id] = _Admitted(num_reserved, num_prompt, num_sequences)
 
     def note(self, request_id: str, output: RequestOutput) -> None:
-        """Take note of a request's output so far."""
+        """Observe a request's output so far."""
         if self._has_grammar:
             self._has_grammar = False
             self._usage.end_grammar()
@@ -327,13 +327,13 @@ class TenantCall:
         if admitted is None:
             return
         lengths = [len(completion.token_ids) for completion in output.outputs]
-        # Of more sequences than are returned, the others are taken to be as long.
+        # Sequences that are not returned (best_of) are assumed to be as long.
         admitted.num_generated = math.ceil(sum(lengths) * admitted.num_sequences / max(1, len(lengths)))
         if output.finished:
             self._settle(self._admitted.pop(request_id))
 
     def end(self) -> None:
-        """Give back everything that the call still has."""
+        """Release everything that the call still holds."""
         if self._has_grammar:
             self._has_grammar = False
             self._usage.end_grammar()
@@ -343,14 +343,14 @@ class TenantCall:
             self._settle(self._admitted.popitem()[1])
 
     def _settle(self, admitted: _Admitted) -> None:
-        """Put back what was reserved for output and not generated; the prompt is paid for in any case."""
+        """Put back tokens reserved for output that was not generated; the prompt's are used up."""
         num_used = admitted.num_prompt + admitted.num_generated
         self._usage.put_back_tokens(max(0, admitted.num_reserved - num_used))
         self._usage.end_running(admitted.num_sequences)
 
 
 def _duration(seconds: float) -> str:
-    """Return a time as OpenAI writes it, such as 20ms, 1s or 6m0s."""
+    """Return a time in OpenAI's format, such as 20ms, 1s or 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class TenantFigures:
-    """One tenant's requests, of which a call has one for each prompt, and their tokens.
+    """Counters of one tenant's requests (one per prompt of a call) and tokens.
 
     Attributes:
-        num_requests: that were sent to the engine, or waited for that.
-        num_waiting: of those that are being served, the ones without a token so far.
-        num_running: of those that are being served, the ones that have a token.
-        num_prompt_tokens: of answered requests.
-        num_generated_tokens: of all.
+        num_requests: requests sent to the engine, or waiting to be.
+        num_waiting: live requests without a token so far.
+        num_running: live requests with a token.
+        num_prompt_tokens: prompt tokens of answered requests.
+        num_generated_tokens: generated tokens of all requests.
     """
 
     num_requests: int = 0
@@ -36,7 +36,7 @@ _COUNTERS = (
     (
         "num_requests",
         "quire_tenant_requests",
-        "Number of requests of a tenant, each prompt of a call counted.",
+        "Number of requests of a tenant, counting each prompt of a call.",
     ),
     ("num_prompt_tokens", "quire_tenant_prompt_tokens", "Number of prompt tokens of answered requests."),
     ("num_generated_tokens", "quire_tenant_generation_tokens", "Number of generated tokens."),
@@ -48,10 +48,10 @@ _GAUGES = (
 
 
 class TenantCollector(Collector):
-    """The figures of the tenants that there are at present.
+    """The counters of all current tenants.
 
     Args:
-        tenants: of the server.
+        tenants: the server's tenants.
     """
 
     def __init__(self, tenants: Tenants) -> None:

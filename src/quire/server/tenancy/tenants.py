@@ -23,11 +23,11 @@ WATCH_INTERVAL = 2.0
 
 
 class Tenant:
-    """A tenant, as requests see it; it stays the same object when the key file is read again.
+    """A tenant; it stays the same object when the key file is reloaded.
 
     Args:
-        config: from the key file.
-        is_separate: whether its requests are kept apart from other tenants'.
+        config: its entry in the key file.
+        is_separate: whether it is isolated from other tenants.
     """
 
     def __init__(self, config: TenantConfig, *, is_separate: bool) -> None:
@@ -53,13 +53,13 @@ class Tenant:
 
     @property
     def sees_all(self) -> bool:
-        """Whether it sees the requests of every tenant."""
+        """Whether it may see the requests of all tenants."""
         return self.config.admin or not self.is_separate
 
     def request_options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of `RequestOptions` for a request whose client gives some of them.
+        """Return the fields of `RequestOptions` for a request, given the client's.
 
-        The client's `user` says nothing about a separate tenant's share: it would get more by naming several.
+        The client's `user` does not affect a separate tenant's share, which several users would enlarge.
         """
         if not self.is_separate:
             return given
@@ -73,8 +73,8 @@ class Tenant:
         """Raise `ApiError` 403 unless the tenant may send kv_transfer_params.
 
         Args:
-            what: it has asked for.
-            param: which says so in the body; None: none does.
+            what: what the request asks for.
+            param: the body's field that asks for it; None: none.
         """
         if self.is_separate and not self.config.kv_transfer:
             raise ApiError(
@@ -86,11 +86,11 @@ class Tenant:
             )
 
     def sees(self, engine_id: str) -> bool:
-        """Whether it may see the call with this id (`engine_id`)."""
+        """Whether the tenant may see the call with this id (`engine_id`)."""
         return self.sees_all or engine_id.startswith(f"{self.name}:")
 
     def cache_salt(self, salt: str) -> str:
-        """Return the salt of a request whose client gives `salt`; no other tenant can have the same."""
+        """Return a request's cache salt from the client's, unique to the tenant or its cache group."""
         if not self.is_separate:
             return salt
         group = self.config.cache_group
@@ -100,23 +100,23 @@ class Tenant:
         return digest.hexdigest()
 
     def engine_id(self, call_id: str) -> str:
-        """Return a call's id as no other tenant's call has it, since two may choose the same."""
+        """Return a call's id, unique across tenants."""
         return f"{self.name}:{call_id}" if self.is_separate else call_id
 
     def call_id(self, engine_id: str) -> str:
-        """Return the id by which the tenant knows a call: an admin's has the other tenant's name."""
+        """Return a call's id for the tenant; for an admin, those of other tenants include the name."""
         return engine_id.removeprefix(f"{self.name}:") if self.is_separate else engine_id
 
 
 class Tenants:
     """The tenants of a server, by their keys.
 
-    With a key file, tenants are separate, and the keys of `api_key` belong to one more, the operator's.
-    Without, all requests have one tenant, whether a key is asked for or not.
+    With a key file, tenants are separate, and the keys of `api_key` belong to the operator's tenant. Without
+    one, all requests have the same tenant, with or without a key.
 
     Args:
-        api_key: keys, separated by spaces.
-        path: of the key file; empty: there is none.
+        api_key: space-separated keys.
+        path: path of the key file; empty: there is none.
 
     Raises:
         ConfigError: the key file cannot be read, or is invalid.
@@ -150,25 +150,25 @@ class Tenants:
 
     @property
     def separate(self) -> tuple[Tenant, ...]:
-        """Those that are kept apart: of the key file at present, and the operator's if that has keys."""
+        """The separate tenants: those of the key file, and the operator's if it has keys."""
         own = (self._default,) if self._own_digests else ()
         return (*self._by_name.values(), *own) if self.are_separate else ()
 
     def of_headers(self, headers: Mapping[str, str]) -> Tenant | None:
-        """Return whose request has these headers (names in lower case); None: no key in them is valid."""
+        """Return the tenant of a request with these headers (names in lower case); None: no valid key."""
         given = (headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key"))
         return next(filter(None, map(self.of_key, presented_keys(*given))), None)
 
     def of_name(self, name: str) -> Tenant | None:
-        """Return the tenant of a name; None: it is not there, or not any more."""
+        """Return the tenant of this name; None: it does not exist."""
         return self._default if name == self._default.name else self._by_name.get(name)
 
     def of_key(self, key: bytes) -> Tenant | None:
-        """Return the tenant that a key belongs to; None: the key is not valid."""
+        """Return the tenant of a key; None: the key is invalid."""
         return self._by_digest.get(key_digest(key))
 
     async def watch(self, reload_now: asyncio.Event) -> None:
-        """Read the key file again whenever it changes, or `reload_now` is set; never returns."""
+        """Reload the key file whenever it changes or `reload_now` is set; never returns."""
         while True:
             try:
                 async with asyncio.timeout(WATCH_INTERVAL):
@@ -180,7 +180,7 @@ class Tenants:
             await self.reload(is_forced=is_forced)
 
     async def reload(self, *, is_forced: bool = False) -> None:
-        """Read the key file again if it has changed, or `is_forced`; if it is invalid, all stays as it is."""
+        """Reload the key file if it has changed or `is_forced`; an invalid one changes nothing."""
         state = file_state(self._path)
         if state == self._state and not is_forced:
             return
@@ -188,12 +188,12 @@ class Tenants:
         try:
             self._take(await asyncio.to_thread(read_key_file, self._path))
         except ConfigError as error:
-            logger.error("the API keys stay as they are, because of an error in the new file: %s", error)
+            logger.error("the API keys are unchanged, because of an error in the new file: %s", error)
         else:
-            logger.warning("api_keys_file %s was read again: %d tenants", self._path, len(self._by_name))
+            logger.warning("api_keys_file %s was reloaded: %d tenants", self._path, len(self._by_name))
 
     def _take(self, file: KeyFile) -> None:
-        """Let the tenants of the file be those of the server; who is in both goes on."""
+        """Replace the tenants by those of the file; tenants in both keep their objects."""
         by_name: dict[str, Tenant] = {}
         for name, config in file.tenants.items():
             by_name[name] = tenant = self._by_name.get(name) or Tenant(config, is_separate=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 import queue
@@ -31,29 +32,29 @@ MAX_LINE_LENGTH = 2048  # bytes
 
 _STATE = "access_record"
 _MAX_LENGTHS = {"client": 64, "method": 16, "path": 256, "request_id": 128, "tenant": 64, "error": 128}
-_UNPRINTED = re.compile(r"[^!#-\[\]-~]")  # also what would end a field of the text format
+_UNPRINTED = re.compile(r"[^!#-\[\]-~]")  # or delimiters of the text format
 
 Format = Literal["text", "json"]
 
 
 MAX_WAITING = 4096
-"""Lines that wait to be written at most; more are dropped and counted."""
+"""Maximum lines waiting to be written; more are dropped and counted."""
 
 CLOSE_TIMEOUT = 1.0
-"""Seconds that the last lines have to be written."""
+"""Seconds to write the last lines."""
 
 GATHERING_TIME = 0.05
-"""Seconds for which lines are gathered before they are written: the thread wakes less often."""
+"""Seconds for which lines are collected before they are written, so that the thread wakes less often."""
 
 
 class LineWriter:
-    """Writes lines to a descriptor in a thread of its own.
+    """Writes lines to a descriptor in a separate thread.
 
-    Lines that cannot be written are dropped; the next written line says how many were.
+    Lines that cannot be written are dropped; the next written line gives their number.
 
     Args:
         descriptor: to write to; stays open.
-        dropped_line: returns the line that says how many were dropped.
+        dropped_line: returns a line about a number of dropped lines.
     """
 
     def __init__(self, descriptor: int, dropped_line: Callable[[int], bytes]) -> None:
@@ -62,7 +63,7 @@ class LineWriter:
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._num_dropped = 0
         self._num_told = 0
-        self._lock = threading.Lock()  # of the two numbers
+        self._lock = threading.Lock()  # guards the two numbers
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
         self._thread.start()
@@ -73,14 +74,14 @@ class LineWriter:
         return self._num_dropped
 
     def write(self, line: bytes) -> None:
-        """Have a line written that ends with a line feed; never waits, and any thread may call it."""
+        """Queue a line, which ends with a line feed. Never blocks; thread-safe."""
         if self._waiting.qsize() < MAX_WAITING:
             self._waiting.put(line)
         else:
             self._drop(1)
 
     def close(self) -> None:
-        """Return when all lines are written, but wait no longer than `CLOSE_TIMEOUT`."""
+        """Wait until all lines are written, at most `CLOSE_TIMEOUT`."""
         self._closing.set()
         self._waiting.put(None)
         self._thread.join(CLOSE_TIMEOUT)
@@ -104,7 +105,7 @@ class LineWriter:
         try:
             while unwritten:
                 unwritten = unwritten[os.write(self._descriptor, unwritten) :]
-        except OSError:  # it is closed, or its disk is full
+        except OSError:  # closed, or the disk is full
             self._drop(len(lines))
         else:
             self._num_told = num_dropped
@@ -118,12 +119,12 @@ class AccessRecord:
     """Log record of one request.
 
     Attributes:
-        client: address of the connection's other end; batch: it is a line of a batch.
-        method, path: of the request, the path as it was sent, without its query.
-        request_id: its X-Request-Id, or the one that it was given.
-        tenant: whose it is, as far as its key tells; whoever checks keys sets it.
-        status: of the answer; 0: none was sent.
-        error: code of what went wrong.
+        client: address of the client; "batch" for a line of a batch.
+        method, path: HTTP method, and path as sent, without the query.
+        request_id: its X-Request-Id, or a generated one.
+        tenant: name of its tenant, set by the key check.
+        status: status of the answer; 0: none was sent.
+        error: code of the error.
     """
 
     __slots__ = (
@@ -139,18 +140,18 @@ class AccessRecord:
         self.tenant = ""
         self.status = 0
         self.error = ""
-        self._outputs: dict[int, RequestOutput] = {}  # the last of each prompt
+        self._outputs: dict[int, RequestOutput] = {}  # last output of each prompt
         self._start = time.perf_counter()
         self._first_token_at: float | None = None
 
     def observe(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take note of a cumulative output of one of the request's prompts."""
+        """Observe a cumulative output of one of the request's prompts."""
         self._outputs[prompt_index] = output
         if self._first_token_at is None and any(one.token_ids for one in output.outputs):
             self._first_token_at = time.perf_counter()
 
     def fields(self) -> dict[str, Any]:
-        """Return the names and values of the line, the time of day first."""
+        """Return the names and values of the line's fields, the time of day first."""
         now = time.perf_counter()
         fields: dict[str, Any] = {"time": _time_of_day()}
         for name, max_length in _MAX_LENGTHS.items():
@@ -165,10 +166,10 @@ class AccessRecord:
 
 
 class AccessLog:
-    """Writes a line for each request; see `LineWriter` for what happens if nobody reads them.
+    """Writes a line for each request; without a reader, lines are dropped (see `LineWriter`).
 
     Args:
-        line_format: of the lines.
+        line_format: format of the lines.
         descriptor: to write to; stays open.
     """
 
@@ -177,14 +178,14 @@ class AccessLog:
         self.writer = LineWriter(descriptor, self._line_of_dropped)
 
     def write(self, record: AccessRecord) -> None:
-        """Write the line of a request that has ended (on `POLLED_PATHS`, if it failed); never waits."""
+        """Write the line of an ended request (on `POLLED_PATHS`, only if it failed). Never blocks."""
         if record.path in POLLED_PATHS and record.status < 400:
             return
         self.writer.write(self._to_line(record.fields()))
 
     @contextlib.contextmanager
     def noting(self, scope: MutableMapping[str, Any], record: AccessRecord) -> Iterator[AccessRecord]:
-        """Have a request noted on `record`, and write its line when it ends."""
+        """Attach `record` to a request, and write its line when it ends."""
         state = scope.setdefault("state", {})
         state[_STATE] = record
         try:
@@ -220,7 +221,7 @@ class AccessLogging:
 
     Args:
         app: the application inside.
-        log: to write to.
+        log: the log.
     """
 
     def __init__(self, app: ASGIApp, *, log: AccessLog) -> None:
@@ -233,29 +234,35 @@ class AccessLogging:
             await self._app(scope, receive, send)
             return
         with self._log.noting(scope, record_of(scope)) as record:
+            note_status = functools.partial(setattr, record, "status")
+            await self._app(scope, receive, telling_status(send, note_status))
 
-            async def send_noting(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    record.status = message["status"]
-                await send(message)
 
-            await self._app(scope, receive, send_noting)
+def telling_status(send: Send, note: Callable[[int], object]) -> Send:
+    """Wrap an ASGI `send` to call `note` with the status when the answer starts."""
+
+    async def send_noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            note(message["status"])
+        await send(message)
+
+    return send_noting
 
 
 def access_record_of(scope: Mapping[str, Any]) -> AccessRecord | None:
-    """Return the record of an ASGI request; None if none is kept."""
+    """Return the record of an ASGI request; None if there is none."""
     record: AccessRecord | None = scope.get("state", {}).get(_STATE)
     return record
 
 
 def note_error(scope: Mapping[str, Any], error: str) -> None:
-    """Have the request's line name what went wrong; what went wrong first counts."""
+    """Set the error in the request's line, unless it has one."""
     if (record := access_record_of(scope)) is not None and not record.error:
         record.error = error
 
 
 def printable(text: str, max_length: int) -> str:
-    """Return text of a client as visible ASCII, without quotes and spaces, and cut off if it is long."""
+    """Return a client's text as visible ASCII without quotes and spaces, truncated if long."""
     shown = _UNPRINTED.sub(lambda match: _escaped(match[0]), text[: max_length + 1])
     return shown if len(shown) <= max_length else f"{shown[: max_length - 3]}..."
 
@@ -266,7 +273,7 @@ def _escaped(character: str) -> str:
 
 
 def record_of(scope: Mapping[str, Any]) -> AccessRecord:
-    """Return the record of a request that begins."""
+    """Create the record of a new request."""
     client = scope.get("client")
     path = scope.get("raw_path")
     return AccessRecord(
@@ -299,7 +306,7 @@ def _json_line(fields: dict[str, Any]) -> bytes:
 
 
 def _text_line(fields: dict[str, Any]) -> bytes:
-    """Return the fields as `name=value`; the first ones, which each request has, without names."""
+    """Return the fields as `name=value`; the first ones, common to all requests, without names."""
     shown = [str(fields.pop("time"))]
     if "method" in fields:
         client, method, path, status = (fields.pop(name) for name in ("client", "method", "path", "status"))

@@ -18,19 +18,19 @@ ChatEndReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(Struct, frozen=True):
-    """Of the prompt's tokens, those whose KV came from the prefix cache."""
+    """Number of prompt tokens from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(Struct, frozen=True):
-    """Of the output tokens, those before the end of reasoning."""
+    """Number of output tokens before the end of reasoning."""
 
     reasoning_tokens: int
 
 
 class TokenUsage(Struct, frozen=True, kw_only=True):
-    """Number of tokens of one call, over all its prompts and choices; details only of models that think."""
+    """Token counts of one call, over all prompts and choices; reasoning details only if known."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -40,7 +40,7 @@ class TokenUsage(Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(Struct, kw_only=True):
-    """A token that could have come in a prompt: log-probability (nats), rank (1 is likeliest), text."""
+    """A candidate for a prompt's token: log-probability (nats), rank (1 is likeliest), text."""
 
     logprob: float
     rank: int
@@ -48,14 +48,14 @@ class PromptLogprob(Struct, kw_only=True):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token of a prompt: candidates by their ids. The first token has nothing before it, and is null."""
+"""Candidates by id, for each token of a prompt; null for the first token."""
 
 
 class CompletionLogprobs(Struct, kw_only=True):
     """Log-probabilities (nats) in the form of /v1/completions: parallel lists, one entry per token.
 
-    `text_offset` counts characters from the start of the choice's text. The first token of an echoed prompt
-    has nothing before it, so its entries are null.
+    `text_offset` counts characters from the start of the choice's text. The entries of an echoed prompt's
+    first token are null.
     """
 
     text_offset: list[int]
@@ -65,7 +65,7 @@ class CompletionLogprobs(Struct, kw_only=True):
 
 
 class CompletionChoice(Struct, kw_only=True):
-    """One text of /v1/completions; while it streams, the piece that is new."""
+    """One text of /v1/completions; in a stream, a new piece of it."""
 
     index: int
     text: str
@@ -90,10 +90,10 @@ class Completion(Struct, kw_only=True):
 
 
 class TopLogprob(Struct, kw_only=True):
-    """A token that could have come here.
+    """A candidate for a token.
 
-    `bytes` are its own: those of the tokens of a text, joined, are the text in UTF-8. Where they are part of
-    a character, `token` shows them as Python does, such as `\\xf0\\x9f`.
+    Joined, the `bytes` of a text's tokens are the text in UTF-8. Where they are part of a character, `token`
+    shows them escaped, such as `\\xf0\\x9f`.
     """
 
     token: str
@@ -102,7 +102,7 @@ class TopLogprob(Struct, kw_only=True):
 
 
 class TokenLogprob(TopLogprob, kw_only=True):
-    """The token that came, and the likeliest ones at its position."""
+    """The chosen token, and the likeliest ones at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -115,7 +115,7 @@ class ChatLogprobs(Struct, kw_only=True):
 
 
 class FunctionCall(Struct, kw_only=True):
-    """A function that the model calls; the arguments are JSON as it wrote them, which may be invalid."""
+    """A called function; the arguments are JSON as the model wrote it, perhaps invalid."""
 
     name: str
     arguments: str
@@ -130,9 +130,9 @@ class ToolCall(Struct, kw_only=True):
 
 
 class AssistantMessage(Struct, kw_only=True):
-    """The model's message; `content` is null if it is nothing but reasoning or calls of tools.
+    """The model's message; `content` is null if there is only reasoning or tool calls.
 
-    `reasoning` is the newer name of `reasoning_content`; both are there if the model has thought.
+    `reasoning` is the newer name of `reasoning_content`; both are set if there is reasoning.
     """
 
     role: Literal["assistant"] = "assistant"
@@ -169,14 +169,14 @@ class ChatCompletion(Struct, kw_only=True):
 
 
 class CalledFunctionDelta(Struct, kw_only=True):
-    """What is new in a streamed call: the name first, then pieces of the arguments."""
+    """The new part of a streamed call: first the name, then pieces of the arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str
 
 
 class ToolCallDelta(Struct, kw_only=True):
-    """A streamed call: `id`, `type` and the function's name at its beginning only."""
+    """Part of a streamed call; only the first has `id`, `type` and the function's name."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -185,7 +185,7 @@ class ToolCallDelta(Struct, kw_only=True):
 
 
 class ChatDelta(Struct, kw_only=True):
-    """What is new in a streamed message: role, then reasoning, content or calls; nothing at the end."""
+    """The new part of a streamed message: role, then reasoning, content or calls; empty at the end."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -219,7 +219,7 @@ class ChatCompletionChunk(Struct, kw_only=True):
 
 
 class ModelCard(Struct, kw_only=True):
-    """A model that is served; `max_model_len` (tokens, prompt and output together) is Quire's addition."""
+    """A served model; `max_model_len` (in tokens, prompt and output together) is Quire's addition."""
 
     id: str
     object: Literal["model"] = "model"
@@ -236,7 +236,7 @@ class ModelList(Struct, kw_only=True):
 
 
 class ServedCall(Struct, kw_only=True):
-    """A call that is being served: what each of its unfinished completions does or waits for."""
+    """A live call, with what each unfinished completion is doing or waiting for."""
 
     id: str
     object: Literal["request"] = "request"
@@ -244,7 +244,7 @@ class ServedCall(Struct, kw_only=True):
 
 
 class ServedCallList(Struct, kw_only=True):
-    """Answer of /v1/requests, the oldest first; `has_more` says whether the list was cut off."""
+    """Answer of /v1/requests, the oldest first; `has_more`: the list was truncated."""
 
     object: Literal["list"] = "list"
     data: list[ServedCall]
@@ -287,7 +287,7 @@ class SleepStatus(Struct, kw_only=True):
 
 
 class Health(Struct, kw_only=True):
-    """Answer of /health; `reason` says why the status is not ok."""
+    """Answer of /health; `reason` explains a status other than ok."""
 
     status: Literal["ok", "draining", "unavailable"]
     reason: str | None = None
@@ -301,10 +301,10 @@ class KVTransferAddress(Struct, kw_only=True):
 
 
 class KVEventSource(Struct, kw_only=True):
-    """How to know which prompts an engine has cached.
+    """How to find out which prompts an engine has cached.
 
-    KV events are published and replayed at two TCP ports of the engine's host. `tokenizer` tells those
-    who compute the digests of a prompt's blocks themselves whether they have the engine's tokenizer.
+    KV events are published and replayed on two TCP ports of the engine's host. `tokenizer` is a fingerprint,
+    to be compared before computing the digests of a prompt's blocks.
     """
 
     port: int
@@ -315,7 +315,7 @@ class KVEventSource(Struct, kw_only=True):
 class EngineDescription(Struct, kw_only=True):
     """Answer of /engine; lengths are in tokens.
 
-    `kv_transfer` is null if the engine lends no KV, and `kv_events` if it does not publish and replay them.
+    `kv_transfer` is null if the engine lends no KV, `kv_events` if it does not publish and replay them.
     """
 
     role: EngineRole
@@ -342,14 +342,14 @@ class DetokenizedText(Struct, kw_only=True):
 
 
 class AddedToken(Struct, kw_only=True):
-    """A token that was added to the vocabulary; special ones are left out of texts."""
+    """A token added to the vocabulary; special tokens are left out of texts."""
 
     content: str
     special: bool
 
 
 class TokenizerInfo(Struct, kw_only=True):
-    """Answer of /tokenizer_info, as in a `tokenizer_config.json`; `tokenizer_class` is of transformers."""
+    """Answer of /tokenizer_info, as in `tokenizer_config.json`; `tokenizer_class` is transformers'."""
 
     tokenizer_class: str = "PreTrainedTokenizerFast"
     model_max_length: int
@@ -369,7 +369,7 @@ class Version(Struct, kw_only=True):
 
 
 class ErrorDetail(Struct, kw_only=True):
-    """What went wrong: `param` is the request field at fault, `code` a machine-readable reason."""
+    """An error: `param` is the request field at fault, `code` a machine-readable reason."""
 
     message: str
     type: str
@@ -378,18 +378,18 @@ class ErrorDetail(Struct, kw_only=True):
 
 
 class ErrorResponse(Struct, kw_only=True):
-    """Body of every response that is not a success."""
+    """Body of every error response."""
 
     error: ErrorDetail
 
 
 def json_response(payload: Struct, status: int = 200) -> Response:
-    """Return the response whose body is `payload`."""
+    """Return a JSON response with this payload."""
     return Response(encode(payload), status, media_type="application/json")
 
 
 def sse_event(payload: Any) -> bytes:
-    """Return one server-sent event that carries `payload` as JSON."""
+    """Return one server-sent event with `payload` as JSON."""
     return b"data: " + encode(payload) + b"\n\n"
 
 

@@ -1,4 +1,4 @@
-"""Reading the bodies of requests, compressed or not, up to a limit."""
+"""Reading request bodies, compressed or not, up to a limit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ async def bounded_body(request: Request, limit: int, decompressor: Decompressor 
     """Return a request's body.
 
     Args:
-        request: whose body it is.
-        limit: the maximum of its size, in bytes, as it is sent and when it is decompressed.
-        decompressor: what it is decompressed with; None: it is sent as it is.
+        request: the request.
+        limit: maximum size in bytes, both as sent and decompressed.
+        decompressor: decompresses the body; None: it is not compressed.
 
     Raises:
-        ApiError: 413, it is larger.
+        ApiError: 413: the body is larger.
         ClientGoneError: the connection closed before the body was complete.
     """
     declared = request.headers.get("content-length", "")
@@ -36,7 +36,7 @@ async def bounded_body(request: Request, limit: int, decompressor: Decompressor 
                 raise _body_too_large(max(size, sent), limit)
             chunks.append(data)
     except ClientDisconnect:
-        raise ClientGoneError("the client left while it sent its request") from None
+        raise ClientGoneError("the client disconnected while sending its request") from None
     if decompressor is not None:
         decompressor.finish()
     return b"".join(chunks)
@@ -55,11 +55,11 @@ _WITHOUT_HEADER = -zlib.MAX_WBITS
 
 
 class Decompressor:
-    """Decompresses one body as its chunks come.
+    """Decompresses one body chunk by chunk.
 
     Args:
         encoding: one of `ENCODINGS`.
-        limit: bytes of the decompressed body.
+        limit: maximum bytes of the decompressed body.
     """
 
     def __init__(self, encoding: str, limit: int) -> None:
@@ -68,14 +68,14 @@ class Decompressor:
         self._stream = None if encoding == "deflate" else zlib.decompressobj(_GZIP)
 
     def decompress(self, chunk: bytes) -> bytes:
-        """Return what is in the next chunk, at most one byte more than the limit allows.
+        """Decompress the next chunk; returns at most one byte more than the limit allows.
 
         Raises:
-            InvalidRequestError: it is not compressed so, or something follows the compressed body.
+            InvalidRequestError: it is not compressed like this, or data follows the compressed body.
         """
         if not chunk or not self._room:
             return b""
-        if self._stream is None:  # deflate: zlib's form, but many clients leave its header out
+        if self._stream is None:  # deflate: zlib format, but many clients omit its header
             has_header = chunk[0] & 0x0F == zlib.DEFLATED
             self._stream = zlib.decompressobj(zlib.MAX_WBITS if has_header else _WITHOUT_HEADER)
         try:
@@ -84,11 +84,11 @@ class Decompressor:
             raise self._refusal(str(error)) from None
         self._room -= len(data)
         if self._stream.unused_data:
-            raise self._refusal("something follows its end")
+            raise self._refusal("data follows its end")
         return data
 
     def finish(self) -> None:
-        """Raise `InvalidRequestError` if the end of the compressed body has not come."""
+        """Raise `InvalidRequestError` if the compressed body is incomplete."""
         if self._stream is None or not self._stream.eof:
             raise self._refusal("it ends too early")
 

@@ -1,4 +1,4 @@
-"""Errors as the HTTP client sees them: OpenAI's shape, and one place that decides the status."""
+"""Error answers: their shapes, and the one place that decides their status."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ OPENAI_ERRORS = ErrorShape(ErrorResponse, _openai_error)
 
 
 def error_shape_of(scope: Mapping[str, Any]) -> ErrorShape:
-    """Return the shape of the errors of an ASGI request, as `RequestEnvelope` has found it."""
+    """Return the error shape of an ASGI request, as set by `RequestEnvelope`."""
     shape: ErrorShape = scope.get("state", {}).get("error_shape", OPENAI_ERRORS)
     return shape
 
@@ -77,11 +77,11 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status code.
-        message: what was wrong, the value, the limit and what to do.
+        message: what is wrong, the value, the limit and what to do.
         kind: OpenAI's error type.
-        param: the request field at fault, if it is one.
-        code: a short machine-readable reason, if there is one.
-        headers: added to the response, as Retry-After.
+        param: the request field at fault, if any.
+        code: a short machine-readable reason, if any.
+        headers: more headers of the response, such as Retry-After.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self, shape: ErrorShape = OPENAI_ERRORS) -> bytes:
-        """Return the JSON body, in the shape of an API."""
+        """Return the JSON body in an API's shape."""
         return encode(shape.of(self))
 
     def response(self, shape: ErrorShape = OPENAI_ERRORS) -> Response:
@@ -111,12 +111,12 @@ class ApiError(Exception):
         return _ErrorAnswer(self, shape)
 
     def closing_response(self) -> bytes:
-        """Return the whole HTTP response as it is sent, for a connection that closes after it."""
+        """Return the raw HTTP response, for a connection that closes after it."""
         return closing_response(self.status, "application/json", self.body(), headers=self.headers)
 
     @property
     def reason(self) -> str:
-        """What went wrong in a word, and the field at fault; without anything that a message quotes."""
+        """The error's code and field, without anything quoted from the request."""
         return f"{self.code or self.kind}:{self.param}" if self.param else self.code or self.kind
 
 
@@ -138,11 +138,11 @@ class ClientGoneError(Exception):
 
 
 def as_api_error(error: Exception, *, request_id: str = "") -> ApiError:
-    """Return what the client is told about `error`; the unexpected is logged here, once, and not disclosed.
+    """Convert an exception to an error answer; unexpected ones are logged here and not disclosed.
 
     Args:
-        error: anything raised while a request was served.
-        request_id: the X-Request-Id of the request, to find its log lines by.
+        error: any exception raised while serving a request.
+        request_id: the X-Request-Id of the request, for the log.
     """
     answer = _expected(error)
     if answer is not None:
@@ -157,7 +157,7 @@ def as_api_error(error: Exception, *, request_id: str = "") -> ApiError:
 
 
 def _expected(error: Exception) -> ApiError | None:
-    """Return the answer to an error whose message is meant for the client; None for any other."""
+    """Convert an exception whose message is meant for the client; None for any other."""
     answer: ApiError | None = None
     match error:
         case ApiError():

@@ -1,4 +1,4 @@
-"""What other servers' clients send: names without effect, which are accepted and reported, and typos."""
+"""Fields of other servers' clients: ignored names, which are reported, and typos."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ log = logging.getLogger(__name__)
 
 HEADER = "X-Ignored-Parameters"
 MAX_IGNORED_NAMES = 64
-"""Different names without effect that a body may have."""
+"""Maximum number of ignored names per body."""
 
 MAX_LOGGED_NAMES = 256
-"""Different names that one server logs; others are only in the header."""
+"""Maximum number of names that a server logs; more are only in the header."""
 
 _MAX_HEADER_LENGTH = 512  # characters
 _MAX_NAME_LENGTH = 64  # characters, as shown
-_MAX_SHORT_NAME = 5  # characters; up to here, two edits make another word
-_LONGEST_TYPO = 40  # characters
+_MAX_SHORT_NAME = 5  # characters; up to this length, two edits make another word
+_MAX_TYPO_LENGTH = 40  # characters
 _NOT_A_LETTER = re.compile(r"[^a-z0-9]")
-_OTHER_SERVERS_NAMES = frozenset({"models", "top_a", "top_n"})  # that are no typos of Quire's
+_OTHER_SERVERS_NAMES = frozenset({"models", "top_a", "top_n"})  # not typos of Quire's names
 
 
 class Ignorable:
-    """Marks a field that changes no token: any value is accepted, unless the server is strict."""
+    """Marks a field that does not affect tokens; any value is accepted, unless the server is strict."""
 
 
 class Leniency:
-    """How strictly one body is read, and its fields without effect.
+    """How strictly one body is read, and its ignored fields.
 
     Args:
-        is_strict: whether whatever has no effect is refused.
+        is_strict: whether fields without effect are refused.
     """
 
     def __init__(self, *, is_strict: bool) -> None:
@@ -44,16 +44,16 @@ class Leniency:
 
     @property
     def ignored(self) -> list[str]:
-        """Paths of what had no effect, each once, in printable ASCII and shortened."""
+        """Unique paths of ignored fields, in printable ASCII and shortened."""
         return list(self._ignored)
 
     def ignore(self, path: str) -> bool:
-        """Note that a field has no effect; return whether that is possible: there are not too many yet."""
+        """Report a field as ignored; return False if there are too many already."""
         self._ignored[_shown(path)] = None
         return len(self._ignored) <= MAX_IGNORED_NAMES
 
     def header(self) -> str:
-        """Return the value of `HEADER`: the names, and how many more there are; empty if there are none."""
+        """Return the value of `HEADER`: the names, and the number of further ones; empty: none."""
         shown: list[str] = []
         for name in self._ignored:
             if sum(map(len, shown)) + 2 * len(shown) + len(name) > _MAX_HEADER_LENGTH:
@@ -63,7 +63,7 @@ class Leniency:
 
 
 class IgnoredNames:
-    """The log's part of it: each name is logged once, and no more than `MAX_LOGGED_NAMES`."""
+    """Logs each ignored name once, at most `MAX_LOGGED_NAMES`."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -82,8 +82,8 @@ def _shown(path: str) -> str:
 
 
 def typo_hint(name: str, known: frozenset[str]) -> str | None:
-    """Return which known name is meant by an unknown one, as the tail of an error; None if it is no typo."""
-    if len(name) > _LONGEST_TYPO or name in _OTHER_SERVERS_NAMES:
+    """Return a hint at the known name that a typo resembles; None if it is not a typo."""
+    if len(name) > _MAX_TYPO_LENGTH or name in _OTHER_SERVERS_NAMES:
         return None
     return _hint(name, known)
 
@@ -101,25 +101,25 @@ def _letters_of(known: frozenset[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _letters(name: str) -> str:
-    """Return a name without what differs between maxTokens, max-tokens and max_tokens."""
+    """Normalize a name, so that maxTokens, max-tokens and max_tokens are equal."""
     return _NOT_A_LETTER.sub("", name.casefold())
 
 
 def _looks_like(name: str, known: str) -> bool:
     most = 0 if len(known) <= 2 else 1 if len(known) <= _MAX_SHORT_NAME else 2
     if abs(len(name) - len(known)) > most or len(set(name) ^ set(known)) > 2 * most:
-        return False  # an edit changes at most two letters of the set
+        return False  # each edit changes at most two letters of the set
     return is_within_edits(name, known, most)
 
 
 def is_within_edits(first: str, second: str, most: int) -> bool:
-    """Return whether few characters must be inserted, removed, replaced or swapped with the next.
+    """Return whether at most `most` insertions, deletions, replacements or swaps make texts equal.
 
     Optimal string alignment, the restricted form of the distance of Damerau (1964).
 
     Args:
         first, second: texts.
-        most: edits that are few.
+        most: maximum number of edits.
     """
     before: list[int] = []
     row = list(range(len(second) + 1))
@@ -132,5 +132,5 @@ def is_within_edits(first: str, second: str, most: int) -> bool:
             following.append(cost)
         before, row = row, following
         if min(before) >= most < min(row):
-            return False  # no row can have less
+            return False  # later rows cannot be lower
     return row[-1] <= most

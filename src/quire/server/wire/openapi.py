@@ -1,4 +1,4 @@
-"""The OpenAPI document, from the models of requests and answers, and its page at /docs."""
+"""The OpenAPI document, generated from the models of requests and answers, and its page at /docs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT_ERRORS = {
 }
 TOKENIZATION_ERRORS = {
     **PROMPT_ERRORS,
-    429: "Too many texts wait to be tokenized.",
+    429: "Too many texts are waiting to be tokenized.",
     504: "The text was not tokenized in time.",
 }
 GENERATION_ERRORS = {
@@ -47,41 +47,41 @@ GENERATION_ERRORS = {
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """One route: what goes in, what comes out, and with which statuses."""
+    """One route: its request, answers and statuses."""
 
     method: str
     path: str
-    handler: Callable[..., Awaitable[Response]]  # of the request, and of its body if it takes one
+    handler: Callable[..., Awaitable[Response]]  # takes the request, and the body if there is one
     answer: type[msgspec.Struct] | None  # None: not JSON
     _: dataclasses.KW_ONLY
     body: type[BaseModel] | None = None
     form: type[BaseModel] | None = None  # body, if it is multipart/form-data; the handler reads it
-    media_type: str = CONTENT_TYPE_LATEST  # of an answer that is not JSON
-    takes_any_type: bool = False  # the body is read as JSON whatever its Content-Type says
+    media_type: str = CONTENT_TYPE_LATEST  # media type of an answer that is not JSON
+    takes_any_type: bool = False  # the body is JSON regardless of its Content-Type
     event: type[msgspec.Struct] | None = None
     stream_type: str = SERVER_SENT_EVENTS  # media type of a stream of events
     errors: dict[int, str] = dataclasses.field(default_factory=dict)
     error_shape: ErrorShape = OPENAI_ERRORS
-    failure: type[msgspec.Struct] | None = None  # body of an answer with one of `errors`, if no error is
+    failure: type[msgspec.Struct] | None = None  # body of answers with a status in `errors`, if not an error
 
     @property
     def error_answer(self) -> type[msgspec.Struct]:
-        """Body of an answer that is not a success."""
+        """Body of an error answer."""
         return self.failure or self.error_shape.answer
 
     @property
     def summary(self) -> str:
-        """What it does, in a sentence."""
+        """A one-sentence description."""
         return (self.handler.__doc__ or "").partition("\n")[0]
 
     @property
     def route_path(self) -> str:
-        """The path as the router wants it; the names of models and requests may contain slashes."""
+        """The path as a route pattern; names of models and requests may contain slashes."""
         return _PARAMETER.sub(r"{\1:path}", self.path)
 
 
 def openapi_document(endpoints: Sequence[Endpoint], version: str, root_path: str = "") -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of a server that has these routes, below `root_path`."""
+    """Return the OpenAPI 3.1 document of a server with these routes, below `root_path`."""
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
@@ -146,7 +146,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     return operation
 
 
-_LIMITS = {  # JSON schema's words, in the order in which they are read
+_LIMITS = {  # keywords of JSON schema, in reading order
     "minimum": "at least {}",
     "exclusiveMinimum": "above {}",
     "maximum": "at most {}",

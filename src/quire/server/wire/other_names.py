@@ -1,4 +1,4 @@
-"""Aliases of other servers' fields, and their forms of values."""
+"""Aliases of fields from other servers, and their value formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 TWO_NAMES = "two_names"
-"""Type of the validation error about one thing that has two values; `name`, `own_name` in its context."""
+"""Type of the validation error about two names with different values (`name`, `own_name`)."""
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "ebnf": ("structured_outputs", "grammar"),
@@ -29,7 +29,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "return_tokens": ("return_token_ids",),
     "stop_sequences": ("stop",),
 }
-"""Where the value of a field of vLLM, SGLang, llama.cpp, TGI or Ollama belongs."""
+"""Paths of Quire's fields by names in vLLM, SGLang, llama.cpp, TGI or Ollama."""
 
 NAMES_IN_COMPLETIONS: Mapping[str, tuple[str, ...]] = {**_NAMES, "n_probs": ("logprobs",)}
 NAMES_IN_CHATS: Mapping[str, tuple[str, ...]] = {**_NAMES, "n_probs": ("top_logprobs",)}
@@ -37,12 +37,12 @@ NAMES_IN_CHATS: Mapping[str, tuple[str, ...]] = {**_NAMES, "n_probs": ("top_logp
 _NOTHING = {"grammar": "", "n_probs": 0}  # values that ask for nothing
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _UNLIMITED = -1
-_AS_MANY_AS_FIT = 2**31 - 1  # beyond what any model takes
-_BANNED = -100.0  # OpenAI's bias of what is not to occur
+_AS_MANY_AS_FIT = 2**31 - 1  # beyond any model's maximum
+_BANNED = -100.0  # OpenAI's bias to ban a token
 
 
 def with_own_names(values: dict[str, Any], others: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return a body's values with those of other servers' names under Quire's.
+    """Move a body's values from other servers' names to Quire's.
 
     Args:
         values: by name.
@@ -63,7 +63,7 @@ def with_own_names(values: dict[str, Any], others: Mapping[str, tuple[str, ...]]
 
 
 def take_other_values(values: dict[str, Any]) -> None:
-    """Replace values of sampling parameters that Quire has another form for, in place."""
+    """Convert values of sampling parameters for which Quire has another form, in place."""
     if values.get("top_k") == -1:
         values["top_k"] = 0
     if values.get("seed") == -1:
@@ -79,7 +79,7 @@ def take_other_values(values: dict[str, Any]) -> None:
 
 
 def _biases_of(pairs: list[Any]) -> Any:
-    """Return llama.cpp's list of token ids and biases as an object; what is none stays, to be refused."""
+    """Return llama.cpp's list of token ids and biases as an object; other values are refused later."""
     biases: dict[str, Any] = {}
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
@@ -98,7 +98,7 @@ def _placed(there: Any, path: tuple[str, ...], name: str, value: Any) -> Any:
         return value
     outer, inner = path
     if there is not None and not isinstance(there, dict):
-        return there  # which is refused
+        return there  # refused later
     parts = there or {}
     if parts.get(inner) not in (None, value):
         own_name = f"{outer}.{inner}"

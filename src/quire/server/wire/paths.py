@@ -1,4 +1,4 @@
-"""Paths: which ones machines ask for, and how clients spell them (a slash at the end, or no /v1)."""
+"""Paths: those polled by machines, and clients' spellings (a trailing slash, or no /v1)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import re
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 READINESS_PATHS = ("/health", "/ready", "/ping")
-"""They all tell whether requests can be served; which of them is asked depends on the platform."""
+"""All report whether requests can be served; platforms differ in the path they use."""
 
 MONITORING_PATHS = frozenset({*READINESS_PATHS, "/live", "/metrics"})
-"""Asked for all the time, by machines that have no key."""
+"""Polled by machines without a key."""
 
 POLLED_PATHS = MONITORING_PATHS | {"/stats", "/v1/requests"}
-"""Asked for again and again, also by the page that people look at: the access log has what fails."""
+"""Polled regularly, also by the page; the access log only has failures."""
 
 _WITHOUT_VERSION = re.compile(r"/(chat/completions|completions|models)(/|\Z)")
 
 
 class CanonicalPath:
-    """ASGI middleware: gives other spellings of a path to the application as that path.
+    """ASGI middleware: replaces other spellings of a path by the canonical one.
 
     Args:
         app: the application inside, which sees one spelling of each path.
@@ -36,7 +36,7 @@ class CanonicalPath:
 
 
 def canonical_path(path: str) -> str:
-    """Return a path without a slash at its end, and below /v1 if it is one of OpenAI's."""
+    """Return a path without a trailing slash, and below /v1 if it is one of OpenAI's."""
     if len(path) > 1:
         path = path.removesuffix("/")
     return f"/v1{path}" if _WITHOUT_VERSION.match(path) else path

@@ -1,4 +1,4 @@
-"""HTTP responses as bytes, for connections that no server library answers."""
+"""Raw HTTP responses, for connections outside the server library."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def closing_response(
     """Return a whole response, after which the connection closes.
 
     Args:
-        status: of the answer.
-        media_type: of the body.
-        body: whose length the response has, even if it is left out.
-        headers: further ones.
-        with_body: whether the body is sent; an answer to HEAD has none.
+        status: HTTP status.
+        media_type: media type of the body.
+        body: the body, which sets Content-Length even if it is left out.
+        headers: more headers.
+        with_body: whether to send the body; False for HEAD.
     """
     fields = {
         "Content-Type": media_type,

@@ -1,4 +1,4 @@
-"""Answers that come in pieces, and clients that leave before the end."""
+"""Streamed answers, and clients that disconnect early."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return what `work` returns, but cancel it as soon as the client closes the connection.
+    """Return the result of `work`, but cancel it as soon as the client disconnects.
 
-    The request's body must have been read. On return, whichever way, `work` has ended. If it has sent the end
-    of an answer, which ASGI calls a disconnection too, it may be cancelled.
+    The request's body must have been read. `work` has ended in any case on return. After it has sent the end
+    of an answer (for ASGI, a disconnection, too), it may be cancelled.
 
     Raises:
         ClientGoneError: the client left first.
@@ -49,11 +49,11 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
             try:
                 return await work
             finally:
-                is_over = True  # the loop may have queued the callback already
+                is_over = True  # the loop may already have queued the callback
     except TimeoutError:
         if not limit.expired():
             raise
-        raise ClientGoneError("the client left before its answer was complete") from None
+        raise ClientGoneError("the client disconnected before its answer was complete") from None
     finally:
         watcher.cancel()
 
@@ -66,15 +66,13 @@ async def event_stream(
     request_id: str,
     media_type: str = SERVER_SENT_EVENTS,
 ) -> EventStream:
-    """Return the response that streams `events`, once the first of them is there.
+    """Return the response that streams `events`, once the first one is available.
 
-    An error after it is sent as what `error_event` makes of it.
-
-    Waiting for the first one lets every refusal be a plain response with its own status.
+    Errors before it thus become plain responses with their own status; later ones are sent as `error_event`.
 
     Raises:
-        ClientGoneError: the client left before the first event.
-        Exception: whatever made the first event fail.
+        ClientGoneError: the client disconnected before the first event.
+        Exception: any error before the first event.
     """
     first = await unless_disconnected(receive, _first(events))
     return EventStream(first, events, error_event, request_id=request_id, media_type=media_type)
@@ -85,9 +83,9 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
 
 
 class EventStream(Response):
-    """Events from a generator, which is closed as soon as the client leaves.
+    """Streams events from a generator, which is closed as soon as the client disconnects.
 
-    An error after the first event can no longer change the status, so it is sent as an event of its own.
+    An error after the first event can no longer change the status, so it is sent as an event.
     """
 
     charset = "utf-8"
@@ -111,7 +109,7 @@ class EventStream(Response):
         self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, or stop when the client leaves."""
+        """Send everything, or stop when the client disconnects."""
         try:
             await unless_disconnected(receive, self._send_all(scope, send))
         except (ClientGoneError, OSError):
@@ -128,7 +126,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except OSError:
             raise
-        except Exception as error:  # whatever it is, the client must hear of it
+        except Exception as error:  # any error is reported to the client
             answer = as_api_error(error, request_id=self._request_id)
             note_error(scope, answer.reason)
             await send({"type": "http.response.body", "body": self._error_event(answer), "more_body": True})

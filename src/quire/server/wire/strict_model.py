@@ -33,11 +33,11 @@ from quire.server.wire.other_names import with_own_names
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 UNKNOWN_NAME = "unknown_name"
-"""Type of the validation error about a name that a model does not have; `name` and `hint` in its context."""
+"""Type of the validation error about an unknown name (context: `name`, `hint`)."""
 
 
 TAG_PREFIX = "="
-"""Of the names of the forms that a field may take; they are no part of a field's path."""
+"""Prefix of union tags, which are not part of a field's path."""
 
 Unsupported: TypeAlias = None
 Ignored = Annotated[None, Ignorable()]
@@ -52,22 +52,22 @@ def _require_finite(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_require_finite)]
-"""An object of which JSON can be made again: parsers take numbers that are too large, such as 1e999."""
+"""An object that can be encoded as JSON again; parsers accept too large numbers such as 1e999."""
 
 
 class StrictModel(BaseModel):
-    """No conversion between types, no NaN or infinity, and names without effect only as `Leniency` says.
+    """No type conversion, no NaN or infinity, and ignored names only as `Leniency` allows.
 
-    It is the context of the validation; without one, bodies are read as a strict server reads them.
+    The `Leniency` is the validation context; without it, validation is strict.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     path_prefix: ClassVar[str] = ""
-    """What a field's path begins with in a whole body."""
+    """Prefix of a field's path in the whole body."""
 
     names_of_other_servers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Names that fields also have, and where their values belong; not taken by a strict server."""
+    """Aliases and the paths of their fields; refused by a strict server."""
 
     @model_validator(mode="before")
     @classmethod
@@ -82,11 +82,11 @@ class StrictModel(BaseModel):
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Change what other servers take in another form, in place; not done by a strict server."""
+        """Convert other servers' values in place; not called by a strict server."""
 
 
 def _without_unknown_names(cls: type[StrictModel], values: dict[str, Any]) -> dict[str, Any]:
-    """Stop at the first unknown name; pydantic's own check would describe every one of a million."""
+    """Refuse the first unknown name; pydantic's own check would describe all, perhaps a million."""
     names = _names_of(cls)
     for name in values:
         if name not in names:
@@ -100,7 +100,7 @@ def _without_unknown_names(cls: type[StrictModel], values: dict[str, Any]) -> di
 def _without_ignored_names(
     cls: type[StrictModel], values: dict[str, Any], leniency: Leniency
 ) -> dict[str, Any]:
-    """Return what has an effect; the rest is noted, and refused if it looks like a typo."""
+    """Return fields with an effect; report the others, and refuse those that look like typos."""
     names = _names_of(cls)
     kept: dict[str, Any] = {}
     if others := cls.names_of_other_servers:
@@ -110,11 +110,11 @@ def _without_ignored_names(
         if known is None:
             hint = typo_hint(name, _names_meant(cls))
             if hint is None and not leniency.ignore(cls.path_prefix + name):
-                hint = f"and at most {MAX_IGNORED_NAMES} names without effect are taken"
+                hint = f"and at most {MAX_IGNORED_NAMES} ignored names are accepted"
             if hint is not None:
                 raise PydanticCustomError(UNKNOWN_NAME, "unknown name", {"name": name, "hint": hint})
         elif known.is_ignorable:
-            if value not in _DEFAULTS_ELSEWHERE or type(value) is int:  # 0, which is equal to False
+            if value not in _DEFAULTS_ELSEWHERE or type(value) is int:  # 0 equals False
                 leniency.ignore(cls.path_prefix + name)
         elif known.is_supported or value not in _NOTHING:
             kept[name] = int(value) if known.takes_integer and _is_integral(value) else value
@@ -126,7 +126,7 @@ def _is_integral(value: Any) -> bool:
 
 
 _NOTHING: tuple[Any, ...] = (None, False, "", "none", [], {})
-"""Values of fields that are not supported which ask for nothing."""
+"""Values of unsupported fields that ask for nothing."""
 
 _DEFAULTS_ELSEWHERE: tuple[Any, ...] = (*_NOTHING, "auto", "default")
 
@@ -140,7 +140,7 @@ class _KnownName:
 
 @functools.cache
 def _names_of(cls: type[BaseModel]) -> Mapping[str, _KnownName]:
-    """Return the names that a model's body may have."""
+    """Return the names allowed in a model's body."""
     return {
         field.alias or name: _KnownName(
             is_supported=field.annotation is not type(None),
@@ -153,13 +153,13 @@ def _names_of(cls: type[BaseModel]) -> Mapping[str, _KnownName]:
 
 @functools.cache
 def supported_names(cls: type[BaseModel]) -> frozenset[str]:
-    """Return the names that a model's body may have and that have an effect."""
+    """Return the names allowed in a model's body that have an effect."""
     return frozenset(name for name, known in _names_of(cls).items() if known.is_supported)
 
 
 @functools.cache
 def _names_meant(cls: type[StrictModel]) -> frozenset[str]:
-    """Return the names that a typo may be of."""
+    """Return the names to compare typos with."""
     return supported_names(cls).union(cls.names_of_other_servers)
 
 
@@ -174,7 +174,7 @@ def _takes_integer(annotation: Any) -> bool:
 
 
 def text_or_list(list_tag: str, meaning: str) -> Discriminator:
-    """Tell a string, tagged `=text`, from a list; anything else is refused with `meaning`."""
+    """Return a discriminator between a string, tagged `=text`, and a list; others are refused."""
 
     def form_of(value: Any) -> str | None:
         return "=text" if isinstance(value, str) else list_tag if isinstance(value, list) else None
@@ -189,7 +189,7 @@ def optional_field(cls: type, name: str, *, alias: str | None = None) -> Any:
 
 
 def body_fields(cls: type, *, exclude: Collection[str] = ()) -> dict[str, Any]:
-    """Return an optional field for each of a class of parameters, for `pydantic.create_model`.
+    """Return optional fields for all fields of a class of parameters, for `pydantic.create_model`.
 
     It has the same limits and description. A tuple becomes a list; as in the class, duplicates are dropped
     before its length is checked.
@@ -215,7 +215,7 @@ def _body_type(limits: Limits) -> Any:
 
 
 def _distinct(entries: Any) -> Any:
-    """Return the entries of a list, each once; anything else is left for pydantic to refuse."""
+    """Return the unique entries of a list; other values are left for pydantic to refuse."""
     try:
         return list(dict.fromkeys(entries)) if isinstance(entries, list) else entries
     except TypeError:
@@ -223,7 +223,7 @@ def _distinct(entries: Any) -> Any:
 
 
 def _mapping_check(limits: Limits) -> Callable[[Any, Callable[[Any], Any]], Any]:
-    """Return a validator that says once what the mapping must be, and looks at few enough entries only."""
+    """Return a validator that reports a mapping's requirement once, and bounds the checked entries."""
     most = limits.bounds["max_length"]
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
@@ -236,7 +236,7 @@ def _mapping_check(limits: Limits) -> Callable[[Any, Callable[[Any], Any]], Any]
 
 
 def _range_check(limits: str) -> Callable[[Any, Callable[[Any], Any]], Any]:
-    """Return a validator that names the whole range, where pydantic names only the end that was exceeded."""
+    """Return a validator that reports the whole range, unlike pydantic, which reports one end."""
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked request model, with actionable errors."""
+"""Parsing and validating request bodies, with actionable errors."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from quire.server.wire.leniency import Leniency
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 _SUBJECT = re.compile(r"^\w+(?= should)")  # pydantic begins with "Input should", "List should"
-# Of a header: name and value.
+# Parameter of a header: name and value.
 _PARAMETER = re.compile(r"""(?:^|;)\s*([^\s=;"]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;]*)""")
 _NO_BACKSLASH = re.compile(rb"[^\\]")
 _MAX_SHOWN = 80  # characters of a value or a name
 
 MAX_OBJECTS = 4_096
-"""In a body; each takes microseconds to check."""
+"""Maximum objects in a body; each takes microseconds to check."""
 
 MAX_VALUES = 65_536
-"""In a body, besides the token ids of a prompt."""
+"""Maximum values in a body, besides the token ids of a prompt."""
 
 COUNTED_PER_TURN = 262_144
-"""Bytes of a body that are looked at in one turn of the event loop: it takes less than a millisecond."""
+"""Bytes of a body counted per turn of the event loop, in less than a millisecond."""
 
 
 async def read_body(
@@ -48,16 +48,16 @@ async def read_body(
     """Return the request's JSON body as `model`.
 
     Args:
-        request: whose body it is.
-        model: what the body must be.
-        max_body_bytes: limit of its size.
-        max_prompt_tokens: it may have as many values besides `MAX_VALUES`.
-        leniency: what is accepted without having an effect; it is noted there.
-        takes_any_type: whether the body is JSON whatever its Content-Type says.
+        request: the request.
+        model: type of the body.
+        max_body_bytes: maximum size of the body.
+        max_prompt_tokens: how many values the body may have besides `MAX_VALUES`.
+        leniency: what to ignore; collects the ignored fields.
+        takes_any_type: whether the body is JSON regardless of its Content-Type.
 
     Raises:
-        ApiError: 413 or 415.
-        InvalidRequestError: the body is not JSON in UTF-8, or not what `model` describes.
+        ApiError: 413: the body is too large; 415: its type or encoding is not supported.
+        InvalidRequestError: the body is not JSON in UTF-8, or does not fit `model`.
         ClientGoneError: the connection closed before the body was complete.
     """
     if not takes_any_type:
@@ -78,7 +78,7 @@ def read_query(request: Request, model: type[BodyT]) -> BodyT:
     """Return the parameters of the request's URL as `model`.
 
     Raises:
-        InvalidRequestError: they are not what `model` describes.
+        InvalidRequestError: they do not fit `model`.
     """
     given = dict(request.query_params)
     for name in given:
@@ -102,7 +102,7 @@ def _require_json(request: Request) -> None:
 
 
 def _charset(parameters: str) -> str:
-    """Return the parameter `charset` in lower case; empty: there is none. Others say nothing of JSON."""
+    """Return the parameter `charset` in lower case; empty: there is none."""
     for name, value in _PARAMETER.findall(parameters):
         if name.lower() == "charset":
             charset: str = value.strip().strip('"').lower()
@@ -120,7 +120,7 @@ def _decompressor(request: Request, limit: int) -> Decompressor | None:
 
 
 async def _require_few_values(body: bytes, max_values: int) -> None:
-    """Refuse a body that would take long to parse, however few its bytes are."""
+    """Refuse a body with so many values that parsing would take long."""
     limits = {b"{": (MAX_OBJECTS, "objects, such as messages"), b",": (max_values, "values")}
     counts = dict.fromkeys(limits, 0)
     for start in range(0, len(body), COUNTED_PER_TURN):
@@ -129,13 +129,13 @@ async def _require_few_values(body: bytes, max_values: int) -> None:
         for mark in counts:
             counts[mark] += body.count(mark, start, start + COUNTED_PER_TURN)
     if all(counts[mark] <= limit for mark, (limit, _) in limits.items()):
-        return  # whatever of it is in strings
+        return  # whatever is inside strings
     counts = await asyncio.to_thread(count_outside_strings, body, b"".join(limits))
     for mark, (limit, what) in limits.items():
         if counts[mark] > limit:
             raise ApiError(
                 413,
-                f"the body has {counts[mark]} {what}; at most {limit} are taken; "
+                f"the body has {counts[mark]} {what}; at most {limit} are accepted; "
                 "send several smaller requests",
                 code="body_too_large",
             )
@@ -147,12 +147,12 @@ def count_outside_strings(body: bytes, marks: bytes, *, piece_bytes: int = 65_53
     Args:
         body: the text.
         marks: the characters.
-        piece_bytes: looked at in one go, during which no other thread runs.
+        piece_bytes: bytes searched at a time, while the GIL is held.
     """
     counts = {bytes([mark]): 0 for mark in marks}
     start = num_quotes = 0
     while start < len(body):
-        last = _NO_BACKSLASH.search(body, start + piece_bytes - 1)  # of a piece that divides no escape
+        last = _NO_BACKSLASH.search(body, start + piece_bytes - 1)  # so that pieces do not split escapes
         end = last.end() if last else len(body)
         text = np.frombuffer(body[start:end].replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
         is_quote = text == ord('"')
@@ -165,7 +165,7 @@ def count_outside_strings(body: bytes, marks: bytes, *, piece_bytes: int = 65_53
 
 
 async def _names_no_number(body: bytes) -> bool:
-    """Whether NaN or Infinity occurs anywhere, which is much sooner known than where."""
+    """Whether NaN or Infinity occurs anywhere: much faster than finding out where."""
     for start in range(0, len(body), COUNTED_PER_TURN):
         if start:
             await asyncio.sleep(0)
@@ -176,13 +176,13 @@ async def _names_no_number(body: bytes) -> bool:
 
 
 def _require_json_numbers(body: bytes) -> None:
-    """Refuse NaN and Infinity outside of strings, which pydantic takes for numbers."""
+    """Refuse NaN and Infinity outside strings, which pydantic accepts as numbers."""
     try:
         from_json(body, allow_inf_nan=False)
     except ValueError as error:
         _require_utf8(body)
         raise InvalidRequestError(
-            f"the body is not valid JSON: {error}; NaN and Infinity are no JSON"
+            f"the body is not valid JSON: {error}; NaN and Infinity are not JSON"
         ) from None
 
 
@@ -196,7 +196,7 @@ def _require_utf8(body: bytes) -> None:
 
 
 def _explained(error: ErrorDetails) -> InvalidRequestError:
-    """Return the first validation error with its field's path, value and what is possible instead."""
+    """Convert the first validation error: the field's path, its value, and what is allowed."""
     path = _path_text(error["loc"])
     param = path or None
     match error["type"]:

@@ -36,7 +36,7 @@ class KVFile:
     """A file that `write_kv_file` has written, open for reading.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         KVFileError: it cannot be read, is of another kind, or its header is damaged.
@@ -124,11 +124,11 @@ def write_kv_file(
     """Write the KV of all full blocks of a prompt to a file, which appears whole or not at all.
 
     Args:
-        path: of the file; replaced if it exists.
+        path: path of the file; replaced if it exists.
         identity: what the KV was computed by, in named parts.
-        token_ids: of the prompt, whole blocks.
+        token_ids: token ids of the prompt, whole blocks.
         block_size: tokens per block.
-        bytes_per_block: of keys and values.
+        bytes_per_block: bytes per block of keys and values.
         read_block: reads the block of a number; False: it is not there any more.
 
     Returns:

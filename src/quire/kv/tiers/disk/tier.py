@@ -33,7 +33,7 @@ class DiskTier(BlockTier):
     Args:
         directory: may hold the files of several models.
         capacity_bytes: maximum size of all tiers' files in the directory together.
-        layout: of the regions.
+        layout: layout of the regions.
         min_uses: uses of a block after which it is stored.
 
     Raises:

@@ -45,14 +45,14 @@ _ROPE_KEYS = {
     "scaling.yarn_beta_fast": ROPE_RULES["beta_fast"],
     "scaling.yarn_beta_slow": ROPE_RULES["beta_slow"],
 }
-_ONLY = {  # values that leave the numbers as they are, of what llama.cpp computes with and Quire does not
+_ONLY = {  # neutral values of parameters that llama.cpp supports and Quire does not
     "rope.scaling.yarn_ext_factor": (1, -1),  # -1: by the kind of scaling
     "rope.scaling.yarn_log_multiplier": (0,),
     "attention.causal": (True,),
 }
 _HARMLESS = ("rope.scaling.finetuned", "attention.layer_norm_epsilon")
 _CHANGES_NUMBERS = re.compile(r"rope\..*|attention\..*|.*_scale|.*_softcapping|expert_count")
-_ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as Llama 3.1 has them
+_ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as in Llama 3.1
 _LONG_ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 ROPE_TENSORS = (_ROPE_FACTORS, *_LONG_ROPE_FACTORS.values())
 _MAX_ROPE_FACTORS = 1 << 12
@@ -62,7 +62,7 @@ _FLOAT32 = 0
 
 
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return what config.json would say of the model in a GGUF file, and ggml's kind of each of its tensors.
+    """Return the equivalent of config.json for a GGUF file, and the ggml type of each tensor.
 
     Raises:
         ModelError: the file cannot be read, or the architecture is not one that Quire reads from GGUF.
@@ -106,7 +106,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     values["embedding_dtype"] = _EMBEDDING_DTYPES.get(file.tensors["token_embd.weight"].kind, "")
     for name in ("bos_token_id", "eos_token_id"):
         values[name] = file.metadata.get(f"tokenizer.ggml.{name}")
-    # llama.cpp's defaults, which are not those of transformers' classes
+    # llama.cpp's defaults, which differ from transformers'
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     head_dim = values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"] or None)
     value_length = metadata.get("attention.value_length", head_dim)
@@ -146,7 +146,7 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         scaling = {"rope_type": "longrope", "attention_factor": attention_factor} | factors
     elif kind == "yarn":
         scaling |= {name: entry(f"scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        # llama.cpp multiplies what follows from the paper; a config.json has the product.
+        # llama.cpp stores a factor to the paper's value; a config.json has the product.
         times = (attention_factor or 1) * (entry("scaling.yarn_attn_factor") or 1)
         scaling["attention_factor"] = times * (0.1 * math.log(max(factor, 1)) + 1)
     elif attention_factor not in (None, 1):

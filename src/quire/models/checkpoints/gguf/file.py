@@ -58,7 +58,7 @@ BLOCKS = {
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class TensorInfo:
-    """Where in `data` a tensor lies: `shape` as torch has it, last dimension adjacent; `start` in bytes."""
+    """Place of a tensor in `data`: `shape` in torch's order, `start` in bytes."""
 
     shape: tuple[int, ...]
     kind: int
@@ -67,7 +67,7 @@ class TensorInfo:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Return the GGUF file at `path` with the tensors of all its parts, if it is the first of several.
+    """Return the GGUF file at `path`, with the tensors of all parts if it is split.
 
     Raises:
         ModelError: a file cannot be read, or the parts are not those of one model.
@@ -108,9 +108,9 @@ class GGUFFile:
         self.tensors: dict[str, TensorInfo] = {}
         try:
             with path.open("rb") as file:
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # pages change in no file
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private pages
             self._place = 0
-            self._num_values = dict.fromkeys(_MAX_ARRAY_VALUES, 0)  # in arrays, so far
+            self._num_values = dict.fromkeys(_MAX_ARRAY_VALUES, 0)  # values in arrays so far
             self._read()
         except _FAULTS as error:
             # the names that it quotes may be as long as the file says
@@ -154,7 +154,7 @@ class GGUFFile:
         return -(-self._place // alignment) * alignment
 
     def _check_places(self) -> None:
-        """Raise ValueError unless all tensors of known kinds lie in the file, one after the other."""
+        """Raise ValueError unless all tensors of known types are within the file, in order."""
         end, last = 0, ""
         for name, info in sorted(self.tensors.items(), key=lambda item: item[1].start):
             if info.start < end:
@@ -227,7 +227,7 @@ class GGUFFile:
         """Return a value of the metadata, None if it is missing.
 
         Raises:
-            ModelError: it is of another type than `kind`.
+            ModelError: its type is not `kind`.
         """
         value = self.metadata.get(key)
         if value is not None and type(value) is not kind:
@@ -238,7 +238,7 @@ class GGUFFile:
         """Return a list in the metadata, an empty one if it is missing.
 
         Raises:
-            ModelError: it is no list, or one of another type than `kind`.
+            ModelError: it is not a list of `kind`.
         """
         values: list[Any] = self.entry(key, list) or []
         if not all(type(value) is kind for value in values):

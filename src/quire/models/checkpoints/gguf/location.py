@@ -1,4 +1,4 @@
-"""Where a model's GGUF file is, if it has one."""
+"""Locating a model's GGUF file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that `path` is, or that is the only one in directory `path` without a config.json.
+    """Return the GGUF file `path`, or the only one in a directory `path` without a config.json.
 
     Of a model in several files, it is the first.
 
@@ -36,7 +36,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the files of the model that the GGUF file at `path` belongs to, in order; most models have one.
+    """Return the GGUF files of the model that `path` belongs to, in order; usually one.
 
     Raises:
         ModelError: one is missing, or see `find_file`.

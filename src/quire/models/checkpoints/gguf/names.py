@@ -1,4 +1,4 @@
-"""The names of tensors in GGUF files, by those of Hugging Face's format."""
+"""Tensor names in GGUF files, by the names in Hugging Face's format."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ SPLITS = {  # by tokenizer.ggml.pre; None: GPT-2's
     "qwen2": _WORDS.format(digits=r"\p{N}"),
     "llama-bpe": _WORDS.format(digits=r"\p{N}{1,3}"),
 }
-_BEGUN_BY_BOS = "llama-bpe"  # Llama 3's, whose files mostly lack add_bos_token; others' default is none
-_KEEP_SPACE = ("<s>", "<|endoftext|>")  # the marks of Phi-3 that do not take the white space behind them
+_BEGUN_BY_BOS = "llama-bpe"  # Llama 3, whose files often lack add_bos_token; elsewhere the default is false
+_KEEP_SPACE = ("<s>", "<|endoftext|>")  # marks of Phi-3 that do not absorb following white space
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
-_TOKEN_TYPES = range(7)  # as llama.cpp numbers them
+_TOKEN_TYPES = range(7)  # llama.cpp's numbers
 _PREFIX = "tokenizer.ggml."
 _MAX_CUTS = 1 << 28  # squared lengths of all tokens: how often one is cut in two, times what a cut copies
-_SPACE = "\u2581"  # stands for a space in SentencePiece's vocabularies
+_SPACE = "\u2581"  # SentencePiece's space
 
 
 def read_gguf_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
@@ -45,7 +45,7 @@ def read_gguf_tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
         return _build(file)
     except (ModelError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises bare Exception; its panics are not even that
+    except BaseException as error:  # the library raises bare Exception, or panics
         raise ModelError(f"the tokenizer in {file.path} cannot be built: {error!s:.500}") from error
 
 
@@ -87,7 +87,7 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
 
 def _byte_level(file: GGUFFile) -> tokenizers.Tokenizer:
     rules = _text(file, "pre")
-    if not rules:  # a file of before May 2024; its model's rules are hardly GPT-2's
+    if not rules:  # a file from before May 2024; its rules are probably not GPT-2's
         raise _refusal(file, "that names no pre-tokenizer", ", ".join(SPLITS))
     if rules not in SPLITS:
         raise _refusal(file, f"with the pre-tokenizer {rules:.100}", ", ".join(SPLITS))
@@ -112,7 +112,7 @@ def _byte_level(file: GGUFFile) -> tokenizers.Tokenizer:
 
 
 def _sentence_piece(file: GGUFFile) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE: the pair whose token has the best score is joined first."""
+    """SentencePiece's BPE: merges the pair with the best-scoring token first."""
     tokens, scores = _texts(file, "tokens"), _scores(file)
     vocabulary, types = _vocabulary(file), _types(file)
     if (cost := sum(len(token) ** 2 for token in tokens)) > _MAX_CUTS:
@@ -145,7 +145,7 @@ def _sentence_piece(file: GGUFFile) -> tokenizers.Tokenizer:
 
 
 def _special(file: GGUFFile, name: str, tokens: list[str]) -> list[dict[str, Any]]:
-    """Return the token that stands around a text in this role, if the file names it, for a template.
+    """Return the template's token for this role around a text, if the file names it.
 
     There it goes by the role: its text may be one that means something else there, such as "$B".
     """
@@ -162,7 +162,7 @@ def _vocabulary(file: GGUFFile) -> dict[str, int]:
 
 
 def _types(file: GGUFFile) -> list[int]:
-    """Return the kind of each token; an empty list if the file does not tell."""
+    """Return the type of each token; empty if the file has none."""
     types: list[int] = file.entries(f"{_PREFIX}token_type", int)
     if types:
         _require_one_for_each_token(file, "token_type", len(types))

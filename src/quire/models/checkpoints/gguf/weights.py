@@ -34,7 +34,7 @@ class GGUFWeights:
         self._architecture: str = self._file.entry("general.architecture", str) or ""
 
     def close(self) -> None:
-        """See `WeightStore`. The mapping goes with the last tensor over it."""
+        """See `WeightStore`. The mapping lives as long as its tensors."""
 
     def names(self) -> Set[str]:
         """See `WeightStore`."""
@@ -45,7 +45,7 @@ class GGUFWeights:
         return (gguf_name(name),)
 
     def is_ignored(self, name: str) -> bool:
-        """See `WeightStore`: the factors of the rotary embedding have been read with the config."""
+        """See `WeightStore`: the rotary embedding's factors are read with the config."""
         return name in ROPE_TENSORS
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
@@ -100,16 +100,16 @@ class GGUFWeights:
         return torch.frombuffer(info.data, dtype=torch.uint8, offset=info.start, count=num_bytes)
 
     def _as_published(self, name: str, weight: Weight) -> Weight:
-        """Undo what llama.cpp's conversion changes in some architectures."""
+        """Undo changes of llama.cpp's conversion in some architectures."""
         if self._architecture == "gemma" and name.endswith("norm.weight"):
             assert isinstance(weight, torch.Tensor)
-            return weight.float() - 1.0  # the norms' offset is in the file's numbers
+            return weight.float() - 1.0  # the file's norm weights include the offset
         if self._architecture == "llama" and name.rpartition(".")[0].endswith(("attn_q", "attn_k")):
             return self._halves(weight, "head_count" if "attn_q" in name else "head_count_kv")
         return weight
 
     def _halves(self, weight: Weight, count: str) -> Weight:
-        """Return each head's rows with pairs that rotate together half a head apart, not side by side."""
+        """Reorder each head's rows so that rotated pairs are half a head apart, not adjacent."""
         metadata = self._file.metadata
         heads = metadata.get(f"llama.attention.{count}") or metadata["llama.attention.head_count"]
         if isinstance(weight, GroupedWeight):

@@ -1,1 +1,1 @@
-"""Checkpoints whose matrices are quantized already: how each kind stores them."""
+"""Quantized checkpoints: their storage formats."""

@@ -1,4 +1,4 @@
-"""Matrices as the compressed-tensors library stores them.
+"""Matrices in the formats of the compressed-tensors library.
 
 Layout: https://github.com/vllm-project/compressed-tensors, formats int-quantized, float-quantized,
 naive-quantized and pack-quantized. Scales of activations that were fixed in advance (`input_scale`) are not
@@ -72,7 +72,7 @@ def _decode_packed(parts: Parts, shape: Shape) -> Weight:
     else:
         zeros = torch.full(scales.shape, 1 << (bits - 1))
     group_of = parts.get("weight_g_idx")
-    if group_of is not None and bool((group_of == -1).any()):  # was created, and never set
+    if group_of is not None and bool((group_of == -1).any()):  # created, but never set
         group_of = None
     return grouped(values, scales, zeros, bits=bits, group_of=group_of)
 
@@ -86,7 +86,7 @@ def _by_row(numbers: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def compressed_formats(blocks: Sequence[Block | None]) -> tuple[MatrixFormat, MatrixFormat]:
-    """Return how a matrix may be stored: packed, or a number for each weight.
+    """Return the possible formats of a matrix: packed, or a number for each weight.
 
     Args:
         blocks: rows and inputs that share a scale in float8: at most one size, and None if there are matrices

@@ -18,7 +18,7 @@ from quire.models.config_entries import check_quantization
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 _PACKED_FORMAT = "pack-quantized"
-_PLAIN_FORMATS = ("int-quantized", "naive-quantized")  # an int8 for each weight, of however few bits
+_PLAIN_FORMATS = ("int-quantized", "naive-quantized")  # an int8 for each weight, regardless of its bits
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _BITS = (4, 8)
 _KINDS = (("int", 4), ("int", 8), ("float", 8))
@@ -29,7 +29,7 @@ Block = tuple[int, int]
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class StoredQuantization:
-    """What most matrices become in memory.
+    """The memory format of most matrices.
 
     Args:
         kind: none (floating point), int8, or groups: int4, grouped_int8; where kernels have float8, fp8 (a
@@ -42,10 +42,10 @@ class StoredQuantization:
 
 
 def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
-    """Return what `quantization_config` means for the memory that weights take; {}: they are not quantized.
+    """Return the memory format described by `quantization_config`; {}: not quantized.
 
     Raises:
-        ModelError: it describes weights that Quire does not read.
+        ModelError: it describes weights that Quire does not support.
     """
     if not values:
         return StoredQuantization()
@@ -65,7 +65,7 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
     check_quantization(values)
     checks[method](values)
     if method == "compressed-tensors":
-        # Which matrices belong to which group, regular expressions say; no matrix takes more than the widest.
+        # Regular expressions assign matrices to groups; none takes more memory than the widest.
         return max(map(_of_group, _groups(values)), key=_width, default=StoredQuantization())
     if method == "fp8":
         return in_float8(values.get("weight_block_size"))
@@ -90,9 +90,9 @@ def block_of(blocks: Sequence[Block | None], scales: Sequence[int], num_rows: in
     """Return the rows and inputs that share a scale in a matrix of float8; None: a row or the matrix has one.
 
     Args:
-        blocks: of the checkpoint, see `float8_blocks`.
+        blocks: blocks of the checkpoint, see `float8_blocks`.
         scales: the shape of the matrix's scales.
-        num_rows: of the matrix.
+        num_rows: number of rows of the matrix.
     """
     count = math.prod(scales)
     by_row = count == 1 or (count == num_rows == scales[0])
@@ -100,7 +100,7 @@ def block_of(blocks: Sequence[Block | None], scales: Sequence[int], num_rows: in
 
 
 def promised_parts(values: Mapping[str, Any], *, is_packed: bool = True) -> tuple[str, ...]:
-    """Return the tensors, by the last words of their names, that all matrices have which some may lack.
+    """Return the optional tensors, by the last part of their names, that all matrices have.
 
     Without them, a matrix would be read as if it were symmetric, or as if its groups were runs of inputs.
 
@@ -126,14 +126,14 @@ def promised_parts(values: Mapping[str, Any], *, is_packed: bool = True) -> tupl
 
 
 def in_float8(block: Sequence[int] | None) -> StoredQuantization:
-    """Return what becomes of float8, where `block` says how many rows and inputs share a scale, if any do."""
+    """Return the memory format of float8 with scales per `block` (rows, inputs), if any."""
     if block is None:
         return StoredQuantization("fp8")
     return StoredQuantization("fp8_blocks", math.gcd(block[1], MAX_GROUP))
 
 
 def in_groups(bits: int, group_size: int, *, has_zeros: bool) -> StoredQuantization:
-    """Return what becomes of numbers of `bits` in groups of `group_size` inputs; 0 or less: rows."""
+    """Return the memory format of `bits`-bit numbers in groups of `group_size` inputs (<= 0: rows)."""
     if bits == 8 and group_size <= 0 and not has_zeros:
         return StoredQuantization("int8")
     size = kernel_group(group_size) if group_size > 0 else MAX_GROUP
@@ -142,7 +142,7 @@ def in_groups(bits: int, group_size: int, *, has_zeros: bool) -> StoredQuantizat
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class _Group:
-    """One of compressed-tensors' groups of matrices: how they are stored, and what `weights` says of them."""
+    """A group of matrices of compressed-tensors: its format, and the entries of `weights`."""
 
     form: str | None
     weights: Mapping[str, Any]
@@ -168,7 +168,7 @@ class _Group:
 
     @property
     def has_order(self) -> bool:
-        """Whether groups are no runs of inputs, which other orders ("weight", "static") leave them."""
+        """Whether groups are not contiguous inputs, as they are in the orders "weight" and "static"."""
         order = self.weights.get("actorder")
         return self.group_size > 0 and (order is True or str(order).lower() in ("group", "dynamic"))
 
@@ -190,7 +190,7 @@ def _of_group(group: _Group) -> StoredQuantization:
 
 
 def _width(stored: StoredQuantization) -> tuple[int, int]:
-    """Return what sorts by the memory that weights take: a CPU holds float8 as floats."""
+    """Return a sort key by memory use: a CPU holds float8 as floats."""
     return ("int4", "int8", "grouped_int8", "fp8_blocks", "fp8", "none").index(
         stored.kind
     ), -stored.group_size
@@ -215,7 +215,7 @@ def _check_compressed_tensors(values: Mapping[str, Any]) -> None:
     for group in _groups(values):
         _check_group(group)
     blocks = [block for block in float8_blocks(values) if block is not None]
-    if len(blocks) > 1:  # which one is a matrix's would have to be guessed from the shape of its scales
+    if len(blocks) > 1:  # a matrix's block size would have to be guessed from its scales
         shown = " and ".join(map(str, map(list, blocks)))
         raise _refusal("compressed-tensors", f"have blocks of {shown} (block_structure)", "one size of them")
 

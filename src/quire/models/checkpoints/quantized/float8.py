@@ -1,4 +1,4 @@
-"""Matrices in float8_e4m3fn, each with a scale for the whole of it, for its rows or for its blocks.
+"""Matrices in float8_e4m3fn with a scale per matrix, row or block.
 
 As `transformers` stores them ("fp8", the layout of DeepSeek-V3: `weight_scale_inv`, which weights are
 multiplied with in spite of its name), and AutoFP8 (`weight_scale`). Scales of activations that were fixed in
@@ -23,7 +23,7 @@ def decode_float8(parts: Parts, shape: Shape, *, scale: str, block: Block | None
 
     Args:
         parts: the tensors `weight` and `scale`.
-        shape: of the matrix.
+        shape: shape of the matrix.
         scale: last component of the scales' name. Without blocks they are [] or [1] for the matrix, or [out]
             or [out, 1] for its rows.
         block: rows and inputs that share a scale; None: there are no blocks.
@@ -46,7 +46,7 @@ def decode_float8(parts: Parts, shape: Shape, *, scale: str, block: Block | None
 
 
 def float8_formats(block: Block | None) -> tuple[MatrixFormat, ...]:
-    """Return how checkpoints of the method "fp8" store a matrix."""
+    """Return the matrix formats of the method "fp8"."""
     return tuple(
         MatrixFormat(
             key=scale,

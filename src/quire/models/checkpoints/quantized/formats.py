@@ -1,4 +1,4 @@
-"""The formats that a checkpoint stores its matrices in."""
+"""The matrix formats of checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quire.models.checkpoints.quantized.matrices import (
     unpack,
 )
 
-_ONES = {4: 0x11111111, 8: 0x01010101}  # a word of numbers of so many bits, all of them 1
+_ONES = {4: 0x11111111, 8: 0x01010101}  # a word of numbers of this many bits, all 1
 
 
 def _decode_gptq(parts: Parts, shape: Shape, *, zero_offset: int) -> Weight:
@@ -40,7 +40,7 @@ def _decode_gptq(parts: Parts, shape: Shape, *, zero_offset: int) -> Weight:
     require_shape(parts, "scales", (groups, rows))
     require_shape(parts, "qzeros", (groups, -(-rows * bits // 32)))
     values = unpack(qweight, bits).transpose(0, 1).flatten(1)
-    # Added to words, not to numbers: what stands for a zero of 0 has borrowed from the next number.
+    # Added to words, not to numbers: a stored zero of 0 - 1 has borrowed from the next number.
     qzeros = parts["qzeros"] + zero_offset * _ONES[bits]
     zeros = unpack(qzeros, bits).flatten(1)[:, :rows]
     return grouped(values, scales_of(parts, "scales").t(), zeros.t(), bits=bits, group_of=parts.get("g_idx"))
@@ -60,7 +60,7 @@ def _decode_awq(parts: Parts, shape: Shape) -> Weight:
 
 
 def _unpack_awq(packed: torch.Tensor) -> torch.Tensor:
-    """Return [out, n] of [n, out / 8]: of eight neighbours, a word has the even ones first."""
+    """Return [out, n] from [n, out / 8]: words hold the even ones of eight neighbours first."""
     halves = unpack(packed, 4).view(*packed.shape, 2, 4)
     return halves.permute(1, 3, 2, 0).reshape(-1, len(packed))
 
@@ -69,7 +69,7 @@ _TENSORS = ("qweight", "qzeros", "scales")
 
 
 def gptq_format(checkpoint_format: str) -> MatrixFormat:
-    """Return how "gptq" or "gptq_v2" checkpoints store a matrix; the former store zeros less 1."""
+    """Return the matrix format of "gptq" or "gptq_v2" checkpoints; the former store zeros - 1."""
     decode = functools.partial(_decode_gptq, zero_offset=0 if checkpoint_format == "gptq_v2" else 1)
     return MatrixFormat(key="qweight", needed=_TENSORS, optional=("g_idx",), ignored=(), decode=decode)
 

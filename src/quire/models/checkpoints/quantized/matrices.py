@@ -13,7 +13,7 @@ from quire.kernels.layers.weights import MAX_ZERO, GroupedWeight, Int8Weight, We
 Parts = Mapping[str, torch.Tensor]
 Shape = tuple[int, ...]
 
-INT8_ZERO = 128  # the step of unsigned bytes that stands for the 0 of signed ones
+INT8_ZERO = 128  # unsigned byte that represents 0
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -21,7 +21,7 @@ class MatrixFormat:
     """One format of a quantized matrix: several tensors, whose names differ in their last component.
 
     Args:
-        key: last component of the tensor whose presence shows that a matrix has this format.
+        key: last component of the tensor that identifies this format.
         needed: last components of the tensors that every such matrix has.
         optional: parts that may be missing.
         ignored: parts that may be present and are not used.
@@ -36,7 +36,7 @@ class MatrixFormat:
     decode: Callable[[Parts, Shape], Weight]
 
     def requiring(self, names: Collection[str]) -> MatrixFormat:
-        """Return this format with some of the optional tensors among the needed ones."""
+        """Return this format with some optional tensors required."""
         return dataclasses.replace(
             self,
             needed=(*self.needed, *names),
@@ -74,7 +74,7 @@ def scales_of(parts: Parts, name: str) -> torch.Tensor:
     """Return the part `name` in float32.
 
     Raises:
-        ValueError: it holds anything but finite numbers in floating point.
+        ValueError: it is not floating point, or not finite.
     """
     scales = parts[name]
     if not scales.is_floating_point():  # bytes may be exponents, as in MXFP8
@@ -136,6 +136,6 @@ def grouped(
 
 
 def require_shape(parts: Parts, name: str, shape: Shape) -> None:
-    """Raise ValueError if the part `name` has another shape."""
+    """Raise ValueError unless the part `name` has this shape."""
     if tuple(parts[name].shape) != shape:
         raise ValueError(f"its {name} has shape {list(parts[name].shape)}; {list(shape)} is needed")

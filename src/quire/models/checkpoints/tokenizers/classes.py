@@ -1,4 +1,4 @@
-"""Tokenizers whose class, not tokenizer.json, decides how text is split and joined.
+"""Tokenizers whose class, rather than tokenizer.json, decides how text is split and joined.
 
 `transformers` takes the vocabulary, the merges and what stands around a text from the file, and the rest from
 the class.
@@ -16,15 +16,15 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.tokenizer import SPLITS
 
-_SPACE = "\u2581"  # stands for a space in SentencePiece's vocabularies
+_SPACE = "\u2581"  # SentencePiece's space
 _END = "<|endoftext|>"
-# The class that belongs to a model, where its tokenizer_config.json names none or one of another kind.
+# Class by model, where tokenizer_config.json names none or a wrong one.
 _OF_MODELS = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("mistral", "mixtral", "phi3", "granite", "olmo2", "olmo3"), ""),
 }
-_IN_SPITE_OF_THE_FILE = "qwen2"  # published ones name classes that they do not have
+_OVERRIDES_FILE = "qwen2"  # published files name the wrong class
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -34,7 +34,7 @@ class TokenizerClass:
     configure: Callable[[tokenizers.Tokenizer, Mapping[str, Any]], None]
     """Called with the tokenizer, and its settings with the texts of special tokens by role."""
     tokens: dict[str, str]
-    ignores_flags: bool = False  # that the files have of special tokens
+    ignores_flags: bool = False  # flags of special tokens in the files
 
     def rebuild(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
         """Return a tokenizer with the model and the post-processor of `backend`, and without added tokens."""
@@ -47,7 +47,7 @@ class TokenizerClass:
 def tokenizer_class(
     settings: Mapping[str, Any], model_config: Mapping[str, Any], backend: tokenizers.Tokenizer
 ) -> TokenizerClass | None:
-    """Return the class that decides; None: the file does.
+    """Return the class that decides; None: the file decides.
 
     Args:
         settings: the content of tokenizer_config.json.
@@ -58,9 +58,9 @@ def tokenizer_class(
     declared = str(settings.get("tokenizer_class") or model_config.get("tokenizer_class") or "")
     name = declared.removesuffix("Fast")
     registered = _OF_MODELS.get(str(model_type))
-    if model_type != _IN_SPITE_OF_THE_FILE and name == "LlamaTokenizer" and _is_byte_level(backend):
+    if model_type != _OVERRIDES_FILE and name == "LlamaTokenizer" and _is_byte_level(backend):
         return None  # Llama 3's
-    if registered == "" or (registered is not None and (not name or model_type == _IN_SPITE_OF_THE_FILE)):
+    if registered == "" or (registered is not None and (not name or model_type == _OVERRIDES_FILE)):
         name = registered
     return _CLASSES.get(name) if isinstance(backend.model, models.BPE) else None
 

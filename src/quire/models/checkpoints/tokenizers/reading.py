@@ -45,7 +45,7 @@ def read_tokenizer(
     A GGUF file's own tokenizer is read only if there is no `tokenizer.json` beside it.
 
     Args:
-        path: of the directory or the file.
+        path: path of the directory or the file.
         templating: limits of the chat template, and its text if it is not the model's own.
         extra_eos_ids: ids that end a sequence, besides those that are read.
 
