@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from quire.kernels.triton.linear.tiled import MOST_ROWS_APART
-from quire.kernels.triton.linear.tma_products import FEWEST_ROWS
+from quire.kernels.triton.linear.tiled import MAX_ROWS_APART
+from quire.kernels.triton.linear.tma_products import MIN_ROWS
 from quire.kv import PagedAttentionCacheMetaData
 from quire.models.config import ModelConfig
 from quire.models.layers.attention import attention_of
@@ -39,7 +39,7 @@ def decode_work(
     `read_share` is as in `decode_bytes`.
     """
     rows = num_requests
-    is_gated_at_once = rows > MOST_ROWS_APART
+    is_gated_at_once = rows > MAX_ROWS_APART
     matrices = expert_matrices = 0.0
     features = expert_features = 0.0  # of rows, that products read and write
     for spec in weight_specs(config):
@@ -60,7 +60,7 @@ def decode_work(
     kv_heads = sum(part.num_kv_heads * part.head_dim for part in attention)
     kv = cache_bytes_per_token(config)
     work = {
-        "tma_linear_kernel" if rows >= FEWEST_ROWS else "linear_kernel": Work(
+        "tma_linear_kernel" if rows >= MIN_ROWS else "linear_kernel": Work(
             (matrices + rows * features) * BFLOAT16_BYTES, 2 * rows * matrices
         ),
         "attend": Work(

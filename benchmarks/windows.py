@@ -37,6 +37,7 @@ STANDARD_DEVIATION = 0.05
 BLOCK_SIZE = 16
 CHUNK = 1024  # tokens of prompts in a step
 GB = 1e9
+HEADER = f"{'KV in use':>47}{'prompt/s':>10}{'output/s':>10}{'cached':>10}{'pre':>6}"
 
 
 def write_model(directory: Path, num_layers: int, max_model_len: int) -> None:

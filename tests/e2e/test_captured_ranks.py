@@ -105,7 +105,7 @@ def test_steps_are_captured_anew_after_those_that_measure_memory(
     measured: list[list[list[str]]] = []
 
     def measure_and_build(config: EngineConfig, models: LoadedModels, plan: MemoryPlan, **parts: Any) -> Any:
-        memory_measurement._computed_steps(config, plan, models, Mock(peak=0))
+        memory_measurement._profile_steps(config, plan, models, Mock(peak=0))
         measured.append(ranks.events)
         return build_runner(config, models, plan, **parts)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_engine_core import Engine, request
 
-from quire.engine.core import MOST_FAILED_STEPS
+from quire.engine.core import MAX_FAILED_STEPS
 from quire.engine.memory.cache_warming import CacheWarmer
 from quire.engine.messages import (
     AbortRequests,
@@ -167,7 +167,7 @@ def test_steps_that_fail_again_and_again_end_the_engine(engine, monkeypatch, met
         engine.run()
 
     with pytest.raises(EngineDeadError, match=r"failed in a row|even a step of one token: .* no luck"):
-        any(map(serve, range(2 * MOST_FAILED_STEPS)))
+        any(map(serve, range(2 * MAX_FAILED_STEPS)))
     assert set(engine.reasons.values()) <= {"error"}
 
 
@@ -182,11 +182,11 @@ def test_steps_that_fail_now_and_then_do_not_end_the_engine(engine, monkeypatch)
         return execute(scheduled, grammar)
 
     monkeypatch.setattr(engine.core.runner, "execute", faulty)
-    for number in range(2 * MOST_FAILED_STEPS):
+    for number in range(2 * MAX_FAILED_STEPS):
         for name in (f"bad {number}", f"good {number}"):
             engine.loop.handle(request(name, max_tokens=1))
             engine.run()
-    assert len(engine.reasons) == 4 * MOST_FAILED_STEPS
+    assert len(engine.reasons) == 4 * MAX_FAILED_STEPS
 
 
 def test_a_scheduler_in_disorder_ends_the_engine(engine, monkeypatch):

@@ -118,7 +118,7 @@ def test_the_plan_has_what_was_measured(
     assert engine.info.num_blocks != plan.num_blocks
     assert engine.info.max_model_len == min(50_000, engine.info.num_blocks * 16)
     assert f"measured ({format_bytes(plan.activation_bytes)} computed)" in caplog.text
-    assert engine.runner.most_captured_tokens == 512
+    assert engine.runner.max_captured_tokens == 512
 
 
 def test_the_plan_has_what_cache_eviction_takes_beside_what_was_measured(

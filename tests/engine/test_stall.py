@@ -82,7 +82,7 @@ def test_waiting_for_a_grammar_is_in_order(engine, may_compile, caplog):
     engine.now += engine_loop.STALL_NOTICE
     for _ in range(3):
         assert not engine.loop.step_and_send()
-    assert engine.loop.stall_wait == engine_loop.LONGEST_AWAITING_WAIT, "it looks ever more rarely"
+    assert engine.loop.stall_wait == engine_loop.MAX_AWAITING_WAIT, "it looks ever more rarely"
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "'structured'" in record.getMessage()
@@ -274,7 +274,7 @@ def test_an_idle_engine_waits_no_longer_than_sockets_can(engine, monkeypatch):
                 handle(Shutdown())
 
     engine.loop.run(Front())
-    assert waits == [None, engine_loop.LONGEST_IDLE_WAIT * 1000]
+    assert waits == [None, engine_loop.MAX_IDLE_WAIT * 1000]
 
 
 def test_no_step_begins_while_the_front_is_behind(engine):

@@ -206,7 +206,7 @@ def test_what_cannot_be_captured_is_computed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is tried again after a while; what can be captured still is."""
-    monkeypatch.setattr(capture_backoff, "FEWEST_STEPS", 3)
+    monkeypatch.setattr(capture_backoff, "MIN_STEPS", 3)
     recorder, choices, attempts = Recorder(), Choices(), []
 
     def capture(compute: Callable[[], None]) -> Callable[[], None]:

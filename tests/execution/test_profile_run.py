@@ -137,7 +137,7 @@ def test_steps_are_as_large_as_any(model: Decoder, monkeypatch: pytest.MonkeyPat
         return 64
 
     monkeypatch.setattr(profiling, "_largest_launch_bound_step", say_64)
-    assert profile_run(runner, VOCAB_SIZE, limits) == runner.most_captured_tokens == 64
+    assert profile_run(runner, VOCAB_SIZE, limits) == runner.max_captured_tokens == 64
     sizes, reported, largest = watched.steps[:9], watched.steps[9], watched.steps[10]
     rest = watched.steps[11 : timed[0]]
     assert sizes[:6] == [(length, 1, length) for length in (1, 2, 4, 8, 16, 32)]
@@ -329,7 +329,7 @@ def test_small_steps_of_each_length_are_scored_if_keys_are_evicted(
             scored.append(int(scores.num_keys.max()))
 
     monkeypatch.setattr(CacheEvictor, "after_attention", watch)
-    monkeypatch.setattr(profiling, "MOST_SCORED_TOKENS", 64)
+    monkeypatch.setattr(profiling, "MAX_SCORED_TOKENS", 64)
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=60, draft_length=0)
     profile_run(runner_of(model, limits, eviction=EVICTION), VOCAB_SIZE, limits)
     assert scored == [1, 2, 4, 8, 16, 32, 60]  # the longest of two requests; more are not scored
@@ -452,4 +452,4 @@ def test_kernels_in_triton_take_its_steps(tmp_path: Path) -> None:
     profile_run(runner, VOCAB_SIZE, limits)
     assert tapes
     tables = 2 * 5 * 4  # of the longest context
-    assert runner.most_array_bytes > 64 * tables
+    assert runner.max_array_bytes > 64 * tables

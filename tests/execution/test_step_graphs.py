@@ -115,7 +115,7 @@ def test_replayed_steps_have_the_bits_of_others(
     expected = outputs(driver_of(model), lengths, 5, budget=7)
     recorder = Recorder()
     driver = driver_of(model, recorder.capture)
-    driver.runner.most_captured_tokens = 7
+    driver.runner.max_captured_tokens = 7
     watched = watch_logits(recorder, monkeypatch)
     assert outputs(driver, lengths, 5, budget=7) == expected
     replayed = [step for step in watched if step.is_replayed]
@@ -144,7 +144,7 @@ def test_beside_sparse_attention_steps_are_captured_that_leave_out_no_keys(
     dense = outputs(driver_of(model), lengths, 5, budget=7)
     for capture in (None, recorder.capture):
         driver = driver_of(model, capture, sparse_attention=sparse)
-        driver.runner.most_captured_tokens = 7
+        driver.runner.max_captured_tokens = 7
         watched = watch_logits(recorder, monkeypatch)
         found.append(outputs(driver, lengths, 5, budget=7))
     assert found[0] == found[1]
@@ -209,7 +209,7 @@ def test_steps_with_chunks_are_captured_if_they_have_few_tokens_and_some_logits(
     """The steps: 1 + 6 tokens four times, 7 of the prompt alone, and decodes, whose choice is captured."""
     recorder = Recorder()
     driver = driver_of(load("qwen3", tmp_path), recorder.capture)
-    driver.runner.most_captured_tokens = most
+    driver.runner.max_captured_tokens = most
     watched = watch_logits(recorder, monkeypatch)
     driver.add("0", [5], GREEDY)
     driver.add("1", range(5, 55), GREEDY)
@@ -224,7 +224,7 @@ def test_steps_that_report_prompt_logprobs_are_not_captured(tmp_path: Path) -> N
     found = []
     for capture in (None, recorder.capture):
         driver = driver_of(model, capture)
-        driver.runner.most_captured_tokens = 7
+        driver.runner.max_captured_tokens = 7
         driver.add("0", [5], GREEDY)
         driver.add("1", range(5, 29), dataclasses.replace(GREEDY, prompt_logprobs=1))
         driver.run(5, budget=7)
@@ -273,7 +273,7 @@ def test_a_step_that_cannot_be_captured_is_computed(
     assert driver.runner.graph_stats == GraphStats(num_launched=8, num_failures=1)
     assert "cannot be captured" in caplog.text
     attempts.clear()
-    monkeypatch.setattr(recording_pauses, "FEWEST_STEPS", 2)
+    monkeypatch.setattr(recording_pauses, "MIN_STEPS", 2)
     driver = driver_of(model, refuse)
     assert outputs(driver, [3, 5], 8) == expected
     assert len(attempts) == 3, "the choice of tokens is captured, too"
@@ -372,7 +372,7 @@ def test_a_draft_model_is_replayed(tmp_path: Path) -> None:
         assert (found[0][1][2] == NO_TOKEN) == (number % 2 == 0)
         assert torch.equal(*(cache.tensor for cache in caches))
     assert recorder.num_replays > recorder.num_captures > 2
-    assert proposers[0].most_array_bytes > 0
+    assert proposers[0].max_array_bytes > 0
 
 
 def test_recordings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from quire.errors import ModelError
 from quire.kernels.devices import staging
 from quire.kernels.devices.device import HOST
 from quire.kernels.devices.memory import WeightMemory
-from quire.kernels.devices.staging import LEAST_STAGED_BYTES, StagedMemory
+from quire.kernels.devices.staging import MIN_STAGED_BYTES, StagedMemory
 from quire.kernels.layers.weights import Float8Weight, GroupedWeight, Int8Weight, with_tensors
 from quire.kernels.triton.linear import dense as triton_linear
 from quire.models.checkpoints import loading
@@ -50,7 +50,7 @@ def test_steps_see_all_of_a_weight(seed: int) -> None:
     device = LateDevice()
     memory = memory_over(device)
     assert device.num_pinned_bytes == 2 * 3 * BUFFER
-    sizes = [LEAST_STAGED_BYTES, LEAST_STAGED_BYTES + 1, 11 * BUFFER, 300_001]
+    sizes = [MIN_STAGED_BYTES, MIN_STAGED_BYTES + 1, 11 * BUFFER, 300_001]
     weights = [random(size, number) for number, size in enumerate(sizes)]
     found = [in_steps(device, memory.bring(weight, HOST)) for weight in weights]
     while device.run(lambda ready: ready[rng.integers(len(ready))]):
@@ -65,18 +65,18 @@ def test_the_memory_of_a_weight_may_still_be_in_use() -> None:
     memory = memory_over(device)
     free = device.steps.operations
     device.steps.ask(lambda: None)
-    brought = memory.bring(random(LEAST_STAGED_BYTES), HOST)
+    brought = memory.bring(random(MIN_STAGED_BYTES), HOST)
     brought.fill_(7)  # stands for what had the memory before
     copies = device.queues[1]
     assert not copies.can_run
     assert len(free) > 1
     device.finish()
     memory.close()
-    assert torch.equal(brought, random(LEAST_STAGED_BYTES))
+    assert torch.equal(brought, random(MIN_STAGED_BYTES))
 
 
 def test_threads_share_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "LEAST_PIECE_BYTES", 1000)
+    monkeypatch.setattr(staging, "MIN_PIECE_BYTES", 1000)
     threads: set[int] = set()
     together = threading.Barrier(3, timeout=60)
 
@@ -95,7 +95,7 @@ def test_threads_share_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
             queue.copy = watched  # type: ignore[method-assign]
 
     memory = memory_over(Device())
-    memory.bring(random(3 * (LEAST_STAGED_BYTES // 3 + 1)), HOST)
+    memory.bring(random(3 * (MIN_STAGED_BYTES // 3 + 1)), HOST)
     assert len(threads) == 3
 
 
@@ -103,7 +103,7 @@ def test_tensors_keep_their_types_shapes_and_order() -> None:
     device = LateDevice()
     memory = memory_over(device)
     matrix = torch.randn(130, 260).bfloat16()
-    for weight in (matrix, matrix.t(), matrix[:, 1:].float(), random(LEAST_STAGED_BYTES - 1), matrix[:0]):
+    for weight in (matrix, matrix.t(), matrix[:, 1:].float(), random(MIN_STAGED_BYTES - 1), matrix[:0]):
         brought = memory.bring(weight, HOST)
         device.finish()
         assert (brought.dtype, brought.shape) == (weight.dtype, weight.shape)
@@ -176,8 +176,8 @@ def test_a_model_is_loaded_in_pieces(
     options = WeightOptions(kernels="triton", quantization=quantization, group_size=32)
     expected = load_decoder(path, config, options=options)
     device = LateDevice(is_eager=True)
-    monkeypatch.setattr(staging, "LEAST_STAGED_BYTES", 1000)
-    monkeypatch.setattr(staging, "LEAST_PIECE_BYTES", 1000)
+    monkeypatch.setattr(staging, "MIN_STAGED_BYTES", 1000)
+    monkeypatch.setattr(staging, "MIN_PIECE_BYTES", 1000)
     monkeypatch.setattr(device, "hold", device.reach)
     memory = memory_over(device)
     monkeypatch.setattr(loading, "weight_memory", lambda _: contextlib.closing(memory))

@@ -255,8 +255,8 @@ def test_lengths_agree_with_evicting_token_by_token(budget, prompt):
             most = max(most, held)
         assert num_steps == announced
         held -= evicted(held)
-    assert most == int(lengths.most_held(np.array([prompt]), np.array([9999]))[0])
-    assert int(lengths.most_held(np.array([prompt]), np.array([prompt]))[0]) == prompt
+    assert most == int(lengths.max_held(np.array([prompt]), np.array([9999]))[0])
+    assert int(lengths.max_held(np.array([prompt]), np.array([prompt]))[0]) == prompt
 
 
 def test_without_eviction_there_are_no_lengths():

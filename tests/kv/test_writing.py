@@ -123,14 +123,14 @@ def test_a_ragged_step_goes_where_the_tables_say(step: Step):
     naive(halves, step, key, value)
 
 
-@pytest.mark.parametrize("filler", ["positions that go on", "zeros"])
+@pytest.mark.parametrize("owner", ["positions that go on", "zeros"])
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("length", [0, 1, 11, 12, 16])
-def test_what_follows_a_prompts_length_is_padding(length: int, first: int, filler: str):
+def test_what_follows_a_prompts_length_is_padding(length: int, first: int, owner: str):
     view = make_view(page_size=4)
     key, value = states(16)
     positions = np.arange(first, first + 16)
-    if filler == "zeros":
+    if owner == "zeros":
         positions[length:] = 0
     table = [5, 2, 7, 3, 6, *[0] * 3]
     step = PagedAttentionMetadata.init_empty().replace(

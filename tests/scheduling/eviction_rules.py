@@ -58,7 +58,7 @@ class EvictionRules:
                 return count
         return known - computed
 
-    def most_held(self, num_prompt: int, num_tokens: int, computed: int = 0, evicted: int = 0) -> int:
+    def max_held(self, num_prompt: int, num_tokens: int, computed: int = 0, evicted: int = 0) -> int:
         """How many tokens are held at most from now on until `num_tokens` have been computed."""
         held = most = max(computed, num_prompt) - evicted
         for _ in range(max(computed, num_prompt), num_tokens):

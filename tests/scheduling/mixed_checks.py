@@ -10,7 +10,7 @@ from mixed_requests import Expected
 from quire.kv.blocks.groups import NULL_BLOCK
 from quire.request import Request
 from quire.scheduling import PauseState
-from quire.scheduling.accounts.flow_shares import LEAST_SHARE
+from quire.scheduling.accounts.flow_shares import MIN_SHARE
 from quire.status import FinishReason, RequestStatus
 from quire.step import SchedulerOutput
 
@@ -111,7 +111,7 @@ def _gives_way(driver: MixedDriver, request: Request) -> bool:
         for name, other in driver.live.items()
         if other.request.flow == request.flow and driver.scheduler.has_request(name)
     )
-    return num_live > max(1, driver.world.config.max_num_batched_tokens // LEAST_SHARE)
+    return num_live > max(1, driver.world.config.max_num_batched_tokens // MIN_SHARE)
 
 
 def _goes_before(driver: MixedDriver, one: Request, other: Request) -> bool:
@@ -136,7 +136,7 @@ def stands_in_queue(driver: MixedDriver, request_id: str) -> bool:
     connector = driver.world.connector
     if connector is not None and request_id in connector.put_off:
         return False
-    if driver.scheduler.accounts.loads.is_coming(request.awaited_load):
+    if driver.scheduler.accounts.loads.is_loading(request.awaited_load):
         return False
     leader = driver.live.get(request.shares_prompt_with or "")
     return leader is None or (leader.has_run and any(leader.got.values()))

@@ -102,7 +102,7 @@ class MixedDriver:
             return False
         num_held = min(num_prompt + params.max_tokens, MAX_MODEL_LEN) - 1
         if self.world.runner.rules is not None:
-            num_held = self.world.runner.rules.most_held(num_prompt, num_held)
+            num_held = self.world.runner.rules.max_held(num_prompt, num_held)
         num_blocks = -(-num_held // config.block_size)
         width = max(params.beam_width, 1)
         return num_blocks * width <= self.world.num_blocks and width <= config.max_num_seqs
@@ -364,7 +364,7 @@ class MixedDriver:
         self.counts["forks of beams"] += len(plan.forks)
         self.counts["blocks copied"] += len(plan.block_copies)
         self.counts["prefixes shared within a step"] += len(
-            self.scheduler.accounts.sharing.leaners_of(plan.step)
+            self.scheduler.accounts.sharing.followers_of(plan.step)
         )
 
     def _count_landed(self) -> None:

@@ -185,7 +185,7 @@ class Oracle:
             budget -= chunk
         for sequence, count, fillers in promised:
             start = len(sequence.blocks)
-            shared = [filler.blocks[index] for index, filler in enumerate(fillers, start)]
+            shared = [owner.blocks[index] for index, owner in enumerate(fillers, start)]
             self.blocks.hold(shared)
             sequence.blocks = sequence.blocks + shared + self.blocks.take(count)
         self._drop_evicted()
@@ -204,10 +204,10 @@ class Oracle:
         """Who fills, in this step, each of the blocks behind those that were found."""
         fillers: list[Sequence] = []
         while (num_found + len(fillers) + 1) * self.blocks.size < len(sequence.tokens):
-            filler = filling.get(self._content(sequence, num_found + len(fillers)))
-            if filler is None:
+            owner = filling.get(self._content(sequence, num_found + len(fillers)))
+            if owner is None:
                 break
-            fillers.append(filler)
+            fillers.append(owner)
         return fillers
 
     def _first_chunk(self, missing: int, budget: int) -> int:
@@ -235,7 +235,7 @@ class Oracle:
         known, computed = len(sequence.tokens), sequence.computed
         if self.rules is None:
             return known
-        return self.rules.most_held(sequence.num_prompt, known, computed, sequence.evicted)
+        return self.rules.max_held(sequence.num_prompt, known, computed, sequence.evicted)
 
     def _find(self, sequence: Sequence) -> list[Block]:
         found: list[Block] = []

@@ -10,7 +10,7 @@ from scene import Scene
 from held import num_held
 from quire.errors import QueueFullError
 from quire.scheduling.accounts.deadlines import Deadlines
-from quire.scheduling.accounts.waiting import LONGEST_WAIT, SHORTEST_WAIT, DrainRate
+from quire.scheduling.accounts.waiting import MAX_WAIT, MIN_WAIT, DrainRate
 from quire.status import RequestStatus
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
@@ -121,7 +121,7 @@ def test_a_stall_makes_the_wait_longer(clock):
     clock.now += 20
     assert rate.retry_after(100, 0) > 2 * before
     clock.now += 1e6
-    assert SHORTEST_WAIT <= rate.retry_after(100, 0) <= LONGEST_WAIT
+    assert MIN_WAIT <= rate.retry_after(100, 0) <= MAX_WAIT
 
 
 def test_time_without_work_is_not_slowness(clock):
@@ -142,7 +142,7 @@ def test_light_load_does_not_pass_for_speed(clock):
 
 def test_before_anything_has_left_the_wait_is_what_was_waited(clock):
     rate = DrainRate(clock)
-    assert rate.retry_after(5, 5000) == SHORTEST_WAIT
+    assert rate.retry_after(5, 5000) == MIN_WAIT
     clock.now += 5
     assert rate.retry_after(5, 5000) == pytest.approx(5)
 
@@ -156,4 +156,4 @@ def test_the_wait_is_always_within_its_bounds(notes):
         rate.note(num_tokens, num_requests, queue_is_empty=queue_is_empty)
         wait = rate.retry_after(num_requests, num_tokens)
         assert math.isfinite(wait)
-        assert SHORTEST_WAIT <= wait <= LONGEST_WAIT
+        assert MIN_WAIT <= wait <= MAX_WAIT

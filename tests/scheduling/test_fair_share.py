@@ -210,7 +210,7 @@ def test_a_lookup_that_is_put_off_costs_no_credit():
 
 
 def test_counters_of_tenants_without_requests_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(fair_share, "MOST_ACCOUNTS", 50)
+    monkeypatch.setattr(fair_share, "MAX_ACCOUNTS", 50)
     order, queue = build()
     arrivals = Arrivals()
     held = num_held(order)

@@ -8,11 +8,11 @@ import pytest
 from scene import Scene
 
 from faulty_connector import FaultyConnector
-from quire.scheduling.accounts.flow_shares import LEAST_SHARE
+from quire.scheduling.accounts.flow_shares import MIN_SHARE
 from quire.status import FinishReason
 
 LEAST = 2
-STEP = LEAST * LEAST_SHARE
+STEP = LEAST * MIN_SHARE
 
 
 def scene_with_a_large_flow(count: int, *, max_tokens: int = 12, **settings) -> Scene:

@@ -18,7 +18,7 @@ from unmutated import UNMUTATED
 
 class SmallWindow(LongestPrefix):
     WINDOW = 4
-    MOST_LANES = 2
+    MAX_LANES = 2
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -216,7 +216,7 @@ def test_where_one_stands_among_many_is_not_looked_up_for_each_of_them():
         queue.push(request)
     lookups.clear()
     assert 0 < queue.num_before(requests[-1]) < 3000
-    assert len(lookups) <= 3 * LongestPrefix.MOST_LANES
+    assert len(lookups) <= 3 * LongestPrefix.MAX_LANES
 
 
 @pytest.mark.parametrize("order", [*ORDERS.known, SmallWindow])

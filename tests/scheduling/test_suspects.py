@@ -34,7 +34,7 @@ class Trials:
 
     def _fail(self, members: list[str]) -> None:
         self.running.clear()
-        at_fault = self.suspects.judge(members)
+        at_fault = self.suspects.cause_of_failure(members)
         if at_fault is not None:
             self.convicted.append(at_fault)
             del self.left[at_fault]
@@ -75,17 +75,17 @@ def test_a_fault_is_found_in_few_steps():
 
 def test_nothing_runs_beside_the_probe():
     suspects = Suspects()
-    assert suspects.judge(["a", "b"]) is None
+    assert suspects.cause_of_failure(["a", "b"]) is None
     assert suspects.may_start({"a", "b", PROBE_ID}.__contains__) == {PROBE_ID}
-    assert suspects.judge([PROBE_ID]) == PROBE_ID
+    assert suspects.cause_of_failure([PROBE_ID]) == PROBE_ID
     assert suspects.may_start({"a", "b"}.__contains__) == {"a"}
 
 
 def test_what_cannot_be_computed_together_takes_turns():
     suspects = Suspects()
-    assert suspects.judge(["a", "b"]) is None
+    assert suspects.cause_of_failure(["a", "b"]) is None
     for first in "abab":
         assert suspects.may_start({"a", "b"}.__contains__) == {first}
         suspects.clear([first])
         assert suspects.may_start({"a", "b"}.__contains__) == {"a", "b"}
-        assert suspects.judge(["a", "b"]) is None
+        assert suspects.cause_of_failure(["a", "b"]) is None

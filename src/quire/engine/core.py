@@ -24,7 +24,7 @@ from quire.engine.building.assembly import (
 )
 from quire.engine.building.drafting import find_draft_model
 from quire.engine.building.kv_identity import loaded_kv_identity, model_files_key
-from quire.engine.building.measurement import measure, telling_of_shortage
+from quire.engine.building.measurement import explaining_shortage, measure
 from quire.engine.building.runner import ProgressCallback, build_runner, load_models
 from quire.engine.devices import device_name, on_one_device, watched_memory
 from quire.engine.kv_events import KVEventPublisher
@@ -53,10 +53,10 @@ Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
-MOST_FAILED_STEPS = 8
+MAX_FAILED_STEPS = 8
 """Steps that may fail in a row before the engine ends: it is not a request that makes them fail."""
 
-MOST_WITHDRAWN_STEPS = 3
+MAX_WITHDRAWN_STEPS = 3
 """Steps that may be taken back in a row before their requests end."""
 
 
@@ -109,7 +109,7 @@ class EngineCore:
         files = model_files_key(model_path)
         self.ranks = start_ranks(config)
         try:
-            with telling_of_shortage(memory):
+            with explaining_shortage(memory):
                 models = load_models(
                     config,
                     model_path,
@@ -119,20 +119,20 @@ class EngineCore:
                     draft_model=draft_model,
                     on_progress=on_progress,
                 )
-            most_captured_tokens = 0
+            max_captured_tokens = 0
             if memory is not None:
                 measured = measure(
                     config, plan, models, memory, functools.partial(plan_again, model=model_config)
                 )
-                plan, most_captured_tokens = measured.plan, measured.most_captured_tokens
+                plan, max_captured_tokens = measured.plan, measured.max_captured_tokens
             self.scheduler = build_scheduler(config, plan, context)
-            with telling_of_shortage(memory):
+            with explaining_shortage(memory):
                 self.runner = build_runner(
                     config,
                     models,
                     plan,
                     connector=context.connector,
-                    most_captured_tokens=most_captured_tokens,
+                    max_captured_tokens=max_captured_tokens,
                 )
         except BaseException:
             self._close_ranks()
@@ -228,7 +228,7 @@ class EngineCore:
         if self.ranks is not None:
             self.ranks.raise_failure()
         num_failed = self._stepper.num_failed_steps
-        if num_failed > MOST_FAILED_STEPS:
+        if num_failed > MAX_FAILED_STEPS:
             raise EngineDeadError(f"{num_failed} steps have failed in a row; the log has the reasons")
         try:
             outputs, progressed = self._stepper.step()
@@ -241,7 +241,7 @@ class EngineCore:
             self.ranks.raise_failure()  # on GPUs, a step goes on after one, with numbers that mean nothing
         outputs += self._requests.settle(outputs, self.scheduler)
         if self._probes:
-            outputs = self._without_probe(outputs)
+            outputs = self._drop_probe_output(outputs)
         is_busy = self.has_unfinished_requests()
         if is_failed and is_busy:
             self._add_probe()
@@ -264,7 +264,7 @@ class EngineCore:
         self._probes = True
         self._requests[PROBE_ID] = [PROBE_ID]
 
-    def _without_probe(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+    def _drop_probe_output(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Raise `EngineDeadError` if the probe has failed; return all other outputs."""
         self._probes = PROBE_ID in self._requests
         for output in outputs:
@@ -282,7 +282,7 @@ class EngineCore:
         """
         self._stepper.num_failed_steps += 1
         is_withdrawn = isinstance(error, StepWithdrawnError)
-        if is_withdrawn and self._stepper.num_failed_steps < MOST_WITHDRAWN_STEPS:
+        if is_withdrawn and self._stepper.num_failed_steps < MAX_WITHDRAWN_STEPS:
             logger.error("a step was rolled back; its requests continue", exc_info=error)
             return []
         logger.error("a step could not be planned or applied; all requests end", exc_info=error)

@@ -113,7 +113,7 @@ def _cuda_obstacle(config: EngineConfig) -> str:
 
 def _check_gpus(config: EngineConfig) -> None:
     """Raise `ConfigError` if there is not a GPU for each rank, or GPUs cannot exchange tensors."""
-    from quire.kernels.devices.device import LEAST_CAPABILITY, cuda_capability, dotted, has_nccl, num_gpus
+    from quire.kernels.devices.device import MIN_CAPABILITY, cuda_capability, dotted, has_nccl, num_gpus
 
     size = config.tensor_parallel_size
     if size == 1:
@@ -124,10 +124,10 @@ def _check_gpus(config: EngineConfig) -> None:
             f"shows {num_gpus()}; lower it to that, show more of them (CUDA_VISIBLE_DEVICES), or set "
             "EngineConfig.device to 'cpu'"
         )
-    if cuda_capability(size) < LEAST_CAPABILITY:
+    if cuda_capability(size) < MIN_CAPABILITY:
         raise ConfigError(
             f"EngineConfig.tensor_parallel_size is {size}, but one of the first {size} GPUs has compute "
-            f"capability {dotted(cuda_capability(size))}, and the kernels need {dotted(LEAST_CAPABILITY)}; "
+            f"capability {dotted(cuda_capability(size))}, and the kernels need {dotted(MIN_CAPABILITY)}; "
             "show others (CUDA_VISIBLE_DEVICES), or lower it"
         )
     if not has_nccl():

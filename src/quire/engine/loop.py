@@ -47,13 +47,13 @@ AWAITING_WAIT = 0.002
 AWAITING_SHARE = 8
 """While that lasts, the pause is so small a part of the time already waited: looking costs a core."""
 
-LONGEST_AWAITING_WAIT = 0.02
+MAX_AWAITING_WAIT = 0.02
 """Seconds that the pause grows to."""
 
 STALL_WAIT = 0.1
 """Seconds to pause during any other stall."""
 
-LONGEST_IDLE_WAIT = 3600.0
+MAX_IDLE_WAIT = 3600.0
 """Seconds to wait at most for a message; pins may last for longer than sockets can wait."""
 
 STALL_NOTICE = 5.0
@@ -119,7 +119,7 @@ class EngineLoop:
             if self.has_work():
                 wait = 0 if self.step_and_send() else math.ceil(self.stall_wait * 1000)
             elif (left := self._time_until_due()) is not None:
-                wait = math.ceil(min(left, LONGEST_IDLE_WAIT) * 1000)
+                wait = math.ceil(min(left, MAX_IDLE_WAIT) * 1000)
 
     def has_work(self) -> bool:
         """Whether a step has anything to do, or a call is still to be answered."""
@@ -262,7 +262,7 @@ class EngineLoop:
         if is_awaiting:
             self._awaiting_since = now if since is None else since
             share = (now - self._awaiting_since) / AWAITING_SHARE
-            return min(max(AWAITING_WAIT, share), LONGEST_AWAITING_WAIT)
+            return min(max(AWAITING_WAIT, share), MAX_AWAITING_WAIT)
         # What the last step waited for may have come with this one, which the next can use at once.
         return STALL_WAIT if since is None else AWAITING_WAIT
 

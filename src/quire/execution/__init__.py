@@ -18,7 +18,7 @@ step's scores, which come from the device at once (`execution/eviction/cache_evi
 tokens. Whose KV of a step is invalid, and may not be stored, is a `StepVerdict`
 (`execution/failed_requests.py`), which waits for the tokens when it is asked.
 
-Decode steps, and small ones with prompts (`ModelRunner.most_captured_tokens`, which the profile run
+Decode steps, and small ones with prompts (`ModelRunner.max_captured_tokens`, which the profile run
 measures), are captured as graphs and replayed (`execution/step_graphs.py`): a step's arrays are then made of
 its `AttentionBatch` by the functions that the kernels gave when the step was first computed, copied at once
 to places that stay the same, and sizes are rounded up. The choice of their tokens is captured apart, for

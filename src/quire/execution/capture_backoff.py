@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FEWEST_STEPS = 256
+MIN_STEPS = 256
 """Of the first pause; each further one has twice as many."""
 
 
@@ -13,7 +13,7 @@ class CaptureBackoff:
     """
 
     def __init__(self) -> None:
-        self._num_steps = FEWEST_STEPS
+        self._num_steps = MIN_STEPS
         self._num_left = 0
 
     def allows_attempt(self) -> bool:

@@ -135,11 +135,11 @@ class StepVerdict:
         with self._lock:
             if self._failed is None:
                 before = frozenset() if self._before is None else self._before._failed_so_far()
-                self._failed = self._judged(before)
+                self._failed = self._failed_ids(before)
                 self._before = None
             return self._failed
 
-    def _judged(self, failed_before: frozenset[str]) -> frozenset[str]:
+    def _failed_ids(self, failed_before: frozenset[str]) -> frozenset[str]:
         output = self._output
         try:
             errors = set(self._errors.failed_ids())

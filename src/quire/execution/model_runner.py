@@ -65,12 +65,12 @@ class ModelRunner:
         eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector, a proposer, or
             more than one cache.
         capture: captures what the device is asked for, for decode steps and for others of up to
-            `most_captured_tokens`; None: nothing is captured, nor is it beside eviction and a connector that
+            `max_captured_tokens`; None: nothing is captured, nor is it beside eviction and a connector that
             works layer by layer. Steps that leave out keys are not captured, nor those of models that are
             pooled.
 
     Attributes:
-        most_captured_tokens: of a step with chunks of prompts that is captured; see `profile_run`.
+        max_captured_tokens: of a step with chunks of prompts that is captured; see `profile_run`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ModelRunner:
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
         self._in_flight: list[DeviceStep] = []  # whose tokens the batch lacks
         self._newest: SchedulerOutput | None = None  # of the steps with rows
-        self.most_captured_tokens = 0
+        self.max_captured_tokens = 0
         self._graphs: StepGraphs | None = None
         if capture is not None:
             self._graphs = StepGraphs(
@@ -153,10 +153,10 @@ class ModelRunner:
         return None if self._graphs is None else dataclasses.replace(self._graphs.stats)
 
     @property
-    def most_array_bytes(self) -> int:
-        """See `StepGraphs.most_array_bytes`; 0 if nothing is captured."""
-        of_proposer = 0 if self._proposer is None else self._proposer.most_array_bytes
-        return of_proposer + (0 if self._graphs is None else self._graphs.most_array_bytes)
+    def max_array_bytes(self) -> int:
+        """See `StepGraphs.max_array_bytes`; 0 if nothing is captured."""
+        of_proposer = 0 if self._proposer is None else self._proposer.max_array_bytes
+        return of_proposer + (0 if self._graphs is None else self._graphs.max_array_bytes)
 
     @property
     def num_requests(self) -> int:
@@ -257,7 +257,7 @@ class ModelRunner:
             self._open(self._batch.resume(resumed))
         if len(output.scheduled_cached_reqs.slots):
             self._batch.extend_block_tables(output.scheduled_cached_reqs)
-        self._batch.drop_void_tokens(output)
+        self._batch.drop_withdrawn_tokens(output)
         if len(output.chosen_tokens.slots):
             self._batch.choose_last_tokens(output.chosen_tokens)
         if len(output.block_copies):
@@ -302,7 +302,7 @@ class ModelRunner:
         )
 
     def _is_small(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
-        return len(sampling.tokens) > 0 and output.total_num_scheduled_tokens <= self.most_captured_tokens
+        return len(sampling.tokens) > 0 and output.total_num_scheduled_tokens <= self.max_captured_tokens
 
     def _replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> _Computed:
         """Compute a step as its capture does, or will do."""

@@ -235,7 +235,7 @@ class PersistentBatch:
             )
         return self.token_ids[fork.parent_slot, : fork.num_tokens].copy()
 
-    def drop_void_tokens(self, output: SchedulerOutput) -> None:
+    def drop_withdrawn_tokens(self, output: SchedulerOutput) -> None:
         """Truncate the rows of this step to the tokens that the scheduler knows."""
         self._check_slots(output)
         slots, known = output.slots, output.num_known_tokens

@@ -25,19 +25,19 @@ from quire.step import (
     StepInFlight,
 )
 
-MOST_ATTENDED_TOKENS = 1 << 21
+MAX_ATTENDED_TOKENS = 1 << 21
 """Cached tokens that a step reads, so that the longest prompts take no longer than a second."""
 
-MOST_SCORED_TOKENS = 256
+MAX_SCORED_TOKENS = 256
 """Of steps that score keys: larger ones need no other kernels, and would count in what is measured."""
 
-MOST_DECODES_BESIDE = 16
+MAX_DECODES_BESIDE = 16
 """Rows beside a chunk, both so few that attention divides the keys of all of them."""
 
 TIMES = 3
 """That a step is computed to be captured: what it reads is learnt, its kernels are loaded, it is captured."""
 
-FEWEST_TIMED_TOKENS = 64
+MIN_TIMED_TOKENS = 64
 """Of the smallest step that is timed; each further one has twice as many."""
 
 SHARE_OF_HOST = 0.9
@@ -91,12 +91,12 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
 
     Returns:
         The most tokens of a step with chunks of prompts for which capturing it is worth it
-        (`ModelRunner.most_captured_tokens`): the host takes longer to ask for such a step than the device to
+        (`ModelRunner.max_captured_tokens`): the host takes longer to ask for such a step than the device to
         compute it. 0 if the runner captures nothing.
     """
     for cache in runner.kv_caches:
         cache.tensor.zero_()
-    steps = _MadeUpSteps(runner, vocab_size)
+    steps = _DummySteps(runner, vocab_size)
     compile_only = runner.compile_only()
     if compile_only is not None:
         with compile_only:
@@ -105,20 +105,20 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
     if not runner.captures:
         return 0
     most = _largest_launch_bound_step(steps, limits)
-    runner.most_captured_tokens = most
+    runner.max_captured_tokens = most
     if most:
         steps.compute(_captured_chunk(most, limits), _PLAIN, times=TIMES)
     return most
 
 
-def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
+def _compute_all(steps: _DummySteps, limits: StepLimits, times: int) -> None:
     """Compute all steps, each decode step `times` times."""
     longest, most = limits.max_model_len, limits.max_num_batched_tokens
     # Kernels differ by the power of two that a step's tokens, or those that sample, are rounded up to. The
     # steps with the most of them follow.
     for num_tokens in _powers_of_two_below(min(most, limits.max_num_seqs * longest)):
         rows = [_Row(0, min(longest, num_tokens - start)) for start in range(0, num_tokens, longest)]
-        steps.compute(rows, _PLAIN, scores=num_tokens <= MOST_SCORED_TOKENS)
+        steps.compute(rows, _PLAIN, scores=num_tokens <= MAX_SCORED_TOKENS)
     for num_rows in _powers_of_two_below(min(most, limits.max_num_seqs)):
         steps.compute([_Row(0, 1)] * num_rows, _PLAIN)
     # As many positions as have logits at a time, and one more: a whole prompt would be reported for nothing.
@@ -136,9 +136,9 @@ def _compute_all(steps: _MadeUpSteps, limits: StepLimits, times: int) -> None:
         steps.compute([_Row(0, 1)] * num_rows, _PLAIN, times=times, num_drafts=longest_draft)
 
 
-def _largest_launch_bound_step(steps: _MadeUpSteps, limits: StepLimits) -> int:
+def _largest_launch_bound_step(steps: _DummySteps, limits: StepLimits) -> int:
     """Return the tokens of the largest step, of those that are timed, for which the device waits; 0: none."""
-    most, num_tokens = 0, FEWEST_TIMED_TOKENS
+    most, num_tokens = 0, MIN_TIMED_TOKENS
     while num_tokens <= limits.max_num_batched_tokens:
         rows = _rows_of(num_tokens, limits)
         if sum(row.num_tokens for row in rows) < num_tokens:
@@ -161,7 +161,7 @@ def _captured_chunk(num_tokens: int, limits: StepLimits) -> list[_Row]:
     """Return a chunk beside as many decodes as can be, `num_tokens` in all, behind the longest contexts."""
     longest = limits.max_model_len
     num_decodes = min(limits.max_num_seqs, num_tokens // 2) - 1
-    num_long = min(num_decodes, MOST_ATTENDED_TOKENS // longest)
+    num_long = min(num_decodes, MAX_ATTENDED_TOKENS // longest)
     chunk = min(num_tokens - num_decodes, longest)
     decodes = [_Row(longest - 1, 1)] * num_long + [_Row(0, 1)] * (num_decodes - num_long)
     return [_Row(longest - chunk, chunk), *decodes]
@@ -190,7 +190,7 @@ def _chunks(limits: StepLimits) -> Iterator[list[_Row]]:
     """Yield a chunk of a prompt behind the longest context; a smaller one; and one beside a few decodes."""
     longest, most = limits.max_model_len, limits.max_num_batched_tokens
     chunks = [max(1, min(longest, most // share)) for share in (4, 16)]
-    few = max(0, min(MOST_DECODES_BESIDE, limits.max_num_seqs - 1, most - chunks[1]))
+    few = max(0, min(MAX_DECODES_BESIDE, limits.max_num_seqs - 1, most - chunks[1]))
     decode = _Row(longest - 1, 1)
     for length, num_decodes in ((chunks[0], 0), (chunks[1], 0), (chunks[1], few)):
         yield [_Row(longest - length, length)] + [decode] * num_decodes
@@ -203,7 +203,7 @@ def _decodes(limits: StepLimits) -> Iterator[list[_Row]]:
     busy otherwise.
     """
     num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    num_long = max(1, min(num_rows, MOST_ATTENDED_TOKENS // limits.max_model_len))
+    num_long = max(1, min(num_rows, MAX_ATTENDED_TOKENS // limits.max_model_len))
     while num_long:
         long, short = _Row(limits.max_model_len - 1, 1), _Row(0, 1)
         yield [long] * num_long + [short] * (num_rows - num_long)
@@ -218,7 +218,7 @@ class _Times:
     until_computed: float
 
 
-class _MadeUpSteps:
+class _DummySteps:
     """Has a runner compute steps, each with new requests."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:

@@ -97,7 +97,7 @@ class StepGraphs:
         """Of these steps; whoever computes others adds them."""
 
     @property
-    def most_array_bytes(self) -> int:
+    def max_array_bytes(self) -> int:
         """Bytes of the arrays of as many captures as are kept, all as large as the largest so far."""
         return MAX_GRAPHS * max((graph.arrays.num_bytes for graph in self._graphs.values()), default=0)
 

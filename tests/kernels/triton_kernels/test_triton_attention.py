@@ -46,7 +46,7 @@ NEVER, ALWAYS = 1, 1 << 40  # programs that are wanted: a query tile's keys are 
 @pytest.fixture
 def tall_float32_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut float32 rows as others are, so that results show every bit."""
-    monkeypatch.setattr(attention_plan, "MOST_FLOAT32_ROWS", attention_plan.ROW_CLASSES[-1])
+    monkeypatch.setattr(attention_plan, "MAX_FLOAT32_ROWS", attention_plan.ROW_CLASSES[-1])
 
 
 @pytest.fixture(params=[NEVER, ALWAYS], ids=["whole", "divided"])

@@ -235,7 +235,7 @@ def test_no_choice_needs_more_tiles(tile_rows: int) -> None:
             for first in range(num_pairs + 1)
             for second in range(num_pairs - first + 1)
         ]
-        assert expert_routing.most_tiles(num_pairs, 3, tile_rows) == max(map(needed, splits))
+        assert expert_routing.max_tiles(num_pairs, 3, tile_rows) == max(map(needed, splits))
 
 
 def test_the_first_of_equal_experts_are_chosen() -> None:

@@ -76,7 +76,7 @@ def test_bits_are_those_of_two_kernels(
     most_rows_apart: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gated_linear, "MOST_ROWS_APART", most_rows_apart)
+    monkeypatch.setattr(gated_linear, "MAX_ROWS_APART", most_rows_apart)
     if tile is not None and DEVICE.type == "cpu":
         monkeypatch.setattr(triton_linear, "tile_of", lambda *_: tile)
         monkeypatch.setattr(tma_products, "fetched_tile_of", lambda *_: tile)

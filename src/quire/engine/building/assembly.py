@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from quire.models.config import ModelConfig
     from quire.models.text.tokenizer import Tokenizer
 
-SPARE_SHARE = 0.05
+RESERVED_SHARE = 0.05
 """Fraction of the memory available at start-up that a growing KV cache leaves free."""
 
 RETRY_INTERVAL = 1.0
@@ -197,7 +197,7 @@ def commits_of_groups(config: EngineConfig, plan: MemoryPlan) -> list[Callable[[
     """
     if config.device == "cuda" or config.scheduler.num_kv_blocks or config.scheduler.cache_size:
         return [None] * len(plan.kv_caches)
-    spare_bytes = int(plan.available_bytes * SPARE_SHARE) + plan.activation_bytes
+    spare_bytes = int(plan.available_bytes * RESERVED_SHARE) + plan.activation_bytes
     growth = CacheGrowth(spare_bytes * plan.num_ranks)
     return [
         functools.partial(growth.grant, size * plan.num_ranks) if size else None

@@ -31,10 +31,10 @@ class Measurement:
     """The results of measured steps."""
 
     plan: MemoryPlan
-    most_captured_tokens: int  # of steps with chunks of prompts, see `profile_run`
+    max_captured_tokens: int  # of steps with chunks of prompts, see `profile_run`
 
 
-def telling_of_shortage(memory: CudaMemory | None) -> AbstractContextManager[None]:
+def explaining_shortage(memory: CudaMemory | None) -> AbstractContextManager[None]:
     """Raise `ConfigError` if a GPU runs out of memory that was planned for.
 
     Args:
@@ -75,7 +75,7 @@ def measure(
     Raises:
         ConfigError: the steps do not fit, or with them what `plan_again` says does not.
     """
-    peak, most_captured_tokens = _computed_steps(config, plan, models, memory)
+    peak, max_captured_tokens = _profile_steps(config, plan, models, memory)
     gc.collect()
     # The largest of these steps do not score.
     of_eviction = eviction_bytes(config.scheduler, models.target.config, plan.max_model_len, on_gpu=True)
@@ -88,10 +88,10 @@ def measure(
         measured.blocks_text,
         plan.num_blocks,
     )
-    return Measurement(measured, most_captured_tokens)
+    return Measurement(measured, max_captured_tokens)
 
 
-def _computed_steps(
+def _profile_steps(
     config: EngineConfig, plan: MemoryPlan, models: LoadedModels, memory: CudaMemory
 ) -> tuple[int, int]:
     """Compute the largest steps.
@@ -123,7 +123,7 @@ def _computed_steps(
         )
     ):
         runner = build_runner(config, models, small, connector=None)
-        most_captured_tokens = profile_run(runner, models.target.config.vocab_size, limits)
+        max_captured_tokens = profile_run(runner, models.target.config.vocab_size, limits)
     if runner.captures:
-        logger.info("capturing steps with prompts is worthwhile up to %d tokens", most_captured_tokens)
-    return memory.peak - small.kv_bytes + runner.most_array_bytes, most_captured_tokens
+        logger.info("capturing steps with prompts is worthwhile up to %d tokens", max_captured_tokens)
+    return memory.peak - small.kv_bytes + runner.max_array_bytes, max_captured_tokens

@@ -75,11 +75,11 @@ def build_runner(
     plan: MemoryPlan,
     *,
     connector: KVConnector | None,
-    most_captured_tokens: int = 0,
+    max_captured_tokens: int = 0,
 ) -> ModelRunner:
     """Allocate the KV caches, and return the runner over them.
 
-    `most_captured_tokens` is what `profile_run` returns.
+    `max_captured_tokens` is what `profile_run` returns.
     """
     from quire.execution.model_runner import ModelRunner
 
@@ -99,7 +99,7 @@ def build_runner(
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
         capture=_capture(config, models.target),
     )
-    runner.most_captured_tokens = most_captured_tokens
+    runner.max_captured_tokens = max_captured_tokens
     return runner
 
 

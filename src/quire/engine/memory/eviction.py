@@ -66,7 +66,7 @@ def eviction_bytes(
     if lengths is None:
         return 0
     num_layers, tokens = model.num_layers, scheduler.max_num_batched_tokens
-    num_keys = min(max_model_len, int(lengths.most_held_after_prompt(np.array(max_model_len))))
+    num_keys = min(max_model_len, int(lengths.max_held_after_prompt(np.array(max_model_len))))
     numbers = _padded(num_keys) * min(tokens, scheduler.max_num_seqs * num_keys)
     num_heads = max(part.num_heads for part in attention_of(model))
     normalizers = 2 * tokens * num_heads

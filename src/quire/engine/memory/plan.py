@@ -214,7 +214,7 @@ def plan_memory(
         return _plan_at(length, config, models, available_bytes=available, measured_bytes=measured_bytes)
 
     def exceeds_cache(length: int) -> bool:
-        return plan_at(length).num_kv_tokens < _least_held(config.scheduler, length)
+        return plan_at(length).num_kv_tokens < _min_held(config.scheduler, length)
 
     plan = plan_at(wanted)
     if exceeds_cache(wanted):
@@ -265,10 +265,10 @@ def plan_memory_again(
     return plan(config)
 
 
-def _least_held(scheduler: SchedulerConfig, length: int) -> int:
+def _min_held(scheduler: SchedulerConfig, length: int) -> int:
     """Return the tokens that a sequence of `length` holds at once, however short its prompt."""
     lengths = eviction_lengths(scheduler)
-    return length if lengths is None else int(lengths.most_held(np.array(1), np.array(length)))
+    return length if lengths is None else int(lengths.max_held(np.array(1), np.array(length)))
 
 
 def _plan_at(

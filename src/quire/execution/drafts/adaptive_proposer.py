@@ -22,9 +22,7 @@ _FOUND_MEMORY = 0.8  # what an estimate of how often drafts are found keeps of i
 _HIGHEST_ACCEPTANCE = 0.98  # that is believed, so that many accepted drafts are soon forgotten
 _MARGIN = 1.1  # by which a draft's worth must exceed its cost, because both are estimates
 _PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
-_MOST_IDLE_STEPS = (
-    8  # in a row, so that the cost of rows is measured in the others, unless waiting costs more
-)
+_MAX_IDLE_STEPS = 8  # in a row, so that the cost of rows is measured in the others, unless waiting costs more
 
 
 class AdaptiveProposer(Proposer):
@@ -224,7 +222,7 @@ class DraftedRequest:
         if self.worth:
             return 0
         due = self._num_tokens + cost / _PROBE_SHARE
-        return min(max(math.ceil(due - num_tokens) - 1, 0), _MOST_IDLE_STEPS)
+        return min(max(math.ceil(due - num_tokens) - 1, 0), _MAX_IDLE_STEPS)
 
 
 class Waiting:

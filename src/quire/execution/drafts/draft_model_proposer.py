@@ -41,9 +41,9 @@ class DraftGraphs:
         )
 
     @property
-    def most_array_bytes(self) -> int:
-        """See `StepGraphs.most_array_bytes`."""
-        return self._graphs.most_array_bytes
+    def max_array_bytes(self) -> int:
+        """See `StepGraphs.max_array_bytes`."""
+        return self._graphs.max_array_bytes
 
     def logits(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """See `StepGraphs.logits`."""
@@ -98,8 +98,8 @@ class DraftModelProposer(Proposer):
 
     @property
     @override
-    def most_array_bytes(self) -> int:
-        return 0 if self._graphs is None else self._graphs.most_array_bytes
+    def max_array_bytes(self) -> int:
+        return 0 if self._graphs is None else self._graphs.max_array_bytes
 
     @override
     def copy_blocks(self, copies: IntArray) -> None:

@@ -77,8 +77,8 @@ class Proposer(ABC):
         """
 
     @property
-    def most_array_bytes(self) -> int:
-        """See `StepGraphs.most_array_bytes`, of the steps that the proposer captures."""
+    def max_array_bytes(self) -> int:
+        """See `StepGraphs.max_array_bytes`, of the steps that the proposer captures."""
         return 0
 
     @abstractmethod
@@ -128,8 +128,8 @@ class GuardedProposer(Proposer):
 
     @property
     @override
-    def most_array_bytes(self) -> int:
-        return self._unless_failed(lambda proposer: max(0, operator.index(proposer.most_array_bytes)), 0)
+    def max_array_bytes(self) -> int:
+        return self._unless_failed(lambda proposer: max(0, operator.index(proposer.max_array_bytes)), 0)
 
     @override
     def propose(self, rows: RowsToContinue, num_drafts: int) -> IntArray | None:

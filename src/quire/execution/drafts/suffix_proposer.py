@@ -18,7 +18,7 @@ from quire.step import NO_TOKEN, IntArray
 _MAX_SCOPES = 64
 _MAX_PLACES = 4096  # of the last token that are looked at: the newest
 _MAX_OCCURRENCES = 256  # of the suffix, likewise
-_LEAST_SHARE = 0.3  # of the occurrences, which must have gone on as the drafts so far
+_MIN_SHARE = 0.3  # of the occurrences, which must have gone on as the drafts so far
 
 
 class SuffixProposer(Proposer):
@@ -155,7 +155,7 @@ def most_frequent_continuation(text: IntArray, starts: Int64Array, count: int) -
             following[~is_inside] = np.array(drafts, dtype=text.dtype)[places[~is_inside] - len(text)]
         token_id = _most_frequent(following)
         starts = starts[following == token_id]
-        if token_id == NO_TOKEN or len(starts) < _LEAST_SHARE * num_occurrences:
+        if token_id == NO_TOKEN or len(starts) < _MIN_SHARE * num_occurrences:
             break
         drafts.append(token_id)
     return drafts

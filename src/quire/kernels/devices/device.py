@@ -13,7 +13,7 @@ from quire.errors import ConfigError
 
 HOST = torch.device("cpu")
 
-LEAST_CAPABILITY = 8, 0
+MIN_CAPABILITY = 8, 0
 """Of GPUs that the kernels compute on: older ones lack shared memory, and products in bfloat16."""
 
 
@@ -88,8 +88,8 @@ def cuda_obstacle() -> str:
     if not torch.cuda.is_available():
         return "torch sees no GPU; check what nvidia-smi and CUDA_VISIBLE_DEVICES say"
     capability = cuda_capability()
-    if capability < LEAST_CAPABILITY:
-        needed, found = dotted(LEAST_CAPABILITY), dotted(capability)
+    if capability < MIN_CAPABILITY:
+        needed, found = dotted(MIN_CAPABILITY), dotted(capability)
         return f"the kernels need a GPU of compute capability {needed} or more, and this one's is {found}"
     try:
         # Needs a context, memory, and a torch that was built for this GPU.

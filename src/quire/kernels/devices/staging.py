@@ -26,9 +26,9 @@ from quire.kernels.devices.memory import WeightMemory, read_ahead
 
 MAX_THREADS = 8
 BUFFER_BYTES = 4 << 20
-LEAST_PIECE_BYTES = 1 << 20  # of which more threads would take longer to hand over than to read
+MIN_PIECE_BYTES = 1 << 20  # of which more threads would take longer to hand over than to read
 BUFFERS_PER_THREAD = 2  # one is filled while the other is copied
-LEAST_STAGED_BYTES = 1 << 16  # less goes as it is
+MIN_STAGED_BYTES = 1 << 16  # less goes as it is
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -85,7 +85,7 @@ class StagedMemory(WeightMemory, Generic[Point]):
             OSError: the file that `tensor` is mapped from cannot be read.
         """
         assert device == self._device
-        if tensor.nbytes < LEAST_STAGED_BYTES or tensor.device != HOST:
+        if tensor.nbytes < MIN_STAGED_BYTES or tensor.device != HOST:
             return super().bring(tensor, device)
         tensor = tensor.contiguous()
         target = torch.empty_like(tensor, device=device)
@@ -110,7 +110,7 @@ class StagedMemory(WeightMemory, Generic[Point]):
 
     def _pieces(self, num_bytes: int) -> Iterator[slice]:
         """Yield pieces for all threads, but none that is not worth it, and none larger than a buffer."""
-        size = min(self._buffer_bytes, max(-(-num_bytes // self._num_threads), LEAST_PIECE_BYTES))
+        size = min(self._buffer_bytes, max(-(-num_bytes // self._num_threads), MIN_PIECE_BYTES))
         for start in range(0, num_bytes, size):
             yield slice(start, min(start + size, num_bytes))
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from quire.errors import ConfigError
 from quire.kernels.triton.device import compute_capability, is_interpreted
 
-_LEAST_CAPABILITY = 90  # of GPUs that can launch kernels early: that of Hopper
+_MIN_CAPABILITY = 90  # of GPUs that can launch kernels early: that of Hopper
 _compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
 
 
@@ -42,7 +42,7 @@ class _InterpretedKernel(InterpretedFunction):  # type: ignore[misc]
 
 def launches_early() -> bool:
     """Return whether a kernel is launched before the last one has ended; see `device.await_previous`."""
-    return compute_capability() >= _LEAST_CAPABILITY
+    return compute_capability() >= _MIN_CAPABILITY
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:

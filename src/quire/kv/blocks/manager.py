@@ -27,16 +27,16 @@ class Prefix:
 
     It is in `block_ids` and, for the tokens beyond their last full one, at the start of `copy_from`: a block
     of each group that another request writes to and that must be copied. `is_held` says that each of
-    `block_ids` already has a reference for this request. The next `num_filling` blocks are those of the
-    request in slot `filler`, which computes them in the step that is being planned.
+    `block_ids` already has a reference for this request. The next `num_shared` blocks are those of the
+    request in slot `owner`, which computes them in the step that is being planned.
     """
 
     block_ids: IntArray  # [G, blocks]
     num_tokens: int
     copy_from: IntArray | None = None  # [G]
     is_held: bool = False
-    filler: int | None = None
-    num_filling: int = 0
+    owner: int | None = None
+    num_shared: int = 0
 
     @property
     def is_cached(self) -> bool:
@@ -51,7 +51,7 @@ class Prefix:
     @property
     def num_blocks(self) -> int:
         """Blocks of each group that need not be allocated."""
-        return self.num_full + self.num_filling
+        return self.num_full + self.num_shared
 
 
 class KVCacheManager:

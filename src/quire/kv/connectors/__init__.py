@@ -10,7 +10,7 @@ its tokens:
    When the load has ended, it goes back to the queue and keeps the blocks.
 
 Prompts that come in a burst are loaded once: a request that would begin with at least half of the blocks that
-are on their way for another one waits for those (`RemoteLoads.that_brings`), up to loads of 2,048 blocks.
+are on their way for another one waits for those (`RemoteLoads.covering`), up to loads of 2,048 blocks.
 What has arrived is in the prefix cache at once. A request that names where its own KV is
 (`kv_transfer_params`) does not wait, and one waits for one load only, so that silent peers do not hold it up
 one after the other.

@@ -51,16 +51,16 @@ class EvictionLengths:
         tokens: IntArray = (next_full * self.block_size - num_held).astype(np.int32)
         return tokens
 
-    def most_held(self, num_prompt: IntArray, num_tokens: IntArray) -> IntArray:
+    def max_held(self, num_prompt: IntArray, num_tokens: IntArray) -> IntArray:
         """Return how many tokens a sequence holds at most on its way to `num_tokens`: [S].
 
         A prompt is held as a whole until it is computed; later a block is evicted as soon as it overflows.
         """
-        most_in_prompt = np.maximum(num_prompt, self.most_held_after_prompt(num_prompt))
+        most_in_prompt = np.maximum(num_prompt, self.max_held_after_prompt(num_prompt))
         most: IntArray = np.minimum(num_tokens, most_in_prompt).astype(np.int32)
         return most
 
-    def most_held_after_prompt(self, num_prompt: IntArray) -> IntArray:
+    def max_held_after_prompt(self, num_prompt: IntArray) -> IntArray:
         """Return how many tokens a sequence holds at most after the step that ends its prompt: [S]."""
         # A block that overflows later goes alone, so that KVCrush retains it only with a budget of 1.
         retains = num_prompt // self.block_size - self._max_blocks >= self.num_retained_blocks

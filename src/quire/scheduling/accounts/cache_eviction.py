@@ -27,20 +27,20 @@ class CacheEviction:
     kv: KVCacheManager
     stats: SchedulerStats
 
-    def bounded(self, slots: IntArray, wanted: IntArray) -> IntArray:
+    def limit_chunks(self, slots: IntArray, wanted: IntArray) -> IntArray:
         """Return how many of the `wanted` tokens each slot may compute in one step."""
         running = self.running
         computed = running.num_computed[slots]
-        most = self._most_tokens(running.num_prompt[slots], computed, computed - running.num_evicted[slots])
-        bounded: IntArray = np.minimum(wanted, most)
-        return bounded
+        most = self._max_tokens(running.num_prompt[slots], computed, computed - running.num_evicted[slots])
+        limited: IntArray = np.minimum(wanted, most)
+        return limited
 
     def first_chunk_bound(self, request: Request, num_computed: int) -> int:
         """Return how many tokens a request may compute at once after `num_computed` that were cached."""
         computed = np.array([num_computed], dtype=np.int32)
-        return int(self._most_tokens(np.int32(request.num_prompt_tokens), computed, computed)[0])
+        return int(self._max_tokens(np.int32(request.num_prompt_tokens), computed, computed)[0])
 
-    def _most_tokens(self, num_prompt: IntArray | np.int32, computed: IntArray, held: IntArray) -> IntArray:
+    def _max_tokens(self, num_prompt: IntArray | np.int32, computed: IntArray, held: IntArray) -> IntArray:
         most: IntArray = np.where(
             computed < num_prompt, num_prompt - computed, self.lengths.tokens_until_eviction(held)
         )
@@ -51,18 +51,18 @@ class CacheEviction:
         running, lengths = self.running, self.lengths
         known, num_prompt = running.num_tokens[slots], running.num_prompt[slots]
         is_in_prompt = running.num_computed[slots] < num_prompt
-        later = lengths.most_held_after_prompt(num_prompt)
-        most = np.where(is_in_prompt, lengths.most_held(num_prompt, known), later)
+        later = lengths.max_held_after_prompt(num_prompt)
+        most = np.where(is_in_prompt, lengths.max_held(num_prompt, known), later)
         held: IntArray = np.minimum(known - running.num_evicted[slots], most)
         return held
 
-    def most_held(self, num_prompt: IntArray, num_tokens: IntArray) -> IntArray:
+    def max_held(self, num_prompt: IntArray, num_tokens: IntArray) -> IntArray:
         """Return how many tokens requests hold at most on their way to `num_tokens`."""
-        return self.lengths.most_held(num_prompt, num_tokens)
+        return self.lengths.max_held(num_prompt, num_tokens)
 
-    def most_held_by(self, request: Request, num_tokens: int) -> int:
+    def max_held_by(self, request: Request, num_tokens: int) -> int:
         """Return how many tokens a request holds at most on its way to `num_tokens`."""
-        return int(self.lengths.most_held(np.array(request.num_prompt_tokens), np.array(num_tokens)))
+        return int(self.lengths.max_held(np.array(request.num_prompt_tokens), np.array(num_tokens)))
 
     def findable(self, num_computed: IntArray) -> IntArray:
         """Return how many of the computed tokens others may share: no more than never go."""

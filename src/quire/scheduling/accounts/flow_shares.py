@@ -16,7 +16,7 @@ from quire.scheduling.accounts.ready_queue import ReadyQueue
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.step import BoolArray, IntArray
 
-LEAST_SHARE = 32
+MIN_SHARE = 32
 """Part of a step's tokens that large flows always get: reading the weights takes as long as some tokens."""
 
 
@@ -37,7 +37,7 @@ class FlowShares:
         self._queue = queue
         self._splits_prompts = config.dynamic_split_fuse
         self._whole_step = config.max_num_batched_tokens
-        self._least = max(1, config.max_num_batched_tokens // LEAST_SHARE)
+        self._least = max(1, config.max_num_batched_tokens // MIN_SHARE)
         self._is_large: BoolArray = np.zeros(config.max_num_seqs, dtype=np.bool_)  # by number of the flow
         self._grown = self._least  # what a flow may have that nobody else shares the step with
         self._left: dict[str, int] = {}  # of what large flows may have in this step, tokens

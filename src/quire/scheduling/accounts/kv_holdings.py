@@ -167,7 +167,7 @@ class KVHoldings:
     @property
     def num_blocks_in_transfer(self) -> int:
         """Number of blocks that come back by themselves: a peer reads them, or a load writes to them."""
-        return self._fences.num_blocks + self._loads.num_coming_blocks + self.num_blocks_held_for_peers
+        return self._fences.num_blocks + self._loads.num_loading_blocks + self.num_blocks_held_for_peers
 
     def describe_leases(self) -> list[LeaseSummary]:
         """Return, for each kind of lease that is held, how many blocks and until when."""

@@ -54,7 +54,7 @@ class Outbox:
         preempted, self._preempted = self._preempted, []
         return finished, preempted
 
-    def tell_again(self, step: SchedulerOutput, still_true: Callable[[str], bool]) -> None:
+    def requeue(self, step: SchedulerOutput, still_true: Callable[[str], bool]) -> None:
         """Repeat to the runner what a lost step told it, for the requests of which it is still true."""
         self._finished += filter(still_true, step.finished_req_ids)
         self._preempted += filter(still_true, step.preempted_req_ids)

@@ -67,7 +67,7 @@ class RemoteLoads:
         self._coming_numbers: set[int] = set()
         self._by_middle: dict[bytes, RemoteLoad] = {}  # on their way, by `middle_digest`
         self._num_begun = 0
-        self.num_coming_blocks = 0  # that loads on their way may write to
+        self.num_loading_blocks = 0  # that loads on their way may write to
         self.num_missing_blocks = 0  # that their requests will need besides
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class RemoteLoads:
         return itertools.chain(self._coming.values(), self._arrived.values())
 
     @property
-    def num_coming(self) -> int:
+    def num_loading(self) -> int:
         """Number of loads on their way."""
         return len(self._coming)
 
@@ -92,12 +92,12 @@ class RemoteLoads:
         self._coming_numbers.add(load.number)
         if load.middle_digest is not None:
             self._by_middle.setdefault(load.middle_digest, load)
-        self.num_coming_blocks += load.num_blocks
+        self.num_loading_blocks += load.num_blocks
         self.num_missing_blocks += load.num_missing_blocks
 
     def arrive(self, load: RemoteLoad) -> None:
         """Note that a load on its way has arrived, and that its request goes to the queue."""
-        self._forget_coming(load.request.request_id)
+        self._forget_loading(load.request.request_id)
         load.has_arrived = True
         self._arrived[load.request.request_id] = load
 
@@ -107,17 +107,17 @@ class RemoteLoads:
 
     def pop(self, request_id: str) -> RemoteLoad | None:
         """Forget a load and return it, if there is one."""
-        return self._forget_coming(request_id) or self._arrived.pop(request_id, None)
+        return self._forget_loading(request_id) or self._arrived.pop(request_id, None)
 
-    def coming(self) -> Iterator[RemoteLoad]:
+    def loading(self) -> Iterator[RemoteLoad]:
         """Iterate over the loads that have not arrived, first due first."""
         return iter(self._coming.values())
 
-    def is_coming(self, number: int) -> bool:
+    def is_loading(self, number: int) -> bool:
         """Return whether the load of this number is on its way."""
         return number in self._coming_numbers
 
-    def that_brings(self, digests: Iterable[bytes]) -> RemoteLoad | None:
+    def covering(self, digests: Iterable[bytes]) -> RemoteLoad | None:
         """Return a load on its way that brings blocks of these digests, half of its own or more."""
         if not self._by_middle:
             return None
@@ -140,12 +140,12 @@ class RemoteLoads:
         for load in self:
             yield load.block_ids
 
-    def _forget_coming(self, request_id: str) -> RemoteLoad | None:
+    def _forget_loading(self, request_id: str) -> RemoteLoad | None:
         load = self._coming.pop(request_id, None)
         if load is not None:
             self._coming_numbers.remove(load.number)
             if load.middle_digest is not None and self._by_middle.get(load.middle_digest) is load:
                 del self._by_middle[load.middle_digest]
-            self.num_coming_blocks -= load.num_blocks
+            self.num_loading_blocks -= load.num_blocks
             self.num_missing_blocks -= load.num_missing_blocks
         return load

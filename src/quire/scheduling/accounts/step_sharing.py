@@ -1,8 +1,8 @@
-"""Prefixes shared within a step: a request leans on blocks that another of the same step is about to fill.
+"""Prefixes shared within a step: a request follows another of the same step that fills blocks for it.
 
 In a forward pass each layer writes the keys and values of all tokens before its attention reads any, so both
 may be in one batch. Until the step has been applied, no other step can find the blocks. If the step is lost
-or fails, all of its requests go back; if only the one that fills the blocks fails, those that lean on it do.
+or fails, all of its requests go back; if only the one that fills the blocks fails, its followers do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.step import IntArray
 
 
 class StepSharing:
-    """Finds the full blocks that the step in the making will fill, and remembers who leans on whom.
+    """Finds full blocks that the step being planned will fill, and remembers which slot follows which.
 
     Args:
         kv: has the digests of the blocks.
@@ -41,15 +41,15 @@ class StepSharing:
         self._running = running
         self._in_flight = in_flight
         self._eviction = eviction
-        self._filler_of: dict[bytes, int] = {}  # slot, by the digest of a block
-        self._leaners: dict[int, list[tuple[int, int]]] = {}  # by step: (slot, slot that it leans on)
+        self._owner_of: dict[bytes, int] = {}  # slot, by the digest of a block
+        self._followers: dict[int, list[tuple[int, int]]] = {}  # by step: (slot, slot that it follows)
 
     def begin(self, slots: IntArray, num_tokens: IntArray) -> None:
         """Begin a step in which running requests get `num_tokens` tokens: [R] each.
 
-        While a step is in flight, none of them is leaned on: what it began to fill there may yet be void.
+        While a step is in flight, none of them is followed: what it began to fill there may yet be void.
         """
-        self._filler_of.clear()
+        self._owner_of.clear()
         if self._in_flight:
             return
         running = self._running
@@ -69,27 +69,27 @@ class StepSharing:
             num_tokens = self._eviction.num_findable(num_tokens)
         request_id, end = self._running.request_at(slot).request_id, num_tokens // self._kv.block_size
         for digest in self._kv.digests(request_id, first_block, end):
-            self._filler_of.setdefault(digest, slot)
+            self._owner_of.setdefault(digest, slot)
 
     def extended(self, request: Request, prefix: Prefix) -> Prefix:
         """Return a prefix found in the cache, with the blocks behind it that this step will fill.
 
         At most those before the last token: that one is always computed, for its logits.
         """
-        if not self._filler_of or request.needs_whole_prompt:
+        if not self._owner_of or request.needs_whole_prompt:
             return prefix
         num_found = end = prefix.num_full
         last = (request.num_tokens - 1) // self._kv.block_size
-        filler = None
+        owner = None
         for digest in self._kv.digests(request.request_id, end, last):
-            slot = self._filler_of.get(digest)
+            slot = self._owner_of.get(digest)
             if slot is None:
                 break
-            filler, end = slot, end + 1
-        if filler is None or not self._is_same(request, filler, end * self._kv.block_size):
+            owner, end = slot, end + 1
+        if owner is None or not self._is_same(request, owner, end * self._kv.block_size):
             return prefix
         num_tokens = end * self._kv.block_size
-        return dataclasses.replace(prefix, num_tokens=num_tokens, filler=filler, num_filling=end - num_found)
+        return dataclasses.replace(prefix, num_tokens=num_tokens, owner=owner, num_shared=end - num_found)
 
     def _is_same(self, request: Request, slot: int, num_tokens: int) -> bool:
         """Whether the first tokens, and the salts, are really the same, and not only their digests."""
@@ -97,23 +97,23 @@ class StepSharing:
         same_salt = self._running.request_at(slot).cache_salt == request.cache_salt
         return same_salt and np.array_equal(self._running.token_ids[slot, :num_tokens], tokens)
 
-    def lean(self, slot: int, filler: int) -> None:
-        """Note that in this step `slot` uses blocks that `filler` fills."""
-        self._leaners.setdefault(self._in_flight.next_step, []).append((slot, filler))
+    def follow(self, slot: int, owner: int) -> None:
+        """Note that in this step `slot` uses blocks that `owner` fills."""
+        self._followers.setdefault(self._in_flight.next_step, []).append((slot, owner))
 
-    def leaners_of(self, step: int) -> list[tuple[int, int]]:
-        """Return who leans on whom in a step that has not been applied: (slot, slot of the filler) each."""
-        return self._leaners.get(step, [])
+    def followers_of(self, step: int) -> list[tuple[int, int]]:
+        """Return the followers in a step that has not been applied: (slot, slot of the owner) each."""
+        return self._followers.get(step, [])
 
-    def land(self, step: int, failed_slots: Iterable[int]) -> list[int]:
-        """Forget who leaned on whom up to a step; return the slots that leaned on a failed one in it."""
-        leaners = self.leaners_of(step)
-        for past in [number for number in self._leaners if number <= step]:
-            del self._leaners[past]
+    def end_step(self, step: int, failed_slots: Iterable[int]) -> list[int]:
+        """Forget the followers of steps up to this one; return the slots that followed a failed one in it."""
+        followers = self.followers_of(step)
+        for past in [number for number in self._followers if number <= step]:
+            del self._followers[past]
         void = set(failed_slots)
-        leaned = []
-        for slot, filler in leaners:
-            if filler in void:
+        failed = []
+        for slot, owner in followers:
+            if owner in void:
                 void.add(slot)
-                leaned.append(slot)
-        return leaned
+                failed.append(slot)
+        return failed

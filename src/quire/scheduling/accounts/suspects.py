@@ -27,7 +27,7 @@ class Suspects:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._suspects
 
-    def judge(self, request_ids: Sequence[str]) -> str | None:
+    def cause_of_failure(self, request_ids: Sequence[str]) -> str | None:
         """Take note of a step that failed with these requests; return the one at fault, if that is known."""
         if PROBE_ID in request_ids:
             return PROBE_ID

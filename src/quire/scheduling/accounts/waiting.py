@@ -16,8 +16,8 @@ from quire.scheduling.policies.order import QueueOrder
 from quire.status import RequestStatus
 
 DRAIN_WINDOW = 10.0  # seconds after which an observation is weighted by 1 / e
-SHORTEST_WAIT = 1.0  # seconds
-LONGEST_WAIT = 60.0  # seconds
+MIN_WAIT = 1.0  # seconds
+MAX_WAIT = 60.0  # seconds
 
 
 class WaitingRequests:
@@ -53,11 +53,11 @@ class WaitingRequests:
         self._num_tokens_beside = 0  # of requests that compile or follow
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self._compiling) + len(self._leader_of) + self._loads.num_coming
+        return len(self.queue) + len(self._compiling) + len(self._leader_of) + self._loads.num_loading
 
     def __iter__(self) -> Iterator[Request]:
         followers = itertools.chain.from_iterable(group.values() for group in self._followers.values())
-        loading = (load.request for load in self._loads.coming())
+        loading = (load.request for load in self._loads.loading())
         return itertools.chain(self.queue, self._compiling.values(), followers, loading)
 
     def __contains__(self, request_id: str) -> bool:
@@ -66,7 +66,7 @@ class WaitingRequests:
     @property
     def num_awaiting(self) -> int:
         """Number of requests whose grammar is being compiled, or whose KV is on its way."""
-        return len(self._compiling) + self._loads.num_coming
+        return len(self._compiling) + self._loads.num_loading
 
     @property
     def num_tokens(self) -> int:
@@ -215,14 +215,14 @@ class DrainRate:
     def retry_after(self, excess_requests: int, excess_tokens: int) -> float:
         """Return the seconds until the given numbers of requests and tokens will have left the queue.
 
-        From `SHORTEST_WAIT` to `LONGEST_WAIT`. As long as nothing has left yet, it is the time for which
+        From `MIN_WAIT` to `MAX_WAIT`. As long as nothing has left yet, it is the time for which
         something has waited.
         """
         self._count_time()
         shares = 1.0  # of what has left in `_seconds`
         if self._num_requests:
             shares = max(excess_requests / self._num_requests, excess_tokens / max(self._num_tokens, 1.0))
-        return min(max(self._seconds * shares, SHORTEST_WAIT), LONGEST_WAIT)
+        return min(max(self._seconds * shares, MIN_WAIT), MAX_WAIT)
 
     def _count_time(self) -> bool:
         """Count the time since the last call, if something waited; return whether it did."""

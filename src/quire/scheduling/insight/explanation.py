@@ -32,7 +32,7 @@ class Explanation:
         leader_id = accounts.waiting.leader_of(request_id)
         if leader_id is not None:
             return "waiting: the first of its siblings computes the prompt that they share"
-        return f"waiting{self._since(request)}: {self._what_keeps(request, pause_state)}"
+        return f"waiting{self._since(request)}: {self._waiting_for(request, pause_state)}"
 
     def _explain_running(self, slot: int, pause_state: PauseState) -> str:
         running = self.accounts.running
@@ -67,13 +67,13 @@ class Explanation:
             return f", preempted, {waited:.1f} s after it arrived"
         return f" for {waited:.1f} s"
 
-    def _what_keeps(self, request: Request, pause_state: PauseState) -> str:
+    def _waiting_for(self, request: Request, pause_state: PauseState) -> str:
         accounts = self.accounts
         if pause_state is not PauseState.UNPAUSED:
             return "the engine is paused and admits nothing"
         if request.request_id in accounts.suspects:
             return "a step that computed it has failed; its requests are tried again in turns"
-        if accounts.loads.is_coming(request.awaited_load):
+        if accounts.loads.is_loading(request.awaited_load):
             return "KV of its first tokens is on its way for another request"
         if accounts.waiting.queue.is_in_line(request.request_id):
             return "it takes its place in the queue when those before it of the same flow have left that"

@@ -31,7 +31,7 @@ class Inspection:
             num_steps=accounts.in_flight.next_step,
             num_leased_blocks=accounts.holdings.num_leased_blocks,
             num_awaiting=accounts.waiting.num_awaiting + accounts.connector.num_unanswered,
-            num_loading=accounts.loads.num_coming,
+            num_loading=accounts.loads.num_loading,
         )
 
     def check_invariants(self) -> None:

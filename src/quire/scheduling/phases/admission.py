@@ -82,7 +82,7 @@ class AdmissionPhase:
             if is_suspended or not (budget := accounts.flow_shares.left_for(request, plan.budget)):
                 queue.pass_over(request.request_id)
                 continue
-            if accounts.loads.is_coming(request.awaited_load):
+            if accounts.loads.is_loading(request.awaited_load):
                 self._put_off(request)
                 continue
             if not self._has_slots(request):
@@ -220,7 +220,7 @@ class AdmissionPhase:
             return False
         start, last = prefix.num_full, (request.num_tokens - 1) // accounts.kv.block_size
         end = min(last, start + LOOKUP_BLOCKS)
-        load = accounts.loads.that_brings(accounts.kv.digests(request.request_id, start, end))
+        load = accounts.loads.covering(accounts.kv.digests(request.request_id, start, end))
         if load is None:
             return False
         request.awaited_load = load.number
@@ -249,7 +249,7 @@ class AdmissionPhase:
         num_output = num_tokens - running.num_prompt[slots]
         if accounts.eviction is not None:
             num_tokens = accounts.eviction.num_held(slots)
-            limit = accounts.eviction.most_held(running.num_prompt[slots], limit)
+            limit = accounts.eviction.max_held(running.num_prompt[slots], limit)
         return RunningMemory(num_tokens, num_output, limit, num_blocks[slots])
 
     def _candidate(self, request: Request, prefix: Prefix, num_held_tokens: int) -> Candidate:
@@ -257,8 +257,8 @@ class AdmissionPhase:
         accounts = self.accounts
         num_tokens, limit = request.num_tokens, token_limit(request, accounts.max_model_len)
         if accounts.eviction is not None:
-            num_tokens = accounts.eviction.most_held_by(request, num_tokens)
-            limit = accounts.eviction.most_held_by(request, limit)
+            num_tokens = accounts.eviction.max_held_by(request, num_tokens)
+            limit = accounts.eviction.max_held_by(request, limit)
         return Candidate(
             num_tokens=num_tokens,
             token_limit=limit,
@@ -280,7 +280,7 @@ class AdmissionPhase:
         needed = candidate.num_chunk_blocks - candidate.num_cached_blocks
         accounts.kv.pools.commit_ahead(self._num_promised + needed)
         memory.num_free = self._num_free_for(prefix)
-        if len(accounts.running) or accounts.loads.num_coming:
+        if len(accounts.running) or accounts.loads.num_loading:
             is_admitted = self.policy.admits(candidate, memory)
         else:
             is_admitted = self._make_room(request, prefix, needed)
@@ -367,8 +367,8 @@ class AdmissionPhase:
         accounts.flow_shares.note_start(slot, chunk)
         num_new_blocks = accounts.kv.blocks_for(request.num_computed_tokens + chunk) - prefix.num_blocks
         self._num_promised += num_new_blocks
-        if prefix.filler is not None:
-            accounts.sharing.lean(slot, prefix.filler)
+        if prefix.owner is not None:
+            accounts.sharing.follow(slot, prefix.owner)
         if not num_external:
             accounts.sharing.add(slot, prefix.num_tokens, chunk)
         beams = self.slots.open_beams(request, slot) if request.sampling_params.beam_width else []
@@ -397,9 +397,9 @@ class AdmissionPhase:
 
     def _held_blocks(self, prefix: Prefix) -> IntArray:
         """Return the blocks of a prefix, with a reference to each; who fills any of them has its table."""
-        if prefix.filler is None:
+        if prefix.owner is None:
             return prefix.block_ids
-        filling = self.accounts.kv.table(prefix.filler)[:, prefix.num_full : prefix.num_blocks]
+        filling = self.accounts.kv.table(prefix.owner)[:, prefix.num_full : prefix.num_blocks]
         self.accounts.kv.pools.acquire(filling)
         return np.concatenate((prefix.block_ids, filling), axis=1)
 

@@ -127,7 +127,7 @@ def _refuse_if_never_fits(request: Request, accounts: Accounts) -> None:
             param="prompt",
         )
     capacity = accounts.kv.pools.first.num_blocks * config.block_size
-    most_tokens = _most_kv_tokens(request, max_model_len)
+    most_tokens = _max_kv_tokens(request, max_model_len)
     if accounts.eviction is not None:
         _refuse_if_never_held(num_prompt, most_tokens, capacity, accounts.eviction.lengths)
         return
@@ -140,7 +140,7 @@ def _refuse_if_never_fits(request: Request, accounts: Accounts) -> None:
         )
 
 
-def _most_kv_tokens(request: Request, max_model_len: int) -> int:
+def _max_kv_tokens(request: Request, max_model_len: int) -> int:
     """Return the most tokens whose KV a request needs: all but its last, which nothing follows."""
     return token_limit(request, max_model_len) - 1
 
@@ -149,10 +149,10 @@ def _refuse_if_never_held(
     num_prompt: int, most_tokens: int, capacity: int, eviction: EvictionLengths
 ) -> None:
     """Raise `InvalidRequestError` if a request holds more tokens at once than there is room for."""
-    most_held = int(eviction.most_held(np.array(num_prompt), np.array(most_tokens)))
-    if most_held > capacity:
+    max_held = int(eviction.max_held(np.array(num_prompt), np.array(most_tokens)))
+    if max_held > capacity:
         raise InvalidRequestError(
-            f"prompt ({num_prompt} tokens) and output could hold {most_held} tokens at once, with what is "
+            f"prompt ({num_prompt} tokens) and output could hold {max_held} tokens at once, with what is "
             f"evicted left out, but the KV cache holds {capacity}; lower max_cache_size or shorten the "
             "prompt, or raise num_kv_blocks or cache_size",
             param="max_tokens" if num_prompt <= capacity else "prompt",
@@ -171,7 +171,7 @@ def _refuse_if_beams_never_fit(request: Request, accounts: Accounts) -> None:
         )
     block_size = config.block_size
     num_shared = request.num_prompt_tokens // block_size
-    num_own = -(-_most_kv_tokens(request, accounts.max_model_len) // block_size) - num_shared
+    num_own = -(-_max_kv_tokens(request, accounts.max_model_len) // block_size) - num_shared
     if num_shared + width * num_own > num_blocks:
         raise InvalidRequestError(
             f"{width} beams could need {num_shared + width * num_own} KV blocks, {num_shared} for the prompt "

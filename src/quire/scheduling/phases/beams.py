@@ -40,14 +40,14 @@ class BeamPhase:
         for group in list(accounts.beams):
             if group.step is None or accounts.beams.at(group.slots[0]) is not group:
                 continue  # nothing to place, or preempted for the search before it
-            if make_room(plan, self._most_new_blocks(group, group.step), group):
+            if make_room(plan, self._max_new_blocks(group, group.step), group):
                 self._place(plan, group, group.step)
                 group.step = None
             elif accounts.beams.at(group.slots[0]) is group:
                 plan.admission_closed = True
                 self.slots.preempt(group.slots[0])
 
-    def _most_new_blocks(self, group: BeamGroup, step: BeamStep) -> int:
+    def _max_new_blocks(self, group: BeamGroup, step: BeamStep) -> int:
         """Return how many blocks the copies of a step take at most.
 
         A beam that takes a dead beam's place reuses the dead beam's last block.

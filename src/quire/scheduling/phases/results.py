@@ -22,7 +22,7 @@ from quire.scheduling.phases.beams import BeamPhase
 from quire.scheduling.phases.drafting import Drafting
 from quire.scheduling.phases.lost_steps import LostSteps
 from quire.scheduling.phases.request_finisher import RequestFinisher
-from quire.scheduling.phases.runner_faults import checked, valid_news, without_past_errors
+from quire.scheduling.phases.runner_faults import checked, valid_connector_output, without_past_errors
 from quire.scheduling.phases.slot_manager import SlotManager
 from quire.scheduling.phases.transfers import TransferPhase
 from quire.status import FinishReason, RequestStatus
@@ -82,14 +82,14 @@ class ResultsPhase:
         """Apply one step and return its outputs by client; requests that have ended are skipped."""
         accounts = self.accounts
         computed = checked(scheduler_output, computed, accounts.running)
-        computed = self._judged(scheduler_output, computed)
-        self._note_what_the_runner_knows(scheduler_output, computed)
+        computed = self._without_suspects(scheduler_output, computed)
+        self._note_applied(scheduler_output, computed)
         if computed.kv_connector_output is not None:
-            news = valid_news(computed.kv_connector_output, accounts.kv.pools.first.num_blocks)
+            news = valid_connector_output(computed.kv_connector_output, accounts.kv.pools.first.num_blocks)
             self.transfer_phase.take(news, scheduler_output)
         if not computed.is_applied:
             self.transfer_phase.give_up_asked_for_in(scheduler_output)
-        self._send_back_leaners(scheduler_output, computed)
+        self._send_back_followers(scheduler_output, computed)
         computed = without_past_errors(scheduler_output, computed, accounts.running)
         self.beam_phase.fail(computed)
         results = self._settle(scheduler_output, computed)
@@ -142,7 +142,9 @@ class ResultsPhase:
 
     # -- counts and tokens ---------------------------------------------------------------------------------
 
-    def _judged(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> ModelRunnerOutput:
+    def _without_suspects(
+        self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
+    ) -> ModelRunnerOutput:
         """Give the error of a step that failed to the request at fault; all others are computed again."""
         accounts = self.accounts
         if not computed.failure:
@@ -152,7 +154,7 @@ class ResultsPhase:
         request_ids = self._live_request_ids(scheduler_output)
         if not request_ids:  # a step before this one has failed, and all have gone back
             return computed
-        at_fault = accounts.suspects.judge(request_ids)
+        at_fault = accounts.suspects.cause_of_failure(request_ids)
         for slot in accounts.running.in_order()[::-1].tolist():
             if accounts.running.occupied[slot] and self._request_id_at(slot) != at_fault:
                 self.slots.preempt_if_running(slot)
@@ -168,9 +170,7 @@ class ResultsPhase:
         group = self.accounts.beams.at(slot)
         return (self.accounts.running.request_at(slot) if group is None else group.request).request_id
 
-    def _note_what_the_runner_knows(
-        self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput
-    ) -> None:
+    def _note_applied(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         if not computed.is_applied:
             self.lost_steps.void(scheduler_output, at_fault=computed.errors)
             return
@@ -180,11 +180,11 @@ class ResultsPhase:
             if running.occupied[new.slot]:
                 running.request_at(new.slot).is_known_to_runner = True
 
-    def _send_back_leaners(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> None:
+    def _send_back_followers(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> None:
         """Preempt the requests that used blocks of a request of the same step that has failed."""
         rows = zip(scheduler_output.request_ids, scheduler_output.slots.tolist(), strict=True)
         failed = [slot for name, slot in rows if name in computed.errors] if computed.errors else []
-        for slot in self.accounts.sharing.land(scheduler_output.step, failed):
+        for slot in self.accounts.sharing.end_step(scheduler_output.step, failed):
             self.slots.preempt_if_running(slot)
 
     def _settle(self, scheduler_output: SchedulerOutput, computed: ModelRunnerOutput) -> _StepResults:

@@ -26,7 +26,7 @@ def checked(
 
     An output whose rows are not those of the plan is that of a failed step.
     """
-    malformed = _what_is_malformed(planned, computed)
+    malformed = _malformed_part(planned, computed)
     if malformed:
         return ModelRunnerOutput.failed(planned, f"the model runner returned {malformed}")
     if computed.request_ids is not planned.request_ids and computed.request_ids != planned.request_ids:
@@ -38,7 +38,7 @@ def checked(
     return dataclasses.replace(computed, errors=missing | computed.errors) if missing else computed
 
 
-def _what_is_malformed(planned: SchedulerOutput, computed: object) -> str:
+def _malformed_part(planned: SchedulerOutput, computed: object) -> str:
     """Return what of an output is of the wrong type or shape; empty: nothing."""
     if not isinstance(computed, ModelRunnerOutput):
         return f"{type(computed).__name__}, not ModelRunnerOutput"
@@ -91,7 +91,7 @@ def _failed(planned: SchedulerOutput, computed: ModelRunnerOutput, what: str) ->
     return dataclasses.replace(failed, kv_connector_output=computed.kv_connector_output)
 
 
-def valid_news(output: object, num_blocks: int) -> KVConnectorOutput:
+def valid_connector_output(output: object, num_blocks: int) -> KVConnectorOutput:
     """Return what a connector's worker side has reported, without what names no request or block."""
     if not isinstance(output, KVConnectorOutput):
         logger.error("the KV connector has reported %s, not KVConnectorOutput", type(output).__name__)

@@ -68,7 +68,7 @@ class RunningPhase:
         if plan.throttles_prefills:
             wanted[running.num_computed[slots] + 1 < known] = 0
         if accounts.eviction is not None:
-            wanted = accounts.eviction.bounded(slots, wanted)
+            wanted = accounts.eviction.limit_chunks(slots, wanted)
         chunk_limit = accounts.config.long_prefill_token_threshold or plan.budget
         wanted = accounts.flow_shares.bound(slots, np.minimum(np.maximum(wanted, 0), chunk_limit))
         left_before = plan.budget - (np.cumsum(wanted) - wanted)

@@ -45,7 +45,7 @@ class TransferPhase:
 
     def give_up_asked_for_in(self, lost: SchedulerOutput) -> None:
         """Give up the loads that a step has asked for which the runner may not have seen."""
-        for load in [load for load in self.accounts.loads.coming() if load.first_step == lost.step]:
+        for load in [load for load in self.accounts.loads.loading() if load.first_step == lost.step]:
             self.give_up(load, "was asked for in a step that failed")
 
     def cancel_all_loads(self) -> None:
@@ -86,7 +86,7 @@ class TransferPhase:
         Only requests that were in the step are affected: others may have been given the blocks since.
         """
         accounts = self.accounts
-        for load in accounts.loads.coming():
+        for load in accounts.loads.loading():
             load.failed_block_ids |= block_ids
         accounts.kv.pools.first.forget_content(np.array(sorted(block_ids), dtype=np.int32))
         for slot in accounts.kv.slots_holding(block_ids, slots[accounts.running.occupied[slots]]):

@@ -21,7 +21,7 @@ INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 FIRST_GUESS = 128.0  # output tokens, before any request has ended
 LEARNING_RATE = 0.2  # of the mean output length: the last five requests or so, as in the paper
-MOST_ACCOUNTS = 4096
+MAX_ACCOUNTS = 4096
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,7 +73,7 @@ class VirtualTokenCounters:
     """Counters of the tenants that have requests, and of those that had lately.
 
     The counter of a tenant without requests is dropped once it would be lifted anyway when the tenant comes
-    back. Of more than `MOST_ACCOUNTS`, those without requests are dropped, the least counter first.
+    back. Of more than `MAX_ACCOUNTS`, those without requests are dropped, the least counter first.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class VirtualTokenCounters:
         floor = self._floor()
         while (least := self._idle.least()) is not None:
             counter, tenant = least
-            if counter > floor and len(self._accounts) <= MOST_ACCOUNTS:
+            if counter > floor and len(self._accounts) <= MAX_ACCOUNTS:
                 return
             del self._accounts[tenant]
             self._changed.discard(tenant)

@@ -127,7 +127,7 @@ class FairShare(QueueOrder):
 
     @override
     def key(self, request: Request) -> OrderKey:
-        return (_comes_anew(request), self._counters.of(request.tenant), *_turn(request))
+        return (_arrives_again(request), self._counters.of(request.tenant), *_turn(request))
 
     @override
     def lane(self, request: Request) -> Hashable:
@@ -135,7 +135,7 @@ class FairShare(QueueOrder):
 
     @override
     def lane_key(self, request: Request) -> OrderKey:
-        return (_comes_anew(request), *_turn(request))
+        return (_arrives_again(request), *_turn(request))
 
     @override
     def running_key(self, request: Request) -> OrderKey:
@@ -177,7 +177,7 @@ class LongestPrefix(QueueOrder):
     reads_priority = False
     WINDOW = 1024
     # More lanes would cost time each time the head is asked for: the lookup is made for every lane's head.
-    MOST_LANES = 128
+    MAX_LANES = 128
 
     @override
     def key(self, request: Request) -> OrderKey:
@@ -189,14 +189,14 @@ class LongestPrefix(QueueOrder):
     def lane(self, request: Request) -> Hashable:
         # Not `hash`, which differs from process to process: a recorded run must replay the same.
         first_block = request.prompt_array[: self.config.block_size].tobytes()
-        return zlib.crc32(first_block, zlib.crc32(request.cache_salt.encode())) % self.MOST_LANES
+        return zlib.crc32(first_block, zlib.crc32(request.cache_salt.encode())) % self.MAX_LANES
 
     @override
     def running_key(self, request: Request) -> OrderKey:
         return _turn(request)
 
 
-def _comes_anew(request: Request) -> bool:
+def _arrives_again(request: Request) -> bool:
     return request.status is not RequestStatus.PREEMPTED
 
 

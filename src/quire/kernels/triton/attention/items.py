@@ -98,7 +98,7 @@ def plan_arrays(
             items, merges, num_parts = _divided(tiles, most_spans, most_parts)
         num_visits.append(0 if selection is None else _note_visits(items, selection))
         if rows == classes[0]:
-            items = _with_rows_of_nobody(items, batch)
+            items = _with_padding_rows(items, batch)
         arrays.append(lengthened(items, batch.sizes.plans(len(items)), _NO_ITEM))
         arrays.append(lengthened(merges, batch.sizes.plans(len(merges))))
         numbers.append(min(batch.sizes.parts(num_parts), most_parts))
@@ -129,7 +129,7 @@ def numbered(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
     return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
 
 
-def _with_rows_of_nobody(items: Int32Array, batch: AttentionBatch) -> Int32Array:
+def _with_padding_rows(items: Int32Array, batch: AttentionBatch) -> Int32Array:
     """Return items with one without keys for each row after the step's tokens, whose attention is then 0."""
     num_tokens = int(batch.num_tokens.sum())
     if num_tokens == batch.num_rows:

@@ -53,11 +53,11 @@ def write_key_scores(call: AttentionCall, batch: AttentionBatch, statistics: tor
     key = _NAME, tokens, call.window
     if key not in batch.plans:
         blocks = _score_blocks(batch, scores, tokens, call.window)
-        most_tiles = int((blocks[:, 5] - blocks[:, 4]).max())
-        batch.plans[key] = array_to_device(blocks, device), most_tiles
-    blocks, most_tiles = batch.plans[key]
+        max_tiles = int((blocks[:, 5] - blocks[:, 4]).max())
+        batch.plans[key] = array_to_device(blocks, device), max_tiles
+    blocks, max_tiles = batch.plans[key]
     scores.clear()
-    score_keys[len(blocks), most_tiles](
+    score_keys[len(blocks), max_tiles](
         call.query,
         *call.query.stride()[:2],
         *call.layer.keys,

@@ -22,9 +22,9 @@ from quire.kernels.triton.attention.items import (
 )
 
 ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, prefill chunks
-MOST_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers
-MOST_FLOAT32_ROWS = 16  # whose products are no tensor cores', and take many registers, too
-LEAST_CONVERTED_ROWS = 64  # smaller tiles would add products in another order, if numbers are converted first
+MAX_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers
+MAX_FLOAT32_ROWS = 16  # whose products are no tensor cores', and take many registers, too
+MIN_CONVERTED_ROWS = 64  # smaller tiles would add products in another order, if numbers are converted first
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -80,10 +80,10 @@ def attention_plan(
 
 def _row_classes(heads: HeadLayout, is_float32: bool, is_converted: bool) -> tuple[int, ...]:
     """Return the numbers of rows that tiles may have; a token's heads are in one."""
-    most = ROW_CLASSES[-1] if padded_features(heads.head_dim) <= 128 else MOST_ROWS_OF_LARGE_HEADS
-    least = LEAST_CONVERTED_ROWS if is_converted else 1
+    most = ROW_CLASSES[-1] if padded_features(heads.head_dim) <= 128 else MAX_ROWS_OF_LARGE_HEADS
+    least = MIN_CONVERTED_ROWS if is_converted else 1
     if is_float32:
-        least, most = 1, MOST_FLOAT32_ROWS
+        least, most = 1, MAX_FLOAT32_ROWS
     fitting = tuple(rows for rows in ROW_CLASSES if max(heads.group, least) <= rows <= most)
     return fitting or (next_power_of_2(heads.group),)
 

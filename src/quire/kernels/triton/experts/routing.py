@@ -159,7 +159,7 @@ def route(scores: torch.Tensor, mixture: Mixture, tile_rows: int) -> Routing:
         num_warps=1,
     )
     pairs = torch.empty_like(chosen).flatten()
-    num_tiles = most_tiles(num_pairs, num_experts, tile_rows)
+    num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     tiles = chosen.new_empty(3, num_tiles)
     part = next((part for part in _PARTS if num_pairs <= part * MULTIPROCESSORS), _PARTS[-1])
     sort_by_expert_kernel[(-(-num_pairs // part),)](
@@ -178,7 +178,7 @@ def route(scores: torch.Tensor, mixture: Mixture, tile_rows: int) -> Routing:
     return Routing(weights, pairs, tiles)
 
 
-def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
+def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     """Return the most tiles that pairs can need: all experts that get any begin one of their own."""
     num_begun = min(num_pairs, num_experts)
     return num_begun + (num_pairs - num_begun) // tile_rows

@@ -22,7 +22,7 @@ from quire.kernels.triton.linear.float8_products import float8_linear_kernel, qu
 from quire.kernels.triton.linear.tiled import QUANTIZED_ROWS, ProductFormat, TiledLinear, tile_of
 from quire.kernels.triton.linear.tma_products import can_fetch, multiply_fetched
 
-_LEAST_CAPABILITY = 89  # of GPUs: that of Ada
+_MIN_CAPABILITY = 89  # of GPUs: that of Ada
 _MAX_GROUP = 128  # inputs that are multiplied at once
 _OPERANDS = tl.float32 if is_interpreted else tl.float8e4nv
 
@@ -117,9 +117,9 @@ def _on_device(part: Weight) -> Float8Weight:
 
 def _check_device() -> None:
     capability = compute_capability()
-    if capability < _LEAST_CAPABILITY:
+    if capability < _MIN_CAPABILITY:
         raise ConfigError(
-            f"weights are in float8, which GPUs multiply from compute capability {_LEAST_CAPABILITY / 10} "
+            f"weights are in float8, which GPUs multiply from compute capability {_MIN_CAPABILITY / 10} "
             f"on, and this one has {capability / 10}; set EngineConfig.quantization to 'int8', or "
             "EngineConfig.device to 'cpu' if the checkpoint is in float8"
         )

@@ -10,7 +10,7 @@ from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.linear.products import store_products
 
 LARGEST = tl.constexpr(448.0)  # number of float8
-LEAST_SCALE = tl.constexpr(2.0**-120)  # its inverse is a number, too; zeros have this scale
+MIN_SCALE = tl.constexpr(2.0**-120)  # its inverse is a number, too; zeros have this scale
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -37,7 +37,7 @@ def quantize_float8_kernel(
     is_number = (row < num_rows) & (feature < num_features)
     wide = tl.load(rows + row * row_stride + feature, mask=is_number, other=0.0).to(tl.float32)
     largest = largest_magnitude(wide, axis=2, keep_dims=True)
-    scale = larger(tl.math.div_rn(largest, LARGEST), LEAST_SCALE)
+    scale = larger(tl.math.div_rn(largest, LARGEST), MIN_SCALE)
     narrow = nearest_float8(wide * tl.math.div_rn(1.0, scale))
     tl.store(values + row * num_features + feature, narrow, mask=is_number)
     has_scale = (row < num_rows) & (group * GROUP < num_features)

@@ -24,7 +24,7 @@ _MANY_FEATURES = 1 << 14  # that fill the GPU with programs
 _MANY_INPUTS = 1 << 11
 QUANTIZED_ROWS = 16 if is_interpreted else 1  # of a program that quantizes rows
 
-MOST_ROWS_APART = 64
+MAX_ROWS_APART = 64
 """The most rows whose products are stored, and then gated by a kernel of their own. On an H200, steps of few
 rows take less time so; probably because all multiprocessors run empty before the next layer begins, whose few
 programs are spread evenly then."""
@@ -158,7 +158,7 @@ class FusedGatedLinear(GatedLinear):
     def __call__(
         self, rows: torch.Tensor, *, products: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if len(rows) > MOST_ROWS_APART:
+        if len(rows) > MAX_ROWS_APART:
             return self.gate_up.gated(rows, self._activation, out=out)
         return gated_activation(self.gate_up(rows), self._activation, out=out, by_turns=True)
 

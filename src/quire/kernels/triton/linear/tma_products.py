@@ -21,10 +21,10 @@ from quire.kernels.triton.linear.float8_products import block_scales
 from quire.kernels.triton.linear.products import first_sums, store_products
 from quire.kernels.triton.linear.tiled import Tile, TiledLinear
 
-FEWEST_ROWS = 17  # of which fewer, weights are fetched as fast without it
+MIN_ROWS = 17  # of which fewer, weights are fetched as fast without it
 _ALIGNMENT = 16  # bytes, of what is fetched and of its rows
 _STAGE_BYTES = 200 << 10  # of shared memory, for tiles that are on their way
-_MOST_STAGES = 6
+_MAX_STAGES = 6
 _SIZES = (64, 64), (64, 128), (128, 64), (128, 128), (128, 256)  # features and rows of tiles
 _TILES_BESIDE = tl.constexpr(8)  # tiles of rows that are computed with the same weights, one after the other
 
@@ -98,7 +98,7 @@ def tma_linear_kernel(
 def can_fetch(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether there are enough rows to fetch tiles, and the GPU can."""
     return (
-        rows.shape[0] >= FEWEST_ROWS
+        rows.shape[0] >= MIN_ROWS
         and has_large_tiles()
         and rows.dtype.itemsize <= 2  # others are multiplied without tensor cores
         and all(
@@ -173,5 +173,5 @@ def fetched_tile_of(num_rows: int, out_features: int, dtype: torch.dtype) -> Til
     if (features, rows) == _SIZES[-1] and dtype.itemsize == 2:
         return Tile(features, rows, 64, 8, 4 if num_rows <= 512 else 3)
     inputs = 64 if dtype.itemsize == 2 and features == rows == 128 else 128
-    num_stages = min(_STAGE_BYTES // ((features + rows) * inputs * dtype.itemsize), _MOST_STAGES)
+    num_stages = min(_STAGE_BYTES // ((features + rows) * inputs * dtype.itemsize), _MAX_STAGES)
     return Tile(features, rows, inputs, 8 if features == 128 else 4, num_stages)
