@@ -92,9 +92,9 @@ class OneByOne(SchedulerInterface):
             preempted_req_ids=[],
             scheduled_new_reqs=started,
             forks=[],
-            scheduled_cached_reqs=CachedRequestData(NONE, NONE, NONE, []),
+            scheduled_cached_reqs=CachedRequestData(NONE, NONE, NONE.reshape(1, 0), []),
             chosen_tokens=ChosenTokens(NONE, NONE),
-            block_copies=np.empty((0, 2), dtype=np.int32),
+            block_copies=np.empty((0, 2, 1), dtype=np.int32),
         )
 
     def told(self, row):
@@ -107,7 +107,7 @@ class OneByOne(SchedulerInterface):
             request.output_token_ids,
             request.sampling_params,
             request.eos_token_ids,
-            numbers(row.blocks),
+            numbers(row.blocks).reshape(1, -1),
             row.num_computed,
         )
 

@@ -173,10 +173,10 @@ def plan(drafts: dict[str, str], chunked: tuple[str, ...] = ()) -> SchedulerOutp
         finished_req_ids=[],
         preempted_req_ids=[],
         scheduled_new_reqs=[],
-        scheduled_cached_reqs=CachedRequestData(none, none, none, []),
+        scheduled_cached_reqs=CachedRequestData(none, none, none.reshape(1, 0), []),
         forks=[],
         chosen_tokens=ChosenTokens(none, none),
-        block_copies=none.reshape(0, 2),
+        block_copies=none.reshape(0, 2, 1),
     )
 
 

@@ -116,7 +116,7 @@ def plan_of(step: int, request, block_ids, computed: int, tokens: int, *, new: b
     rows = 0 if request is None else 1
     requests = []
     if request is not None and new:
-        table = np.array(block_ids, dtype=np.int32)
+        table = np.array([block_ids], dtype=np.int32)
         params = request.sampling_params
         requests = [
             NewRequestData(request.request_id, 0, request.prompt_array, [], params, (), table, computed)
@@ -132,10 +132,10 @@ def plan_of(step: int, request, block_ids, computed: int, tokens: int, *, new: b
         finished_req_ids=[],
         preempted_req_ids=[],
         scheduled_new_reqs=requests,
-        scheduled_cached_reqs=CachedRequestData(EMPTY, EMPTY, EMPTY, []),
+        scheduled_cached_reqs=CachedRequestData(EMPTY, EMPTY, EMPTY.reshape(1, 0), []),
         forks=[],
         chosen_tokens=ChosenTokens(EMPTY, EMPTY),
-        block_copies=np.empty((0, 2), dtype=np.int32),
+        block_copies=np.empty((0, 2, 1), dtype=np.int32),
     )
 
 
