@@ -230,7 +230,7 @@ def test_the_engine_runs_on_it():
     path = resolve_model("mini")
     core = EngineCore(config, path)
     try:
-        cache = core.runner.kv_cache
+        cache = core.runner.kv_caches[0]
         assert isinstance(cache, PagedAttentionCache)
         assert all(isinstance(view, PagedAttentionCacheView) for view in cache.views)
         assert cache.metadata == plan_memory(config, read_model_config(path)).kv_caches[0]

@@ -12,7 +12,7 @@ from fake_runner import FakeRunner, naive_generation
 from scene import CLASSES, GatedGrammars, Scene, allowed_by_class
 
 from memory_connector import MemoryConnector
-from quire.config import EngineConfig
+from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.building.assembly import build_scheduler
 from quire.errors import DuplicateRequestError, InvalidRequestError
 from quire.scheduling import PauseState, Scheduler, SchedulerInterface
@@ -377,7 +377,8 @@ class Another(Scheduler):
 @row("scheduler_cls by class or by dotted name")
 @pytest.mark.parametrize("scheduler_cls", [Another, f"{__name__}.Another"], ids=["class", "dotted name"])
 def test_another_scheduler_can_be_plugged_in(scheduler_cls):
-    config = EngineConfig(scheduler_cls=scheduler_cls)
-    plan = SimpleNamespace(num_blocks=8, max_model_len=32)
-    assert type(build_scheduler(config, plan, SchedulerContext())) is Another
-    assert type(build_scheduler(EngineConfig(), plan, SchedulerContext())) is Scheduler
+    size = {"scheduler": SchedulerConfig(num_kv_blocks=8)}
+    plan = SimpleNamespace(num_blocks=8, max_model_len=32, kv_caches=(None,), windows=())
+    other = build_scheduler(EngineConfig(scheduler_cls=scheduler_cls, **size), plan, SchedulerContext())
+    assert type(other) is Another
+    assert type(build_scheduler(EngineConfig(**size), plan, SchedulerContext())) is Scheduler

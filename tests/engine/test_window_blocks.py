@@ -104,7 +104,7 @@ def test_the_answers_are_those_of_layers_that_keep_all_tokens(path, monkeypatch,
     assert engine.answers(continued(prompts())) == second
     assert engine.most_left > max(LENGTHS) // BLOCK_SIZE // 2
     if options.get("enable_prefix_caching", True) and "num_kv_blocks" not in options:
-        assert engine.stats.prefix_hit_tokens > 100
+        assert engine.stats.prefix_hit_tokens > 60  # windows have blocks for some of the prompts
     if "num_kv_blocks" in options:
         assert engine.stats.num_preemptions
     if "speculation" in options:

@@ -29,7 +29,7 @@ from quire.execution.profile_run import (
     StepLimits,
     _compute_all,
     _largest_launch_bound_step,
-    _MadeUpSteps,
+    _DummySteps,
     _Row,
     _Times,
     profile_run,
@@ -159,7 +159,7 @@ def test_steps_that_are_timed_are_not_replayed(model: Decoder, monkeypatch: pyte
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=150, max_model_len=61, draft_length=0)
     runner = runner_of(model, limits, capture=watched.capture)
     monkeypatch.setattr(profiling, "SHARE_OF_HOST", 0.0)
-    most = _largest_launch_bound_step(_MadeUpSteps(runner, VOCAB_SIZE), limits)
+    most = _largest_launch_bound_step(_DummySteps(runner, VOCAB_SIZE), limits)
     assert most == 128
     assert watched.steps == [(64, 4, 61)] * (1 + TIMES) + [(128, 4, 61)] * (1 + TIMES)
     assert not watched.captured
@@ -179,7 +179,7 @@ def test_a_step_that_is_computed_again_takes_no_new_requests(
 
     monkeypatch.setattr(ModelRunner, "execute", watch)
     limits = StepLimits(max_num_seqs=4, max_num_batched_tokens=96, max_model_len=61, draft_length=0)
-    steps = _MadeUpSteps(runner_of(model, limits), VOCAB_SIZE)
+    steps = _DummySteps(runner_of(model, limits), VOCAB_SIZE)
     rows = [_Row(60, 1), _Row(0, 30), _Row(0, 1)]
     for _ in range(2):
         assert len(steps.compute(rows, SamplingParams(temperature=0.0), times=3)) == 3
@@ -232,7 +232,7 @@ def test_steps_are_captured_that_the_device_computes_before_the_host_has_asked_f
             return _Times(until_asked, until_computed + (len(self.rows) % 3 == 1))
 
     steps = TimedSteps()
-    assert _largest_launch_bound_step(cast(_MadeUpSteps, steps), limits) == expected
+    assert _largest_launch_bound_step(cast(_DummySteps, steps), limits) == expected
     for rows in steps.rows:
         assert len(rows) <= limits.max_num_seqs
         assert all(row.num_computed + row.num_tokens <= limits.max_model_len for row in rows)
@@ -363,7 +363,7 @@ def test_kernels_are_compiled_before_whatever_is_in_memory(
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **options: launches.append(args))
 
     with compile_only(2), Littered(litter) as memory:
-        _compute_all(_MadeUpSteps(runner, VOCAB_SIZE), limits, 1)
+        _compute_all(_DummySteps(runner, VOCAB_SIZE), limits, 1)
     assert memory.num_filled > 20
     assert not launches
 
@@ -430,7 +430,7 @@ def test_nothing_is_proposed_after_whatever_is_in_memory(
 
     monkeypatch.setattr(DraftModelProposer, "propose", watched)
     with compile_only(2), Littered(litter):
-        _compute_all(_MadeUpSteps(runner, VOCAB_SIZE), limits, 1)
+        _compute_all(_DummySteps(runner, VOCAB_SIZE), limits, 1)
     assert proposed
 
 

@@ -18,7 +18,7 @@ _UNIT = 2.0**-26
 2**27. So a mean depends neither on the chunks that a prompt is computed in nor on the order of the additions.
 """
 
-_LEAST_NORM = 1e-12  # as in torch's `normalize`
+_MIN_NORM = 1e-12  # as in torch's `normalize`
 
 _NOT_FINITE = (
     "the model produced hidden states for this request that are NaN or infinite; the weights may be "
@@ -108,7 +108,7 @@ def _report(
     result: ModelRunnerOutput, request_id: str, values: npt.NDArray[np.float64], *, normalize: bool
 ) -> None:
     if normalize:
-        values = values / max(float(np.sqrt(np.square(values).sum())), _LEAST_NORM)
+        values = values / max(float(np.sqrt(np.square(values).sum())), _MIN_NORM)
     row = values.astype(np.float32)
     if np.isfinite(row).all():
         result.pooled[request_id] = row.tobytes()

@@ -214,7 +214,7 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerCo
     """Return the engine's scheduler over the planned cache, wrapped in a recorder if `record_path` is set.
 
     Raises:
-        ConfigError: the scheduler class, a policy or the capture file cannot be used.
+        ConfigError: the scheduler class, a policy or the file of the recording cannot be used.
     """
     commit_blocks, *others = commits_of_groups(config, plan)
     windows = [
