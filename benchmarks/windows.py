@@ -205,9 +205,7 @@ def main() -> int:
             (f"{options.requests} prompts of {options.short:,} tokens", several, 1.0),
             (f"{options.requests} prompts of {options.short:,} tokens, preempted", several, 0.6),
         ):
-            print(
-                f"{title}\n  {'':<34}{'KV in use':>11}{'prompt/s':>10}{'output/s':>10}{'cached':>10}{'pre.':>6}"
-            )
+            print(f"{title}\n{HEADER}")
             same = compare(model, prompts, options, share)
             print("  tokens are equal" if same else "  TOKENS DIFFER")
             is_same &= same

@@ -6,10 +6,10 @@ first. The retention policy chooses which idle block is rewritten next (docs/pol
 keeps the block tables by slot, as one array for all cache groups, each of which has a pool (`BlockPools`).
 
 **Windows.** Before each step, blocks before the window of all tokens still to be computed go back to the pool
-of their group, except that they wait to be found by lookups first. Tokens of drafts in flight may be computed
-again, so a row that waits for them keeps its blocks. Steps are computed in order, so that a block may be given
+of their group, but first they wait until lookups can find them. Tokens of drafts in flight may be computed
+once more, so a row that waits for them keeps its blocks. Steps are computed in order, so a block may be given
 away although a step in flight still reads it. What is left behind is rewritten before all other idle blocks,
-unless a lookup has found it or needs it to find the same prompt again.
+unless a lookup has found it, or needs it to find the same prompt again.
 
 **Prefixes.** The key of a full block is a digest chained over its parent's digest and its tokens; the chain
 starts with a digest of the request's cache salt, and is computed as far as blocks are looked for, found or
