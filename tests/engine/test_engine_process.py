@@ -478,7 +478,7 @@ assert os.waitpid(child, 0)[1] == 0
 assert llm.generate("the", params)[0].outputs == before
 assert engine.is_running()
 """
-    told = "the engine is of the process N, and this one, a fork of it, cannot use it; make another here\n"
+    told = "the engine belongs to process N, and this fork of it cannot use it; make another one here\n"
     assert python_output(program, checkpoint) == told
 
 
@@ -501,7 +501,7 @@ def test_a_temporary_directory_whose_name_is_too_long_for_sockets(checkpoint, tm
     directory = tmp_path / ("d" * 100)
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    with pytest.raises(ConfigError, match=r"File name too long; let TMPDIR"):
+    with pytest.raises(ConfigError, match=r"File name too long; set TMPDIR"):
         EngineProcess(tiny_config(checkpoint), Path(checkpoint))
     assert not list(directory.iterdir())
 
