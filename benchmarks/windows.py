@@ -113,6 +113,7 @@ class Engine:
             max_num_seqs=num_requests,
             max_num_batched_tokens=CHUNK,
             block_size=BLOCK_SIZE,
+            watermark=0.0,
         )
         config = EngineConfig(model=str(model), scheduler=scheduler)
         with mock.patch.object(memory_plan, "keeps_all_tokens", return_value=keeps_all):
@@ -164,10 +165,14 @@ def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
     return np.random.default_rng(seed).integers(3, VOCABULARY, (count, length)).tolist()
 
 
-def compare(model: Path, prompts: list[list[int]], options: argparse.Namespace, share: float) -> bool:
-    """Report on both engines, with a share of the blocks that the prompts need; whether tokens were equal."""
-    num_tokens = sum(len(prompt) + options.output for prompt in prompts)
-    num_blocks = int(share * (-(-num_tokens // BLOCK_SIZE) + len(prompts)))
+def compare(model: Path, prompts: list[list[int]], num_output: int, *, is_short: bool) -> bool:
+    """Report on both engines, which have blocks for all answers or little more than the prompts need.
+
+    Returns:
+        Whether tokens were equal.
+    """
+    num_tokens = sum(len(prompt) + (0 if is_short else num_output) for prompt in prompts)
+    num_blocks = -(-num_tokens // BLOCK_SIZE) + len(prompts)
     sizes: dict[str, Any] = {"num_blocks": num_blocks, "num_requests": len(prompts)}
     names = {"all tokens kept": True, "windows give back": False}
     engines = {name: Engine(model, keeps_all=keeps, **sizes) for name, keeps in names.items()}
@@ -175,9 +180,9 @@ def compare(model: Path, prompts: list[list[int]], options: argparse.Namespace, 
     found = []
     for engine in engines.values():
         engine.run(prompts_of(1, CHUNK, seed=1), 4)  # warms up
-    for turn in ("once", "again") if share >= 1 else ("too few blocks",):
+    for turn in ("too few blocks",) if is_short else ("once", "again"):
         for name, engine in engines.items():
-            found.append(engine.run(prompts, options.output))
+            found.append(engine.run(prompts, num_output))
             print("  " + found[-1].line(f"{name}, {turn}", num_prompt_tokens), flush=True)
     for engine in engines.values():
         engine.shutdown()
@@ -200,13 +205,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as made:
         model = Path(made)
         write_model(model, options.layers, max(options.long, options.short) + options.output)
-        for title, prompts, share in (
-            (f"one prompt of {options.long:,} tokens", one, 1.0),
-            (f"{options.requests} prompts of {options.short:,} tokens", several, 1.0),
-            (f"{options.requests} prompts of {options.short:,} tokens, preempted", several, 0.6),
+        for title, prompts, is_short in (
+            (f"one prompt of {options.long:,} tokens", one, False),
+            (f"{options.requests} prompts of {options.short:,} tokens", several, False),
+            (f"{options.requests} prompts of {options.short:,} tokens, preempted", several, True),
         ):
             print(f"{title}\n{HEADER}")
-            same = compare(model, prompts, options, share)
+            same = compare(model, prompts, options.output, is_short=is_short)
             print("  tokens are equal" if same else "  TOKENS DIFFER")
             is_same &= same
     return 0 if is_same else 1
