@@ -26,8 +26,7 @@ def keeps_all_tokens(config: EngineConfig) -> bool:
     Raises:
         ConfigError: the class of the scheduler cannot be used.
     """
-    moves_kv = config.kv_tier or config.kv_connector or config.shares_kv
-    if moves_kv or config.scheduler.use_cache_eviction:
+    if config.moves_kv_by or config.scheduler.use_cache_eviction:
         return True
     from quire.scheduling.scheduler import Scheduler
 
