@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -24,16 +24,15 @@ class BlockPools:
         windows: the number of each other group, and its window in tokens.
 
     Args:
-        first: of the group that keeps all tokens.
-        others: the pools of further groups, which have windows, with the window of each in tokens.
+        pools: [G], the one of the group that keeps all tokens first; the others have windows.
+        windows: [G - 1] of the others, in tokens.
         block_size: tokens per block.
     """
 
-    def __init__(self, first: BlockPool, others: Iterable[tuple[BlockPool, int]], block_size: int) -> None:
-        self.first = first
-        self._others = tuple(others)
-        self._pools = (first, *(pool for pool, _ in self._others))
-        self.windows = [(group, window) for group, (_, window) in enumerate(self._others, 1)]
+    def __init__(self, pools: Sequence[BlockPool], windows: Iterable[int], block_size: int) -> None:
+        self.first = pools[0]
+        self.windows = list(enumerate(windows, 1))
+        self._pools = pools
         self._block_size = block_size
 
     def __len__(self) -> int:
@@ -42,7 +41,7 @@ class BlockPools:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out in every group."""
-        return self.first.num_free if not self._others else min(pool.num_free for pool in self._pools)
+        return min(pool.num_free for pool in self._pools) if self.windows else self.first.num_free
 
     @property
     def num_uncommitted(self) -> int:
@@ -52,7 +51,7 @@ class BlockPools:
     @property
     def num_in_use(self) -> list[int]:
         """Blocks of each group with a reference count above 0, [G]."""
-        return [self.first.num_in_use, *(pool.num_in_use - 1 for pool, _ in self._others)]
+        return [self.first.num_in_use, *(pool.num_in_use - 1 for pool in self._pools[1:])]
 
     @property
     def usage(self) -> float:
@@ -74,7 +73,7 @@ class BlockPools:
         Raises:
             ValueError: fewer than `count` blocks are free in some group; nothing is taken.
         """
-        if len(self._pools) > 1:
+        if self.windows:
             self.commit_ahead(count)
             if count > self.num_free:
                 raise ValueError(f"{count} KV blocks requested of each group, {self.num_free} are free")
@@ -113,7 +112,7 @@ class BlockPools:
     def cache(self, block_ids: IntArray, chain: list[bytes], parents: list[bytes], tokens: IntArray) -> None:
         """Remember what blocks [G, blocks] hold; see `BlockPool.cache`."""
         self.first.cache(block_ids[0], chain, parents, tokens)
-        for (pool, _), ids in zip(self._others, block_ids[1:], strict=True):
+        for pool, ids in zip(self._pools[1:], block_ids[1:], strict=True):
             kept = ids != NULL_BLOCK
             if kept.any():
                 digests = list(itertools.compress(chain, kept))
@@ -129,25 +128,23 @@ class BlockPools:
             tokens: of its full blocks, [N, block_size].
         """
         found = self.first.find(keys.digest(0), keys.digests(0, len(tokens)), tokens)
-        if not self._others:
+        if not self.windows:
             return found[None]
         chain, tokens = [keys.digest(0), *keys.digests(0, len(found))], tokens[: len(found)]
-        rows = [found, *(pool.lookup(chain, tokens) for pool, _ in self._others)]
+        rows = [found, *(pool.lookup(chain, tokens) for pool in self._pools[1:])]
         ends = np.arange(len(found) + 1, dtype=np.int32)
         is_served = np.ones(len(ends), dtype=np.bool_)
-        for ids, (_, window) in zip(rows[1:], self._others, strict=True):
-            missing = np.where(ids < 0, ends[:-1], -1)
+        for group, window in self.windows:
+            missing = np.where(rows[group] < 0, ends[:-1], -1)
             last_missing = np.concatenate(([-1], np.maximum.accumulate(missing)))
             is_served &= last_missing < self.first_in_window(ends * self._block_size, window)
         end = int(np.flatnonzero(is_served)[-1])
         block_ids = np.stack(rows)[:, :end].astype(np.int32)
         for group, window in self.windows:
-            block_ids[
-                group, : self.first_in_window(np.array(end * self._block_size, dtype=np.int32), window)
-            ] = NULL_BLOCK
+            block_ids[group, : self.first_in_window(end * self._block_size, window)] = NULL_BLOCK
         return block_ids
 
-    def first_in_window(self, num_tokens: IntArray, window: int) -> IntArray:
+    def first_in_window(self, num_tokens: IntArray | int, window: int) -> IntArray:
         """Return the number of the first block that the token after `num_tokens` others sees."""
         first: IntArray = np.maximum(num_tokens - window + 1, 0) // self._block_size
         return first
@@ -168,5 +165,5 @@ class BlockPools:
     def _by_group(self, block_ids: IntArray) -> Iterator[tuple[BlockPool, IntArray]]:
         """Yield each pool with its blocks."""
         yield self.first, block_ids[0]
-        for (pool, _), ids in zip(self._others, block_ids[1:], strict=True):
+        for pool, ids in zip(self._pools[1:], block_ids[1:], strict=True):
             yield pool, ids[ids != NULL_BLOCK]

@@ -139,9 +139,8 @@ class KVCacheManager:
         """Whether the blocks of `slot` hold what a token after its first `num_tokens` tokens sees."""
         if num_tokens > self.capacity(slot):
             return False
-        position = np.array(num_tokens, dtype=np.int32)
         return all(
-            self._num_left[group, slot] <= self.pools.first_in_window(position, window)
+            self._num_left[group, slot] <= self.pools.first_in_window(num_tokens, window)
             for group, window in self.pools.windows
         )
 

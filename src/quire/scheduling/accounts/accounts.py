@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from quire.config import SchedulerConfig
 from quire.grammar.manager import GrammarManager
 from quire.kv.blocks.block_pool import BlockPool
@@ -51,28 +53,16 @@ class Accounts:
         self.clock = clock = StepClock(context.clock)
         self.connector = ConnectorCalls(context.connector, clock, patience=config.kv_transfer_timeout)
         retention = RETENTIONS.build(config.prefix_retention)
-        first = BlockPool(
-            num_blocks,
-            config.block_size,
+        pool_of = functools.partial(
+            BlockPool,
+            block_size=config.block_size,
             retention=retention,
-            commit=context.commit_blocks,
-            events=context.kv_events,
             on_replaced_retention=self.note_replaced_policy,
         )
-        others = [
-            BlockPool(
-                group.num_blocks,
-                config.block_size,
-                has_window=True,
-                retention=RETENTIONS.build(config.prefix_retention),
-                commit=group.commit,
-                on_replaced_retention=self.note_replaced_policy,
-            )
-            for group in context.windows
-        ]
-        windows = [group.window for group in context.windows]
+        pools = [pool_of(num_blocks, commit=context.commit_blocks, events=context.kv_events)]
+        pools += [pool_of(one.num_blocks, commit=one.commit, has_window=True) for one in context.windows]
         self.kv = KVCacheManager(
-            BlockPools(first, zip(others, windows, strict=True), config.block_size),
+            BlockPools(pools, [one.window for one in context.windows], config.block_size),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
