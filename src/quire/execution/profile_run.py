@@ -11,6 +11,7 @@ import numpy as np
 
 from quire.execution.model_runner import ModelRunner
 from quire.kernels.bounds import prompt_logit_rows
+from quire.kv.blocks.groups import NULL_BLOCK
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
 from quire.step import (
@@ -293,7 +294,7 @@ class _DummySteps:
         length = row.num_computed + row.num_tokens
         caches = self._runner.kv_caches
         entries = np.arange(-(-(length + num_drafts) // caches[0].block_size))
-        firsts = [min(group, 1) for group in range(len(caches))]  # behind the null block
+        firsts = [0, *[NULL_BLOCK + 1] * (len(caches) - 1)]
         tables = [
             first + entries % (cache.num_blocks - first) for first, cache in zip(firsts, caches, strict=True)
         ]

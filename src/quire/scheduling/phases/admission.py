@@ -185,8 +185,8 @@ class AdmissionPhase:
         num_computed = accounts.in_flight.num_computed_before(slot)
         if num_computed is None:
             num_computed = int(running.num_computed[slot])
-        num_shared = request.num_prompt_tokens - 1
-        return slot if num_computed >= num_shared and accounts.kv.can_share(slot, num_shared) else None
+        num_tokens = request.num_prompt_tokens - 1
+        return slot if num_computed >= num_tokens and accounts.kv.can_share(slot, num_tokens) else None
 
     def _with_filling(self, request: Request, prefix: Prefix) -> Prefix:
         """Add the blocks that this step fills, unless the request begins with a load or a leader's prompt."""
