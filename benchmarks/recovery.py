@@ -30,7 +30,7 @@ from unittest import mock
 from random_model import random_model
 
 from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
-from quire.config import SupervisionConfig
+from quire.config import KVTierConfig, SupervisionConfig
 from quire.engine.messages import LoadProgress, Ready, Starting, StepOutputs
 from quire.front.process.supervision import EngineCrashed
 from quire.scheduling.outputs import KVConnectorStats
@@ -104,14 +104,14 @@ Recoveries = dict[str, dict[str, dict[str, list[Recovery]]]]
 
 def open_llm(model: str, tier: str, directory: str, *, has_standby: bool) -> AsyncLLM:
     """Return an engine in a process of its own, with a tier that stores each prompt at once."""
-    options: dict[str, Any] = {}
-    if tier != "none":
-        options = {"kv_tier": tier, "kv_tier_min_uses": 1, "kv_tier_size": 0.5}
-    if tier == "disk":
-        options["kv_tier_path"] = directory
+    tiering = KVTierConfig(
+        kv_tier="" if tier == "none" else tier, kv_tier_path=directory, kv_tier_min_uses=1, kv_tier_size=0.5
+    )
     scheduler = SchedulerConfig(block_size=BLOCK_SIZE, num_kv_blocks=256)
     supervision = SupervisionConfig(standby_engine=has_standby)
-    return AsyncLLM(EngineConfig(model=model, scheduler=scheduler, supervision=supervision, **options))
+    return AsyncLLM(
+        EngineConfig(model=model, scheduler=scheduler, supervision=supervision, kv_tiering=tiering)
+    )
 
 
 async def wait_until_stored(llm: AsyncLLM, num_blocks: int) -> None:

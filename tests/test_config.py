@@ -17,6 +17,9 @@ from quire.config import (
     EngineConfig,
     KVCrushAnchorPointMode,
     KVCrushConfig,
+    KVEventsConfig,
+    KVTierConfig,
+    KVTransferConfig,
     SchedulerConfig,
     ServerConfig,
     SparseAttentionConfig,
@@ -31,7 +34,7 @@ from quire.sampling_params import SamplingParams
 CONFIGS = [
     EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ServerConfig, SamplingParams,
     CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig, EdgeConfig, ConnectionConfig, ChatTemplateConfig,
-    BatchConfig,
+    BatchConfig, KVTierConfig, KVTransferConfig, KVEventsConfig,
 ]  # fmt: skip
 EVICTING = SchedulerConfig(use_cache_eviction=True)
 ROTATING = SchedulerConfig(
@@ -269,7 +272,11 @@ def test_an_engine_keeps_its_own_copy_of_the_scheduler_config():
             {"scheduler": EVICTING, "tensor_parallel_size": 2},
             "tensor_parallel_size is 2, but SchedulerConfig.use_cache_eviction is on: scores sum",
         ),
-        (EngineConfig, {"scheduler": EVICTING, "kv_tier": "memory"}, "kv_tier is 'memory', but .* is on"),
+        (
+            EngineConfig,
+            {"scheduler": EVICTING, "kv_tiering": KVTierConfig(kv_tier="memory")},
+            "KVTierConfig.kv_tier is 'memory', but .* is on",
+        ),
         (
             EngineConfig,
             {"scheduler": ROTATING, "kv_cache_dtype": "int8"},

@@ -20,6 +20,9 @@ from quire.config import (
     ChatTemplateConfig,
     EngineConfig,
     KVCrushConfig,
+    KVEventsConfig,
+    KVTierConfig,
+    KVTransferConfig,
     SchedulerConfig,
     ServerConfig,
     SparseAttentionConfig,
@@ -45,6 +48,9 @@ NESTED = (
     "speculation",
     "supervision",
     "chat_templating",
+    "kv_tiering",
+    "kv_transfer",
+    "kv_events",
     "cache_eviction_config",
     "sparse_attention_config",
 )
@@ -72,6 +78,7 @@ def test_fields_of_nested_configurations_are_included():
     of_eviction = {CacheEvictionConfig, KVCrushConfig, AdaptiveRKVConfig}
     of_engine = {
         EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ChatTemplateConfig,
+        KVTierConfig, KVTransferConfig, KVEventsConfig,
     }  # fmt: skip
     assert owners == {SparseAttentionConfig, *of_engine, *of_eviction}
 
@@ -217,6 +224,7 @@ def test_messages_speak_of_flags():
     assert in_flags("the limit is max_model_len 9, of /my/max_tokens") == (
         "the limit is --max-model-len 9, of /my/max_tokens"
     )
+    assert in_flags("KVTierConfig.kv_tier is '' in kv_tiering") == ("--kv-tier is '' in kv_tiering")
     assert in_flags("top_k is -1; it must be from 0", "top_k") == "--top-k is -1; it must be from 0"
     of_a_file = "keys.toml, line 3: TenantConfig has no field 'x'; known names: kv_transfer, max_pin_time"
     assert in_flags(of_a_file) == of_a_file

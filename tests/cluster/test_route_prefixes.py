@@ -15,7 +15,7 @@ from fake_upstream import FakeEngine, check_health, chunks_in_flight
 import preloaded
 from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.cluster.route import routing
-from quire.config import ConnectionConfig, RouterConfig, ServerConfig
+from quire.config import ConnectionConfig, KVEventsConfig, RouterConfig, ServerConfig
 from quire.engine.kv_events import KVEventPublisher
 from quire.kv.blocks.events import BlockStored
 from quire.models.checkpoints.hub import resolve_model
@@ -42,8 +42,7 @@ JOINED = [QUESTION[0], {"role": "user", "content": "What are they for?"}]
 def started() -> AsyncLLM:
     config = EngineConfig(
         num_threads=1,
-        kv_events_endpoint=LOCAL,
-        kv_events_replay_endpoint=LOCAL,
+        kv_events=KVEventsConfig(kv_events_endpoint=LOCAL, kv_events_replay_endpoint=LOCAL),
         scheduler=SchedulerConfig(num_kv_blocks=256),
     )
     with preloaded.engines():

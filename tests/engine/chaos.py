@@ -30,9 +30,10 @@ import psutil
 
 import private_shared_memory
 from engine_checks import wait_for_end
-from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
-from quire.config import SpeculationConfig, SupervisionConfig
+from quire import LLM, AsyncLLM, EngineConfig, SamplingParams
+from quire.config import BUILT_IN_MODEL
 from quire.errors import EngineDeadError, QuireError, RequestQuarantinedError
+from quire.front.arguments import engine_config
 from quire.request_output import RequestOutput
 from quire.structured_outputs import StructuredOutputsParams
 from subprocesses import started
@@ -96,32 +97,30 @@ class Scenario:
     """An engine's configuration, beside what all engines of this program have."""
 
     name: str
-    engine: dict[str, Any]
-    scheduler: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_ranks: int = 1
 
     def config(self, directory: Path) -> EngineConfig:
         """Return the configuration; what the engine keeps on disk is in `directory`."""
-        options = dict(self.engine)
+        options = {
+            "num_threads": 1,
+            "num_kv_blocks": 512,
+            "tensor_parallel_size": self.num_ranks,
+            "watchdog_timeout": WATCHDOG_TIMEOUT * self.num_ranks,
+            "max_engine_crashes": 1000,
+            **self.options,
+        }
         if options.get("kv_tier") == "disk":
             options["kv_tier_path"] = str(directory / "tier")
-        return EngineConfig(
-            num_threads=1,
-            tensor_parallel_size=self.num_ranks,
-            scheduler=SchedulerConfig(num_kv_blocks=512, **self.scheduler),
-            supervision=SupervisionConfig(
-                watchdog_timeout=WATCHDOG_TIMEOUT * self.num_ranks, max_engine_crashes=1000
-            ),
-            **options,
-        )
+        return engine_config(BUILT_IN_MODEL, options)
 
 
 SCENARIOS = (
-    Scenario("drafts", {"speculation": SpeculationConfig(speculative_method="ngram")}),
-    Scenario("overlap", {}, {"overlap_steps": True}),
+    Scenario("drafts", {"speculative_method": "ngram"}),
+    Scenario("overlap", {"overlap_steps": True}),
     Scenario("memory tier", {"kv_tier": "memory", "kv_tier_size": 0.05}),
     Scenario("disk tier", {"kv_tier": "disk", "kv_tier_size": 0.05}),
-    Scenario("two ranks", {}, num_ranks=2),
+    Scenario("two ranks", num_ranks=2),
 )
 
 

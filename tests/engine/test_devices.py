@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from insides import copier_of
 from late_device import LateDevice
-from quire.config import EngineConfig, SchedulerConfig
+from quire.config import EngineConfig, KVTierConfig, KVTransferConfig, SchedulerConfig
 from quire.engine import devices as engine_devices
 from quire.engine.building.assembly import build_connector, commits_of_groups
 from quire.engine.building.kv_identity import kv_fingerprint
@@ -57,6 +58,7 @@ class CopyingTier(OwnTier):
 
 
 OWN_TIER = "test_devices.OwnTier"
+MEMORY, DISK = KVTierConfig(kv_tier="memory"), KVTierConfig(kv_tier="disk")
 
 
 def capabilities(monkeypatch: pytest.MonkeyPatch, *of_gpus: tuple[int, int]) -> None:
@@ -267,15 +269,24 @@ def test_cache_eviction_leaves_the_choice_of_the_device(device: str) -> None:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("name", "value"), [("role", "prefill"), ("kv_peers", "10.0.0.1:9000"), ("kv_transfer_port", 9000)]
+    ("fields", "named"),
+    [
+        ({"role": "prefill"}, "EngineConfig.role is 'prefill'"),
+        (
+            {"kv_transfer": KVTransferConfig(kv_peers="10.0.0.1:9000")},
+            "KVTransferConfig.kv_peers is '10.0.0.1:9000'",
+        ),
+        (
+            {"kv_transfer": KVTransferConfig(kv_transfer_port=9000)},
+            "KVTransferConfig.kv_transfer_port is 9000",
+        ),
+    ],
 )
-def test_the_kv_of_one_gpu_is_shared_and_not_that_of_several(name: str, value: Any) -> None:
-    assert chosen(**{name: value}) == ("cuda", "triton")
-    with pytest.raises(
-        ConfigError, match=rf"parallel_size is 2 and EngineConfig\.{name} is {value!r}, .*'cpu'$"
-    ):
-        chosen(tensor_parallel_size=2, **{name: value})
-    assert chosen(device="cpu", tensor_parallel_size=2, **{name: value}) == ("cpu", "auto")
+def test_the_kv_of_one_gpu_is_shared_and_not_that_of_several(fields: dict[str, Any], named: str) -> None:
+    assert chosen(**fields) == ("cuda", "triton")
+    with pytest.raises(ConfigError, match=rf"parallel_size is 2 and {re.escape(named)}, .*'cpu'$"):
+        chosen(tensor_parallel_size=2, **fields)
+    assert chosen(device="cpu", tensor_parallel_size=2, **fields) == ("cpu", "auto")
 
 
 @pytest.mark.usefixtures("gpu")
@@ -313,9 +324,11 @@ def test_each_rank_s_memory_is_that_of_its_gpu(mini: ModelConfig) -> None:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    "tier", [{"kv_tier": "memory"}, {"kv_tier": "disk"}, {"kv_connector": OWN_TIER}], ids=str
+    "tier",
+    [{"kv_tiering": MEMORY}, {"kv_tiering": DISK}, {"kv_connector": OWN_TIER}],
+    ids=["memory", "disk", "own"],
 )
-def test_blocks_on_their_way_to_a_tier_are_planned(tier: dict[str, str], mini: ModelConfig) -> None:
+def test_blocks_on_their_way_to_a_tier_are_planned(tier: dict[str, Any], mini: ModelConfig) -> None:
     without, beside = (
         plan_memory(on_one_device(EngineConfig(**fields)), mini, available_bytes=3 * GB)
         for fields in ({"kv_connector": "memory_connector.MemoryConnector"}, tier)
@@ -369,7 +382,7 @@ def test_a_tier_of_a_gpu_copies_there_and_finds_nothing_of_another(
     monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 1 << 20)
     path = resolve_model("mini")
     scheduler = SchedulerConfig(num_kv_blocks=32)
-    config = on_one_device(EngineConfig(kv_tier="memory", max_model_len=512, scheduler=scheduler))
+    config = on_one_device(EngineConfig(kv_tiering=MEMORY, max_model_len=512, scheduler=scheduler))
     plan = plan_memory(config, mini)
     assert isinstance(built_copier(config, plan), DeviceCopier)
     fingerprints = set()

@@ -148,12 +148,12 @@ KINDS = {
 
 FRONT_OF_KIND = """
 import sys, asyncio, json, psutil
-from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
+from quire import AsyncLLM, SamplingParams
+from quire.front.arguments import engine_config
 from quire.structured_outputs import StructuredOutputsParams
 async def main():
     options = json.loads(sys.argv[2])
-    scheduler = SchedulerConfig(num_kv_blocks=64)
-    llm = AsyncLLM(EngineConfig(model=sys.argv[1], num_threads=1, scheduler=scheduler, **options))
+    llm = AsyncLLM(engine_config(sys.argv[1], {"num_threads": 1, "num_kv_blocks": 64, **options}))
     regex = StructuredOutputsParams(regex="[a-z ]{400,450}")
     stream = llm.generate("the", SamplingParams(max_tokens=450, structured_outputs=regex))
     await anext(stream)

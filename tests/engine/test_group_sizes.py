@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from faulty_scheduler import OneByOne
 from quire.cli.commands.plan import as_dict, memory_table
-from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
+from quire.config import EngineConfig, KVTierConfig, KVTransferConfig, SchedulerConfig, SpeculationConfig
 from quire.engine.building.assembly import RETRY_INTERVAL, CacheGrowth, build_scheduler, commits_of_groups
 from quire.engine.memory.byte_sizes import GB
 from quire.engine.memory.cache_warming import CacheWarmer
@@ -212,10 +212,10 @@ def test_a_draft_model_keeps_all_tokens_beside_the_first_group(gemma: ModelConfi
 @pytest.mark.parametrize(
     "engine",
     [
-        {"kv_tier": "memory"},
+        {"kv_tiering": KVTierConfig(kv_tier="memory")},
         {"kv_connector": "some.Connector"},
         {"role": "prefill"},
-        {"kv_peers": "10.0.0.2:7000"},
+        {"kv_transfer": KVTransferConfig(kv_peers="10.0.0.2:7000")},
         {"scheduler_cls": OneByOne},
         {"scheduler": SchedulerConfig(num_kv_blocks=5000, use_cache_eviction=True)},
     ],

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from held import num_held
-from quire.config import EngineConfig
+from quire.config import KVEventsConfig
 from quire.engine.kv_events import END_OF_REPLAY, TOPIC, KVEventPublisher, KVEventSubscriber
 from quire.errors import ConfigError
 from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, KVEventBatch
@@ -246,7 +246,7 @@ def test_closing_sends_what_is_queued():
 
 
 def test_an_address_in_use_is_a_config_error(publisher):
-    with pytest.raises(ConfigError, match=r"EngineConfig\.kv_events_endpoint is .* cannot be bound"):
+    with pytest.raises(ConfigError, match=r"KVEventsConfig\.kv_events_endpoint is .* cannot be bound"):
         KVEventPublisher(publisher.endpoint)
     with pytest.raises(ConfigError, match=r"kv_events_replay_endpoint is 'nonsense'"):
         KVEventPublisher(LOCAL, "nonsense")
@@ -274,9 +274,9 @@ def test_ports_are_told_if_both_sockets_have_one(endpoint, replay_endpoint, have
 
 
 def test_replay_without_publishing_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"set EngineConfig\.kv_events_endpoint too"):
-        EngineConfig(kv_events_replay_endpoint=LOCAL)
-    EngineConfig(kv_events_endpoint=LOCAL, kv_events_replay_endpoint=LOCAL)
+    with pytest.raises(ConfigError, match=r"set KVEventsConfig\.kv_events_endpoint too"):
+        KVEventsConfig(kv_events_replay_endpoint=LOCAL)
+    KVEventsConfig(kv_events_endpoint=LOCAL, kv_events_replay_endpoint=LOCAL)
 
 
 def test_a_batch_that_cannot_be_encoded_is_a_gap(publisher, follow, caplog):

@@ -21,11 +21,12 @@ from insides import (
     peer_parts,
 )
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.config import EngineConfig, SchedulerConfig
+from quire.config import EngineConfig
 from quire.datadist.links.decoder_link import DecoderLink
 from quire.datadist.transports import nixl_agent
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, EngineDeadError, InvalidRequestError
+from quire.front.arguments import engine_config
 from quire.kv.blocks.events import KVEventCollector
 from quire.kv.peers import links, peer, peer_prefixes, pull_readers, pulls
 from quire.request_options import RequestOptions
@@ -469,7 +470,7 @@ def test_a_lease_that_nobody_renews_ends():
 
 
 async def test_loans_that_no_peer_will_read_are_released(preloaded_engines):
-    config = EngineConfig(model="mini", role="prefill", scheduler=SchedulerConfig(num_kv_blocks=64), **TOKEN)
+    config = engine_config("mini", {"role": "prefill", "num_kv_blocks": 64, **TOKEN})
     async with contextlib.AsyncExitStack() as stack:
         llm = AsyncLLM(config)
         stack.push_async_callback(llm.shutdown)
@@ -518,7 +519,7 @@ def test_a_transfer_id_is_used_once(pair):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_tier": "memory"}, "kv_tier is 'memory' and role is 'decode'"),
+        ({"kv_tier": "memory"}, "kv_tier is 'memory' and EngineConfig.role is 'decode'"),
         ({"use_cache_eviction": True}, "role is 'decode', but"),
         ({"kv_transports": "pigeon"}, "kv_transports is 'pigeon'"),
         ({"role": "prefill", "kv_transfer_host": "0.0.0.0"}, "cannot connect to"),
@@ -641,7 +642,9 @@ def test_what_takes_no_time_to_compute_is_not_asked_for(monkeypatch):
     "value", ["10.0.0.2", "10.0.0.2:0", "10.0.0.2:70000", "here:7000", "10.0.0.2:1,", "10.0.0.2:x"]
 )
 def test_addresses_of_equals_are_checked(value):
-    with pytest.raises(ConfigError, match=r"EngineConfig.kv_peers is .* is not an IPv4 address and a port"):
+    with pytest.raises(
+        ConfigError, match=r"KVTransferConfig.kv_peers is .* is not an IPv4 address and a port"
+    ):
         LLM("mini", kv_peers=value, **OPTIONS)
 
 
@@ -652,8 +655,7 @@ def test_at_most_so_many_equals_are_asked():
 
 def test_sharing_kv_with_others_is_one_way_of_moving_it():
     with pytest.raises(ConfigError, match="an engine moves KV in one way only"):
-        EngineConfig(model="mini", kv_peers="10.0.0.2:7000", kv_tier="memory")
-    assert EngineConfig(
-        model="mini", kv_peers="10.0.0.2:7000", role="decode", kv_transfer_port=7000
-    ).shares_kv
+        engine_config("mini", {"kv_peers": "10.0.0.2:7000", "kv_tier": "memory"})
+    sharing = {"kv_peers": "10.0.0.2:7000", "role": "decode", "kv_transfer_port": 7000}
+    assert engine_config("mini", sharing).shares_kv
     assert not EngineConfig(model="mini").shares_kv

@@ -224,7 +224,7 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path):
 
 
 def test_a_tier_and_a_connector_are_too_much():
-    with pytest.raises(ConfigError, match=r"kv_tier is 'memory' and kv_connector is 'a\.B'"):
+    with pytest.raises(ConfigError, match=r"kv_tier is 'memory' and EngineConfig.kv_connector is 'a\.B'"):
         open_llm(kv_tier="memory", kv_connector="a.B")
 
 

@@ -29,6 +29,7 @@ from quire.engine.ranks.leading import LeadingDecoder
 from quire.engine.ranks.messages import CopyBlocks, Forward
 from quire.engine.ranks.rank_decoder import RankDecoder
 from quire.errors import ConfigError, EngineDeadError
+from quire.front.arguments import engine_config
 from quire.kernels.attention.batch import AttentionBatch
 from quire.models.shard import Shard
 from subprocesses import python_output, started
@@ -325,8 +326,8 @@ def test_a_shard_that_cannot_be_loaded_is_the_reason(checkpoint, monkeypatch, pr
 
 
 def test_what_does_not_go_with_several_ranks_is_refused(checkpoint):
-    for name, value in (("kv_connector", "mine.Connector"), ("kv_tier", "memory")):
+    for name, value in (("EngineConfig.kv_connector", "mine.Connector"), ("KVTierConfig.kv_tier", "memory")):
         with pytest.raises(ConfigError, match=rf"tensor_parallel_size is 2 and {name} is '{value}'"):
-            EngineConfig(tensor_parallel_size=2, **{name: value})
+            engine_config(checkpoint, {"tensor_parallel_size": 2, name.split(".")[1]: value})
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3.*query heads"):
         LLM(checkpoint, tensor_parallel_size=3)

@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from insides import always_load, connector_of
-from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.cli.main import app
 from quire.errors import KVFileError
+from quire.front.arguments import engine_config
 from quire.models.checkpoints.hub import resolve_model
 
 PROMPT = list(range(100, 100 + 10 * 16 + 5))
@@ -82,7 +83,7 @@ def test_kv_is_found_only_with_the_salt_it_was_restored_for(saved):
 
 
 async def test_an_engine_in_a_process_of_its_own_saves_and_restores(tmp_path, saved, preloaded_engines):
-    llm = AsyncLLM(EngineConfig(num_threads=1, kv_tier="memory", scheduler=SchedulerConfig(num_kv_blocks=64)))
+    llm = AsyncLLM(engine_config("mini", OPTIONS))
     try:
         assert await llm.save_kv(PROMPT, tmp_path / "async.kv") == 160
         assert await llm.restore_kv(saved[0]) == PROMPT[:160]

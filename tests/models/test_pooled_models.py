@@ -289,7 +289,7 @@ def test_rows_of_an_encoder_are_alike_in_any_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_tier": "memory"}, r"EngineConfig\.kv_tier is 'memory', but no KV of a prompt can be used"),
+        ({"kv_tier": "memory"}, r"KVTierConfig\.kv_tier is 'memory', but no KV of a prompt can be used"),
         ({"use_sparse_attention": True}, r"SchedulerConfig\.use_sparse_attention is True, but no KV"),
     ],
 )

@@ -19,6 +19,9 @@ from quire.config import (
     EdgeConfig,
     EngineConfig,
     KVCrushConfig,
+    KVEventsConfig,
+    KVTierConfig,
+    KVTransferConfig,
     RouterConfig,
     SchedulerConfig,
     ServerConfig,
@@ -34,11 +37,15 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 _NAMED_BARE = (
-    EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ChatTemplateConfig, SamplingParams,
-    ServerConfig, RouterConfig, EdgeConfig, ConnectionConfig, BatchConfig,
+    EngineConfig, SchedulerConfig, SpeculationConfig, SupervisionConfig, ChatTemplateConfig, KVTierConfig,
+    KVTransferConfig, KVEventsConfig, SamplingParams, ServerConfig, RouterConfig, EdgeConfig,
+    ConnectionConfig, BatchConfig,
 )  # fmt: skip
 _UNMISTAKABLE = "|".join(
-    field.name for cls in _NAMED_BARE for field in dataclasses.fields(cls) if "_" in field.name
+    field.name
+    for cls in _NAMED_BARE
+    for field in dataclasses.fields(cls)
+    if "_" in field.name and "help" in field.metadata  # a part of a configuration has no flag
 )
 _FIELD = re.compile(rf"\b([A-Z]\w*(?:Config|Params))\.(\w+)|(?<![\w./-])({_UNMISTAKABLE})\b(?!\.\w)")
 _KNOWN_NAMES = re.compile(r"; (?:known names: |did you mean ')")  # names in a file are not flags

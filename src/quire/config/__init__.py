@@ -31,6 +31,7 @@ from quire.config.fields import (
     settable_config,
     stands_for,
 )
+from quire.config.kv import KVEventsConfig, KVTierConfig, KVTransferConfig
 from quire.config.router import RouterConfig, engine_url
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
@@ -53,6 +54,9 @@ __all__ = [
     "EngineRole",
     "KVCrushAnchorPointMode",
     "KVCrushConfig",
+    "KVEventsConfig",
+    "KVTierConfig",
+    "KVTransferConfig",
     "RouterConfig",
     "SchedulerConfig",
     "ScorePooling",

@@ -9,11 +9,12 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from quire.config.chat_template import ChatTemplateConfig
 from quire.config.fields import check_limits, config, knob
+from quire.config.kv import KVEventsConfig, KVTierConfig, KVTransferConfig
 from quire.config.scheduler import SchedulerConfig
 from quire.config.speculation import SpeculationConfig
 from quire.config.supervision import SupervisionConfig
 from quire.errors import ConfigError
-from quire.limits import BuiltIn, NonNegativeFloat, NonNegativeInt, PositiveInt
+from quire.limits import BuiltIn, NonNegativeFloat, NonNegativeInt
 
 BUILT_IN_MODEL = "mini"
 
@@ -138,34 +139,6 @@ class EngineConfig:
         default="quire.scheduling.Scheduler",
         help="Dotted name of the SchedulerInterface class to use; in Python also the class itself.",
     )
-    kv_tier: Literal["", "memory", "disk"] = knob(
-        default="",
-        help="Second tier for the KV of prompts, loaded when that is faster than recomputing: memory "
-        "(host memory), or disk, which outlives the engine. Empty: none.",
-    )
-    kv_tier_path: str = knob(
-        default="auto",
-        help="Directory of the disk tier; several engines may share it. auto: quire/kv in the user's cache "
-        "directory.",
-    )
-    kv_tier_size: Annotated[float, Gt(0), Le(10**6)] = knob(
-        default=4.0,
-        unit="GB",
-        help="Maximum size of the tier in GB (10^9 bytes), on disk for all models together; the least "
-        "recently used blocks are removed first.",
-    )
-    kv_tier_memory_size: Annotated[float, Ge(0), Le(10**6)] = knob(
-        default=0.0,
-        unit="GB",
-        help="Host memory in GB (10^9 bytes) in front of a disk tier, for the most recently used blocks. "
-        "0: none.",
-    )
-    kv_tier_min_uses: PositiveInt = knob(
-        default=2,
-        unit="requests",
-        help="Number of requests that a prefix must occur in before the tier stores it. 1: each prompt is "
-        "stored at once.",
-    )
     kv_connector: Annotated[str, BuiltIn("")] = knob(
         default="",
         help="Dotted name of a KVConnector class, which finds, loads and stores KV elsewhere; in place of "
@@ -177,100 +150,64 @@ class EngineConfig:
         "route`. prefill: computes prompts and lends their KV; decode: reads it from the engine that has it; "
         "both: does everything itself.",
     )
-    kv_transfer_host: str = knob(
-        default="127.0.0.1",
-        help="IPv4 address of this machine at which other engines read its KV.",
-    )
-    kv_transfer_port: Annotated[int, Ge(0), Le(65535)] = knob(
-        default=0,
-        help="TCP port to serve KV on. 0: any free port with role prefill, otherwise off.",
-    )
-    kv_transfer_token: str = knob(
-        default="",
-        help="Secret shared by all engines that read each other's KV. Empty: none; use only on a private "
-        "network.",
-    )
-    kv_peers: str = knob(
-        default="",
-        help="Engines whose prefix caches are searched for the part of a prompt that is not cached here, as "
-        "HOST:PORT with commas between; the port is their kv_transfer_port. Empty: none.",
-    )
-    kv_transports: str = knob(
-        default="shared_memory,tcp",
-        help="Transports for KV between engines, in order of preference: shared_memory, tcp, nixl. The "
-        "first that works on both sides is used.",
-    )
     record_path: str = knob(
         default="",
         help="File to record the scheduler's work in, for `quire replay`; overwritten. Empty: no recording.",
-    )
-    kv_events_endpoint: str = knob(
-        default="",
-        help="ZeroMQ address at which to publish changes of the prefix cache, such as tcp://127.0.0.1:5557. "
-        "Empty: not published.",
-    )
-    kv_events_replay_endpoint: str = knob(
-        default="",
-        help="ZeroMQ address from which subscribers can fetch KV events that they missed. Empty: none.",
     )
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = dataclasses.field(default_factory=SpeculationConfig)
     supervision: SupervisionConfig = dataclasses.field(default_factory=SupervisionConfig)
     chat_templating: ChatTemplateConfig = dataclasses.field(default_factory=ChatTemplateConfig)
+    kv_tiering: KVTierConfig = dataclasses.field(default_factory=KVTierConfig)
+    kv_transfer: KVTransferConfig = dataclasses.field(default_factory=KVTransferConfig)
+    kv_events: KVEventsConfig = dataclasses.field(default_factory=KVEventsConfig)
 
     def __post_init__(self) -> None:
         if isinstance(self.scheduler_cls, type):  # a name can be sent to the engine process
             name = f"{self.scheduler_cls.__module__}.{self.scheduler_cls.__qualname__}"
             object.__setattr__(self, "scheduler_cls", name)
         check_limits(self)
-        if self.kv_events_replay_endpoint and not self.kv_events_endpoint:
-            raise ConfigError(
-                f"EngineConfig.kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r}, but nothing "
-                "is published; set EngineConfig.kv_events_endpoint too"
-            )
-        if self.kv_tier_memory_size and self.kv_tier != "disk":
-            raise ConfigError(
-                f"EngineConfig.kv_tier_memory_size is {self.kv_tier_memory_size} GB in front of a disk tier, "
-                f"but kv_tier is {self.kv_tier!r}; set kv_tier to 'disk', or leave kv_tier_memory_size at 0"
-            )
         self._refuse_beside_connector()
         object.__setattr__(self, "scheduler", self.scheduler.copied().validate())
         if self.scheduler.use_cache_eviction:
             self._refuse_beside_eviction()
 
     @property
-    def moves_kv_by(self) -> list[str]:
-        """The fields that ask for a KV connector, each of another kind."""
-        fields = [name for name in ("kv_tier", "kv_connector") if getattr(self, name)]
-        return [*fields, *self._shares_kv_by()[:1]]
+    def moves_kv_by(self) -> dict[str, str | int]:
+        """The fields that ask for a KV connector, each of another kind, with their values."""
+        fields: dict[str, str | int] = {
+            "KVTierConfig.kv_tier": self.kv_tiering.kv_tier,
+            "EngineConfig.kv_connector": self.kv_connector,
+        }
+        return {name: value for name, value in fields.items() if value} | self._shares_kv_by()
 
     @property
     def shares_kv(self) -> bool:
         """Whether this engine reads the KV of others, or lets them read its own."""
         return bool(self._shares_kv_by())
 
-    def _shares_kv_by(self) -> list[str]:
-        """Return the fields that ask for KV to be shared with other engines."""
-        shares = {
-            "role": self.role != "both",
-            "kv_peers": bool(self.kv_peers),
-            "kv_transfer_port": self.kv_transfer_port > 0,
-        }
-        return [name for name, is_given in shares.items() if is_given]
+    def _shares_kv_by(self) -> dict[str, str | int]:
+        """Return the first field that asks for KV to be shared with other engines, with its value."""
+        if self.role != "both":
+            return {"EngineConfig.role": self.role}
+        if self.kv_transfer.kv_peers:
+            return {"KVTransferConfig.kv_peers": self.kv_transfer.kv_peers}
+        if self.kv_transfer.kv_transfer_port:
+            return {"KVTransferConfig.kv_transfer_port": self.kv_transfer.kv_transfer_port}
+        return {}
 
     def _refuse_beside_connector(self) -> None:
         """Raise `ConfigError` for what does not go together with a KV connector."""
-        names = self.moves_kv_by
-        if len(names) > 1:
-            given = " and ".join(f"{name} is {getattr(self, name)!r}" for name in names)
+        given = [f"{name} is {value!r}" for name, value in self.moves_kv_by.items()]
+        if len(given) > 1:
             raise ConfigError(
-                f"EngineConfig.{given}; an engine moves KV in one way only: leave the others at their default"
+                f"{' and '.join(given)}; an engine moves KV in one way only: leave the others at their "
+                "default"
             )
-        if names and self.tensor_parallel_size > 1 and not self.shares_kv:
+        if given and self.tensor_parallel_size > 1 and not self.shares_kv:
             raise ConfigError(
-                f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size} and {names[0]} is "
-                f"{getattr(self, names[0])!r}, which moves the KV of one process only; set one of them to "
-                "its default"
+                f"EngineConfig.tensor_parallel_size is {self.tensor_parallel_size} and {given[0]}, which "
+                "moves the KV of one process only; set one of them to its default"
             )
 
     def _refuse_beside_eviction(self) -> None:
@@ -281,9 +218,9 @@ class EngineConfig:
                 f"SpeculationConfig.speculative_method is {method!r}, but {use}: blocks evicted after a "
                 "draft cannot be restored when the draft is rejected; turn one of them off"
             )
-        for name in self.moves_kv_by:
+        for name, value in self.moves_kv_by.items():
             raise ConfigError(
-                f"EngineConfig.{name} is {getattr(self, name)!r}, but {use}: other stores identify a block "
+                f"{name} is {value!r}, but {use}: other stores identify a block "
                 "by its prefix, and eviction changes the tokens that a sequence's blocks hold; turn one "
                 "of them off"
             )

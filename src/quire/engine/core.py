@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from quire.config import EngineConfig, SchedulerConfig
+from quire.config import EngineConfig, KVEventsConfig, SchedulerConfig
 from quire.engine.building import kv_peers
 from quire.engine.building.assembly import (
     build_context,
@@ -98,8 +98,8 @@ class EngineCore:
         # Some rotary embeddings depend on the maximum sequence length.
         model_config = dataclasses.replace(model_config, max_model_len=plan.max_model_len)
         self._scheduler_config = config.scheduler
-        self._kv_events = KVEventCollector() if config.kv_events_endpoint else None
-        self._publisher = _publisher(config)
+        self._kv_events = KVEventCollector() if config.kv_events.kv_events_endpoint else None
+        self._publisher = _publisher(config.kv_events)
         context = build_context(config, model_path, model_config, plan, self._kv_events)
         self._connector = context.connector
         self._grammars = context.grammars
@@ -447,7 +447,7 @@ def _close(close: Callable[[], None], what: str) -> None:
         logger.exception("%s could not be closed", what)
 
 
-def _publisher(config: EngineConfig) -> KVEventPublisher | None:
+def _publisher(config: KVEventsConfig) -> KVEventPublisher | None:
     if not config.kv_events_endpoint:
         return None
     return KVEventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint)

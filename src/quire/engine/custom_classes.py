@@ -42,5 +42,5 @@ def stages_kv(config: EngineConfig) -> bool:
     if config.device != "cuda":
         return False
     if not config.kv_connector:
-        return bool(config.kv_tier)
+        return bool(config.kv_tiering.kv_tier)
     return issubclass(CONNECTORS.class_of(config.kv_connector), TierConnector)

@@ -177,10 +177,9 @@ def _refuse_float8_on_older_gpus(config: EngineConfig) -> None:
 def _refuse_beside_cuda(config: EngineConfig) -> None:
     """Raise `ConfigError` for features that are not supported on a GPU yet."""
     if config.shares_kv and config.tensor_parallel_size > 1:
-        [shares_by] = config.moves_kv_by
+        [(shares_by, value)] = config.moves_kv_by.items()
         raise ConfigError(
             f"EngineConfig.tensor_parallel_size is {config.tensor_parallel_size} and "
-            f"EngineConfig.{shares_by} is {getattr(config, shares_by)!r}, but engines can "
-            "share the KV of one GPU only; set one of them to its default, or "
-            "EngineConfig.device to 'cpu'"
+            f"{shares_by} is {value!r}, but engines can share the KV of one GPU only; set one of them to its "
+            "default, or EngineConfig.device to 'cpu'"
         )

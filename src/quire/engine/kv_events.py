@@ -136,7 +136,7 @@ class KVEventPublisher:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"EngineConfig.{field} is {endpoint!r}, which cannot be bound: {error}; use a free address "
+                f"KVEventsConfig.{field} is {endpoint!r}, which cannot be bound: {error}; use a free address "
                 "such as tcp://127.0.0.1:5557"
             ) from error
         return socket

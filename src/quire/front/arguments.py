@@ -6,14 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from quire.config import (
-    ChatTemplateConfig,
-    EngineConfig,
-    SchedulerConfig,
-    SpeculationConfig,
-    SupervisionConfig,
-)
+from quire.config import EngineConfig
 from quire.errors import ConfigError, InvalidRequestError, nearest_name
+from quire.limits import limits_of
 
 T = TypeVar("T")
 
@@ -27,12 +22,10 @@ Tools = Sequence[Mapping[str, Any]]
 _BYTES = (bytes, bytearray, memoryview)  # undecoded text, not token ids
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")  # keys of a mapping; the first one present counts
 
-_Part = type[SchedulerConfig] | type[SpeculationConfig] | type[SupervisionConfig] | type[ChatTemplateConfig]
-_PARTS: dict[str, _Part] = {  # by the field of EngineConfig that holds them
-    "scheduler": SchedulerConfig,
-    "speculation": SpeculationConfig,
-    "supervision": SupervisionConfig,
-    "chat_templating": ChatTemplateConfig,
+_PARTS: dict[str, Any] = {  # classes by the field of EngineConfig that holds them
+    name: limits.kind
+    for name, limits in limits_of(EngineConfig).items()
+    if dataclasses.is_dataclass(limits.kind)
 }
 
 
@@ -46,9 +39,8 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     known = [*engine_names, *(name for cls in _PARTS.values() for name in _field_names(cls))]
     for name in options:
         if name not in known:
-            parts = " nor ".join(cls.__name__ for cls in _PARTS.values())
             raise ConfigError(
-                f"neither EngineConfig nor {parts} has a field {name!r}; {nearest_name(name, known)}"
+                f"EngineConfig has no field {name!r}, nor has a part of it; {nearest_name(name, known)}"
             )
     engine_fields = {name: value for name, value in options.items() if name in engine_names}
     for part, cls in _PARTS.items():

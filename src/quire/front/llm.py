@@ -44,9 +44,8 @@ class LLM:
         engine_process: run the engine in its own process. The constructor returns at once;
             `wait_until_ready`, or the first use, waits for it.
         on_load_progress: called with (bytes read, total bytes) while the weights load.
-        **options: fields of `EngineConfig` and of its parts `SchedulerConfig`, `SpeculationConfig`,
-            `SupervisionConfig` and `ChatTemplateConfig`; or a whole part, such as
-            `scheduler=SchedulerConfig(...)`.
+        **options: fields of `EngineConfig` and of its parts (`SchedulerConfig`, `SpeculationConfig`,
+            `KVTierConfig` and so on); or a whole part, such as `scheduler=SchedulerConfig(...)`.
 
     Raises:
         ConfigError: an option is unknown (the message suggests the nearest one), or a value is invalid.

@@ -87,7 +87,8 @@ def transfer_options(engine: EngineConfig) -> dict[str, str]:
     """Return the engine's role in KV transfers, as plain data."""
     if not engine.shares_kv:
         return {}
-    return {"role": engine.role, "kv_transports": engine.kv_transports, "kv_peers": engine.kv_peers}
+    transfer = engine.kv_transfer
+    return {"role": engine.role, "kv_transports": transfer.kv_transports, "kv_peers": transfer.kv_peers}
 
 
 def transfer_line(engine: EngineConfig, plan: MemoryPlan) -> str:
@@ -99,7 +100,7 @@ def transfer_line(engine: EngineConfig, plan: MemoryPlan) -> str:
         "decode": "reads the KV of prompts from peers",
         "both": "shares the KV of cached prompts with peers",
     }[engine.role]
-    transports = engine.kv_transports.replace(",", ", ")
+    transports = engine.kv_transfer.kv_transports.replace(",", ", ")
     size = format_bytes(plan.kv_bytes_per_token * 1000 * plan.num_ranks)
     ranks = "" if plan.num_ranks == 1 else f" of all {plan.num_ranks} ranks"
     return (

@@ -67,7 +67,7 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         _refuse_set(of_generating, f"{model.architecture} makes a row of each prompt and generates nothing")
     if not model.is_causal or not model.kv_specs:
         of_kv: dict[str, object] = {"SchedulerConfig.use_sparse_attention": scheduler.use_sparse_attention}
-        of_kv |= {f"EngineConfig.{name}": getattr(config, name) for name in config.moves_kv_by}
+        of_kv |= config.moves_kv_by
         _refuse_set(of_kv, f"no KV of a prompt can be used again in {model.architecture}")
     if model.is_causal:
         return config
@@ -120,7 +120,7 @@ def build_connector(
 def _connector(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
 ) -> KVConnector | None:
-    if config.kv_tier:
+    if config.kv_tiering.kv_tier:
         return build_tier(config, model_path, model_config, plan)
     if config.shares_kv:
         return build_peers(config, model_path, model_config, plan)

@@ -14,7 +14,7 @@ from quire.engine.building.kv_identity import kv_identity
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.config import EngineConfig
+    from quire.config import EngineConfig, KVTransferConfig
     from quire.engine.memory.plan import MemoryPlan
     from quire.kv.blocks.events import KVEventSink
     from quire.kv.connectors.interface import KVConnector
@@ -38,16 +38,17 @@ def build_peers(
     """
     from quire.kv.peers.connector import PeerConnector, PeerOptions
 
-    lends = config.role == "prefill" or config.kv_transfer_port > 0
-    address = _address(config) if lends else None
-    transports = _transport_names(config.kv_transports)
+    transfer = config.kv_transfer
+    lends = config.role == "prefill" or transfer.kv_transfer_port > 0
+    address = _address(transfer) if lends else None
+    transports = _transport_names(transfer.kv_transports)
     identity = _in_thread(functools.partial(_identity, config, model_path, model_config, plan))
     return PeerConnector(
         plan.block_size,
         PeerOptions(
             listen_address=address,
-            asked_addresses=_asked_addresses(config.kv_peers),
-            token=config.kv_transfer_token.encode(),
+            asked_addresses=_asked_addresses(transfer.kv_peers),
+            token=transfer.kv_transfer_token.encode(),
             transports=transports,
             identity=identity.result,
             timeout=config.scheduler.kv_transfer_timeout,
@@ -106,7 +107,7 @@ def _asked_addresses(setting: str) -> list[tuple[str, int]]:
     addresses = [_peer_address(setting, part) for part in setting.split(",") if setting]
     if len(addresses) > MAX_ASKED_PEERS:
         raise ConfigError(
-            f"EngineConfig.kv_peers has {len(addresses)} addresses; the maximum is {MAX_ASKED_PEERS}"
+            f"KVTransferConfig.kv_peers has {len(addresses)} addresses; the maximum is {MAX_ASKED_PEERS}"
         )
     return addresses
 
@@ -119,8 +120,8 @@ def _peer_address(setting: str, part: str) -> tuple[str, int]:
             raise ValueError(port)
     except ValueError as error:
         raise ConfigError(
-            f"EngineConfig.kv_peers is {setting!r}, and {part!r} is not an IPv4 address and a port, such as "
-            "10.0.0.2:7000"
+            f"KVTransferConfig.kv_peers is {setting!r}, and {part!r} is not an IPv4 address and a port, such "
+            "as 10.0.0.2:7000"
         ) from error
     return host, int(port)
 
@@ -131,21 +132,21 @@ def _transport_names(setting: str) -> Sequence[str]:
     try:
         return transport_names(setting)
     except ValueError as error:
-        raise ConfigError(f"EngineConfig.kv_transports {error}") from error
+        raise ConfigError(f"KVTransferConfig.kv_transports {error}") from error
 
 
-def _address(config: EngineConfig) -> tuple[str, int]:
-    host = config.kv_transfer_host
+def _address(transfer: KVTransferConfig) -> tuple[str, int]:
+    host = transfer.kv_transfer_host
     try:
         address = ipaddress.IPv4Address(host)
     except ValueError as error:
-        raise ConfigError(f"EngineConfig.kv_transfer_host is {host!r}, not an IPv4 address") from error
+        raise ConfigError(f"KVTransferConfig.kv_transfer_host is {host!r}, not an IPv4 address") from error
     if address.is_unspecified:
         raise ConfigError(
-            f"EngineConfig.kv_transfer_host is {host!r}, which peers cannot connect to; give the address "
+            f"KVTransferConfig.kv_transfer_host is {host!r}, which peers cannot connect to; give the address "
             "that this machine has in their network"
         )
-    return host, config.kv_transfer_port
+    return host, transfer.kv_transfer_port
 
 
 def _in_thread(function: functools.partial[dict[str, str]]) -> Future[dict[str, str]]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def build_tier(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
 ) -> TierConnector:
-    """Return the connector to the tier that `config.kv_tier` names; it is opened with the KV cache."""
+    """Return the connector to the tier that `config.kv_tiering.kv_tier` names, opened with the KV cache."""
     open_tier = functools.partial(_open, config, model_path, model_config, plan)
     return TierConnector(plan.block_size, open_tier)
 
@@ -49,33 +49,34 @@ def _open(
     Raises:
         ConfigError: it does not hold a single block, or its directory cannot be used.
     """
-    capacity = round(config.kv_tier_size * GB)
-    if config.kv_tier == "memory":
-        tier: BlockTier = MemoryTier(capacity, bytes_per_block, min_uses=config.kv_tier_min_uses)
+    tiering = config.kv_tiering
+    capacity = round(tiering.kv_tier_size * GB)
+    if tiering.kv_tier == "memory":
+        tier: BlockTier = MemoryTier(capacity, bytes_per_block, min_uses=tiering.kv_tier_min_uses)
     else:
         fingerprint = kv_fingerprint(config, model_path, model_config, plan)
         layout = RegionLayout(fingerprint, plan.block_size, bytes_per_block)
-        directory = _directory(config.kv_tier_path)
+        directory = _directory(tiering.kv_tier_path)
         try:
-            tier = DiskTier(directory, capacity, layout, min_uses=config.kv_tier_min_uses)
+            tier = DiskTier(directory, capacity, layout, min_uses=tiering.kv_tier_min_uses)
         except OSError as error:
             raise ConfigError(
-                f"EngineConfig.kv_tier_path is {config.kv_tier_path!r}, and {directory} cannot be used: "
+                f"KVTierConfig.kv_tier_path is {tiering.kv_tier_path!r}, and {directory} cannot be used: "
                 f"{error}; choose a directory that can be written to"
             ) from error
     if not tier.residents.num_places:
         raise ConfigError(
-            f"EngineConfig.kv_tier_size is {config.kv_tier_size} GB, too little for one block of "
+            f"KVTierConfig.kv_tier_size is {tiering.kv_tier_size} GB, too little for one block of "
             f"{tier.bytes_per_place} bytes; raise it to at least {_gigabytes(tier.bytes_per_place)}"
         )
-    return _with_memory(tier, config.kv_tier_memory_size) if config.kv_tier_memory_size else tier
+    return _with_memory(tier, tiering.kv_tier_memory_size) if tiering.kv_tier_memory_size else tier
 
 
 def _with_memory(tier: BlockTier, gigabytes: float) -> BlockTier:
     capacity = round(gigabytes * GB)
     if capacity < tier.bytes_per_block:
         raise ConfigError(
-            f"EngineConfig.kv_tier_memory_size is {gigabytes} GB, too little for one block of "
+            f"KVTierConfig.kv_tier_memory_size is {gigabytes} GB, too little for one block of "
             f"{tier.bytes_per_block} bytes; raise it to at least {_gigabytes(tier.bytes_per_block)}, or "
             "set it to 0"
         )
@@ -84,7 +85,7 @@ def _with_memory(tier: BlockTier, gigabytes: float) -> BlockTier:
     except OSError as error:
         tier.close()
         raise ConfigError(
-            f"EngineConfig.kv_tier_memory_size is {gigabytes} GB, which this machine does not have: {error}; "
+            f"KVTierConfig.kv_tier_memory_size is {gigabytes} GB, which this machine does not have: {error}; "
             "lower it"
         ) from error
 
