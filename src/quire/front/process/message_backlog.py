@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 
 import msgspec
 
@@ -25,33 +24,19 @@ MAX_SECONDS = 0.004
 """Maximum length of a turn, in seconds."""
 
 
-class MessageBacklog:
+class MessageBacklog(deque[FromEngine | EngineCrashed | EngineSuspended]):
     """A queue of messages; the outputs of a step can be taken in pieces."""
-
-    def __init__(self) -> None:
-        self._messages: deque[FromEngine | EngineCrashed | EngineSuspended] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._messages)
-
-    def extend(self, messages: Iterable[FromEngine | EngineCrashed | EngineSuspended]) -> None:
-        """Add messages at the end."""
-        self._messages.extend(messages)
 
     def take(self, max_outputs: int | None = None) -> FromEngine | EngineCrashed | EngineSuspended:
         """Remove and return the first message, or its first outputs; only the last piece has statistics."""
-        message = self._messages.popleft()
+        message = self.popleft()
         if max_outputs is None or not isinstance(message, StepOutputs):
             return message
         first, others = _split(message.outputs, max_outputs)
         if not others:
             return message
-        self._messages.appendleft(StepOutputs(others, message.stats))
+        self.appendleft(StepOutputs(others, message.stats))
         return StepOutputs(first)
-
-    def clear(self) -> None:
-        """Remove all."""
-        self._messages.clear()
 
 
 def _split(

@@ -95,13 +95,13 @@ class CompletionState:
         num_shown = len(output.new_token_ids)
         if output.finish_reason is FinishReason.STOP and not self._shows_stop_token:
             num_shown -= 1  # the end-of-sequence or stop token
-        chosen = [entry.logprobs[0] for entry in output.logprobs or ()]
+        chosen = output.logprobs or ()
         for position, token_id in enumerate(output.new_token_ids):
             self.token_ids.append(token_id)
             if self.logprobs is not None:
                 self.logprobs.append(logprobs[position])
             if self._sums_logprobs:
-                self._sum_of_logprobs += chosen[position]
+                self._sum_of_logprobs += chosen[position].logprobs[0]
             word = self._text.push(token_id, may_stop=self._may_stop()) if position < num_shown else None
             if word is not None:
                 self._finish(FinishReason.STOP, word)
@@ -153,6 +153,7 @@ class RequestState:
     """A live request: its parameters, its completions so far, and how to notify its caller.
 
     Attributes:
+        finished: whether all completions have ended.
         submit_time: when its timeouts began, on the clock of `ProcessedRequest.arrival_time`.
         is_sent: whether the current engine has it.
         was_sent: whether any engine has had it.
@@ -167,7 +168,9 @@ class RequestState:
         self, processed: ProcessedRequest, completions: list[CompletionState], on_update: Callable[[], None]
     ) -> None:
         self.processed = processed
+        self.request_id = processed.request_id
         self.completions = completions
+        self.finished = False
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if processed.params.prompt_logprobs is None else [None]
         )
@@ -185,16 +188,6 @@ class RequestState:
         self.num_crashes = 0
         self.num_crashes_without_output = 0
         self.num_repeated_prompt_logprobs = 0
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request, given by the caller or generated."""
-        return self.processed.request_id
-
-    @property
-    def finished(self) -> bool:
-        """Whether all completions have ended."""
-        return all(completion.finish_reason is not None for completion in self.completions)
 
     @property
     def live_completions(self) -> list[CompletionState]:
@@ -420,6 +413,7 @@ class OutputProcessor:
         stopped_here = completion.apply(output, logprobs)
         if completion.finish_reason is not None:
             del self._sequences[output.request_id]
+            state.finished = not state.live_completions
         if completion.index == 0:  # the others hit its prefix
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         if state.first_scheduled_time is None:
