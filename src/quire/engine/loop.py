@@ -191,7 +191,8 @@ class EngineLoop:
 
         If not, the next step is due after `stall_wait` seconds, or with the next message.
         """
-        self._send_answers()
+        if self._unanswered:
+            self._send_answers()
         outputs, progressed = self.core.step()
         idle = not self.core.has_unfinished_requests()
         self._send_outputs(outputs, self._stats_after_step(progressed=progressed, idle=idle))

@@ -113,8 +113,9 @@ class Stepper(ABC):
             self._scheduler.update_draft_token_ids(drafts)
 
     def _update(self, scheduled: SchedulerOutput, computed: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        by_client = self._scheduler.update_from_output(scheduled, computed)
-        found = [output for outputs in by_client.values() for output in outputs.outputs]
+        found: list[EngineCoreOutput] = []
+        for outputs in self._scheduler.update_from_output(scheduled, computed).values():
+            found += outputs.outputs
         for output in found:
             if not isinstance(output, EngineCoreOutput):
                 raise TypeError(f"the scheduler returned {type(output).__name__} as an output of a request")

@@ -46,7 +46,9 @@ class BlockPools:
     @property
     def num_uncommitted(self) -> int:
         """Blocks of any group that memory is reserved for and, as far as is known, available."""
-        return sum(pool.num_uncommitted for pool in self._pools)
+        return (
+            sum(pool.num_uncommitted for pool in self._pools) if self.windows else self.first.num_uncommitted
+        )
 
     @property
     def num_in_use(self) -> list[int]:

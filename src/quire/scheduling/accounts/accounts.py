@@ -113,5 +113,4 @@ class Accounts:
 
     def request_counts(self) -> tuple[int, int]:
         """Return (running, waiting); a beam search counts once."""
-        num_beams = sum(len(group.slots) - 1 for group in self.beams)
-        return len(self.running) - num_beams, len(self.waiting)
+        return len(self.running) - self.beams.num_more_slots, len(self.waiting)

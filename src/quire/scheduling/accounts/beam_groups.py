@@ -6,7 +6,6 @@ Every beam has a slot from admission to the end of the search, whether the beam 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from quire.request import Request
 from quire.scheduling.beam_search import BeamCandidates, BeamSearch, BeamStep
@@ -23,18 +22,17 @@ class BeamGroup:
     step: BeamStep | None = None  # decided, and not yet planned
 
 
-class BeamGroups:
-    """The running searches, by request and by slot."""
+class BeamGroups(dict[str, BeamGroup]):
+    """The running searches by request, and by slot."""
 
     def __init__(self) -> None:
-        self._by_request: dict[str, BeamGroup] = {}
+        super().__init__()
         self._by_slot: dict[int, BeamGroup] = {}
 
-    def __len__(self) -> int:
-        return len(self._by_request)
-
-    def __iter__(self) -> Iterator[BeamGroup]:
-        return iter(self._by_request.values())
+    @property
+    def num_more_slots(self) -> int:
+        """How many more slots than requests the searches have."""
+        return len(self._by_slot) - len(self)
 
     def at(self, slot: int) -> BeamGroup | None:
         """Return the search that a slot belongs to, or None."""
@@ -42,12 +40,12 @@ class BeamGroups:
 
     def add(self, group: BeamGroup) -> None:
         """Add a search that has its slots."""
-        self._by_request[group.request.request_id] = group
+        self[group.request.request_id] = group
         self._by_slot.update(dict.fromkeys(group.slots, group))
 
-    def pop(self, request_id: str) -> BeamGroup | None:
+    def take(self, request_id: str) -> BeamGroup | None:
         """Forget a request's search and return it, if it has one that runs."""
-        group = self._by_request.pop(request_id, None)
+        group = self.pop(request_id, None)
         if group is not None:
             for slot in group.slots:
                 del self._by_slot[slot]

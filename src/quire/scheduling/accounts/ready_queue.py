@@ -114,9 +114,10 @@ class ReadyQueue:
         if request.has_had_place:
             self._queue(request)
             return
-        line = self._lines.get(_line_of(request))
+        name = _line_of(request)
+        line = self._lines.get(name)
         if line is None:
-            self._lines[_line_of(request)] = _Line(request.request_id)
+            self._lines[name] = _Line(request.request_id)
             _came_first(request)
             self._queue(request)
         else:
@@ -149,8 +150,11 @@ class ReadyQueue:
         lanes, changed = self._lanes, self._order.changed_lanes()
         if changed is not None:
             self._lanes_to_file.update(changed)
-        if len(lanes) <= 1:
-            return next((heap[0].request for heap in lanes.values()), None)
+        if not lanes:
+            return None
+        if len(lanes) == 1:
+            [only] = lanes.values()
+            return only[0].request
         if changed is None:
             return min([heap[0].request for heap in lanes.values()], key=self._order.key)
         self._file_lanes()
@@ -187,11 +191,12 @@ class ReadyQueue:
 
     def let_next_up(self, request: Request) -> None:
         """Give the next of its line a place if a request, the first of it, leaves or cannot start yet."""
-        line = self._lines.get(_line_of(request))
+        name = _line_of(request)
+        line = self._lines.get(name)
         if line is None or line.first != request.request_id:
             return
         if not len(line):
-            del self._lines[_line_of(request)]
+            del self._lines[name]
             return
         following = line.pop()
         line.first = following.request_id

@@ -93,7 +93,7 @@ class RunningSlots:
 
     def has_flow_of(self, number: int) -> bool:
         """Whether `number` requests of any flow run, or more."""
-        if len(self) - len(self._flows) < number - 1:
+        if len(self._order) - len(self._flows) < number - 1:
             return False
         return any(num_running >= number for _, num_running in self._flows.values())
 

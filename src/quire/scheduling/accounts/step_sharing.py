@@ -107,6 +107,8 @@ class StepSharing:
 
     def end_step(self, step: int, failed_slots: Iterable[int]) -> list[int]:
         """Forget the followers of steps up to this one; return the slots that followed a failed one in it."""
+        if not self._followers:
+            return []
         followers = self.followers_of(step)
         for past in [number for number in self._followers if number <= step]:
             del self._followers[past]

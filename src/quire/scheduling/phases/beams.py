@@ -37,7 +37,7 @@ class BeamPhase:
             make_room: frees that many blocks for a search; False if it cannot, or has preempted the search.
         """
         accounts = self.accounts
-        for group in list(accounts.beams):
+        for group in list(accounts.beams.values()):
             if group.step is None or accounts.beams.at(group.slots[0]) is not group:
                 continue  # nothing to place, or preempted for the search before it
             if make_room(plan, self._max_new_blocks(group, group.step), group):
@@ -104,7 +104,7 @@ class BeamPhase:
 
     def finish_done(self) -> None:
         """End the requests whose search has ended, with their best hypotheses."""
-        for group in list(self.accounts.beams):
+        for group in list(self.accounts.beams.values()):
             if group.step is not None and group.step.ends_search:
                 self._finish(group)
 

@@ -22,7 +22,8 @@ class LostSteps:
         accounts = self.accounts
         if len(accounts.in_flight) <= most_in_flight:
             return []
-        lost = accounts.in_flight.clear()
+        lost = list(accounts.in_flight)
+        accounts.in_flight.clear()
         for step in lost:
             self.void(step)
         accounts.fences.lift(lost[-1].step)
@@ -30,7 +31,7 @@ class LostSteps:
 
     def withdraw_newest(self) -> None:
         """Take back the step that was planned last."""
-        self.void(self.accounts.in_flight.withdraw_newest())
+        self.void(self.accounts.in_flight.pop())
 
     def void(self, step: SchedulerOutput, at_fault: Container[str] = ()) -> None:
         """Take back a step that the runner may not have seen.

@@ -263,7 +263,7 @@ class ResultsPhase:
         accounts = self.accounts
         running, kv = accounts.running, accounts.kv
         num_computed = np.minimum(results.num_computed, running.num_tokens[results.slots])
-        if len(accounts.beams):  # a beam's output may be replaced by another beam's
+        if accounts.beams:  # a beam's output may be replaced by another beam's
             num_prompt = running.num_prompt[results.slots]
             is_output = running.is_beam[results.slots] & (num_computed > num_prompt)
             num_computed = np.where(is_output, num_prompt, num_computed)
@@ -313,9 +313,10 @@ class ResultsPhase:
         names = running.request_ids[results.slots[rows]].tolist()
         outputs = list(map(EngineCoreOutput, names, results.sampled[rows].tolist()))
         clients = running.client_index[results.slots[rows]].tolist()
-        with self.accounts.kv.closing_together():
-            for position in is_special.nonzero()[0].tolist():
-                outputs[position] = self._special_output(int(rows[position]), results, computed)
+        if special := is_special.nonzero()[0].tolist():
+            with self.accounts.kv.closing_together():
+                for position in special:
+                    outputs[position] = self._special_output(int(rows[position]), results, computed)
         if len(set(clients)) == 1:
             return {clients[0]: EngineCoreOutputs(outputs)}
         by_client: dict[int, EngineCoreOutputs] = {}

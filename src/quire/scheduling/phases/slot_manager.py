@@ -56,7 +56,7 @@ class SlotManager:
         """Take a request, with all its beams if it has any, out of its slot, and free its blocks."""
         accounts = self.accounts
         request = self._vacate(slot)
-        group = accounts.beams.pop(request.request_id)
+        group = accounts.beams.take(request.request_id)
         if group is not None:
             for other in group.slots[1:]:
                 accounts.outbox.add_finished(self._vacate(other).request_id)
