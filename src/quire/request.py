@@ -56,11 +56,12 @@ class Request:
 
     __slots__ = (
         "arrival", "arrival_time", "awaited_load", "beam_sequence_ids", "cache_salt", "client_index",
-        "eos_token_ids", "first_scheduled_time", "flow", "has_had_place", "is_known_to_runner", "is_resumed",
-        "kv_load_failed", "kv_transfer_params", "needs_whole_prompt", "num_cached_tokens",
-        "num_computed_tokens", "num_prompt_logprobs", "output_token_ids", "pin_prefix", "pooling_params",
-        "priority", "prompt_array", "queue_timeout", "queued_time", "request_id", "sampling_params",
-        "shares_prompt_with", "status", "stop_reason", "tenant", "tenant_weight", "timeout",
+        "eos_token_ids", "first_scheduled_time", "flow", "has_had_place", "is_known_to_runner",
+        "is_resumed", "kv_load_failed", "kv_transfer_params", "needs_whole_prompt", "num_cached_tokens",
+        "num_computed_tokens", "num_prompt_logprobs", "num_prompt_tokens", "output_token_ids", "pin_prefix",
+        "pooling_params", "priority", "prompt_array", "queue_timeout", "queued_time", "request_id",
+        "sampling_params", "shares_prompt_with", "status", "stop_reason", "tenant", "tenant_weight",
+        "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +91,7 @@ class Request:
         self.request_id = request_id
         # Not a list: the garbage collector would look at every token again and again.
         self.prompt_array = np.array(prompt_token_ids, dtype=np.int32)
+        self.num_prompt_tokens = len(self.prompt_array)
         self.output_token_ids = list(output_token_ids)
         self.sampling_params = sampling_params
         self.pooling_params = pooling_params
@@ -131,14 +133,9 @@ class Request:
         return ids
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens in the prompt."""
-        return len(self.prompt_array)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens known so far: prompt and output."""
-        return len(self.prompt_array) + len(self.output_token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def all_token_ids(self) -> list[int]:

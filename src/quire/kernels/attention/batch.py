@@ -50,7 +50,7 @@ class AttentionBatch:
     key_selection: KeySelection | None = None  # likewise; None: all tokens see all keys
     sizes: SizeClasses = DECODE_SIZES  # to which kernels round up the sizes of their plans
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
-    step_arrays: StepArrays = dataclasses.field(default_factory=StepArrays)
+    step_arrays: StepArrays | None = None  # made when a device needs any
     others: tuple[AttentionBatch, ...] = ()  # the same step in cache groups 1 and up
 
     @classmethod
@@ -141,7 +141,7 @@ class AttentionBatch:
             slot_blocks=torch.from_numpy(tables[sequence, entries].astype(np.int64)),
             block_tables=tables,
             plans={},
-            step_arrays=StepArrays(),
+            step_arrays=None,
         )
 
     @property
@@ -163,16 +163,20 @@ class AttentionBatch:
             slot_offsets=torch.from_numpy(lengthened(self.slot_offsets.numpy(), num_rows)),
             sizes=sizes,
             plans={},
-            step_arrays=StepArrays(),
+            step_arrays=None,
             others=tuple(other.padded(sizes) for other in self.others) if self.others else (),
         )
 
     def on_device(self, name: Hashable, make: MakeArrays, device: torch.device) -> DeviceArrays:
         """Return what `make` returns for this step on a device, copied once; `name` stands for `make`."""
+        if self.step_arrays is None:
+            self.step_arrays = StepArrays()
         return self.step_arrays.of(self, name, make, device)
 
     def positions_on(self, device: torch.device) -> torch.Tensor:
-        """Return the positions [T] on a device, copied once."""
+        """Return the positions [T] on a device, copied once; where a captured step reads them, if this is one."""
+        if self.step_arrays is None and device == HOST:
+            return self.positions
         return self.on_device("positions", _positions, device).arrays[0]
 
     @property

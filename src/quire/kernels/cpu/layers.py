@@ -102,7 +102,7 @@ def attention_plan(
     It is checked once, and then among the batch's plans as `(PLAN, window, query_shape, layer.shape)`.
 
     Raises:
-        TypeError, ValueError, IndexError: they do not, or see `native_plan`.
+        TypeError, ValueError, IndexError: they do not, or see `StepBounds` and `native_plan`.
     """
     bounds = step_bounds(batch)
     bounds.check_cache(layer.num_blocks, layer.block_size)
@@ -118,10 +118,10 @@ def attention_plan(
 
 
 def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.AttentionPlan:
-    """Return the step's plan for layers of this window and group, made once.
+    """Return the step's plan, whose bounds have been checked, for layers of this window and group, made once.
 
     Raises:
-        TypeError, ValueError, IndexError: window or group is out of range, or see `StepBounds`.
+        ValueError: window or group is out of range.
     """
     key = (PLAN, window, group)
     plan: _native.AttentionPlan | None = batch.plans.get(key)
@@ -130,7 +130,6 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
             raise ValueError(
                 f"window is {window} and {group} query heads share a KV head; they must be at least 0 and 1"
             )
-        step_bounds(batch)
         tables = batch.block_tables
         skipped = None if window else batch.skipped_keys
         selection = None if window else batch.key_selection
