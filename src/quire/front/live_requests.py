@@ -73,15 +73,12 @@ class EngineClient(Protocol):
         """Shut the engine down."""
 
 
-class PendingCalls:
-    """Calls that the engine has not answered yet, with their callbacks."""
+class PendingCalls(dict[int, Callable[[Reply], None]]):
+    """The callbacks of calls that the engine has not answered yet, by call id."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._ids = itertools.count()
-        self._on_reply: dict[int, Callable[[Reply], None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._on_reply)
 
     def send(
         self, client: EngineClient, make: Callable[[int], ToEngine], on_reply: Callable[[Reply], None]
@@ -89,22 +86,19 @@ class PendingCalls:
         """Send the message that `make` returns for a call id; `on_reply` is called with the reply."""
         call_id = next(self._ids)
         client.send(make(call_id))
-        self._on_reply[call_id] = on_reply  # only once sent: the engine must answer no other
+        self[call_id] = on_reply  # only once sent: the engine must answer no other
 
     def note(self, reply: Reply) -> None:
         """Pass a reply to its callback; there is none if the caller was interrupted right after sending."""
-        if (on_reply := self._on_reply.pop(reply.call_id, None)) is not None:
+        if (on_reply := self.pop(reply.call_id, None)) is not None:
             on_reply(reply)
 
     def fail(self, error: ErrorInfo) -> None:
         """Answer all calls with an error."""
-        calls, self._on_reply = self._on_reply, {}
+        calls = self.copy()
+        self.clear()
         for call_id, on_reply in calls.items():
             on_reply(Reply(call_id, done=False, error=error))
-
-    def clear(self) -> None:
-        """Forget all calls."""
-        self._on_reply.clear()
 
 
 class LiveRequests:

@@ -127,8 +127,8 @@ class BlockPool:
         """
         if count > len(self._blank):
             self.commit_ahead(count)
-        if count > len(self._blank) + len(self._idle):
-            raise ValueError(f"{count} KV blocks requested, {self.num_free} of {self.num_blocks} free")
+            if count > len(self._blank) + len(self._idle):
+                raise ValueError(f"{count} KV blocks requested, {self.num_free} of {self.num_blocks} free")
         taken = self._blank.pop(count)
         if count > len(taken):
             evicted = self._idle.evict(count - len(taken))
