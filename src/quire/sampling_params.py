@@ -183,7 +183,7 @@ class SamplingParams:
         for name in _FLOATS:
             if type(number := getattr(self, name)) is int:
                 object.__setattr__(self, name, float(number))
-        if any(type(bias) is int for bias in self.logit_bias.values()):
+        if self.logit_bias:
             biases = {token_id: float(bias) for token_id, bias in self.logit_bias.items()}
             object.__setattr__(self, "logit_bias", biases)
 

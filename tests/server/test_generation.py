@@ -19,7 +19,7 @@ def finished_output(index):
 def outputs_of(streams, preparing, places=None):
     return CallOutputs(
         streams,
-        fields=[{}] * len(streams),
+        fields=lambda: [{}] * len(streams),
         observers=(),
         hooks=(),
         preparing=preparing,
@@ -126,7 +126,7 @@ async def test_what_a_failed_request_has_generated_comes_before_the_failure():
 
     outputs = CallOutputs(
         [stream()],
-        fields=[{"structured_outputs": "response_format"}],
+        fields=lambda: [{"structured_outputs": "response_format"}],
         observers=[lambda index, output: observed.append(output.outputs[0].finish_reason)],
         hooks=[lambda index, output: hooked.append(output.outputs[0].finish_reason)],
         preparing=asyncio.Semaphore(),

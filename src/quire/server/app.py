@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -37,7 +37,7 @@ from quire.server.tenancy.tenants import Tenants
 from quire.server.wire.access_log import AccessLog, AccessLogging
 from quire.server.wire.answers import encode
 from quire.server.wire.errors import OPENAI_ERRORS, ApiError, as_api_error, error_shape_of
-from quire.server.wire.openapi import Endpoint, docs_page, openapi_document
+from quire.server.wire.openapi import docs_page, openapi_document
 from quire.server.wire.paths import MONITORING_PATHS, CanonicalPath
 from quire.version import __version__
 
@@ -81,7 +81,10 @@ def create_app(
     openapi, docs = api_documents(config.root_path)
     page = page_files(needs_key=context.tenants.needs_key) if config.page else {}
     routes = [
-        *(Route(one.route_path, _answering(one), methods=[one.method]) for one in ENDPOINTS),
+        *(
+            Route(one.route_path, functools.partial(answer_of, one), methods=[one.method])
+            for one in ENDPOINTS
+        ),
         _constant("/openapi.json", Response(openapi, media_type="application/json")),
         _constant("/docs", HTMLResponse(docs)),
         *page_routes(page),
@@ -120,15 +123,6 @@ def _middleware(
         *([Middleware(CORSMiddleware, **cors_options(edge))] if edge.cors_origins else []),
         Middleware(KeyCheck, tenants=context.tenants, open_paths=open_paths),
     ]
-
-
-def _answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Wrap the endpoint's handler so that exceptions become error answers."""
-
-    async def answer(request: Request) -> Response:
-        return await answer_of(endpoint, request)
-
-    return answer
 
 
 def _constant(path: str, response: Response) -> Route:

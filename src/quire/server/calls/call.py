@@ -62,7 +62,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._context = context_of(request)
         self._context.require_model(body.model)
         self._begun_at = time.monotonic()
-        self._id = f"{self.id_prefix}-{request_id_of(request)}"
+        self._request_id = request_id_of(request)
+        self._id = f"{self.id_prefix}-{self._request_id}"
         self._tenant = tenant_of(request)
         self._leniency = leniency_of(request)
         self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
@@ -167,7 +168,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
                 receive,
                 self._events(),
                 self._error_event,
-                request_id=request_id_of(self._request),
+                request_id=self._request_id,
                 media_type=self.stream_type,
             )
         answer = await unless_disconnected(receive, self.whole_answer())
@@ -196,7 +197,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             stack.enter_context(context.calls.serving(self._engine_id, self._request_ids))
             outputs = CallOutputs(
                 self._streams(),
-                fields=self._fields(),
+                fields=self._fields,
                 observers=self._observers(stack),
                 hooks=hooks,
                 preparing=self._preparing,
@@ -238,7 +239,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             "gen_ai.request.model": self._body.model,
             "gen_ai.response.model": self._context.model_name,
             "gen_ai.response.id": self._id,
-            "gen_ai.request.id": request_id_of(self._request),
+            "gen_ai.request.id": self._request_id,
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,

@@ -40,7 +40,7 @@ class CallOutputs:
 
     Args:
         streams: one for each prompt.
-        fields: for each prompt, the body's names of the engine's parameters, for error messages.
+        fields: returns, for each prompt, the body's names of the engine's parameters, for error messages.
         observers: called with each output of the engine.
         hooks: called, after that, with each output that is yielded.
         preparing: semaphore that bounds concurrent preparation of several streams.
@@ -52,7 +52,7 @@ class CallOutputs:
         self,
         streams: Sequence[OutputStream],
         *,
-        fields: Sequence[Mapping[str, str]],
+        fields: Callable[[], Sequence[Mapping[str, str]]],
         observers: Sequence[OutputHook],
         hooks: Sequence[OutputHook],
         preparing: asyncio.Semaphore,
@@ -144,7 +144,7 @@ class CallOutputs:
         """Return the error with the body's name of the parameter at fault."""
         if not isinstance(error, InvalidRequestError):
             return error
-        field = self._fields[prompt_index].get(error.param or "")
+        field = self._fields()[prompt_index].get(error.param or "")
         return error if field is None else type(error)(f"{field}: {error}", param=field)
 
     async def _merged(

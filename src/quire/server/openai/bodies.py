@@ -202,9 +202,8 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
 
     @override
     def request_options(self) -> dict[str, Any]:
-        given = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(RequestOptions)}
-        given["tenant"] = self.user
-        return {name: value for name, value in given.items() if value is not None}
+        names = _OPTION_FIELDS.items()
+        return {name: value for name, own in names if (value := getattr(self, own)) is not None}
 
     def shared_sampling_fields(self) -> dict[str, Any]:
         """Return the given fields that have the same name in `SamplingParams`."""
@@ -250,6 +249,14 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
         return params
 
 
+_OPTION_FIELDS = {  # fields of the body by those of `RequestOptions`
+    "tenant": "user",
+    **{
+        field.name: field.name
+        for field in dataclasses.fields(RequestOptions)
+        if field.name in GenerationRequest.model_fields
+    },
+}
 _CONVERTED_FIELDS = ("logit_bias", "structured_outputs")
 _SHARED_SAMPLING_FIELDS = tuple(
     field.name

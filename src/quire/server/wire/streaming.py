@@ -74,12 +74,8 @@ async def event_stream(
         ClientGoneError: the client disconnected before the first event.
         Exception: any error before the first event.
     """
-    first = await unless_disconnected(receive, _first(events))
+    first = await unless_disconnected(receive, anext(events))
     return EventStream(first, events, error_event, request_id=request_id, media_type=media_type)
-
-
-async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
 
 
 class EventStream(Response):
