@@ -92,7 +92,7 @@ class HostSampler(Sampler):
         self._num_calls += 1
         written = np.full(len(slots), self._num_calls)
         known = KnownTokens(token_ids, written, np.zeros(len(slots), dtype=np.bool_))
-        return self.sample(StepLogits(logits), slots, positions, masks, known).sampled()
+        return self.sample(StepLogits(logits), slots, positions, masks, lambda *_: known).sampled()
 
 
 def penalized(row: Any, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Any:

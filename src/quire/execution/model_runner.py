@@ -405,7 +405,7 @@ class ModelRunner:
             slots_of_rows,
             sampling.positions,
             None if allowed is None else RowMasks.of(allowed, output, sampling),
-            self._batch.known_tokens(slots_of_rows, sampling.positions),
+            self._batch.known_tokens,
         )
         if not (self._sampler.is_synchronous or self._connector_needs_tokens):
             unknown = self._batch.expect(slots, ~output.awaits_tokens[sampling.rows])

@@ -6,6 +6,7 @@ kept there, where the next step finds it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -81,7 +82,7 @@ class Sampler:
         slots: Int64Array,
         positions: Int64Array,
         masks: RowMasks | None,
-        known: KnownTokens,
+        known_tokens: Callable[[Int64Array, Int64Array], KnownTokens],
     ) -> TokensInFlight:
         """Choose one token per row.
 
@@ -90,14 +91,15 @@ class Sampler:
             slots: [R] the slot of each row; rows of one slot are adjacent.
             positions: [R] absolute index of the token to choose.
             masks: which tokens the rows' grammars allow.
-            known: of the tokens before.
+            known_tokens: returns what is known of the tokens of slots before positions; few rows need that.
         """
         needs = self.table.needs(slots)
         changes = penalties = draws = raw = None
         if masks is not None or needs & CONSTRAINTS:
+            known = known_tokens(slots, positions)
             changes = self._changes(slots, positions, masks, known, logits.rows.shape[1])
         if needs & PENALTIES:
-            penalties = self._penalties.of_rows(slots, positions, known)
+            penalties = self._penalties.of_rows(slots, positions, known_tokens(slots, positions))
         if needs & DRAWS:
             draws = self.table.draws(slots, positions)
         if needs & LOGPROBS:
