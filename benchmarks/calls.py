@@ -1,6 +1,6 @@
 """Python calls into quire on the way of a chat and in a decode step: a count, which no busy machine changes.
 
-    python benchmarks/calls.py [--model mini] [--files]
+    python benchmarks/calls.py [--model mini] [--files | --functions]
 
 Three stretches are counted with `sys.setprofile`; a generator counts each time it goes on:
 
@@ -244,8 +244,8 @@ def _read(path: Path) -> str:
 # -- report ------------------------------------------------------------------------------------------------
 
 
-def report(name: str, calls: Calls, *, with_files: bool) -> str:
-    """Return the calls of a stretch, in all, by the first folder, and by file on demand."""
+def report(name: str, calls: Calls, *, with_files: bool, with_functions: bool) -> str:
+    """Return the calls of a stretch, in all, by the first folder, and by file or by function on demand."""
     files, folders = Counter[str](), Counter[str]()
     for (file, _), count in calls.items():
         files[file] += count
@@ -254,6 +254,8 @@ def report(name: str, calls: Calls, *, with_files: bool) -> str:
     lines += [f"  {count:5}  {folder}" for folder, count in folders.most_common()]
     if with_files:
         lines += [f"  {count:5}    {file}" for file, count in files.most_common()]
+    if with_functions:
+        lines += [f"  {count:5}    {file} {function}" for (file, function), count in calls.most_common()]
     return "\n".join(lines)
 
 
@@ -264,6 +266,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="mini")
     parser.add_argument("--files", action="store_true", help="say how many calls each file has")
+    parser.add_argument("--functions", action="store_true", help="say how often each function is called")
     parser.add_argument("--no-http", action="store_true", help="leave out the server")
     args = parser.parse_args()
     from quire.kernels.dispatch import kernel_set
@@ -274,7 +277,7 @@ def main() -> None:
     if not args.no_http:
         stretches["http"] = http_chat(args.model)
     for name, calls in stretches.items():
-        print(report(name, calls, with_files=args.files))
+        print(report(name, calls, with_files=args.files, with_functions=args.functions))
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ class AttentionBatch:
         return self.step_arrays.of(self, name, make, device)
 
     def positions_on(self, device: torch.device) -> torch.Tensor:
-        """Return the positions [T] on a device, copied once; where a captured step reads them, if this is one."""
+        """Return the positions [T] on a device, copied once, or where a captured step reads them."""
         if self.step_arrays is None and device == HOST:
             return self.positions
         return self.on_device("positions", _positions, device).arrays[0]
