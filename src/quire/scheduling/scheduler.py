@@ -198,7 +198,7 @@ class Scheduler(SchedulerInterface):
 
     @override
     def get_num_unfinished_requests(self) -> int:
-        return sum(self.accounts.request_counts())
+        return sum(self.get_request_counts())
 
     @override
     def has_finished_requests(self) -> bool:
