@@ -57,10 +57,16 @@ def stands_for(cls: type, name: str, *, default: Any, help: str = "") -> Any:
 
 def refuse_unknown_names(cls: type, names: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if `names` holds a key that is not a field of the dataclass `cls`."""
-    known = [field.name for field in dataclasses.fields(cls)]
+    known = _field_names(cls)
     for name in names:
         if name not in known:
             raise ConfigError(f"{cls.__name__} has no field {name!r}; {nearest_name(name, known)}")
+
+
+@functools.cache
+def _field_names(cls: type) -> dict[str, None]:
+    """Return the names of a dataclass's fields, in their order."""
+    return {field.name: None for field in dataclasses.fields(cls)}
 
 
 def _with_checked_names(cls: type[T]) -> type[T]:
@@ -109,9 +115,10 @@ class SettableConfig:
     """Names that OpenVINO GenAI has beside the fields, with the only value that each may have."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.without_unsupported({name: value}):
-            refuse_unknown_names(type(self), {name: value})
+        if name in _field_names(type(self)):
             object.__setattr__(self, name, value)
+        else:
+            refuse_unknown_names(type(self), self.without_unsupported({name: value}))
 
     def __getattr__(self, name: str) -> Any:
         if name in self.UNSUPPORTED:
@@ -154,8 +161,7 @@ class SettableConfig:
         return {name: value for name, value in named.items() if name not in self.UNSUPPORTED}
 
     def _values(self) -> dict[str, Any]:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {field.name: getattr(self, field.name) for field in fields}
+        return {name: getattr(self, name) for name in _field_names(type(self))}
 
 
 def _as_text(value: Any) -> str:
