@@ -61,10 +61,11 @@ class Engine:
         return list(answers.values())
 
 
-@pytest.fixture(params=["gemma3", "mistral"])
-def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("mistral", marks=pytest.mark.formats)])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with windows in some layers, or in all."""
-    return make_checkpoint(request.param, tmp_path, max_position_embeddings=512)
+    directory = tmp_path_factory.mktemp("models") / request.param
+    return make_checkpoint(request.param, directory, max_position_embeddings=512)
 
 
 def prompts() -> list[np.ndarray]:
@@ -76,14 +77,20 @@ def continued(prompts: list[np.ndarray]) -> list[np.ndarray]:
     return [np.concatenate((prompt, [11, 12, 13, 14, 15])) for prompt in prompts]
 
 
-def expected(path: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> list[list[list[int]]]:
-    """Return the answers, and those of the continued prompts, where all layers keep all tokens."""
-    with monkeypatch.context() as patch:
+def full(path: Path) -> Engine:
+    """Return an engine all of whose layers keep all tokens."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_plan, "keeps_all_tokens", lambda _config: True)
         engine = Engine(path)
-    found = [engine.answers(prompts(), **params), engine.answers(continued(prompts()), **params)]
     assert len(engine.core.scheduler.accounts.kv.pools) == 1
-    return found
+    return engine
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[list[list[int]]]:
+    """The answers, and those of the continued prompts, where all layers keep all tokens."""
+    engine = full(path)
+    return [engine.answers(prompts()), engine.answers(continued(prompts()))]
 
 
 @pytest.mark.parametrize(
@@ -98,13 +105,11 @@ def expected(path: Path, monkeypatch: pytest.MonkeyPatch, **params: Any) -> list
     ],
     ids=["plain", "overlapped", "no prefix cache", "preempted", "small steps", "drafts"],
 )
-def test_the_answers_are_those_of_layers_that_keep_all_tokens(path, monkeypatch, options):
+def test_the_answers_are_those_of_layers_that_keep_all_tokens(path, monkeypatch, expected, options):
     # Drafts whatever steps take: how many are worth their time is asked elsewhere.
     monkeypatch.setattr(adaptive_proposer, "AdaptiveProposer", lambda proposer, *_, **__: proposer)
     engine = Engine(path, **options)
-    first, second = expected(path, monkeypatch)
-    assert engine.answers(prompts()) == first
-    assert engine.answers(continued(prompts())) == second
+    assert [engine.answers(prompts()), engine.answers(continued(prompts()))] == expected
     assert engine.most_left > max(LENGTHS) // BLOCK_SIZE // 2
     if options.get("enable_prefix_caching", True) and "num_kv_blocks" not in options:
         assert engine.stats.prefix_hit_tokens > 60  # windows have blocks for some of the prompts
@@ -114,9 +119,9 @@ def test_the_answers_are_those_of_layers_that_keep_all_tokens(path, monkeypatch,
         assert engine.stats.num_draft_tokens
 
 
-def test_samples_of_one_prompt_and_beams(path, monkeypatch):
+def test_samples_of_one_prompt_and_beams(path):
     for params in ({"beam_width": 3, "logprobs": 0}, {"temperature": 1.0, "seed": 3}):
-        assert Engine(path).answers(prompts(), **params) == expected(path, monkeypatch, **params)[0], params
+        assert Engine(path).answers(prompts(), **params) == full(path).answers(prompts(), **params), params
 
 
 def test_conversations_in_turn_find_their_prefixes_again(path):
