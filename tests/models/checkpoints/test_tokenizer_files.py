@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -133,7 +133,23 @@ def _quiet_transformers() -> None:
     transformers.logging.set_verbosity_error()
 
 
+def _object(*, normalized: bool) -> dict[str, Any]:
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": normalized}
+    return {"__type": "AddedToken", "content": "<unk>", **flags}
+
+
+# A text is not the same as an object with the flags that the text gets.
+ONE_TOKEN = {
+    "tokenizer_class": "LlamaTokenizer",
+    "bos_token": "<unk>",
+    "eos_token": _object(normalized=True),
+    "unk_token": _object(normalized=False),
+    "added_tokens_decoder": {},
+}
+
+
 @given(text=_backends(), files=_directories())
+@example(text=_byte_level().to_str(), files={"tokenizer_config.json": ONE_TOKEN})
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 def test_ids_and_texts_are_those_of_transformers(text: str, files: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoTokenizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken
@@ -33,12 +33,12 @@ class SpecialTokens:
     Args:
         by_role: such as bos_token, or a role of the model's own.
         added: tokens that the files list as added to the vocabulary, special or not.
-        others: further special tokens.
+        special: those by role, and further special tokens. Of one text, the last one's flags count.
     """
 
     by_role: dict[str, AddedToken]
     added: list[AddedToken]
-    others: list[AddedToken]
+    special: list[AddedToken]
 
     def texts(self) -> dict[str, str]:
         """Return the tokens' texts by role, of the roles that all models share."""
@@ -46,8 +46,7 @@ class SpecialTokens:
 
     def without_flags(self) -> SpecialTokens:
         """Return the special ones, of which the files say nothing but that they are."""
-        special = (*self.by_role.values(), *self.others)
-        return SpecialTokens({}, [AddedToken(token.content, special=True) for token in special], [])
+        return SpecialTokens({}, [AddedToken(token.content, special=True) for token in self.special], [])
 
     def add_to(self, backend: tokenizers.Tokenizer, num_ids: int, limit: int | None) -> None:
         """Add to a tokenizer what it lacks; it takes over what the files say of tokens that it has.
@@ -58,11 +57,10 @@ class SpecialTokens:
             limit: ids that the model knows; a token that would get another is left out. None: not known.
         """
         listed = {token.content for token in (*self.added, *backend.get_added_tokens_decoder().values())}
-        roles = [token for token in (*self.by_role.values(), *self.others) if token.content not in listed]
-        distinct = {repr(token): token for token in roles}  # of one text, the last with other flags counts
+        special = [token for token in self.special if token.content not in listed]
         kept: list[AddedToken] = []
         new: set[str] = set()
-        for token in (*self.added, *distinct.values()):
+        for token in (*self.added, *special):
             if backend.token_to_id(token.content) is None and token.content not in new:
                 if limit is not None and num_ids + len(new) >= limit:
                     continue
@@ -95,22 +93,31 @@ def read_special_tokens(
         # transformers reads added_tokens.json before the objects in tokenizer_config.json.
         texts = {key: value for key, value in settings.items() if not isinstance(value, dict)}
         named = _roles([(texts, file), (mapping, mapping_file)])
-        special = {token.content for role, token in named.items() if role in _ROLES}
-        special |= {token.content for token in others}
+        special = {one.token.content for role, one in named.items() if role in _ROLES}
+        special |= {one.token.content for one in others}
         by_id = _of_added_file(path / _ADDED_FILE, special) | dict(in_json)
     else:
         by_id = _of_settings(listed, f"{file}: added_tokens_decoder")
     added = [by_id[number] for number in sorted(by_id)]
     by_text = {token.content: token for token in added}
-    roles = {role: by_text.get(token.content, token) for role, token in roles.items()}
-    for token in roles.values():
+    by_role = {role: by_text.get(one.token.content, one.token) for role, one in roles.items()}
+    for token in by_role.values():
         token.special = True
-    return SpecialTokens(roles, added, others)
+    # To transformers, a text equals no object, even with the flags that the text gets.
+    distinct = {(one.is_text, repr(one.token)): one.token for one in (*roles.values(), *others)}
+    return SpecialTokens(by_role, added, list(distinct.values()))
 
 
-def _roles(places: Iterable[tuple[Mapping[str, Any], Path]]) -> dict[str, AddedToken]:
+class _Named(NamedTuple):
+    """A special token that a file names, and whether as a text rather than as an object with flags."""
+
+    token: AddedToken
+    is_text: bool
+
+
+def _roles(places: Iterable[tuple[Mapping[str, Any], Path]]) -> dict[str, _Named]:
     """Return the tokens with a role, the common ones first; of several places the last counts."""
-    found: dict[str, AddedToken | None] = {}
+    found: dict[str, _Named | None] = {}
     for values, file in places:
         named = values.get("extra_special_tokens")
         own = {role: value for role, value in values.items() if _is_role(role, value)}
@@ -118,9 +125,13 @@ def _roles(places: Iterable[tuple[Mapping[str, Any], Path]]) -> dict[str, AddedT
         _check_count(together, str(file))
         for role, value in together.items():
             is_none = value in (None, "")  # old files have an empty text
-            found[role] = None if is_none else _token(value, f"{file}: {role:.100}", special=True)
+            found[role] = None if is_none else _named(value, f"{file}: {role:.100}")
     ordered = {role: found.get(role) for role in (*_ROLES, *found)}
-    return {role: token for role, token in ordered.items() if token is not None}
+    return {role: one for role, one in ordered.items() if one is not None}
+
+
+def _named(value: Any, source: str) -> _Named:
+    return _Named(_token(value, source, special=True), isinstance(value, str))
 
 
 def _is_role(name: str, value: Any) -> bool:
@@ -129,15 +140,15 @@ def _is_role(name: str, value: Any) -> bool:
     return name in _ROLES or (name.endswith("_token") and (isinstance(value, str) or is_tagged))
 
 
-def _others(places: Iterable[tuple[Mapping[str, Any], Path]]) -> list[AddedToken]:
-    found: dict[str, AddedToken] = {}
+def _others(places: Iterable[tuple[Mapping[str, Any], Path]]) -> list[_Named]:
+    found: dict[str, _Named] = {}
     for values, file in places:
         for name in ("extra_special_tokens", "additional_special_tokens"):
             tokens = values.get(name)
             if isinstance(tokens, list) and tokens and not (found and name == "additional_special_tokens"):
                 _check_count(tokens, f"{file}: {name}")
-                read = [_token(token, f"{file}: {name}", special=True) for token in tokens]
-                found |= {token.content: token for token in read}
+                read = [_named(token, f"{file}: {name}") for token in tokens]
+                found |= {one.token.content: one for one in read}
                 break
     return list(found.values())
 
