@@ -66,6 +66,7 @@ def test_latency_of_the_built_in_model():
     assert data["settings"]["engine"]["scheduler"]["num_kv_blocks"] == 256
 
 
+@pytest.mark.processes
 def test_serving_of_the_built_in_model(tmp_path: Path, preloaded_engines):
     plot, file = tmp_path / "latencies.svg", tmp_path / "figures.json"
     result = bench(

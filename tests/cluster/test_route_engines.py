@@ -101,6 +101,7 @@ def test_chats_errors_and_models_are_those_of_an_engine(cluster):
         client(url).completions.create(model="other", prompt=PROMPT)
 
 
+@pytest.mark.processes
 def test_a_killed_prefill_engine_costs_no_answer(cluster):
     cluster.prefill_process.kill()
     for mode, url in cluster.urls.items():

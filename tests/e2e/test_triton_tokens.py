@@ -122,7 +122,6 @@ def compile_together(core: EngineCore) -> None:
     core.ranks.send = send
 
 
-@pytest.mark.representative
 @pytest.mark.usefixtures("preloaded_engines")
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
     """The tokens that rank 0's device has chosen get to the other rank without the host."""

@@ -241,7 +241,6 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.mark.histories
-@pytest.mark.first_case
 @pytest.mark.parametrize(("seed", "options"), [(3, {}), (4, {"overlap_steps": True})], ids=str)
 def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed, options):
     monkeypatch.setattr(links, "DOWN_SECONDS", 0.05)

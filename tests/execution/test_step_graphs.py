@@ -165,7 +165,6 @@ def launches(driver: StepDriver, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return steps
 
 
-@pytest.mark.representative
 def test_steps_only_launch_if_each_request_decodes_one_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_every_run_is_repeated_exactly(tmp_path_factory, scheduler_cls, seed: in
     assert not report.is_truncated
 
 
+@pytest.mark.histories
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=10)
 def test_a_run_with_cache_eviction_is_repeated_exactly(tmp_path_factory, seed: int):

@@ -115,7 +115,7 @@ class SettableConfig:
     """Names that OpenVINO GenAI has beside the fields, with the only value that each may have."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _field_names(type(self)):
+        if name in _field_names(type(self)):  # type: ignore[arg-type]
             object.__setattr__(self, name, value)
         else:
             refuse_unknown_names(type(self), self.without_unsupported({name: value}))
@@ -161,7 +161,7 @@ class SettableConfig:
         return {name: value for name, value in named.items() if name not in self.UNSUPPORTED}
 
     def _values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _field_names(type(self))}
+        return {name: getattr(self, name) for name in _field_names(type(self))}  # type: ignore[arg-type]
 
 
 def _as_text(value: Any) -> str:

@@ -378,7 +378,7 @@ class KVCacheManager:
         Args:
             held_elsewhere: blocks with a reference that is no table's, [G, blocks] of each holder.
         """
-        self.pools.check([*map(self.table, np.flatnonzero(self.num_blocks)), *held_elsewhere])
+        self.pools.check([*map(self.table, np.flatnonzero(self.num_blocks).tolist()), *held_elsewhere])
 
     @property
     def num_open_slots(self) -> int:
