@@ -279,6 +279,8 @@ def test_the_constructor_refuses(checkpoint):
         ContinuousBatchingPipeline(checkpoint, SCHEDULER, "CPU", {"num_thread": 1})
     with pytest.raises(ConfigError, match="max_num_seqs"):
         ContinuousBatchingPipeline(checkpoint, SCHEDULER, "CPU", {"max_num_seqs": 1})
+    with pytest.raises(ConfigError, match="set kv_tier to 'disk'"):
+        ContinuousBatchingPipeline(checkpoint, SCHEDULER, "CPU", {"kv_tier_memory_size": 1.0})
     with pytest.raises(ConfigError, match="its own argument"):
         ContinuousBatchingPipeline(checkpoint, SCHEDULER, "CPU", {"model": "mini"})
 

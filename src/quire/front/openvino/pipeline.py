@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import statistics
@@ -11,15 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.config import (
-    BUILT_IN_MODEL,
-    EngineConfig,
-    SchedulerConfig,
-    SpeculationConfig,
-    refuse_unknown_names,
-)
+from quire.config import BUILT_IN_MODEL, SchedulerConfig, SpeculationConfig
 from quire.errors import ConfigError, InvalidRequestError, nearest_name
-from quire.front.arguments import TextOrTokenIds, one_for_each, prompts_of
+from quire.front.arguments import TextOrTokenIds, engine_config, one_for_each, prompts_of
 from quire.front.batch import Batch
 from quire.front.interrupt import deferred_interrupt
 from quire.front.openvino.chat_history import ChatHistory
@@ -61,8 +56,8 @@ class ContinuousBatchingPipeline:
         models_path: "mini", a local directory, a GGUF file, or a name on the Hugging Face hub.
         scheduler_config: scheduling, and the size of the KV cache.
         device: "CPU".
-        properties: other fields of `EngineConfig`, by name; and `prompt_lookup`, whether to draft tokens from
-            the prompt (`SpeculationConfig`'s method ngram).
+        properties: other fields of `EngineConfig` and of its parts; and `prompt_lookup`, whether to draft
+            tokens from the prompt (`SpeculationConfig`'s method ngram).
         more_properties: more of these, as keyword arguments.
 
     Raises:
@@ -87,12 +82,8 @@ class ContinuousBatchingPipeline:
             )
         if device not in DEVICES:
             raise ConfigError(f"device is {device!r}; this version runs on: {', '.join(DEVICES)}")
-        config = EngineConfig(
-            model=str(models_path),
-            device="cpu",
-            scheduler=scheduler_config,
-            **_engine_fields({} if properties is None else properties, more_properties),
-        )
+        options = _engine_options({} if properties is None else properties, more_properties)
+        config = engine_config(str(models_path), {**options, "device": "cpu", "scheduler": scheduler_config})
         self._model = config.model
         self._speculation = config.speculation
         self._max_live_sequences = 2 * config.scheduler.max_num_seqs
@@ -396,11 +387,11 @@ class ContinuousBatchingPipeline:
         )
 
 
-def _engine_fields(properties: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `EngineConfig` that the pipeline's properties set.
+def _engine_options(properties: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `engine_config` that the pipeline's properties set.
 
     Raises:
-        ConfigError: one is unknown, or has its own argument.
+        ConfigError: one has its own argument.
     """
     if not isinstance(properties, Mapping):
         raise ConfigError(f"properties must be a dictionary, not {type(properties).__name__}")
@@ -410,10 +401,12 @@ def _engine_fields(properties: Mapping[str, Any], more: Mapping[str, Any]) -> di
         if "speculation" in fields:
             raise ConfigError("properties contain prompt_lookup and speculation; give one of them")
         fields["speculation"] = SpeculationConfig(speculative_method="ngram")
-    refuse_unknown_names(EngineConfig, fields)
-    for name in ("model", "device", "scheduler"):
-        if name in fields:
+    of_scheduler = [field.name for field in dataclasses.fields(SchedulerConfig)]
+    for name in fields:
+        if name in ("model", "device", "scheduler"):
             raise ConfigError(f"properties contain {name!r}, which has its own argument")
+        if name in of_scheduler:
+            raise ConfigError(f"properties contain {name!r}, which is a field of scheduler_config")
     return fields
 
 
