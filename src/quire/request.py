@@ -15,7 +15,7 @@ from quire.status import RequestStatus
 
 
 class Request:
-    """One sequence that the scheduler serves: its prompt, its output so far, and where it stands.
+    """One sequence that the scheduler serves: its prompt, its output so far, and its status.
 
     Args:
         request_id: unique among the engine's live requests.
@@ -46,12 +46,12 @@ class Request:
     them may be skipped.
 
     The scheduler numbers requests as they arrive (`arrival`) and bounds their `arrival_time`. It dates when
-    they take their place in the queue (`queued_time`, once it `has_had_place`), and numbers those anew that
-    have waited for it behind others of their flow. It dates their first admission (`first_scheduled_time`),
-    notes which other request's load of KV they wait or have waited for (`awaited_load`), counts what of
-    `prompt_logprobs` has been sent to their client (`num_prompt_logprobs`), and keeps the tokens of running
-    ones itself: `output_token_ids` and `num_computed_tokens` are up to date whenever the request does not
-    run.
+    they take their place in the queue (`queued_time`, once it `has_had_place`), and gives new numbers to
+    those that have waited for it behind others of their flow. It dates their first admission
+    (`first_scheduled_time`), notes which other request's load of KV they wait or have waited for
+    (`awaited_load`), counts what of `prompt_logprobs` has been sent to their client (`num_prompt_logprobs`),
+    and keeps the tokens of running ones itself: `output_token_ids` and `num_computed_tokens` are up to date
+    whenever the request does not run.
     """
 
     __slots__ = (

@@ -34,13 +34,12 @@ class CompletionOutput:
     """One of a request's `n` completions.
 
     `token_ids` and `logprobs` are lists once it has ended; before that, sequences to read and compare.
-    `logprobs` has one entry for each of `token_ids`, or is None if not asked for: the chosen token, and as
-    many of the likeliest as `SamplingParams.logprobs` says, of which the chosen one may be one.
-    `cumulative_logprob` is the sum of the chosen tokens' log-probabilities in nats, known with `logprobs`,
-    `best_of` and beam search. `stop_reason` is the stop string or stop token id that ended it, None for
-    end-of-sequence or any other end. With finish reason "error", `error` says what was wrong, `error_type`
-    names the class in `quire.errors` that it belongs to, if it does, and `error_param` the parameter at
-    fault, if one is.
+    `logprobs` has one entry for each of `token_ids`, or is None if not asked for: the chosen token, and the
+    `SamplingParams.logprobs` likeliest ones, which may include it. `cumulative_logprob` is the sum of the
+    chosen tokens' log-probabilities in nats, known with `logprobs`, `best_of` and beam search. `stop_reason`
+    is the stop string or stop token id that ended it, None for end-of-sequence or any other end. With finish
+    reason "error", `error` says what was wrong, `error_type` names the class in `quire.errors` that it
+    belongs to, if it does, and `error_param` the parameter at fault, if one is.
     """
 
     index: int

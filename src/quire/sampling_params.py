@@ -46,7 +46,7 @@ class SamplingParams:
     best_of: NumSequences | None = knob(
         default=None,
         unit="completions",
-        help="Number of completions to generate, of which the n with the highest cumulative log-probability "
+        help="Number of completions to generate; the n with the highest cumulative log-probability "
         "are returned. None: n.",
     )
     max_tokens: PositiveInt | None = knob(

@@ -6,7 +6,7 @@ import enum
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands; everything from FINISHED_STOPPED on is terminal."""
+    """The status of a request; from FINISHED_STOPPED on it is terminal."""
 
     WAITING = 0
     WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 1

@@ -4,7 +4,8 @@ Both sides know a running request by its *slot*: a row of the persistent batch, 
 held from admission to finish or preemption. Arrays are in one order, that of `SchedulerOutput.slots`.
 
 KV blocks are those of G cache groups, see `quire.kv.blocks.groups`; G is 1 unless layers have windows. Blocks
-of a group before a sequence's window are `NULL_BLOCK`; a runner never reads them, and need not be told when.
+of a group before a sequence's window are `NULL_BLOCK`; a runner never reads them, and is not notified of
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for inside a sequence, and the tokens that a text has there."""
+"""The bytes of tokens inside a sequence, and the tokens of a text there."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class TokenPlaces:
     def starts(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
         """Return at which character of a text each token begins; None if it has other tokens.
 
-        Tokens may stand before and behind those of the text, and take no room in it.
+        `token_ids` may have more tokens before and after those of the text; these take no room in it.
         """
         [encoding] = self._parts.inner.encode_batch([text], add_special_tokens=False)  # other threads run
         ids = self._parts.ids(encoding)
@@ -148,7 +148,7 @@ class TokenPlaces:
         return None
 
     def _start(self, text: str, token_id: int, span: tuple[int, int]) -> int:
-        """Return where a token begins: behind the spaces that it takes in but does not stand for."""
+        """Return where a token begins: after spaces that it covers without having them in its text."""
         start, end = span
         without_spaces = text[start:end].lstrip()
         own = self._token_bytes.of(token_id).decode(errors="replace")
@@ -238,7 +238,7 @@ def _kinds_in(state: dict[str, Any]) -> Iterator[str]:
 def _byte_level_alphabet() -> dict[int, int]:
     """Return GPT-2's mapping of characters to bytes: printable ones are themselves, others from U+0100 on.
 
-    What no byte stands for in the first 256 characters is mapped to U+FFFD.
+    Of the first 256 characters, those for no byte are mapped to U+FFFD.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]

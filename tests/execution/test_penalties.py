@@ -208,10 +208,10 @@ def test_other_tokens_than_those_sampled_are_noticed() -> None:
     assert changed() == [True, True]
     batch.append(slots.astype(np.int32), np.array([[7], [8]], dtype=np.int32))
     both = np.array([True, True])
-    unknown = batch.expect(slots, both)
-    batch.note(unknown, np.array([[1], [2]], dtype=np.int32))
+    unknown = batch.append_unknown(slots, both)
+    batch.fill_in(unknown, np.array([[1], [2]], dtype=np.int32))
     assert changed() == [False, False]
-    batch.expect(slots, both)
+    batch.append_unknown(slots, both)
     batch.choose_last_tokens(ChosenTokens(np.array([1], dtype=np.int32), np.array([4], dtype=np.int32)))
     assert changed() == [False, True]
     assert batch.slots_of_unknown(slots.astype(np.int32), batch.num_tokens - 1).tolist() == [0, -1]

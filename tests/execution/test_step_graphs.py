@@ -19,8 +19,7 @@ from step_driver import BLOCK_SIZE, StepDriver, model_cache
 from call_through import call_through
 from checkpoints import make_checkpoint
 from quire.config import SparseAttentionConfig
-from quire.execution import capture_backoff as recording_pauses
-from quire.execution import step_graphs
+from quire.execution import capture_backoff, step_graphs
 from quire.execution.drafts.adaptive_proposer import AdaptiveProposer
 from quire.execution.drafts.draft_model_proposer import DraftGraphs, DraftModelProposer
 from quire.execution.drafts.ngram_proposer import NgramProposer
@@ -272,7 +271,7 @@ def test_a_step_that_cannot_be_captured_is_computed(
     assert driver.runner.graph_stats == GraphStats(num_launched=8, num_failures=1)
     assert "cannot be captured" in caplog.text
     attempts.clear()
-    monkeypatch.setattr(recording_pauses, "MIN_STEPS", 2)
+    monkeypatch.setattr(capture_backoff, "MIN_STEPS", 2)
     driver = driver_of(model, refuse)
     assert outputs(driver, [3, 5], 8) == expected
     assert len(attempts) == 3, "the choice of tokens is captured, too"

@@ -51,7 +51,7 @@ def test_others_say_who_goes_first_and_what_that_one_lacks():
     scene.add("third", range(4))
     scene.add("a", range(4))
     assert explanation(scene) == (
-        "waiting for 0.0 s: as things stand, 2 requests go first; "
+        "waiting for 0.0 s: at present, 2 requests go first; "
         "the next needs 1 of 1 slots (max_num_seqs), 0 free"
     )
 

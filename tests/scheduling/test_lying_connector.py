@@ -162,4 +162,4 @@ def test_blocks_that_nobody_loaded_cannot_fail(caplog):
         scene.apply(plan, dataclasses.replace(scene.compute(plan), kv_connector_output=output))
     assert scene.scheduler.make_stats().num_preemptions == 0
     scene.check_naive()
-    assert "that it was not told to load" in caplog.text
+    assert "that it was not asked to load" in caplog.text

@@ -1,10 +1,10 @@
 """The parser of answers: splits text into reasoning, content and tool calls.
 
-A call's event is emitted when its name is known, and is complete when all of it has come
-and its arguments are an object in JSON. What turns out to be malformed before that is content, with the marks
-around it, even if its beginning was emitted as a call. Where an answer is cut off, the beginning of a call
-is neither call nor content: no one knows what it would be. White space beside a call or reasoning is neither
-content nor reasoning.
+A call's event is emitted when its name is known, and is complete when all of it has come and its arguments
+are a JSON object. A call that turns out to be malformed before that is content, with the marks around it,
+even if its beginning was emitted as a call. Where an answer is cut off, the beginning of a call is neither
+call nor content: it could become either. White space beside a call or reasoning is neither content nor
+reasoning.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AnswerParser:
     def _answer(
         self, call_format: ToolCallFormat | None, reasoning: ExpectedReasoning | None
     ) -> MarkedAnswer | HarmonyAnswer:
-        """Return what reads answers in these formats."""
+        """Return the reader of answers in these formats."""
         in_harmony = call_format is not None and call_format.in_messages
         if in_harmony or (reasoning is not None and reasoning.format.in_messages):
             return HarmonyAnswer(
@@ -64,7 +64,7 @@ class AnswerParser:
         return self._calls.num_calls > 0 and self._calls.are_complete
 
     def feed(self, text: str) -> list[AnswerEvent]:
-        """Add a piece of the answer; return what is known since the last call."""
+        """Add a piece of the answer; return the new events."""
         self._text.add(text)
         return self._advance()
 

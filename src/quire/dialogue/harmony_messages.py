@@ -1,7 +1,7 @@
 """Harmony, the format of gpt-oss: an answer is a list of messages with headers for their channels.
 
 A call: `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>`.
-The first message's role is in the prompt, and a recipient stands before the channel or after it. Source:
+The first message's role is in the prompt, and a recipient is before the channel or after it. Source:
 https://github.com/openai/harmony/blob/main/docs/format.md
 """
 

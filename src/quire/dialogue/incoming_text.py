@@ -26,7 +26,7 @@ class IncomingText:
 
     Attributes:
         is_cut_off: whether it has ended although its writer had not.
-        has_run_out: whether something has been looked for that it may have begun with when it ended.
+        has_run_out: whether the text ended where a marker that was looked for may have begun.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class IncomingText:
         """Return a piece of the text before the first of `markers`, and the marker once it has come.
 
         The marker is "" while more text may come before it; piece and marker are both "" at the end. Of
-        markers that begin alike, the longer one is to stand first.
+        markers that begin alike, the longer one must come first.
         """
         pattern = _alternatives(tuple(markers))
         while True:

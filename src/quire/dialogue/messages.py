@@ -105,9 +105,9 @@ def _content(content: Any, role: str, path: str) -> str | list[dict[str, str]] |
 def _part(part: Any, path: str) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in ("text", "refusal"):
-        told = f"the type {kind!r:.80}" if isinstance(part, Mapping) else f"the value {part!r:.80}"
+        found = f"the type {kind!r:.80}" if isinstance(part, Mapping) else f"the value {part!r:.80}"
         raise _refusal(
-            f"{path} has {told}; its type must be text; images, audio, video and files are not supported"
+            f"{path} has {found}; its type must be text; images, audio, video and files are not supported"
         )
     return {"type": "text", "text": _text(part, kind, path)}
 
@@ -125,7 +125,7 @@ def _calls(calls: Any, path: str, call_format: ToolCallFormat | None) -> list[di
 def _call(call: Any, path: str, id_: str, as_text: bool) -> dict[str, Any]:
     """Return a call; its arguments are text if the template writes them as they are.
 
-    Other templates write them as JSON, of which only an object can be made; other arguments stay text.
+    Other templates get an object; arguments that are none stay text.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or call.get("type", "function") != "function":

@@ -1,10 +1,11 @@
 """Running one step: from a `SchedulerOutput` to a `ModelRunnerOutput`.
 
-`model_runner.ModelRunner` is the door; it keeps the persistent batch, builds the ragged batch of a step, runs
-the decoder and asks the `Sampler` for tokens. Importing this package loads nothing; its modules load torch.
+`model_runner.ModelRunner` is the entry point; it keeps the persistent batch, builds the ragged batch of a
+step, runs the decoder and asks the `Sampler` for tokens. Importing this package loads nothing; its modules
+load torch.
 
 Weights, buffers and KV are where the kernels are (`KernelSet.device`). A step is planned on the host: its
-`AttentionBatch` is the host's, and what crosses is copied once for each forward pass
+`AttentionBatch` is in host memory, and what the device needs of it is copied once for each forward pass
 (`AttentionBatch.on_device`). The device chooses the tokens, too, where its kernels can (`KernelSet.sampling`
 is a `TokenChoice`), and keeps the last one of each slot: the next step's inputs are taken from there
 (`execution/sampling/sampler.py`), and `execute` returns a `StepInFlight` that has the tokens once
@@ -21,11 +22,11 @@ tokens. Whose KV of a step is invalid, and may not be stored, is a `StepVerdict`
 Decode steps, and small ones with prompts (`ModelRunner.max_captured_tokens`, which the profile run
 measures), are captured as graphs and replayed (`execution/step_graphs.py`): a step's arrays are then made of
 its `AttentionBatch` by the functions that the kernels gave when the step was first computed, copied at once
-to places that stay the same, and sizes are rounded up. The choice of their tokens is captured apart, for
-logits at the address where such a step leaves them (`execution/sampling/captured_choice.py`), for each
+to places that stay the same, and sizes are rounded up. Sampling is captured separately
+(`execution/sampling/captured_choice.py`), for logits at the address where such a step leaves them, for each
 combination of drawn, penalized, masked and edited rows. `tests/execution/test_step_graphs.py` replays on a
 tape of operations what a GPU would from a CUDA graph. `KernelSet.experts` decides how experts are held and
-computed; `ExpertByExpert`, one after the other, has the host ask which of them tokens have chosen.
+computed; `ExpertByExpert` computes one after the other, and waits for the device to learn which were chosen.
 `KernelSet.gated_linear` turns a dense layer into the gated one that begins a feed-forward layer; kernels may
 gate products before they are stored. `tests/execution/test_step_on_device.py` runs steps on torch's meta
 device, which shows that nothing is mixed.

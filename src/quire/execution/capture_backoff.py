@@ -1,4 +1,4 @@
-"""How long what could not be captured is not tried again: memory may have been short for a moment only."""
+"""Back-off after a failed graph capture: memory may have been short for a moment only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ MIN_STEPS = 256
 
 
 class CaptureBackoff:
-    """Counts the steps between one attempt that fails and the next, those that are replayed included.
+    """Counts the steps between a failed attempt and the next one, replayed steps included.
 
     It counts steps and not seconds, so that ranks that compute the same steps do the same.
     """
@@ -17,11 +17,11 @@ class CaptureBackoff:
         self._num_left = 0
 
     def allows_attempt(self) -> bool:
-        """Return whether there is no pause; called once for each step."""
+        """Return whether a capture may be attempted; called once for each step."""
         self._num_left = max(0, self._num_left - 1)
         return not self._num_left
 
     def begin(self) -> None:
-        """Begin a pause."""
+        """Start the back-off."""
         self._num_left = self._num_steps
         self._num_steps *= 2

@@ -29,7 +29,7 @@ class KVTransfers:
 
     @property
     def layer_hook(self) -> LayerHook | None:
-        """What a forward pass has to tell of its layers; None: nothing."""
+        """What a forward pass calls around each layer; None: nothing."""
         return self if self._connector.works_by_layer else None
 
     def begin(self, output: SchedulerOutput) -> None:
@@ -51,7 +51,7 @@ class KVTransfers:
     def end(
         self, output: SchedulerOutput, errors: StepErrors, block_tables: BlockTables
     ) -> KVConnectorOutput:
-        """Have what a step computed stored, and return what has ended or failed since the last step.
+        """Store what a step computed; return the transfers that ended or failed since the last step.
 
         Args:
             output: the step that was begun.

@@ -1,4 +1,4 @@
-"""A step whose tokens a device is choosing, and what they will be once the host has them."""
+"""A step whose tokens a device is still choosing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DeviceStep(StepInFlight):
     _prompt_logprobs: StepPromptLogprobs
     unknown: UnknownTokens  # to the batch
     _propose: Callable[[ModelRunnerOutput, float], DraftTokenIds | None]
-    """Proposes what may follow these tokens, which have been known for so many seconds."""
+    """Proposes drafts; its second argument is for how many seconds the tokens have been known."""
     kv_connector_output: KVConnectorOutput | None = None
 
     @override

@@ -1,6 +1,6 @@
-"""Which requests of a step have invalid KV, so that none of it is stored outside of the cache.
+"""Which requests of a step have invalid KV, which must not be stored outside of the cache.
 
-Where a device computes, that is known later than the step is asked for.
+On a device, that is known only after the step has been launched.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KnownErrors:
 
 
 class FailedRequests:
-    """Remembers requests from the step that failed them until the scheduler takes them out of their slots.
+    """Remembers failed requests until the scheduler takes them out of their slots.
 
     Steps that were planned before the failure was known go on computing them.
 
@@ -61,7 +61,7 @@ class FailedRequests:
         self._newest: StepVerdict | None = None
 
     def begin(self, output: SchedulerOutput) -> None:
-        """Take note of a step: until `end` says otherwise, all of its requests have failed.
+        """Begin a step: until `end` says otherwise, all of its requests count as failed.
 
         Those that have left their slots are forgotten, also if they are back in one.
         """
@@ -70,7 +70,7 @@ class FailedRequests:
         self._newest = StepVerdict(self._newest, output, self._block_size)
 
     def end(self, errors: StepErrors, block_tables: BlockTables) -> StepVerdict:
-        """Return whose KV is invalid of the step that was begun, which is computed or asked for by now.
+        """Return the requests of the step whose KV is invalid; the step has been computed or launched.
 
         Args:
             errors: of the step.
@@ -82,7 +82,7 @@ class FailedRequests:
 
 
 class StepVerdict:
-    """Whose KV of a step is invalid: known once its tokens are, and those of the steps before.
+    """Whose KV of a step is invalid: known with the tokens of this step and of those before.
 
     Args:
         before: of the step before.
@@ -124,7 +124,7 @@ class StepVerdict:
         return failed.intersection(self._output.request_ids) if failed else failed
 
     def settle_if_known(self) -> None:
-        """Let go of the steps before, as far as all is known of them."""
+        """Drop the steps before of which everything is known."""
         before = self._before
         if self.is_known:
             self._failed_so_far()

@@ -1,4 +1,4 @@
-"""What the host knows of the tokens that a device continues."""
+"""Tokens as the host knows them, while a device may know one more."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quire.step import IntArray
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class KnownTokens:
-    """The tokens of slots as the host knows them; of R rows, the one before may be missing.
+    """The tokens of slots as the host knows them; the last token before a row may be missing.
 
-    Then it is one that the device has chosen, and counted, last.
+    A missing token is the last one that the device has chosen, and it has counted it.
     """
 
     token_ids: IntArray  # [max_num_seqs, more than the largest position] by slot

@@ -17,7 +17,7 @@ from quire.models.decoder import LayerHook
 
 
 class StepModel(Protocol):
-    """Computes one step, on each of the ranks that do so together."""
+    """Computes one step, on each rank of a tensor-parallel model."""
 
     def forward(self, token_ids: torch.Tensor, kv: Sequence[KVLayer], batch: AttentionBatch) -> torch.Tensor:
         """See `Decoder.forward`."""
@@ -26,11 +26,11 @@ class StepModel(Protocol):
         """See `Decoder.logits`."""
 
     def agree(self, *, is_captured: bool) -> bool:
-        """Return whether all ranks have captured the step; each says whether it has, and waits for others."""
+        """Return whether all ranks have captured the step; waits for the answers of all."""
 
 
 class Model(Protocol):
-    """A `Decoder`, or what several ranks compute together as one."""
+    """A `Decoder`, on one rank or tensor-parallel on several."""
 
     @property
     def config(self) -> ModelConfig:
@@ -56,10 +56,10 @@ class Model(Protocol):
     def whole_step(
         self, batch: AttentionBatch, logit_rows: Int64Array | None
     ) -> AbstractContextManager[StepModel]:
-        """Return what computes a step of `batch`, and the logits of some of its tokens; None: of all.
+        """Return the context of computing a step of `batch` and the logits of some tokens; None: of all.
 
-        Other ranks are told of the step as a whole, so that it can be captured and replayed: each of them has
-        `StepGraphs` of its own, which do the same with the same batches.
+        The step is sent to other ranks as a whole, so that it can be captured and replayed: each of them has
+        `StepGraphs` of its own, which behaves the same for the same batches.
         """
 
     def reserve(self, num_tokens: int) -> None:

@@ -60,7 +60,7 @@ class ModelRunner:
         max_model_len: maximum number of tokens of a request, prompt and output.
         block_size: tokens per KV block.
         proposer: makes the drafts that the scheduler asks for; None: no speculation.
-        connector: moves KV in and out of the cache, of which there must be one.
+        connector: moves KV in and out of the cache; there must be one cache only.
         sparse_attention: which keys the tokens of prompts leave out; None: none.
         eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector, a proposer, or
             more than one cache.
@@ -70,7 +70,7 @@ class ModelRunner:
             pooled.
 
     Attributes:
-        max_captured_tokens: of a step with chunks of prompts that is captured; see `profile_run`.
+        max_captured_tokens: maximum size of a captured step with chunks of prompts; see `profile_run`.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class ModelRunner:
         )
 
     def _can_replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> bool:
-        """Return whether a step only computes tokens and the logits of some, and is worth a capture."""
+        """Return whether a step can be captured, and is small enough to be."""
         return (
             (_is_decode(output, sampling) or self._is_small(output, sampling))
             and not self._batch.prompt_logprobs_end[output.slots].any()
@@ -305,7 +305,7 @@ class ModelRunner:
         return len(sampling.tokens) > 0 and output.total_num_scheduled_tokens <= self.max_captured_tokens
 
     def _replay(self, output: SchedulerOutput, sampling: SamplingPositions) -> _Computed:
-        """Compute a step as its capture does, or will do."""
+        """Replay a step's capture, or compute it as it will be captured."""
         assert self._graphs is not None
         batch = self._attention_batch(output)
         rows = np.repeat(output.slots, output.num_tokens)
@@ -353,7 +353,7 @@ class ModelRunner:
         return self._sampler.input_ids(array_to_device(encoded, self._model.kernels.device))
 
     def _encoded_ids(self, rows: IntArray, positions: Int64Array) -> Int64Array:
-        """Return what the sampler makes the token ids of a step of, [T]."""
+        """Return the token ids of a step as `Sampler.encoded_ids` encodes them, [T]."""
         known = self._batch.token_ids[rows, positions].astype(np.int64)
         if self._sampler.is_synchronous:
             return known
@@ -394,7 +394,7 @@ class ModelRunner:
         computed: _Computed,
         result: ModelRunnerOutput,
     ) -> DeviceStep | None:
-        """Sample, and put the tokens into `result`; return the step if nobody here has to wait for them."""
+        """Sample, and put the tokens into `result`; or return a step in flight that has them later."""
         if computed.logits is None:
             return None
         slots = output.slots[sampling.rows].astype(np.int64)
@@ -408,7 +408,7 @@ class ModelRunner:
             self._batch.known_tokens,
         )
         if not (self._sampler.is_synchronous or self._connector_needs_tokens):
-            unknown = self._batch.expect(slots, ~output.awaits_tokens[sampling.rows])
+            unknown = self._batch.append_unknown(slots, ~output.awaits_tokens[sampling.rows])
             propose = functools.partial(self._propose_later, output)
             step = DeviceStep(result, sampling, sampled, computed.prompt_logprobs, unknown, propose)
             self._in_flight.append(step)
@@ -418,7 +418,7 @@ class ModelRunner:
         return None
 
     def _note_tokens(self) -> None:
-        """Give the batch the tokens of steps in flight that nobody has to wait for."""
+        """Give the batch the tokens of steps in flight that have arrived."""
         steps, self._in_flight = self._in_flight, []
         for step in steps:
             if not step.tokens.have_arrived:
@@ -428,13 +428,13 @@ class ModelRunner:
                 emitted = step.emitted()
             except Exception:  # which `result` of the step raises, too: these tokens are discarded
                 continue
-            self._batch.note(step.unknown, _with_placeholders(emitted))
+            self._batch.fill_in(step.unknown, _with_placeholders(emitted))
 
     @torch.inference_mode()
     def _propose_later(
         self, output: SchedulerOutput, computed: ModelRunnerOutput, seconds_known: float
     ) -> DraftTokenIds | None:
-        """Return what is proposed after a step that was in flight; see `StepInFlight`."""
+        """Return the drafts after a step that was in flight; see `StepInFlight`."""
         if not self._asks_for_drafts(output):
             return None
         self._note_tokens()
@@ -453,7 +453,7 @@ class ModelRunner:
     def _propose(
         self, output: SchedulerOutput, has_sampled: BoolArray, seconds_known: float = 0.0
     ) -> tuple[IntArray | None, IntArray | None]:
-        """Return drafts [R, K], and for how many steps [R] there will be none; None: nothing to say.
+        """Return drafts [R, K], and for how many steps [R] there will be none; None: neither.
 
         Args:
             output: a step that asks for drafts.
@@ -485,7 +485,7 @@ class ModelRunner:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class _Computed:
-    """What a step has computed before its tokens are chosen."""
+    """The result of a step before its tokens are chosen."""
 
     logits: StepLogits | None  # of its P sampling positions; None without any
     prompt_logprobs: StepPromptLogprobs = NO_PROMPT_LOGPROBS

@@ -1,4 +1,4 @@
-"""What the runner keeps between steps: the requests it knows, and for those that run, one row per slot.
+"""What the runner keeps between steps: the requests it knows, and a row per slot for those that run.
 
 Rows hold token ids, block tables and counts as numpy arrays, so that a step's ragged batch is a few vector
 operations. A preempted request leaves its row and keeps its tokens until it is resumed or finished.
@@ -62,7 +62,7 @@ class RunnerRequest:
 
 
 class UnknownTokens(NamedTuple):
-    """The next tokens of some rows, which a device has not told yet."""
+    """The next tokens of some rows, which a device is still choosing."""
 
     slots: Int64Array  # [S]
     times_written: Int64Array  # [S] how often a row had been written when they were expected
@@ -360,7 +360,7 @@ class PersistentBatch:
         self._num_evicted[slot] += count * self._block_size
 
     def note_computed(self, output: SchedulerOutput) -> None:
-        """Remember whose KV the step has written."""
+        """Count the tokens whose KV the step has written."""
         self._num_kv_tokens[output.slots] = output.num_computed_tokens + output.num_tokens
 
     def append(self, slots: IntArray, token_ids: IntArray) -> None:
@@ -369,18 +369,18 @@ class PersistentBatch:
         self.token_ids[slots[rows], self.num_tokens[slots[rows]] + columns] = token_ids[rows, columns]
         self.num_tokens[slots] += np.bincount(rows, minlength=len(slots))
 
-    def expect(self, slots: Int64Array, goes_on: BoolArray) -> UnknownTokens:
-        """Expect tokens for `slots` [S], of which `note` is told later.
+    def append_unknown(self, slots: Int64Array, goes_on: BoolArray) -> UnknownTokens:
+        """Append unknown tokens to `slots` [S]; `fill_in` fills them in.
 
-        Those that go on [S] get one, and have it from now on; the others have theirs when they are known.
+        Rows that go on [S] count one more token from now on; the others when their tokens are known.
         """
         positions: Int64Array = self.num_tokens[slots]
         self._unknown_at[slots[goes_on]] = positions[goes_on]
         self.num_tokens[slots[goes_on]] += 1
         return UnknownTokens(slots, self._times_written[slots], positions)
 
-    def note(self, unknown: UnknownTokens, token_ids: IntArray) -> None:
-        """Write down what tokens [S, any], padded with NO_TOKEN, are, of the rows that are still the same."""
+    def fill_in(self, unknown: UnknownTokens, token_ids: IntArray) -> None:
+        """Fill in tokens [S, any], padded with NO_TOKEN, of rows that still have the same requests."""
         slots, positions = unknown.slots, unknown.positions
         is_same = self._times_written[slots] == unknown.times_written
         if not is_same.all():
@@ -393,7 +393,7 @@ class PersistentBatch:
         self._unknown_at[slots[self._unknown_at[slots] == positions]] = _KNOWN
 
     def holds(self, output: SchedulerOutput) -> BoolArray:
-        """Return which requests of a step that has been asked for are still in their slots: [R]."""
+        """Return which requests of a launched step are still in their slots: [R]."""
         names = zip(output.request_ids, output.slots.tolist(), strict=True)
         found = ((self._by_slot[slot], request_id) for request_id, slot in names)
         holds = [request is not None and request.request_id == name for request, name in found]
@@ -413,7 +413,7 @@ class PersistentBatch:
     def to_continue(
         self, slots: IntArray, max_drafts: IntArray, *, is_newest: bool, seconds_known: float
     ) -> RowsToContinue:
-        """Return what a proposer needs to know to propose up to `max_drafts` [R] tokens for `slots` [R]."""
+        """Return the rows for which a proposer drafts up to `max_drafts` [R] tokens, of `slots` [R]."""
         asked, others = slots.astype(np.int64), slots[:0].astype(np.int64)
         if not max_drafts.all():
             is_asked = max_drafts > 0

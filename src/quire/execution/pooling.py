@@ -85,7 +85,7 @@ class Pooler:
     def _check_positions(
         self, output: SchedulerOutput, kinds: npt.NDArray[np.str_], continued: Int64Array
     ) -> None:
-        """Check that the rows that are `continued` go on where they were."""
+        """Check that `continued` rows go on where their last chunk ended."""
         expected = self._next_positions[output.slots]
         for row in continued.tolist():
             if output.num_computed_tokens[row] != expected[row]:

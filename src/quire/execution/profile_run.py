@@ -1,4 +1,4 @@
-"""Made-up steps before the first request: they compile kernels, and show what steps take."""
+"""Dummy steps before the first request: they compile kernels, and measure memory and time."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ class _Row:
 
 
 def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int:
-    """Compute steps of all kinds that take much memory, and wait for each.
+    """Compute one step of each kind that takes much memory, and wait for each.
 
     They are: all sizes that have kernels of their own; a prompt whose log-probabilities are reported; the
     most tokens, with a token sampled for the most requests in all ways that the device knows; chunks of
     prompts behind the longest context, one of them beside decodes; and decode steps of the most requests,
     some of which have the longest context, and of requests with drafts, captured if the runner captures any.
-    Then the largest step with prompts is captured that is worth it.
+    Then the largest step with prompts that is worth a capture is captured.
 
     Args:
         runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request.
@@ -91,9 +91,9 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
         limits: of its steps.
 
     Returns:
-        The most tokens of a step with chunks of prompts for which capturing it is worth it
-        (`ModelRunner.max_captured_tokens`): the host takes longer to ask for such a step than the device to
-        compute it. 0 if the runner captures nothing.
+        The maximum number of tokens of a step with chunks of prompts that is worth a capture
+        (`ModelRunner.max_captured_tokens`): the host takes longer to launch it than the device to compute it.
+        0 if the runner captures nothing.
     """
     for cache in runner.kv_caches:
         cache.tensor.zero_()
@@ -138,7 +138,7 @@ def _compute_all(steps: _DummySteps, limits: StepLimits, times: int) -> None:
 
 
 def _largest_launch_bound_step(steps: _DummySteps, limits: StepLimits) -> int:
-    """Return the tokens of the largest step, of those that are timed, for which the device waits; 0: none."""
+    """Return the tokens of the largest timed step that is launch-bound; 0: none is."""
     most, num_tokens = 0, MIN_TIMED_TOKENS
     while num_tokens <= limits.max_num_batched_tokens:
         rows = _rows_of(num_tokens, limits)
@@ -153,13 +153,13 @@ def _largest_launch_bound_step(steps: _DummySteps, limits: StepLimits) -> int:
 
 
 def _rows_of(num_tokens: int, limits: StepLimits) -> list[_Row]:
-    """Return rows of `num_tokens` tokens, of as many requests as can be without being a decode step."""
+    """Return rows of `num_tokens` tokens, of as many requests as possible short of a decode step."""
     num_rows = min(limits.max_num_seqs, num_tokens // 2)
     return _most_tokens(StepLimits(num_rows, num_tokens, limits.max_model_len, 0), num_drafts=0)
 
 
 def _captured_chunk(num_tokens: int, limits: StepLimits) -> list[_Row]:
-    """Return a chunk beside as many decodes as can be, `num_tokens` in all, behind the longest contexts."""
+    """Return a chunk beside as many decodes as possible, `num_tokens` in all, after the longest contexts."""
     longest = limits.max_model_len
     num_decodes = min(limits.max_num_seqs, num_tokens // 2) - 1
     num_long = min(num_decodes, MAX_ATTENDED_TOKENS // longest)
@@ -173,7 +173,7 @@ def _powers_of_two_below(end: int) -> list[int]:
 
 
 def _most_tokens(limits: StepLimits, num_drafts: int) -> list[_Row]:
-    """Return rows of as many tokens and requests as a step can have, the first of them as long as can be.
+    """Return rows of as many tokens and requests as a step can have, the first as long as possible.
 
     Each has `num_drafts` drafts after its tokens.
     """
@@ -200,8 +200,7 @@ def _chunks(limits: StepLimits) -> Iterator[list[_Row]]:
 def _decodes(limits: StepLimits) -> Iterator[list[_Row]]:
     """Yield rows of decode steps: one half after the other has the longest context, the most first.
 
-    What attention keeps of the spans of keys is most where just so many rows are long that a GPU would not be
-    busy otherwise.
+    Attention keeps most partial results where just enough rows are long to have their keys divided.
     """
     num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     num_long = max(1, min(num_rows, MAX_ATTENDED_TOKENS // limits.max_model_len))
@@ -220,7 +219,7 @@ class _Times:
 
 
 class _DummySteps:
-    """Has a runner compute steps, each with new requests."""
+    """Runs dummy steps, each with new requests."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         self._runner = runner
@@ -237,12 +236,12 @@ class _DummySteps:
         num_drafts: int = 0,
         scores: bool = False,
     ) -> list[_Times]:
-        """Compute a step, every row of which samples, and wait for it.
+        """Compute a step in which every row samples, and wait for it.
 
         Args:
             rows: of requests whose prompts end there.
-            params: of all; with all there is, there is a grammar that allows everything, too.
-            times: that it is computed: each further time as if it had been lost.
+            params: of all; with every parameter set, a grammar that allows everything is added.
+            times: how often the step is computed; each further time as if it had been lost.
             num_drafts: of each row; as many are proposed after it.
             scores: whether the keys of the cache are scored, if any are evicted.
 

@@ -7,8 +7,7 @@ same addresses and has the same sizes: so what changes from step to step is copi
 is captured when it comes up for the second time. The first time compiles its kernels.
 
 Steps with chunks of prompts differ in more sizes than decode steps do, and so these are rounded up further.
-Only such steps are captured for which the GPU, with what is added, takes less time than the host does to ask
-for them.
+They are captured only if the GPU, padding included, takes less time than the host does to launch them.
 
 Ranks that compute a model together do this each for its part. What is captured and replayed, and which
 captures are kept, follows from the batches alone, and so it is the same on all of them; only whether a
@@ -62,8 +61,8 @@ class StepLogits:
 
     rows: torch.Tensor  # [R, vocab] float32
     captured: torch.Tensor | None = None
-    """[R or more, vocab] of which `rows` are the first, the others nobody's, if the step was replayed: the
-    address to which its capture writes each time. None: it was computed."""
+    """[R or more, vocab] if the step was replayed, `rows` and then padding: the address to which its capture
+    writes each time. None: it was computed."""
 
 
 class StepGraphs:
@@ -92,9 +91,9 @@ class StepGraphs:
         self._makers: dict[Hashable, MakeArrays] = {}
         self._graphs: OrderedDict[Hashable, _StepGraph] = OrderedDict()
         self._kernels = kernels
-        self._pause = CaptureBackoff()
+        self._backoff = CaptureBackoff()
         self.stats = GraphStats()
-        """Of these steps; whoever computes others adds them."""
+        """Of these steps; the runner adds those that it computes without them."""
 
     @property
     def max_array_bytes(self) -> int:
@@ -124,7 +123,7 @@ class StepGraphs:
         self._computed(token_ids, batch, _NO_ROWS)
 
     def _computed(self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None) -> _StepGraph:
-        may_capture = self._pause.allows_attempt()
+        may_capture = self._backoff.allows_attempt()
         with self._step_of(batch, rows) as model:
             graph, padded = self._filled(token_ids, batch, rows)
             if graph.replay is None and graph.was_computed and may_capture:
@@ -141,7 +140,7 @@ class StepGraphs:
     def _filled(
         self, token_ids: Int64Array, batch: AttentionBatch, rows: Int64Array | None
     ) -> tuple[_StepGraph, AttentionBatch]:
-        """Return the graph of the sizes that a step is rounded up to, with its arrays, and the step so."""
+        """Return the graph of the sizes that a step is padded to, its arrays filled, and the padded step."""
         sizes = DECODE_SIZES if rows is None else CHUNK_SIZES
         padded = batch.padded(sizes)
         made = {name: make(padded) for name, make in self._makers.items()}
@@ -172,7 +171,7 @@ class StepGraphs:
     def _captured(
         self, model: StepModel, graph: _StepGraph, batch: AttentionBatch
     ) -> Callable[[], None] | None:
-        """Return what replays a step; None, and nothing is captured for a while, if one rank has nothing."""
+        """Return what replays a step; None, and a back-off begins, if the capture fails on any rank."""
         replay = None
         try:
             replay = self._capture(lambda: self._compute(model, graph, batch))
@@ -183,7 +182,7 @@ class StepGraphs:
             return replay
         if replay is not None:
             logger.warning("another rank cannot capture a step as a graph; steps are slower without")
-        self._pause.begin()
+        self._backoff.begin()
         self.stats.num_failures += 1
         return None
 
@@ -195,7 +194,7 @@ class StepGraphs:
             graph.logits = model.logits(hidden if rows is None else hidden[rows])
 
     def _learn(self, graph: _StepGraph) -> None:
-        """Take note of what the step has read; if it is more than was known, the graph is another's.
+        """Learn which arrays steps read; if this one has read new ones, another graph takes its place.
 
         A step that was only compiled is not captured next: CUDA forbids that a kernel is loaded meanwhile.
         """
@@ -204,7 +203,7 @@ class StepGraphs:
 
 
 class _StepGraph:
-    """Steps of equal sizes. A capture needs `logits` and `arrays` to stay where they are."""
+    """Steps of equal sizes. `logits` and `arrays` must stay where a capture has found them."""
 
     def __init__(self, arrays: StaticArrays) -> None:
         self.arrays = arrays
@@ -250,7 +249,7 @@ class StaticArrays(StepArrays):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all arrays."""
         return self._octets.nbytes
 
     @property
@@ -265,7 +264,7 @@ class StaticArrays(StepArrays):
         return None if found is None else found.arrays[0]
 
     def fill(self, made: Mapping[Hashable, HostArrays]) -> None:
-        """Copy arrays of the same sizes to the device, for another step; nobody waits for it."""
+        """Copy another step's arrays of the same sizes to the device, without waiting."""
         for name in self.makers_of_others:  # of a step that has failed, else others are known by now
             self._on_device.pop(name, None)
         self.makers_of_others = {}
@@ -284,7 +283,7 @@ class StaticArrays(StepArrays):
 
 
 class _GroupArrays(StepArrays):
-    """What the arrays of a captured step are for a cache group other than the first.
+    """The arrays of a captured step for a cache group other than the first.
 
     Args:
         arrays: of all groups.

@@ -113,7 +113,7 @@ class GrammarCompiler:
         self._stop_waiting(request_id)
 
     def shutdown(self) -> None:
-        """Forget everything; compilations that have begun run to their end unheeded."""
+        """Forget everything; results of running compilations are ignored."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
         held = (self._waiting, self._results, self._compilations, self._queue, self._submitted)
@@ -121,7 +121,7 @@ class GrammarCompiler:
             each.clear()
 
     def _submit_next(self) -> None:
-        """Hand on what is to be compiled next, as long as a compiler has nothing to do."""
+        """Submit compilations as long as a compiler is idle."""
         self._submitted = {future for future in self._submitted if not future.done()}
         if self._slow is not None and self._slow.done():
             self._slow = None
@@ -258,7 +258,7 @@ class GrammarCache:
 
 
 class FairQueue:
-    """What is to be compiled next. A specification may stand in the queues of several tenants.
+    """The queue of compilations. A specification may be in the queues of several tenants.
 
     Of a tenant's own, every other one is the smallest, so that small ones do not wait behind many that are
     large, and the rest are the oldest, so that none waits for ever.
@@ -283,7 +283,7 @@ class FairQueue:
         return spec
 
     def remove(self, spec: StructuredOutputsParams) -> None:
-        """Take a specification out wherever it stands."""
+        """Remove a specification from all queues."""
         for tenant in [tenant for tenant, queue in self._by_tenant.items() if spec in queue.specs]:
             del self._by_tenant[tenant].specs[spec]
             if not self._by_tenant[tenant].specs:
@@ -299,7 +299,7 @@ class _TenantQueue:
 
     def __init__(self) -> None:
         self.specs: dict[StructuredOutputsParams, None] = {}  # the oldest first
-        self._by_size: list[tuple[int, int, StructuredOutputsParams]] = []  # a heap; some are gone
+        self._by_size: list[tuple[int, int, StructuredOutputsParams]] = []  # a heap; some have been removed
         self._counter = itertools.count()
         self._takes_smallest = True
 

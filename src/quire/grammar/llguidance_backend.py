@@ -48,7 +48,7 @@ class LLGuidanceBackend:
     Args:
         read_tokenizer: called once, at the first compilation, for the text of the model's `tokenizer.json`.
         vocab_size: width of the model's logits; ids from the tokenizer's own size on are never allowed.
-        read_eos_token_ids: called likewise, for the ids that end a sequence.
+        read_eos_token_ids: called once, too, for the ids that end a sequence.
         closes_objects: whether objects have no properties but those that their JSON schema names, unless it
             says something else.
     """
@@ -165,7 +165,7 @@ class LLGuidanceBackend:
 
 
 class LLGuidanceGrammar:
-    """Where one request stands in its grammar.
+    """The state of one request in its grammar.
 
     The end of the sequence is kept here, not by llguidance: it is accepted where the grammar may end, again
     and again, and nothing else is accepted after it.
@@ -173,8 +173,8 @@ class LLGuidanceGrammar:
     Args:
         matcher: at the grammar's start.
         eos_token_ids: end a sequence.
-        num_tokens: number of tokens of the tokenizer; the model may have more, of which none is allowed.
-        mask_size: tokens in the matcher's masks, of which those beyond `num_tokens` are not the model's.
+        num_tokens: number of tokens of the tokenizer; further ones of the model are never allowed.
+        mask_size: tokens in the matcher's masks; those beyond `num_tokens` are not the model's.
         num_bytes: estimated size at the grammar's start.
     """
 
@@ -244,7 +244,7 @@ class LLGuidanceGrammar:
             self._leave_out(ends, row)
 
     def copy(self) -> LLGuidanceGrammar:
-        """Return another one at the same place, which goes its own way."""
+        """Return an independent grammar in the same state."""
         matcher = self._matcher.deep_copy()
         other = LLGuidanceGrammar(
             matcher, self._eos_token_ids, self._num_tokens, self._mask_size, num_bytes=self._num_bytes

@@ -1,8 +1,8 @@
 """A model's tokens as llguidance needs them, so that its masks and what it accepts agree for any tokenizer.
 
 llguidance would read a tokenizer.json itself, of two kinds only, and take a text that is certain for just
-the tokens that the tokenizer makes of it: also where these are marks that stand for something else, or have
-another text because the tokenizer changes what it reads.
+the tokens that the tokenizer makes of it: also where these are marks with another meaning, or differ from the
+text because the tokenizer normalizes it.
 """
 
 from __future__ import annotations

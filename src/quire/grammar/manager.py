@@ -101,7 +101,7 @@ class GrammarManager:
         return [(request_id, self._begin(request_id, result)) for request_id, result in results.items()]
 
     def _begin(self, request_id: str, result: Grammar | QuireError) -> QuireError | None:
-        """Let a request follow its copy of a grammar, behind its output so far; return what is wrong."""
+        """Give a request its copy of a grammar, advanced over its output so far; return the error, if any."""
         output_token_ids = self._outputs.pop(request_id)
         if isinstance(result, QuireError):
             return result
@@ -114,13 +114,13 @@ class GrammarManager:
         return None
 
     def forget(self, request_id: str) -> None:
-        """Let go of a request's grammar, also while it is being compiled; unknown ids are ignored."""
+        """Release a request's grammar, also while it is being compiled; unknown ids are ignored."""
         self._followed.pop(request_id, None)
         if self._outputs.pop(request_id, None) is not None and self._compiler is not None:
             self._compiler.forget(request_id)
 
     def shutdown(self) -> None:
-        """Let go of everything; compilations that have begun run to their end unheeded."""
+        """Release everything; results of running compilations are ignored."""
         if self._compiler is not None:
             self._compiler.shutdown()
         self._outputs.clear()
@@ -194,7 +194,7 @@ class GrammarManager:
 
 
 def _fill(rows: IntArray, followed: _Followed, drafts: list[int]) -> None:
-    """Write the masks of a request's positions, [drafts + 1, words]; after a wrong draft all is allowed."""
+    """Write the masks of a request's positions, [drafts + 1, words]; all ones after a wrong draft."""
     num_accepted = 0
     try:
         if followed.error is None:

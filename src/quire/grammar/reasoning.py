@@ -46,7 +46,7 @@ class Spelling:
 
 
 class ReasoningEnd:
-    """The mark that ends reasoning: one token, or a text that tokens share with what stands around it.
+    """The mark that ends reasoning: one token, or a text that tokens may share with the text around it.
 
     Args:
         reasoning: whose end it is.
@@ -98,11 +98,11 @@ class ReasoningEnd:
 class ReasoningGrammar(Grammar):
     """Reasoning, and then what a structure allows; anything if there is none.
 
-    With a structure, tokens that end the sequence are not allowed in reasoning, nor tokens that have its end
-    and more, of which the structure could not know. Reasoning that is not open may be left out; it begins
-    with just the tokens of `start` then, since whatever else comes is the structure's. Where tokens must lead
-    from the reasoning to what comes after it, the reasoning must be there, and has such an end without a
-    structure, too.
+    With a structure, tokens that end the sequence are not allowed in reasoning, nor tokens with its end and
+    more text, which the structure would miss. Reasoning that is not open may be left out; it begins with just
+    the tokens of `start` then, since whatever else comes is the structure's. Where tokens must lead from the
+    reasoning to what comes after it, the reasoning must be there, and has such an end without a structure,
+    too.
 
     Args:
         reasoning: that may come first.
@@ -239,7 +239,7 @@ class ReasoningGrammar(Grammar):
         return may_be_left_out and self._accept_after(token_id)
 
     def _accept_free_head(self, token_id: int) -> bool:
-        """Accept any token; white space may stand before the mark, and anything after it in one token."""
+        """Accept any token; one token may have white space before the mark, and anything after it."""
         start = self._reasoning.start.encode()
         text = b"".join(map(self._spelling.text, (*self._head, token_id))).lstrip()
         self._has_begun = text.startswith(start)
@@ -281,7 +281,7 @@ class ReasoningGrammar(Grammar):
         return self._structure is not None or bool(self._reasoning.bridge_token_ids)
 
     def _hides_end(self, token_id: int) -> bool:
-        """Whether a structure could not begin where the reasoning ends with this token."""
+        """Whether a structure could not begin after reasoning that ends with this token."""
         return token_id in self._spelling.eos_token_ids or self._end.is_overlong(self._num_matched, token_id)
 
 

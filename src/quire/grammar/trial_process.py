@@ -28,7 +28,7 @@ MAX_TRIAL_ANSWER_BYTES = 12 * MAX_ERROR_CHARACTERS  # bytes; fits into a pipe
 
 
 class TrialStart(msgspec.Struct):
-    """What a trial process must know: the model's tokens, and how much one grammar may cost."""
+    """A trial process's first message: the model's tokens, and the limits of a grammar."""
 
     tokenizer: str
     vocab_size: int
@@ -47,7 +47,7 @@ class Trial(msgspec.Struct):
 
 
 class TrialAnswer(msgspec.Struct):
-    """What is wrong with a specification, whether that is only the time it takes, and the grammar's size."""
+    """The error of a specification, whether that is only its compile time, and the grammar's size."""
 
     error: str | None = None
     is_slow: bool = False

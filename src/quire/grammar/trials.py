@@ -114,7 +114,7 @@ class TriedGrammars:
         return TimeLimitedGrammar(grammar, self._seconds_per_token)
 
     def _try(self, spec: StructuredOutputsParams, cpu_seconds: float, niceness: int) -> TrialAnswer:
-        """Return what a trial process says is wrong with a specification."""
+        """Return a trial process's verdict on a specification."""
         try:
             process = self._take()
         except (OSError, ValueError) as error:

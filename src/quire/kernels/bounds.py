@@ -42,7 +42,7 @@ PROMPT_LOGITS = 1 << 23  # that are held at a time where log-probabilities of pr
 
 
 def gpu_estimate_bytes(num_heads: int, num_key_blocks: int, num_rows: int) -> int:
-    """Return the bytes that the estimate and choice of key blocks take for a query block of so many rows."""
+    """Return the bytes of estimating and choosing key blocks, for a query block of `num_rows` rows."""
     return num_heads * num_key_blocks * max(num_rows * 4 + 8, GPU_CHOICE_BYTES)  # sums and masses; choice
 
 
@@ -58,12 +58,12 @@ MAX_HEAD_TOKENS = 1024
 SHORT_COUNTS_END = 1 << 14  # tokens that a request may have for counts of its tokens to be two bytes each
 
 FLOAT8_INPUTS = 32
-"""Inputs of float8 weights share a scale in multiples of these, the least that tensor cores multiply."""
+"""Inputs of float8 weights share a scale in multiples of this: what tensor cores multiply at least."""
 
 KERNEL_GROUPS = (128, 64, 32, 16)
 """Inputs of weights in groups that share a scale and a zero."""
 
 
 def kernel_group(num_inputs: int, most: int = KERNEL_GROUPS[0]) -> int:
-    """Return the largest size of groups, up to `most`, that so many inputs can be cut into, or 0."""
+    """Return the largest group size, up to `most`, into which the inputs can be cut, or 0."""
     return next((size for size in KERNEL_GROUPS if size <= most and num_inputs % size == 0), 0)

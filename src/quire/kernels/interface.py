@@ -38,22 +38,22 @@ class KernelSet(ABC):
     @property
     @abstractmethod
     def weight_layout(self) -> str | None:
-        """What the bytes of a packed layer depend on beside its options; None: layers are not packed."""
+        """Identifies the layout of packed layers, beside their options; None: layers are not packed."""
 
     @abstractmethod
     def use_threads(self, num_threads: int) -> None:
         """Compute on `num_threads` threads from now on; 0: one for each physical core."""
 
     def compile_only(self) -> AbstractContextManager[None] | None:
-        """Return what has kernels be compiled beside each other, and compute nothing, while it is entered.
+        """Return a context in which launches only compile their kernels, in parallel, and compute nothing.
 
-        What they write has any numbers then. None: they need not be compiled.
+        Outputs are undefined then. None: there is nothing to compile.
         """
         return None
 
     @property
     def compiles_only(self) -> bool:
-        """Whether what `compile_only` returns is entered."""
+        """Whether a context of `compile_only` is entered."""
         return False
 
     @abstractmethod
@@ -87,8 +87,8 @@ class KernelSet(ABC):
         """Return the layer that computes `gated_activation` of another's results.
 
         Args:
-            gate_up: one that `linear` has returned; it becomes a part of the new one, and nobody else may
-                call it any more.
+            gate_up: a layer that `linear` has returned; it becomes a part of the new one, and may not be
+                called by others any more.
             activation: as for `gated_activation`.
         """
         return GatedLinear(self, gate_up, activation)
@@ -108,7 +108,7 @@ class KernelSet(ABC):
         """Return the experts of a layer.
 
         Args:
-            weights: those of each expert, in order; one's are used up before the next one's are asked for.
+            weights: those of each expert, in order, taken one expert at a time.
             mixture: what they are experts of.
             dtype, quantization, group_size, int4_activations, memory: as for `linear`.
         """

@@ -203,9 +203,9 @@ class StepResult(msgspec.Struct):
 
 
 def recorded(output: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Return a step's results as far as plans depend on them: of prompts' log-probabilities, how many.
+    """Return the part of a step's results that plans depend on: of prompts' log-probabilities, the number.
 
-    Of pooled rows, whose they are.
+    Of pooled rows, the requests.
     """
     nothing = PositionLogprobs([], [], [])
     prompt_logprobs = {key: [nothing] * len(found) for key, found in output.prompt_logprobs.items()}

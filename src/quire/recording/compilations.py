@@ -1,4 +1,4 @@
-"""Grammar compilations on record: a thread is done by chance, so results are handed over at known points."""
+"""Recorded grammar compilations: threads end at random times, so results are delivered at known points."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CompilationRecorder(Executor):
         return future
 
     def deliver(self) -> list[Compiled]:
-        """Hand over what has been compiled by now, in the order of submission, and return it."""
+        """Deliver what has been compiled by now, in the order of submission, and return it."""
         delivered = []
         for number, (running, future) in list(self._under_way.items()):
             if future.cancelled():
@@ -63,7 +63,7 @@ class CompilationRecorder(Executor):
 
 
 class CompilationPlayer(Executor):
-    """Compiles nothing: hands over what was recorded.
+    """Compiles nothing: delivers what was recorded.
 
     Args:
         context_player: answers for the grammars.
@@ -82,7 +82,7 @@ class CompilationPlayer(Executor):
         return future
 
     def deliver(self, compiled: list[Compiled]) -> None:
-        """Hand over recorded outcomes; those not requested or no longer needed are skipped."""
+        """Deliver recorded outcomes; those not requested or no longer needed are skipped."""
         for outcome in compiled:
             future = self._futures.pop(outcome.number, None)
             if future is None or future.cancelled():

@@ -93,7 +93,7 @@ encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 
 
 def raw(value: object) -> msgspec.Raw:
-    """Return a call's result as it stands in a frame."""
+    """Return a call's result as it is in a frame."""
     return msgspec.Raw(encode(value))
 
 
@@ -118,7 +118,7 @@ def _framed(item: Header | WrittenFrame) -> bytes:
 
 
 class RecordingWriter:
-    """Writes a recording; what is written is in the operating system's hands at once.
+    """Writes a recording, without a buffer of its own.
 
     Raises:
         OSError: the file cannot be written.

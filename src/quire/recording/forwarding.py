@@ -1,4 +1,4 @@
-"""Methods that only hand their call on to the same method of an attribute."""
+"""Methods that forward their call to the same method of an attribute."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class _Activity:
 
 @dataclasses.dataclass(slots=True)
 class _RequestTrace:
-    """Where a request stands; a state of "" is none."""
+    """The present state of a request; "" is none."""
 
     num_prompt_tokens: int
     state: str = ""
@@ -201,7 +201,7 @@ class _Tracer:
         self._count("tokens per step", {"tokens": num_tokens})
 
     def _trace_step(self, call: calls.UpdateFromOutputCall, start: float) -> None:
-        """Trace a step that has been computed: the runner was at it since it was planned, or free."""
+        """Trace a computed step: the runner has worked on it since it was planned, or since it was free."""
         self._slice(SCHEDULER_TRACK, "update", start, self._now, {"step": call.step})
         transfers = call.output.kv_connector_output
         if transfers is not None:

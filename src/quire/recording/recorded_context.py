@@ -42,7 +42,7 @@ class Answer(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class ContextAnswers(ABC):
-    """Stands between a scheduler and its surroundings, and answers its questions."""
+    """Answers a scheduler's questions in place of its surroundings."""
 
     @abstractmethod
     def ask(self, question: str, subject: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -146,7 +146,7 @@ class ContextPlayer(ContextAnswers):
 
 
 class Silence:
-    """Stands for surroundings that a replay does not have: every call returns another silence."""
+    """Replaces surroundings that a replay does not have: every call returns another `Silence`."""
 
     def __getattr__(self, name: str) -> Callable[..., Silence]:
         return lambda *arguments: Silence()
@@ -317,8 +317,8 @@ class RecordedConnector(KVConnector):
 
 def replayed_grammar(player: ContextPlayer) -> Grammar:
     """Return a grammar whose answers are all replayed."""
-    nobody: Any = Silence()
-    return RecordedGrammar(player, nobody)
+    silence: Any = Silence()
+    return RecordedGrammar(player, silence)
 
 
 def _named(answer: Answer) -> str:

@@ -37,9 +37,9 @@ def _nothing(_: object) -> None:
 
 
 class RecordingScheduler(SchedulerInterface):
-    """Hands every call on to a scheduler and writes it to a file, with its answers and its result.
+    """Forwards every call to a scheduler and writes it to a file, with its answers and its result.
 
-    Calls that only look (`explain`, `make_stats`, …) are not recorded: they decide nothing. If the file can
+    Calls that only read (`explain`, `make_stats`, …) are not recorded: they decide nothing. If the file can
     no longer be written, the recording ends and the scheduler goes on.
 
     Args:

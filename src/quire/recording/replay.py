@@ -28,7 +28,7 @@ from quire.scheduling.interface import SchedulerInterface
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing that a replay did otherwise.
+    """The first difference between a replay and its recording.
 
     `call` counts from 0, `step` is the step that was planned last, -1 before the first.
     """
@@ -183,7 +183,7 @@ def _sides(diverged: DivergedError) -> tuple[str, str]:
 
 
 def _silent_context(header: Header) -> SchedulerContext:
-    """Return surroundings that say nothing; the player in front of them does."""
+    """Return surroundings that answer nothing; the player in front of them answers."""
     silence: Any = Silence()
     grammars: Any = None
     if header.vocab_size is not None:

@@ -21,8 +21,8 @@ one module each: a phase is given the accounts and the phases and policies that 
 7. commit the plan: the arrays for the runner, and what it must know of new, resumed, finished and preempted
    requests.
 
-Policies that are not built in stand behind guards (`guards/policies.py`): one that raises or returns nonsense
-is replaced by the default.
+Policies that are not built in are called through guards (`guards/policies.py`): one that raises or returns
+nonsense is replaced by the default.
 
 **Progress.** Why something always moves, or ends with a reason:
 

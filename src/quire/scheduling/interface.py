@@ -111,10 +111,10 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def has_finished_requests(self) -> bool:
-        """Whether requests have ended of which the next step must tell the runner, or a client."""
+        """Whether requests have ended that the next step must report to the runner or to a client."""
 
     def has_requests(self) -> bool:
-        """Whether `schedule()` has anything to say: unfinished requests, or finished ones to clear."""
+        """Whether `schedule()` has anything to do: unfinished requests, or finished ones to report."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
     def next_due(self) -> float | None:
@@ -195,7 +195,7 @@ class SchedulerInterface(ABC):
         return None
 
     def oldest_waiting_request(self) -> str | None:
-        """Return which of the requests that wait came first; None if none waits, or if that is not known."""
+        """Return the waiting request that came first; None if none waits, or if that is not known."""
         return None
 
     def explain(self, request_id: str) -> str:

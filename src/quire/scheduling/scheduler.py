@@ -1,13 +1,13 @@
 """Quire's scheduler: continuous batching by one rule, chunked prefill, prefix reuse, preemption by recompute.
 
 The rule: a request knows `num_tokens` tokens (prompt, output and drafts) and has the KV of `num_computed` of
-them; each step hands out tokens, within a budget, so that computed catches up. A request that catches up
+them; each step schedules tokens, within a budget, so that computed catches up. A request that catches up
 samples its next token, or, with drafts, as many as are right and one more.
 
 The first running request in the order of service finds its blocks: all others are preempted for it, pins are
-broken, and nothing is accepted that the whole cache could not hold. What is held for transfers comes back by
-itself, at the latest when their time is up; if there is no memory to come, the request ends with that as its
-reason. So some request always moves: invariant 3.
+broken, and nothing is accepted that the whole cache could not hold. Blocks held for transfers come back, at
+the latest when these time out; if no memory will come back, the request ends with that as its reason. So some
+request always moves: invariant 3.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Scheduler(SchedulerInterface):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Requests that ended meanwhile are passed over.
+        """Requests that ended meanwhile are skipped.
 
         Raises:
             ValueError: the output is not that of the oldest step in flight.

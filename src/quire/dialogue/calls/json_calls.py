@@ -57,7 +57,7 @@ def object_grammar(writer: GrammarWriter, tool: Tool) -> str:
 def _read_object(reader: CallReader) -> Reading[None]:
     """Read one call; its arguments may come before its name, and the first ones count.
 
-    Name and arguments may stand in an object of their own, as in the messages of OpenAI's API.
+    Name and arguments may be in an object of their own, as in the messages of OpenAI's API.
     """
     text = reader.text
     is_inside = False  # that object
@@ -97,7 +97,7 @@ def _read_object(reader: CallReader) -> Reading[None]:
 
 
 def _whole_characters(text: str) -> str:
-    """Return text in which surrogates are the characters that they stand for in pairs."""
+    """Return text in which pairs of surrogates are replaced by their characters."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -106,10 +106,10 @@ class NamedCalls:
     """A name, then its arguments as an object.
 
     Args:
-        separator: stands between name and arguments; some models leave it out.
-        kind: what may stand with another separator before the name.
+        separator: is between name and arguments; some models leave it out.
+        kind: text that may precede the name, with another separator.
         fence: what may begin and end the arguments.
-        id_begin: what may stand with the call's id after the name.
+        id_begin: text that may follow the name, with the call's id.
     """
 
     separator: str

@@ -147,7 +147,7 @@ def _copy_string(text: IncomingText, emit: Emit) -> Reading[None]:
 
 
 def decode_string(text: IncomingText, emit: Emit, max_length: int | None = None) -> Reading[None]:
-    """Pass on what a JSON string stands for; characters of two escapes come as two surrogates.
+    """Pass on the text of a JSON string; characters of two escapes come as two surrogates.
 
     Raises:
         NotACallError: no string comes next, the text ends first, or it is longer than `max_length`.
@@ -173,7 +173,7 @@ def decode_string(text: IncomingText, emit: Emit, max_length: int | None = None)
 
 
 def _escape(text: IncomingText) -> Reading[str]:
-    """Read an escape as it stands there.
+    """Read an escape verbatim.
 
     Raises:
         NotACallError: no escape of JSON comes next.

@@ -19,7 +19,7 @@ class PythonicCalls:
     """`[name(key=value, …), …]`, with values as Python or JSON has them.
 
     Args:
-        in_list: whether brackets are around all calls; if not, each stands on a line of its own.
+        in_list: whether brackets are around all calls; if not, each is on a line of its own.
     """
 
     in_list: bool = True
@@ -65,10 +65,10 @@ class PythonicCalls:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BareKeyCalls:
-    """`call:name{key:value, …}`: keys are bare, and strings stand between marks of their own.
+    """`call:name{key:value, …}`: keys are bare, and strings are between marks of their own.
 
     Args:
-        quote: stands before and after a string.
+        quote: encloses a string.
     """
 
     quote: str

@@ -54,8 +54,8 @@ def convert_value(text: IncomingText, emit: Emit, quote: str = "") -> Reading[No
     Args:
         text: that begins with the value.
         emit: takes each piece.
-        quote: stands before and after a string without escapes; where there is such a mark, keys and texts
-            may also stand without it. "": as in Python.
+        quote: encloses a string without escapes; where there is such a mark, keys and texts may also come
+            without it. "": as in Python.
 
     Raises:
         NotACallError: the text ends first, or is no value, or one with more than `MAX_DEPTH` brackets in one
@@ -142,7 +142,7 @@ class _Brackets:
         emit: takes each piece.
 
     Attributes:
-        closings: what closes each, in the text that is read.
+        closings: the closing bracket of each, in the text that is read.
     """
 
     def __init__(self, emit: Emit) -> None:
@@ -160,7 +160,7 @@ class _Brackets:
             self._emit(text)
 
     def open(self, bracket: str) -> None:
-        """Begin a list, a dictionary, or what stands in parentheses.
+        """Begin a list, a dictionary, or an expression in parentheses.
 
         Raises:
             NotACallError: there are too many in one another.
@@ -298,7 +298,7 @@ def _convert_plain_string(text: IncomingText, emit: Emit, quote: str) -> Reading
 
 
 def _escape(text: IncomingText) -> Reading[str]:
-    """Return what an escape of Python's stands for; an unknown one stands for itself.
+    """Return the character of a Python escape; an unknown escape stays as it is.
 
     Raises:
         NotACallError: the text ends first, or there is no such character.

@@ -1,4 +1,4 @@
-"""Formats in which calls stand between marks, after content or instead of it."""
+"""Formats with calls between marks, after content or instead of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MarkedCallFormat(ToolCallFormat):
 
     Args:
         notation: notation of the calls between the marks.
-        openings: marks, each of which begins calls.
+        openings: marks that begin calls.
         closings: marks that may end them.
         ignored: marks around all calls, which say nothing.
         start: first characters of answers that are calls without a mark; "" if there are none such. JSON and

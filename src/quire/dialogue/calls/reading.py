@@ -36,7 +36,7 @@ class CallReader:
     Attributes:
         is_open: whether a call has begun and not ended.
         num_calls: begun and ended, except those not yet emitted.
-        are_complete: whether all that have begun and ended are.
+        are_complete: whether all calls that have ended are complete.
         schema: JSON schema of the arguments of the call that has begun.
         types: that a parameter's values may have, by the id of its schema, so that each is searched once.
     """
@@ -115,7 +115,7 @@ class CallReader:
         return schema if isinstance(schema, Mapping) else _ANYTHING
 
     def name(self) -> Reading[str]:
-        """Read a name that stands by itself; "" if there is none.
+        """Read a name by itself; "" if there is none.
 
         Raises:
             NotACallError: it is too long to be a name.
@@ -143,7 +143,7 @@ class CallNotation(Protocol):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks inside calls, any of which may be a special token of the model."""
+        """Marks inside calls; any may be a special token of the model."""
 
     def read(self, reader: CallReader) -> Reading[None]:
         """Read calls up to what follows them.
@@ -166,5 +166,5 @@ def json_text(value: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return text, which may have halves of surrogate pairs, as it stands in the quotes of a JSON string."""
+    """Return text, which may have halves of surrogate pairs, escaped for a JSON string."""
     return json_text(text)[1:-1].encode(errors="backslashreplace").decode()

@@ -44,7 +44,7 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
 class TaggedCalls:
     """A name and its parameters, each key and value between tags.
 
-    Where no mark begins a value, it stands on lines of its own: a line break at each end is not part of it.
+    Where no mark begins a value, it is on lines of its own: a line break at each end is not part of it.
 
     Args:
         name_begin, name_end: around the name; `name_end` may be empty.
@@ -284,7 +284,7 @@ def _referred(root: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
 
 
 def _typed(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of the value that `text` stands for: of one of these types, or else a string.
+    """Return the JSON of the value in `text`: of one of these types, or else a string.
 
     Where it may be a string, other values are only those that JSON and templates write.
     """

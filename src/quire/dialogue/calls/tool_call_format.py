@@ -31,7 +31,7 @@ class ToolCallFormat(abc.ABC):
     @property
     @abc.abstractmethod
     def marks(self) -> tuple[str, ...]:
-        """All marks, any of which may be a special token of the model."""
+        """All marks; any may be a special token of the model."""
 
     @property
     def known_only(self) -> bool:

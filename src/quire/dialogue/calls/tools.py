@@ -58,7 +58,7 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, and what its answer does with them.
+    """The tools of a request, and how its answer may use them.
 
     Args:
         tools: shown to the model.

@@ -14,7 +14,7 @@ class ReasoningFormat:
 
     Args:
         start, end: the marks.
-        template_marks: texts of which a chat template of this format has at least one.
+        template_marks: a chat template of this format has at least one of these texts.
         space_before_end, space_after_end: white space that the model writes around `end`.
         message_start: begins each message but the first, where reasoning and content are messages; "" where
             they are not.
@@ -38,7 +38,7 @@ class ReasoningFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks, any of which may be a special token of the model."""
+        """All marks; any may be a special token of the model."""
         return MARKS if self.in_messages else (self.start, self.end)
 
 

@@ -26,15 +26,15 @@ _MAX_IDLE_STEPS = 8  # in a row, so that the cost of rows is measured in the oth
 
 
 class AdaptiveProposer(Proposer):
-    """Has another proposer propose, for each request as many tokens as are likely to pay.
+    """Limits the drafts of another proposer to as many as are likely to pay, for each request.
 
     A draft that is accepted saves its request a step; verifying one takes the time of a row, which `RowCost`
-    measures. If drafts of a request are accepted with probability p, its k-th is with p^k, and is proposed
-    while that is above its cost. Where not even the first pays, one draft is tried now and then, so rarely
-    that it costs 1 % of the time, to see whether the text has begun to repeat itself. A new request starts
-    with the acceptance that others have had.
+    measures. If a request's drafts are accepted with probability p, the k-th draft is with p^k, and is
+    proposed while that is above its cost. Where not even the first pays, one draft is tried now and then, so
+    rarely that it costs 1 % of the time, to see whether the text has begun to repeat itself. A new request
+    starts with the acceptance that others have had.
 
-    Where steps overlap, it costs something else, too, to be given drafts: see `Waiting`.
+    Where steps overlap, requests with drafts also wait for their tokens: see `Waiting`.
 
     Its own time counts, too, where a step takes a millisecond, so it works on numbers and not on arrays, and
     is not asked for requests that no draft is due for.
@@ -117,12 +117,12 @@ class AdaptiveProposer(Proposer):
         chosen = [row for row, length in enumerate(lengths) if length and not self._is_idle(requests[row])]
         if not chosen:
             return None
-        proposed = self._proposer.propose(_selected(rows, chosen, lengths), num_drafts)
+        proposed = self._proposer.propose(_selected_rows(rows, chosen, lengths), num_drafts)
         if proposed is None:
             proposed = np.full((len(chosen), num_drafts), NO_TOKEN, dtype=np.int32)
         for row, count in zip(chosen, (proposed != NO_TOKEN).sum(axis=1).tolist(), strict=True):
-            requests[row].drafted(count, num_tokens[row])
-            self._shared_found = _moved(self._shared_found, count > 0, _SHARED_MEMORY)
+            requests[row].note_drafts(count, num_tokens[row])
+            self._shared_found = _moving_average(self._shared_found, count > 0, _SHARED_MEMORY)
         if len(chosen) == len(requests):
             return proposed
         drafts = np.full((len(requests), num_drafts), NO_TOKEN, dtype=np.int32)
@@ -141,7 +141,7 @@ class AdaptiveProposer(Proposer):
         return request.idle_until > self._num_steps
 
     def _measure(self, requests: list[DraftedRequest], num_others: int, step_ended: float) -> None:
-        """Take how long the newest step was, in which these and others have sampled."""
+        """Record the duration of the newest step, in which these and others have sampled."""
         step_seconds = step_ended - self._step_began
         num_rows = len(requests) + num_others + sum(request.num_drafts for request in requests)
         has_prompt = self._num_step_rows != num_rows
@@ -161,7 +161,7 @@ class Acceptance:
         self._memory = memory
 
     def note(self, num_accepted: int, is_rejected: bool) -> None:
-        """Take that so many drafts were accepted, and whether the one behind them was rejected."""
+        """Record how many drafts were accepted, and whether the next one was rejected."""
         self.estimate = 1 - (1 - self.estimate) * self._memory**num_accepted
         if is_rejected:
             self.estimate *= self._memory
@@ -186,10 +186,10 @@ class DraftedRequest:
         self.worth = 0.0  # tokens that the drafts of a step are expected to save, less what they cost
         self.idle_until = 0  # number of the step after which it may have drafts again
 
-    def drafted(self, num_drafts: int, num_tokens: int) -> None:
-        """Take that drafts were looked for behind `num_tokens`, and how many there are."""
+    def note_drafts(self, num_drafts: int, num_tokens: int) -> None:
+        """Record how many drafts were found after `num_tokens` tokens."""
         self.num_drafts, self._num_tokens = num_drafts, num_tokens
-        self._found = _moved(self._found, num_drafts > 0, _FOUND_MEMORY)
+        self._found = _moving_average(self._found, num_drafts > 0, _FOUND_MEMORY)
 
     def outcome(self, num_tokens: int) -> tuple[int, bool]:
         """Return how many of the drafts were accepted, and whether the next was rejected."""
@@ -200,7 +200,7 @@ class DraftedRequest:
         return num_accepted, is_rejected
 
     def choose_length(self, num_tokens: int, cost: float, most: int) -> int:
-        """Return how many drafts are likely to pay, and note their worth.
+        """Return how many drafts are likely to pay, and set `worth`.
 
         Args:
             num_tokens: known tokens.
@@ -218,7 +218,7 @@ class DraftedRequest:
         return length
 
     def steps_until_trial(self, num_tokens: int, cost: float) -> int:
-        """Return the number of next steps after which no draft will be tried; at most 8, 0 if drafts pay."""
+        """Return for how many steps no draft will be tried; at most 8, 0 if drafts pay."""
         if self.worth:
             return 0
         due = self._num_tokens + cost / _PROBE_SHARE
@@ -226,11 +226,12 @@ class DraftedRequest:
 
 
 class Waiting:
-    """Which requests wait for the tokens of their steps, because drafts may follow, where steps overlap.
+    """Which requests wait for their tokens, because drafts may follow them, where steps overlap.
 
-    Who waits is not in the step that is begun meanwhile. If all requests wait, there is no such step, and
-    each of them loses the time until the next one begins. If some do, these lose a step each, and the others
-    nothing. Whichever is expected to save more is chosen, and nobody waits if neither saves anything.
+    A request that waits is not in the step that is begun meanwhile. If all requests wait, there is no such
+    step, and each of them loses the time until the next one begins. If some do, these lose a step each, and
+    the others nothing. Whichever is expected to save more is chosen, and none waits if neither saves
+    anything.
 
     Now and then, all requests wait to see whether drafts have become better, so rarely that it costs 1 % of
     the time.
@@ -243,13 +244,13 @@ class Waiting:
 
     def __init__(self) -> None:
         self.step_seconds = 0.0
-        self._share = 0.0  # what it takes to wait, as a share of a step
+        self._share = 0.0  # cost of waiting, as a share of a step
         self._num_waits = 0
         self._all_wait_since = 0.0  # 0: they do not, or have not done so
         self._idle_until: int | None = None  # number of the step that ends the pause of those who do not wait
 
     def begin_step(self, now: float, *, is_alone: bool) -> None:
-        """Take that a step begins, and whether the one before has been computed."""
+        """Record the start of a step; `is_alone` says whether the step before has been computed."""
         if self._all_wait_since and self.step_seconds and is_alone:
             self._num_waits += 1
             share = min((now - self._all_wait_since) / self.step_seconds, 1.0)
@@ -259,7 +260,7 @@ class Waiting:
     def choose(
         self, requests: list[DraftedRequest], others: list[DraftedRequest], step: int, now: float
     ) -> None:
-        """Choose who waits for the tokens of the next step, and until when the others are idle.
+        """Choose which requests wait for the tokens of the next step, and how long the others are idle.
 
         Args:
             requests: those that have waited for the tokens of the last step.
@@ -287,7 +288,7 @@ class Waiting:
 
 
 class RowCost:
-    """What a row more costs in a step: the slope of a line through the durations of recent steps.
+    """The time that one more row adds to a step: the slope of a line through recent durations.
 
     While their numbers of rows hardly differ, a row is assumed to take 0.3 times its share of the step.
     """
@@ -295,14 +296,14 @@ class RowCost:
     _MEMORY = 0.98  # what the averages keep of themselves at each step
     _ASSUMED_COST = 0.3
     _ASSUMED_WEIGHT = 0.005  # rows²; the assumption counts as much as steps of this variance
-    _LEAST, _MOST = 0.05, 0.99
+    _MIN_COST, _MAX_COST = 0.05, 0.99
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._rows = self._seconds = self._variance = self._covariance = 0.0
 
     def note(self, num_rows: int, seconds: float) -> None:
-        """Take the duration of a step."""
+        """Record the duration of a step."""
         self._num_steps += 1
         if self._num_steps == 1:
             self._rows, self._seconds = num_rows, seconds
@@ -318,15 +319,15 @@ class RowCost:
     def of_draft(self, num_requests: int) -> float:
         """Return the time that a draft takes, as a share of the time that one of the requests' tokens takes.
 
-        With a draft more, all requests wait for its row, and only one of them may gain a token.
+        All requests wait for the row of a draft, and only one of them may gain a token.
         """
         if not self._num_steps:
             return self._ASSUMED_COST
         cost = self._slope() * num_requests / self._expected(num_requests)
-        return min(max(cost, self._LEAST), self._MOST)
+        return min(max(cost, self._MIN_COST), self._MAX_COST)
 
     def _slope(self) -> float:
-        """Return the seconds that a row more takes."""
+        """Return the seconds that one more row takes."""
         assumed = self._ASSUMED_COST * self._seconds / self._rows
         covariance = self._covariance + self._ASSUMED_WEIGHT * assumed
         return covariance / (self._variance + self._ASSUMED_WEIGHT)
@@ -336,13 +337,13 @@ class RowCost:
         return max(self._seconds + self._slope() * (num_rows - self._rows), self._seconds / 10)
 
 
-def _moved(average: float, value: float, memory: float) -> float:
-    """Return a moving average after one more value."""
+def _moving_average(average: float, value: float, memory: float) -> float:
+    """Return a moving average updated by a value."""
     return memory * average + (1 - memory) * value
 
 
-def _selected(rows: RowsToContinue, chosen: list[int], lengths: list[int]) -> RowsToContinue:
-    """Return the chosen ones of `rows`, with at most so many drafts for each."""
+def _selected_rows(rows: RowsToContinue, chosen: list[int], lengths: list[int]) -> RowsToContinue:
+    """Return the chosen ones of `rows`, each with at most its number of `lengths` as drafts."""
     return dataclasses.replace(
         rows,
         slots=rows.slots[chosen],

@@ -54,7 +54,7 @@ class DraftGraphs:
         self._graphs.forward(self._given(token_ids), batch)
 
     def _given(self, token_ids: torch.Tensor) -> Int64Array:
-        """Put token ids where the graphs find them; return what they are given in place of these."""
+        """Put token ids where the graphs read them; return what to give the graphs in their place."""
         self._token_ids[: len(token_ids)].copy_(token_ids)
         return np.zeros(len(token_ids), dtype=np.int64)
 

@@ -61,10 +61,10 @@ class Proposer(ABC):
         """Repeat the copies of KV blocks [N, 2] (from, to) in the proposer's own cache, if it has one."""
 
     def begin_step(self, num_tokens: int, *, is_alone: bool) -> None:  # noqa: B027
-        """Expect a step of so many tokens, including drafts.
+        """Prepare for a step.
 
         Args:
-            num_tokens: of the step.
+            num_tokens: of the step, including drafts.
             is_alone: whether the one before has been computed.
         """
 
@@ -86,15 +86,16 @@ class Proposer(ABC):
         """Return tokens that may follow in each row, padded with NO_TOKEN: [S, num_drafts]; None: none."""
 
     def num_idle_steps(self, slots: Int64Array) -> IntArray:
-        """Return for how many next steps nothing would be proposed for each of `slots` [S].
+        """Return for how many steps nothing will be proposed for each of `slots` [S].
 
-        Nobody waits for their tokens in these. Called after `propose`, for all requests that have sampled.
+        The requests need not wait for their tokens in these. Called after `propose`, for all requests that
+        have sampled.
         """
         return np.zeros(len(slots), dtype=np.int32)
 
 
 class GuardedProposer(Proposer):
-    """Proposes what its proposer does, until that raises or returns what are no drafts; then nothing.
+    """Proposes what its proposer does, until that raises or returns invalid drafts; then nothing.
 
     Args:
         proposer: may fail at any call.

@@ -17,7 +17,7 @@ from quire.step import NO_TOKEN, IntArray
 
 _MAX_SCOPES = 64
 _MAX_PLACES = 4096  # of the last token that are looked at: the newest
-_MAX_OCCURRENCES = 256  # of the suffix, likewise
+_MAX_OCCURRENCES = 256  # of the suffix
 _MIN_SHARE = 0.3  # of the occurrences, which must have gone on as the drafts so far
 
 
@@ -101,7 +101,7 @@ class OutputHistory:
         return self._buffer[self._start : self._end]
 
     def add(self, output: IntArray) -> None:
-        """Append an output, of which at most the capacity is kept; the oldest tokens make room."""
+        """Append an output; the oldest tokens beyond the capacity are dropped."""
         output = output[-(self._capacity - 1) :] if self._capacity > 1 else output[:0]
         if not output.size:
             return

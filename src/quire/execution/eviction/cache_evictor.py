@@ -1,9 +1,9 @@
 """Cache eviction beside the model: scores out of attention, and each layer's blocks out of the cache.
 
-How many blocks go, and when, is in the plan; which ones is decided here, for each layer by itself. A prompt's
-scores are registered once, when its last chunk is computed, and those of later tokens one by one, even if a
-preempted request computes several of them at once: so evictions do not depend on how a sequence was cut.
-L layers.
+How many blocks are evicted, and when, is in the plan; which ones is decided here, for each layer by itself. A
+prompt's scores are registered once, when its last chunk is computed, and those of later tokens one by one,
+even if a preempted request computes several of them at once: so evictions do not depend on how a sequence was
+cut. L layers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CacheEvictor:
         return positions + np.repeat(output.evictions.num_evicted_tokens, output.num_tokens)
 
     def open(self, slot: int, num_prompt_tokens: int) -> None:
-        """Begin a sequence, of which nothing is evicted yet, in a slot."""
+        """Begin a sequence in a slot; nothing of it is evicted yet."""
         self._sequences[slot] = SequenceScores(
             self._config, self._lengths, self._num_layers, num_prompt_tokens=num_prompt_tokens
         )
@@ -80,7 +80,7 @@ class CacheEvictor:
     def batch_options(
         self, output: SchedulerOutput, evictions: EvictionData, skipped_keys: SkippedKeys | None
     ) -> dict[str, Any]:
-        """Return what `AttentionBatch.build` is to know of the rows' tokens, cached ones and scores.
+        """Return the arguments of `AttentionBatch.build` about evicted tokens and scores.
 
         With rotation, a token's rotary position is its place in the cache.
         """
@@ -121,7 +121,7 @@ class CacheEvictor:
             self._step_scores.layer = layer
 
     def after_attention(self, layer: int) -> None:
-        """Have the scores come to the host after the last layer; nobody waits for them here."""
+        """Start copying the scores to the host after the last layer, without waiting."""
         scores = self._step_scores
         if scores is not None and layer == self._num_layers - 1:
             self._on_host = [HostCopy(part) for part in (scores.layer_rows, scores.layer_sums)]

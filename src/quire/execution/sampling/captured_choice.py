@@ -2,7 +2,7 @@
 
 A GPU chooses the likeliest tokens by 5 operations, draws others by 36, and masks and penalties add some to
 that; each takes it less time than the host takes to ask for it, as those of small steps do (`step_graphs`).
-They are captured apart from these: which of them there are depends on the requests, and other ranks choose
+They are captured separately: which operations there are depends on the requests, and other ranks choose
 nothing.
 """
 
@@ -41,11 +41,11 @@ MAX_CHOICES = 2 * MAX_GRAPHS
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class ChoiceNumbers:
-    """What the tokens of R rows are chosen by, beside their logits."""
+    """The parameters by which tokens of R rows are chosen."""
 
     slots: Int64Array  # [R] where the tokens are kept
-    draws: Float64Array | None = None  # [NUM_DRAW_NUMBERS, R]; None: nobody draws
-    penalties: Float64Array | None = None  # see `StepPenalties`; None: nobody is penalized
+    draws: Float64Array | None = None  # [NUM_DRAW_NUMBERS, R]; None: no row draws
+    penalties: Float64Array | None = None  # see `StepPenalties`; None: no row is penalized
     masks: RowMasks | None = None  # None: all tokens are allowed
     edits: Float64Array | None = None  # [NUM_EDIT_NUMBERS, E] see `LogitEdits`; None: none
 
@@ -104,7 +104,7 @@ class CapturedChoice:
         choose: the function.
         capture: of the device.
         kernels: that the function asks.
-        max_num_seqs: number of slots; the one behind the last stands for rows that are nobody's.
+        max_num_seqs: number of slots; the one after the last is that of padding rows.
         num_words: of a row of masks.
     """
 
@@ -116,20 +116,20 @@ class CapturedChoice:
         self._kernels = kernels
         most_rows = wide_size_class(max_num_seqs)
         device = kernels.device
-        self._slots = _Columns([max_num_seqs], most_rows, torch.int64, device)
-        self._draws = _Columns([0.0] * NUM_DRAW_NUMBERS, most_rows, torch.float64, device)
-        self._penalties = _Columns(NO_PENALTIES, most_rows, torch.float64, device)
-        self._edits = _Columns(NO_EDIT, NUM_CAPTURED_EDITS[-1], torch.float64, device)
-        self._mask_of_row = _Columns([NO_MASK], most_rows, torch.int64, device)
+        self._slots = _PaddedNumbers([max_num_seqs], most_rows, torch.int64, device)
+        self._draws = _PaddedNumbers([0.0] * NUM_DRAW_NUMBERS, most_rows, torch.float64, device)
+        self._penalties = _PaddedNumbers(NO_PENALTIES, most_rows, torch.float64, device)
+        self._edits = _PaddedNumbers(NO_EDIT, NUM_CAPTURED_EDITS[-1], torch.float64, device)
+        self._mask_of_row = _PaddedNumbers([NO_MASK], most_rows, torch.int64, device)
         self._bitmask = torch.zeros((most_rows, num_words), dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._maxima = torch.zeros(most_rows, dtype=torch.float32, device=device)
         self._computed: set[tuple[int, ChoiceKind]] = set()  # for which there is nothing left to compile
         self._replays: OrderedDict[tuple[int, int, ChoiceKind], Callable[[], None]] = OrderedDict()
-        self._pauses: defaultdict[ChoiceKind, CaptureBackoff] = defaultdict(CaptureBackoff)
+        self._backoffs: defaultdict[ChoiceKind, CaptureBackoff] = defaultdict(CaptureBackoff)
 
     def has_room(self, logits: torch.Tensor, numbers: ChoiceNumbers) -> bool:
-        """Return whether rows of logits, masks and edits are not too many."""
+        """Return whether logits, masks and edits fit a capture."""
         num_masks = 0 if numbers.masks is None else len(numbers.masks.bitmask)
         num_edits = 0 if numbers.edits is None else numbers.edits.shape[1]
         return max(len(logits), num_masks) <= len(self._token_ids) and num_edits <= NUM_CAPTURED_EDITS[-1]
@@ -154,7 +154,7 @@ class CapturedChoice:
         return self._token_ids[:num_rows], self._maxima[:num_rows]
 
     def _filled(self, num_rows: int, numbers: ChoiceNumbers) -> ChoiceTensors:
-        """Copy what rows need to the places that captures read; return these."""
+        """Copy the rows' parameters to the addresses that captures read; return these tensors."""
         draws, penalties, edits = numbers.draws, numbers.penalties, numbers.edits
         masks = None
         if numbers.masks is not None:
@@ -179,7 +179,7 @@ class CapturedChoice:
     def _replay_of(self, logits: torch.Tensor, tensors: ChoiceTensors) -> Callable[[], None] | None:
         """Return what replays the choice for logits at this address, captured if need be; None: nothing."""
         kind = tensors.kind
-        may_capture = self._pauses[kind].allows_attempt()
+        may_capture = self._backoffs[kind].allows_attempt()
         key = (logits.data_ptr(), len(logits), kind)
         replay = self._replays.get(key)
         if replay is not None:
@@ -191,7 +191,7 @@ class CapturedChoice:
             replay = self._capture(lambda: self._compute(logits, tensors))
         except Exception:
             logger.exception("choosing tokens cannot be captured as a graph; steps are slower without")
-            self._pauses[kind].begin()
+            self._backoffs[kind].begin()
             return None
         self._replays[key] = replay
         if len(self._replays) > MAX_CHOICES:
@@ -200,32 +200,32 @@ class CapturedChoice:
 
 
 def _num_captured(num_edits: int) -> int:
-    """Return how many edits are captured in place of so many."""
+    """Return the captured number of edits that `num_edits` is padded to."""
     return next(size for size in NUM_CAPTURED_EDITS if size >= num_edits)
 
 
-class _Columns:
-    """Some numbers for each of up to `most_rows` rows, at the same place for as many rows.
+class _PaddedNumbers:
+    """K numbers for each of up to `most_rows` rows, at the same address for equal numbers of rows.
 
     Args:
-        nobody: [K] the numbers of rows that are nobody's.
+        padding: [K] the numbers of padding rows.
     """
 
     def __init__(
-        self, nobody: Sequence[float], most_rows: int, dtype: torch.dtype, device: torch.device
+        self, padding: Sequence[float], most_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._nobody = np.array(nobody)[:, None]
-        self._on_device = torch.zeros(len(nobody) * most_rows, dtype=dtype, device=device)
-        self._there: npt.NDArray[Any] = np.empty((len(nobody), 0))
+        self._padding = np.array(padding)[:, None]
+        self._on_device = torch.zeros(len(padding) * most_rows, dtype=dtype, device=device)
+        self._there: npt.NDArray[Any] = np.empty((len(padding), 0))
 
     def filled(self, numbers: Float64Array | Int64Array, num_rows: int) -> torch.Tensor:
-        """Return numbers [K, R] on the device, with rows that are nobody's behind them: [K, num_rows].
+        """Return numbers [K, R] on the device, followed by padding rows: [K, num_rows].
 
-        They are copied where they are not those of the last call, as most are.
+        They are copied only where they differ from those of the last call.
         """
-        padded: npt.NDArray[Any] = np.empty((len(self._nobody), num_rows), dtype=numbers.dtype)
+        padded: npt.NDArray[Any] = np.empty((len(self._padding), num_rows), dtype=numbers.dtype)
         padded[:, : numbers.shape[1]] = numbers
-        padded[:, numbers.shape[1] :] = self._nobody
+        padded[:, numbers.shape[1] :] = self._padding
         place = self._on_device[: padded.size].view(padded.shape)
         if not np.array_equal(padded, self._there):
             copy_to_device(torch.from_numpy(padded), place)

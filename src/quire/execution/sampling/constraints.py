@@ -84,7 +84,7 @@ class Constraints:
         return self._completions.after(output_token_ids)
 
     def possible_completions(self, output_token_ids: IntArray) -> tuple[Int64Array, Int64Array]:
-        """Return what is banned behind one more token than is known.
+        """Return what is banned after one more token than is known.
 
         Returns:
             (that token, the banned one), [N] each.
@@ -93,7 +93,7 @@ class Constraints:
 
 
 class _Completions:
-    """Which tokens would complete sequences, each of two tokens or more."""
+    """Banned sequences of two or more tokens, and the tokens that would complete them."""
 
     def __init__(self, sequences: list[tuple[int, ...]]) -> None:
         self._by_last_but_one: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -108,12 +108,12 @@ class _Completions:
         self._pairs: Int64Array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     def after(self, token_ids: IntArray) -> Int64Array:
-        """Return the tokens that would."""
+        """Return the tokens that would complete a sequence after `token_ids`."""
         begun = _begun(self._by_last_but_one, token_ids, num_missing=1)
         return np.array([sequence[-1] for sequence in begun], dtype=np.int64)
 
     def after_one_more(self, token_ids: IntArray) -> tuple[Int64Array, Int64Array]:
-        """Return which tokens would behind which other one, [N] each: (the other one, the last)."""
+        """Return which last token would complete a sequence after which next one, [N] each: (next, last)."""
         begun = _begun(self._by_third_last, token_ids, num_missing=2)
         longer = np.array([sequence[-2:] for sequence in begun], dtype=np.int64).reshape(-1, 2)
         before, last = np.concatenate((self._pairs, longer)).T
@@ -123,7 +123,7 @@ class _Completions:
 def _begun(
     sequences: Mapping[int, list[tuple[int, ...]]], token_ids: IntArray, *, num_missing: int
 ) -> list[tuple[int, ...]]:
-    """Return the sequences that tokens end in all but the last `num_missing` of.
+    """Return the sequences of which the tokens end with all but the last `num_missing`.
 
     Args:
         sequences: by the last of these.
@@ -213,7 +213,7 @@ class ChangesOfStep:
             self._edit(RowEdits(row, constraints.banned_completions(output), -np.inf))
 
     def _allow_only(self, row: int, words: IntArray, token_ids: Int64Array) -> None:
-        """Forbid a row all other tokens, beside those that its grammar forbids."""
+        """Forbid all other tokens to a row, in addition to those that its grammar forbids."""
         mask = self._mask_of_row[row]
         if mask != NO_MASK:
             words = words & self._bitmasks[0][mask]

@@ -33,9 +33,8 @@ class StepPenalties:
 class Penalties:
     """Counts the tokens of slots with penalties as they are chosen, on the device that chooses them.
 
-    What is chosen is counted at once, but for slots with drafts. What has become of that afterwards, the host
-    knows: what was not counted is so by the next time, and where more was counted than there is, or its slot
-    was written to, a slot is counted again.
+    Chosen tokens are counted at once, except those of slots with drafts. By the next step, the host adds what
+    was not counted; a slot is counted again where too much was counted, or where it was written to.
 
     Args:
         table: the parameters by slot.
@@ -119,7 +118,7 @@ class Penalties:
     def _drafts(
         slots: Int64Array, positions: Int64Array, num_drafts: Int64Array, token_ids: IntArray
     ) -> Int64Array:
-        """Return the drafts before each row, [R, the most of them], the last one first."""
+        """Return the drafts before each row, [R, max drafts], the last one first."""
         places = positions[:, None] - 1 - np.arange(num_drafts.max())
         is_draft = places >= (positions - num_drafts)[:, None]
         drafts = token_ids[slots[:, None], np.maximum(places, 0)].astype(np.int64)
@@ -128,7 +127,7 @@ class Penalties:
     def _catch_up(
         self, slots: Int64Array, positions: Int64Array, times_written: Int64Array, token_ids: IntArray
     ) -> None:
-        """Have the tokens before each position counted, and no others."""
+        """Count the tokens before each position that are not counted yet, and no others."""
         num_counted = self._num_counted[slots]
         num_new = positions - num_counted
         is_other = (self._times_written[slots] != times_written) | (num_new < 0)

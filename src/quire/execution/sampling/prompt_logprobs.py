@@ -47,12 +47,12 @@ NO_PROMPT_LOGPROBS = StepPromptLogprobs({})
 
 
 class PromptLogprobs:
-    """Finds them for the requests that ask.
+    """Computes log-probabilities of prompts for the requests that ask for them.
 
     Args:
         batch: of the runner; knows how far each request's report has come.
         model: returns the logits of hidden states, [R, V] of [R, hidden], and has the kernels that scan them.
-        max_num_seqs: rows that are sampled in a step at the most.
+        max_num_seqs: maximum number of rows that are sampled in a step.
     """
 
     def __init__(self, batch: PersistentBatch, model: Model, max_num_seqs: int) -> None:
@@ -62,7 +62,7 @@ class PromptLogprobs:
         self._num_rows = prompt_logit_rows(self._vocab_size, max_num_seqs)
 
     def begin(self, output: SchedulerOutput, hidden: torch.Tensor) -> StepPromptLogprobs:
-        """Begin to compute those of the prompt tokens that follow the positions of a step's chunks.
+        """Begin to compute those of the prompt tokens after the positions of a step's chunks.
 
         Args:
             output: the step.
@@ -138,6 +138,6 @@ class _Positions:
         return nonfinite_error(maxima[unsound[0]]) if unsound.size else None
 
     def logprobs(self) -> list[PositionLogprobs]:
-        """Return the log-probabilities as soon as they are known; if there is an error, any."""
+        """Return the log-probabilities as soon as they are known; undefined if there is an error."""
         found = [copy.wait() for copy in self._copies[1:]]
         return list(position_logprobs(found, np.full(len(found[0]), self._count)))

@@ -1,7 +1,7 @@
 """Choosing the next token of each row from its logits, on the device where these are.
 
-On the host that takes place at once. On another device nothing waits for it: the last token of each slot is
-kept there, where the next step finds it.
+On the host, tokens are known at once. On another device the host does not wait: the last token of each slot
+is kept there, where the next step reads it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sampler:
         self._device = kernels.device
         sizes = max_num_seqs, vocab_size, max_model_len
         self._penalties = Penalties(self.table, *sizes, kernels.device, is_on_host=self.is_synchronous)
-        # The one behind the slots' is of rows that are nobody's.
+        # The one after the slots' is that of padding rows.
         self._last = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=kernels.device)
         self._captured: CapturedChoice | None = None
         if capture is not None:
@@ -134,7 +134,7 @@ class Sampler:
         known: KnownTokens,
         vocab_size: int,
     ) -> ChangesOfStep | None:
-        """Return what grammars and constraints change; None: nothing."""
+        """Return the logits' changes by grammars and constraints; None: none."""
         rows = self.table.is_constrained(slots, positions).nonzero()[0]
         if masks is None and not rows.size:
             return None
@@ -169,7 +169,7 @@ class Sampler:
     def _chosen(
         self, logits: StepLogits, numbers: ChoiceNumbers, penalties: StepPenalties | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose tokens, as a capture does if these are the logits of one and it can."""
+        """Choose tokens, by a capture if these are logits of a captured step and it has room."""
         drafts = None if penalties is None else penalties.drafts
         captured, rows = self._captured, logits.captured
         if captured is not None and rows is not None and drafts is None and captured.has_room(rows, numbers):

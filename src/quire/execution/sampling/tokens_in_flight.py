@@ -46,14 +46,14 @@ class ReportedLogprobs:
 
 
 class TokensInFlight:
-    """The tokens that are chosen for the rows of one call; a device may still be choosing.
+    """The tokens of the rows of one call, which a device may still be choosing.
 
     Every caller gets the same: either the tokens, or the device's error.
 
     Args:
         token_ids, maxima: see `TokenChoice.choose`.
         masks: of the rows; None: all tokens are allowed.
-        grammars: those that are a grammar's.
+        grammars: the masks among these that are a grammar's.
         logprobs: of the rows that report any; None: none do.
         are_known: whether the host has all of that.
     """
@@ -78,11 +78,11 @@ class TokensInFlight:
         self._lock = threading.Lock()
         self._outcome: list[torch.Tensor] | Exception | None = tensors if are_known else None
         self.known_at = time.perf_counter() if are_known else math.inf
-        """When somebody who waited was told, by `time.perf_counter`."""
+        """When the host had the tokens, by `time.perf_counter`."""
 
     @property
     def have_arrived(self) -> bool:
-        """Whether somebody who waits would be told at once: also if the device cannot say how far it is."""
+        """Whether waiting returns at once, also if only to raise the device's error."""
         try:
             return self._outcome is not None or all(copy.has_arrived for copy in self._copies)
         except Exception:  # which every caller that waits gets

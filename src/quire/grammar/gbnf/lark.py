@@ -1,8 +1,8 @@
 """GBNF, the notation of llama.cpp's grammars, read and written as Lark for llguidance.
 
-GBNF speaks of characters, llguidance of lexemes, of which each is as long as it can be: `[a-z]* "b"` as two
-lexemes never matches `ab`. So a part of a grammar becomes one lexeme only where that changes nothing (see
-`conflicts_of`); elsewhere its parts do, in the end single characters.
+GBNF matches characters, llguidance lexemes, each as long as possible: `[a-z]* "b"` as two lexemes never
+matches `ab`. So a part of a grammar becomes one lexeme only where that changes nothing (see `conflicts_of`);
+elsewhere its parts do, in the end single characters.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Writer:
         self._rule_lexemes: dict[str, str] = {}  # the texts of regular rules, shallow ones first
         for name in sorted(self._heights, key=self._heights.__getitem__):
             self._rule_lexemes[name] = self._text(rules[name])
-        self._split: dict[str, set[int]] = {}  # texts that are no lexemes, and which items stand alone
+        self._split: dict[str, set[int]] = {}  # texts that are no lexemes, and which items are by themselves
 
     def lark(self) -> str:
         """Return the grammar; lexemes are split until none is in another's way, as characters never are."""
@@ -105,7 +105,8 @@ class _Writer:
         return node
 
     def _with_runs(self, items: tuple[Node, ...], alone: Set[int]) -> Iterator[Node]:
-        """Yield the items of a sequence; regular neighbours are one, unless they are all or stand alone."""
+        """Yield the items of a sequence; adjacent regular ones are joined, unless they are all or kept
+        apart."""
         runs: list[list[Node]] = [[]]
         for index, item in enumerate(items):
             if index not in alone and height(item, self._heights) < self._max_height:

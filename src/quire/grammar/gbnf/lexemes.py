@@ -233,7 +233,7 @@ def _follows(bodies: Mapping[str, Node], firsts: Mapping[str, int]) -> dict[str,
 
 
 def character_masks(rules: Mapping[str, Node]) -> dict[Chars, int]:
-    """Return each class as a bit mask; a bit stands for characters that no class tells apart."""
+    """Return each class as a bit mask; a bit is a set of characters that no class distinguishes."""
     classes = [part for body in rules.values() for part in all_parts(body) if isinstance(part, Chars)]
     bounds = sorted({bound for each in classes for low, high in each.ranges for bound in (low, high + 1)})
     bits = {bound: bit for bit, bound in enumerate(bounds)}

@@ -20,15 +20,14 @@ from quire.kernels.attention.tiles import AttentionPlan, HeadLayout, Int64Array,
 from quire.kernels.devices.device import HOST
 from quire.kernels.size_classes import DECODE_SIZES, SizeClasses
 
-NO_BLOCK = -1  # of rows that are nobody's
+NO_BLOCK = -1  # of padding rows
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class AttentionBatch:
     """One step's tokens, sequence after sequence: prefill chunks and decodes alike.
 
-    It is in the host's memory; kernels of another device have what they need of it copied once, see
-    `on_device`.
+    It is in host memory; what kernels of another device need of it is copied once, see `on_device`.
 
     The layers of each cache group have block tables of their own, see `quire.kv.blocks.groups`; those here
     are of one group.
@@ -47,7 +46,7 @@ class AttentionBatch:
     block_tables: npt.NDArray[np.int32]  # [S, max_blocks]
     key_scores: KeyScores | None = None  # what attention reports; None: nothing
     skipped_keys: SkippedKeys | None = None  # in layers without a window; None: none
-    key_selection: KeySelection | None = None  # likewise; None: all tokens see all keys
+    key_selection: KeySelection | None = None  # see there; None: all tokens see all keys
     sizes: SizeClasses = DECODE_SIZES  # to which kernels round up the sizes of their plans
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
     step_arrays: StepArrays | None = None  # made when a device needs any
@@ -150,9 +149,9 @@ class AttentionBatch:
         return len(self.positions)
 
     def padded(self, sizes: SizeClasses) -> Self:
-        """Return this step with T rounded up; the rows after the tokens are nobody's.
+        """Return this step with T rounded up; the rows after the tokens are padding.
 
-        What they hold is of no account, but finite; nothing is written to the cache for them. Kernels need
+        They hold any finite numbers; nothing is written to the cache for them. Kernels need
         not support that unless they run in captured steps.
         """
         num_rows = sizes.rows(self.num_rows)
@@ -168,7 +167,7 @@ class AttentionBatch:
         )
 
     def on_device(self, name: Hashable, make: MakeArrays, device: torch.device) -> DeviceArrays:
-        """Return what `make` returns for this step on a device, copied once; `name` stands for `make`."""
+        """Return the result of `make` for this step on a device, copied once; `name` identifies `make`."""
         if self.step_arrays is None:
             self.step_arrays = StepArrays()
         return self.step_arrays.of(self, name, make, device)

@@ -95,7 +95,7 @@ def selected_keys(
 def query_blocks(
     selection: KeySelection, num_cached_tokens: Int64Array, num_tokens: Int64Array
 ) -> list[QueryBlock]:
-    """Return those that may leave out a key block: of two, they see both.
+    """Return the query blocks that may leave out a key block; with two key blocks, both are seen.
 
     Args:
         selection: which tokens select.

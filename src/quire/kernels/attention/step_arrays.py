@@ -1,4 +1,4 @@
-"""What the kernels of a device read of a step's plan: arrays that the host makes of the batch."""
+"""The arrays of a step that kernels of a device read; the host makes them from the batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DeviceArrays(NamedTuple):
 
 
 def lengthened(numbers: npt.NDArray[Number], length: int, value: npt.ArrayLike = 0) -> npt.NDArray[Number]:
-    """Return numbers [N, ...] with `value`, a number or a row, behind them up to a length, at least N."""
+    """Return numbers [N, ...] padded with `value`, a number or a row, to a length of at least N."""
     if length == len(numbers):
         return numbers
     longer = np.empty((length, *numbers.shape[1:]), dtype=numbers.dtype)
@@ -55,7 +55,7 @@ class StepArrays:
     def of(
         self, batch: AttentionBatch, name: Hashable, make: MakeArrays, device: torch.device
     ) -> DeviceArrays:
-        """Return what `make` returns for `batch`, on a device. `name` stands for `make`."""
+        """Return the result of `make` for `batch`, on a device. `name` identifies `make`."""
         found = self._on_device.get(name)
         if found is None:
             arrays, numbers = make(batch)

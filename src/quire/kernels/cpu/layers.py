@@ -52,7 +52,7 @@ class NativeLayer:
 
 
 def native_layer(kv: KVLayer) -> NativeLayer | None:
-    """Return the layer's native form, made once; None: the native kernels do not know what its numbers mean.
+    """Return the layer's native form, made once; None: the native kernels cannot read its numbers.
 
     Raises:
         TypeError, ValueError: see `NativeLayer`.
@@ -97,7 +97,7 @@ def _strides(pages: torch.Tensor | None) -> tuple[int, int, int]:
 def attention_plan(
     batch: AttentionBatch, layer: NativeLayer, query_shape: torch.Size, window: int
 ) -> _native.AttentionPlan:
-    """Return the plan of a step for layers of this shape, which the step and queries of this shape fit.
+    """Return the plan of a step for layers and queries of these shapes.
 
     It is checked once, and then among the batch's plans as `(PLAN, window, query_shape, layer.shape)`.
 

@@ -1,4 +1,4 @@
-"""What of a call of `rotary_and_write_kv` is checked and looked up once for each step or each layer."""
+"""The part of `rotary_and_write_kv` that is checked and looked up once for each step or layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rotary_layer(
 
 
 class RotaryStep:
-    """What of a call depends on the step and the angles only; holds these, so that their id stays theirs."""
+    """The part of a call that depends on step and angles only; holds these, so that ids stay unique."""
 
     def __init__(self, batch: AttentionBatch, cos: torch.Tensor | None, sin: torch.Tensor | None) -> None:
         self.bounds = step_bounds(batch)
@@ -51,7 +51,7 @@ class RotaryStep:
 
 
 class RotaryLayer:
-    """What of a call depends on the layer only."""
+    """The part of a call that depends on the layer only."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the arrays of a step reach to: checked once for each step, before a kernel follows them."""
+"""Which tokens and blocks the arrays of a step refer to: checked once, before kernels read them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepBounds:
             _check_selection(batch.key_selection, len(batch.num_tokens))
 
     def check_cache(self, num_blocks: int, block_size: int) -> None:
-        """Raise unless the step stays within a cache of so many blocks of so many tokens.
+        """Raise unless the step stays within a cache of these sizes.
 
         Raises:
             ValueError: blocks have another size than the batch says.

@@ -1,4 +1,4 @@
-"""How tensors are told to the native kernels: as an address, the number of a type, and strides.
+"""How tensors are passed to the native kernels: as an address, the number of a type, and strides.
 
 What kernels demand of a tensor concerns nothing but its form, so that a form is checked when it is first met:
 a call looks up the forms of its tensors, and follows their addresses with the numbers that came of the check.

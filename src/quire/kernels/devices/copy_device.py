@@ -1,4 +1,4 @@
-"""What copies between a device and the host's memory need of it: queues beside that of the steps."""
+"""The interface of devices for copies to and from host memory: queues beside that of the steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class DevicePoint(Protocol):
-    """A point in a queue of a device, which that gets to in its time."""
+    """A point in a device's queue, such as a CUDA event."""
 
     @property
     def is_reached(self) -> bool:
@@ -36,7 +36,7 @@ class CopyQueue(Protocol[Point]):
 
 
 class CopyDevice(Protocol[Point]):
-    """What copies need of a device."""
+    """A device with queues of copies."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Return host memory that the device can copy from and to, [num_bytes] uint8."""
@@ -48,7 +48,7 @@ class CopyDevice(Protocol[Point]):
         """Copy rows [N, ...] of the numbers `indices` [R], of the host, to `out` [R, ...] among the steps."""
 
     def mark(self) -> Point:
-        """Return the point behind all that was asked for among the steps."""
+        """Return the point after everything that has been launched so far in the queue of the steps."""
 
     def hold(self, point: Point) -> None:
-        """Let all that is asked for among the steps from now on come after a point of a queue."""
+        """Make the queue of the steps wait for a point of another queue."""

@@ -23,11 +23,11 @@ class CudaCopies:
         torch.index_select(rows, 0, to_device(indices, rows.device), out=out)
 
     def mark(self) -> CudaPoint:
-        """Return the point behind all that the current stream was asked for."""
+        """Return the point after everything that was launched in the current stream."""
         return CudaPoint(torch.cuda.current_stream())
 
     def hold(self, point: CudaPoint) -> None:
-        """Let what the current stream is asked for from now on come after a point."""
+        """Make the current stream wait for a point."""
         torch.cuda.current_stream().wait_event(point.event)
 
 
@@ -38,7 +38,7 @@ class CudaQueue:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: CudaPoint) -> CudaPoint:
-        """Copy when `after` is reached; return the point behind that."""
+        """Copy when `after` is reached; return the point after the copy."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after.event)
             target.copy_(source, non_blocking=True)

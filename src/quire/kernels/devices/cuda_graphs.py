@@ -1,4 +1,4 @@
-"""Capture what a GPU is asked for, to ask for it again at once: CUDA graphs."""
+"""Capture launches and replay them at once: CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Capture what `compute` asks the GPU for, which computes nothing; return what replays it.
+        """Capture the launches of `compute`, which computes nothing; return what replays them.
 
         What `compute` allocates is the capture's, and free again for the next one: results must be in
         memory of its own. After one that fails, others may succeed.

@@ -18,7 +18,7 @@ MIN_CAPABILITY = 8, 0
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host on a device: itself if that is the host, else a copy nobody waits for."""
+    """Return a tensor of the host on a device: itself on the host, else a copy, without waiting for it."""
     if device == HOST:
         return tensor
     if device.type == "cuda":
@@ -33,14 +33,14 @@ def array_to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tens
 
 
 def copy_to_device(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a tensor of the host to `target`, which may be on a device; nobody waits for that."""
+    """Copy a tensor of the host to `target`, which may be on a device, without waiting for it."""
     if target.device.type == "cuda":
         source = source.pin_memory()
     target.copy_(source, non_blocking=True)
 
 
 class DevicePoint:
-    """A point behind all that the current stream has been asked for so far."""
+    """A point after everything that was launched in the current stream so far."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class DevicePoint:
 
 
 def is_capturing() -> bool:
-    """Return whether what the device is asked for becomes part of a CUDA graph."""
+    """Return whether launches become part of a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -101,18 +101,18 @@ def cuda_obstacle() -> str:
 
 
 @contextlib.contextmanager
-def refusing_shortage(told: Callable[[RuntimeError], str]) -> Iterator[None]:
-    """Raise `ConfigError` if a device has no memory left, be it torch, Triton or CUDA that asks for it.
+def refusing_shortage(message_for: Callable[[RuntimeError], str]) -> Iterator[None]:
+    """Raise `ConfigError` if torch, Triton or CUDA runs out of device memory.
 
     Args:
-        told: returns what to say of such an error.
+        message_for: returns the message for such an error.
     """
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
-        raise ConfigError(told(error)) from error
+        raise ConfigError(message_for(error)) from error
 
 
 def num_gpus() -> int:
@@ -131,8 +131,8 @@ def cuda_memory() -> int:
 
 
 def free_cuda_memory() -> int:
-    """Return the bytes that nobody has taken of the memory of the GPU that torch computes on."""
-    torch.cuda.empty_cache()  # torch keeps the memory of tensors that are gone, such as an earlier engine's
+    """Return the free bytes of the GPU that torch computes on."""
+    torch.cuda.empty_cache()  # torch keeps the memory of deleted tensors, such as an earlier engine's
     return torch.cuda.mem_get_info()[0]
 
 
@@ -151,22 +151,22 @@ class CudaMemory:
 
     @property
     def num_available(self) -> int:
-        """Bytes that torch has taken or can still take: what others take in the meantime is missing."""
+        """Bytes that torch has taken or can still take, less what others take in the meantime."""
         return self.num_taken + free_cuda_memory()
 
     def begin_peak(self) -> None:
-        """Let `peak` be of what comes, without what torch keeps of tensors that are gone."""
+        """Reset `peak`, without the memory that torch keeps of deleted tensors."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     @property
     def peak(self) -> int:
-        """The most bytes that torch had taken at once since `begin_peak`."""
+        """The maximum bytes that torch had taken since `begin_peak`."""
         return max(0, torch.cuda.max_memory_reserved() - self._before)
 
 
 def cuda_capability(num_gpus: int = 1) -> tuple[int, int]:
-    """Return the compute capability of the GPU that torch computes on; of the first few GPUs, the least."""
+    """Return the lowest compute capability of the first GPUs, by default of the one torch computes on."""
     return min(map(torch.cuda.get_device_capability, range(num_gpus)))
 
 

@@ -1,4 +1,4 @@
-"""Memory in large pages where the system has them, so that reading is not slowed by look-ups."""
+"""Memory in huge pages where the system has them, which saves TLB misses."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ExpertByExpert(Experts):
-    """Waits for the device, which knows what tokens have chosen.
+    """Waits for the device to learn which experts tokens have chosen.
 
     Args:
         weights: those of each expert.

@@ -116,7 +116,7 @@ class Int8Linear(Linear):
 
 
 class GroupedLinear(Linear):
-    """Weights in groups, multiplied as the numbers that they stand for; so are rows that are made int8."""
+    """Weights in groups, dequantized before they are multiplied, as are rows that are made int8."""
 
     def __init__(
         self, parts: Sequence[Weight], bias: torch.Tensor | None, group_size: int, activations: str

@@ -112,7 +112,7 @@ def _part_of_float8(weight: Float8Weight, axis: int, ranges: Sequence[range]) ->
 
 
 def scales_of_blocks(weight: Float8Weight, block: tuple[int, int]) -> torch.Tensor:
-    """Return the scales of blocks of another size, each of which lies within one of `weight`."""
+    """Return the scales of smaller blocks, each within one block of `weight`."""
     scales = weight.scales
     for axis, (size, old) in enumerate(zip(block, weight.block, strict=True)):
         starts = torch.arange(0, weight.values.shape[axis], size, device=scales.device)

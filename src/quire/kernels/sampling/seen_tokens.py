@@ -1,4 +1,4 @@
-"""Which tokens requests have seen, on a device: what penalties need to know there."""
+"""Which tokens requests have seen, counted on a device for penalties."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SeenTokens:
         counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
 
     def add(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Count one more token of each row; nobody waits for the device.
+        """Count one more token of each row, without waiting for the device.
 
         Args:
             slots: [R] whole numbers on the device; -1: the row is not followed.
@@ -116,7 +116,7 @@ class HostSeenTokens:
     """The same on the host, where looking for what was seen among the whole vocabulary takes long.
 
     Args:
-        of_slot: [N] where that is kept; whoever has the list may clear a slot that is left.
+        of_slot: [N] where the ids are kept; the owner of the list may clear a slot.
     """
 
     def __init__(self, of_slot: list[SeenIds | None]) -> None:

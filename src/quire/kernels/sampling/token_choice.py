@@ -1,4 +1,4 @@
-"""Choosing tokens on the device that logits are on: what host and device kernels implement."""
+"""The interface of sampling, on the device that logits are on: of host and device kernels alike."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NUM_EDIT_NUMBERS = 4
 class LogitEdits:
     """What is added to single logits.
 
-    All rows and ids must exist; nobody checks them on the device.
+    All rows and ids must exist; they are not checked on the device.
     """
 
     numbers: torch.Tensor
@@ -161,7 +161,7 @@ class TokenChoice(ABC):
 
         Args:
             logits: [R, V] float32 on the device.
-            chosen: [S] int64, a token of each of the rows; of those with `NO_TOKEN`, the first stands for it.
+            chosen: [S] int64, a token of each of the rows; `NO_TOKEN` counts as token 0.
             num_likeliest: how many of the likeliest tokens there are beside it, up to 128 and V.
             rows: [S] int64, which of `logits` these are.
         """

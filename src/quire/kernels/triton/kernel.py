@@ -66,7 +66,7 @@ def hash_compiler_ahead() -> None:
 
 
 class _CompilerThreads(ThreadPoolExecutor):
-    """Threads for `triton.AsyncCompileMode`, which have what launches a kernel compiled, too.
+    """Threads for `triton.AsyncCompileMode` that compile the launcher of a kernel, too.
 
     Triton 3.6 makes that from C, for each combination of types of arguments, when a kernel is launched for
     the first time: one after the other, a third of a second each. Now it finds it in its cache then.
@@ -86,10 +86,10 @@ def _compiled_with_launcher(compile_kernel: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def compile_only(num_threads: int) -> Iterator[None]:
-    """Let this thread's launches compile their kernels, on `num_threads` threads, and compute nothing.
+    """Let this thread's launches only compile their kernels, on `num_threads` threads.
 
-    What a kernel writes has any numbers afterwards. All are compiled at the end. What the compiler does not
-    take raises when it is launched the next time.
+    Outputs of kernels are undefined afterwards. All are compiled at the end. A kernel that does not compile
+    raises at its next launch.
     """
     token = _compiles_only.set(True)
     try:

@@ -75,7 +75,7 @@ def activated(gate, ACTIVATION: tl.constexpr):
 def feature_by_turns(feature, half):
     """Return which of 2 * `half` features, gates first, is the one at a place where they take turns.
 
-    The last one of its half stands for those that there are not.
+    Beyond the features, it is the last one of its half.
     """
     gate = feature // (2 * _TURN) * _TURN + feature % _TURN
     return tl.minimum(gate, half - 1) + feature // _TURN % 2 * half

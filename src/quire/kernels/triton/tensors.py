@@ -1,4 +1,4 @@
-"""What is checked of a call's tensors before a kernel follows their addresses."""
+"""Checks of a call's tensors before a kernel reads their addresses."""
 
 from __future__ import annotations
 

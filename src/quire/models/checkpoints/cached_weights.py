@@ -18,7 +18,7 @@ from quire.models.weights import WeightSource
 class CachedWeights:
     """A checkpoint, and the memory of its packed matrices (`memory.is_filled`: from the cache).
 
-    A later start hands out the same buffers in the same order, and does not read the matrices.
+    A later start allocates the same buffers in the same order, and does not read the matrices.
 
     Args:
         checkpoint: where what is not packed comes from.
@@ -68,7 +68,7 @@ class CachedWeights:
 
 
 class FilledMemory(WeightMemory):
-    """Hands out `buffers`, each [bytes] uint8, in order."""
+    """Allocates from `buffers`, each [bytes] uint8, in order."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         super().__init__()

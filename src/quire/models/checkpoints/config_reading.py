@@ -20,7 +20,7 @@ from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.names import published_name
 from quire.models.checkpoints.quantized.description import StoredQuantization, describe_quantization
-from quire.models.checkpoints.quantized.stored_kinds import (
+from quire.models.checkpoints.quantized.memory_formats import (
     FLOATS,
     Headers,
     TensorHeader,

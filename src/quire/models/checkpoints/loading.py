@@ -74,7 +74,7 @@ def load_decoder(
         config: the whole model's numbers, from the same place.
         dtype: as in `WeightOptions`; used without `options`.
         options: how to hold the weights.
-        parallel: the ranks, each of which loads its shard; None: there is one.
+        parallel: the ranks; each loads its shard. None: there is one rank.
         on_progress: called with (bytes loaded, total bytes) after each matrix, counted unquantized.
 
     Raises:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 PACKING_VERSION = 5  # goes up with every change of the packed layout or of the numbers in it
 
 AUTO = "auto"
-MIN_PARAMETERS = 1_000_000_000  # of which packing takes a second or more
+MIN_PARAMETERS = 1_000_000_000  # packing them takes a second or more
 
 _SUFFIX = ".packed.safetensors"
 _UNFINISHED = f"{_SUFFIX}.tmp"

@@ -6,7 +6,7 @@ Templates are jinja2 with Hugging Face's additions: `raise_exception`, `strftime
 escapes, loop controls, and `{% generation %}` blocks.
 
 The parts of the text that the client has given are tracked: all text of a conversation is `TracedText`,
-and every operation of a template on text passes through the environment here. Where it cannot tell what
+and every operation of a template on text passes through the environment here. Where it cannot tell which part
 of a new text was given, all of it counts as given.
 """
 
@@ -103,7 +103,7 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Return the text of a conversation; with `add_generation_prompt`, up to where the answer starts.
 
-        `variables` are what else the template may use; with `traces`, what is given is known of the text.
+        `variables` are further variables of the template; with `traces`, the result is a `TracedText`.
 
         Raises:
             InvalidRequestError: the template refuses these messages.
@@ -129,14 +129,14 @@ class ChatTemplate:
 
 
 def _given_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in which all texts are given, but for a role that templates know."""
+    """Return a message in which all texts count as given, except a role that templates know."""
     role = message.get("role")
     given: dict[str, Any] = given_value(message)
     return {**given, "role": role} if role in _ROLES else given
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}` blocks mark the assistant's words for training; here they only show their inside."""
+    """`{% generation %}` blocks mark the assistant's words for training; here they render their content."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it this way
 
@@ -158,7 +158,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox in which all that makes text of other text knows what of it was given."""
+    """A sandbox whose operations on text track which characters were given."""
 
     code_generator_class = _CodeGenerator
     concat = staticmethod(joined)
@@ -253,7 +253,7 @@ _SURROUNDINGS = (jinja2.Environment, jinja2.nodes.EvalContext, jinja2.runtime.Co
 
 
 def _tracing(text_filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter whose text is given, if it is not traced and not made of the template's alone."""
+    """Return a filter whose result counts as given, unless it is traced or from template text only."""
 
     @functools.wraps(text_filter)
     def tracing(*args: Any, **kwargs: Any) -> Any:
@@ -267,7 +267,7 @@ def _tracing(text_filter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value that is to be text; that of lists and the like is given."""
+    """Return a value as text; that of lists and the like counts as given."""
     if isinstance(value, jinja2.Undefined) or type(value) in _PLAIN or isinstance(value, TracedText):
         return value
     return given_text(str(value))

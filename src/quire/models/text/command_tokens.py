@@ -1,10 +1,10 @@
 """Control tokens: only a chat template produces them, never text from clients.
 
 Commands are the special tokens, and those of the other added tokens that the template has or that are a
-name in angle or square brackets. The tokenizers library makes them of their spellings, wherever these are
-in a text. So in a text whose given part spells some, those that are the template's get other spellings,
-which cannot be guessed, and a tokenizer that has only these takes the others for the text that they are. All
-else of it is the model's own, so that the other tokens are, too.
+name in angle or square brackets. The tokenizers library makes them of their spellings, wherever these are in
+a text. So where the client's part of a text spells some, those of the template get other spellings, which
+cannot be guessed, and the text is tokenized by a copy of the tokenizer that has only these: the client's
+spellings are plain text to it. In all else the copy equals the model's own tokenizer.
 """
 
 from __future__ import annotations
@@ -105,12 +105,13 @@ class CommandTokens:
         """Return the tokens of a chat, in which only the template has made commands.
 
         Args:
-            chat: some of which is given.
-            tokenize: returns the library's tokens of a text, which are those of a chat that spells no others.
+            chat: the text, parts of which are given.
+            tokenize: returns the library's tokens of a text, for a chat whose given parts spell no commands.
             add_special_tokens: whether the tokens that the model wants around a text are added.
 
         Raises:
-            InvalidRequestError: they cannot be told apart in this tokenizer.
+            InvalidRequestError: the template's commands and the client's cannot be distinguished in this
+                tokenizer.
         """
         own = self._own_commands(chat)
         encoding = tokenize(chat.text, add_special_tokens=add_special_tokens)
@@ -128,9 +129,9 @@ class CommandTokens:
         return self._without_others(encoding, len(own))
 
     def _own_commands(self, chat: RenderedChat) -> list[_Command]:
-        """Return the commands that the library finds in what is the template's alone, in order.
+        """Return the commands that the library finds in the template's own text, in order.
 
-        Of each given run, it gets to see of which kind the characters at its ends are.
+        Of each given run, it only sees the kinds of the characters at its ends.
         """
         pieces: list[str] = []
         starts, ends, shown_starts = [0], [], [0]  # of the template's runs; the last in what is searched
@@ -159,13 +160,13 @@ class CommandTokens:
         return commands
 
     def _hidden(self, character: str) -> str:
-        """Return a character that no command has, for one that is given; white space stays."""
+        """Return a character that no command has, in place of a given one; white space stays."""
         if character.isspace():
             return character
         return self._letter if _is_of_word(character) else self._symbol
 
     def _without_others(self, encoding: tokenizers.Encoding, num_own: int) -> TokenList:
-        """Return tokens with the ids that they have in the model, and other commands as the text they are."""
+        """Return tokens with the model's ids, and the client's commands as plain text."""
         ids: list[int] = []
         mask: list[int] = []
         for id_, is_around in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
@@ -187,7 +188,7 @@ class CommandTokens:
         return TokenList(ids, mask)
 
     def _pieces_of(self, id_: int) -> list[int]:
-        """Return a token's text as other tokens, the longest first; of what is none of them, nothing."""
+        """Return a token's text as other tokens, the longest first; parts that no token has are dropped."""
         if id_ not in self._pieces:
             text, pieces = self._model.id_to_token(id_) or "", []
             while text:
@@ -214,7 +215,7 @@ def _overlaps_itself(text: str) -> bool:
 
 
 def _unknown_ids(model: tokenizer_models.Model) -> frozenset[int]:
-    """Return what the model makes of a text that it does not know."""
+    """Return the ids that the model gives a text that it does not know."""
     try:
         return frozenset(token.id for token in model.tokenize("\U0010ffff"))
     except Exception:  # the library raises no other: the model has no such token
@@ -222,7 +223,7 @@ def _unknown_ids(model: tokenizer_models.Model) -> frozenset[int]:
 
 
 def _other_spelling(text: str, name: str) -> str:
-    """Return a name that has letters at its ends where a token has them; by these, single words are told."""
+    """Return a name with letters at its ends where a token has them: `single_word` depends on them."""
     begins, ends = ("" if _is_of_word(text[at]) else "~" for at in (0, -1))
     return f"{begins}{name}{ends}"
 

@@ -12,7 +12,7 @@ END_OF_TIME = signal.SIGPROF  # ends a process whose computing time is over
 
 
 class TemplateStart(TypedDict):
-    """What a process must know: the template, what to find out, and how much one conversation may cost."""
+    """A renderer process's first message: the template, what to find out, and the limits."""
 
     source: str
     special_tokens: dict[str, str]
@@ -22,7 +22,7 @@ class TemplateStart(TypedDict):
 
 
 class Conversation(TypedDict):
-    """What is to be rendered."""
+    """A conversation to render."""
 
     messages: list[dict[str, object]]
     add_generation_prompt: bool

@@ -1,9 +1,9 @@
 """The process that renders chat templates: `python -m quire.models.text.template_process`.
 
 Its parent is a `TemplateRenderer`. Standard input has a `TemplateStart` and
-then conversations, one JSON document on each line. Standard output has a list for each: the text, where it is
-given, as in `RenderedChat`, and what is wrong. A conversation that takes too much time ends the process, and
-so may one that takes too much memory.
+then conversations, one JSON document on each line. Standard output has a list for each: the text, its given
+runs as in `RenderedChat`, and the error. A conversation that takes too much time ends the process, and so may
+one that takes too much memory.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _SHORT_TEXT = 2_000
 the library's threads, which may all be busy with long texts."""
 
 _FEW_TOKENS = 1_000
-"""Tokens up to which the library's `decode` is used, likewise."""
+"""Tokens up to which the library's `decode` is used."""
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -113,7 +113,7 @@ class Tokenizer:
     def tokenize_chat(
         self, chat: RenderedChat, *, add_special_tokens: bool = False
     ) -> tokenizers.Encoding | TokenList:
-        """Return the tokens of a conversation's text; of what was given in it, none is a command.
+        """Return the tokens of a conversation's text; given text becomes no command.
 
         Raises:
             InvalidRequestError: the text holds half of a surrogate pair, or spells a command that cannot be
@@ -139,7 +139,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
-        """Return the text that a token stands for inside a sequence, its leading space included.
+        """Return the text of a token inside a sequence, its leading space included.
 
         Bytes of a part of a character show as U+FFFD.
         """
@@ -161,8 +161,8 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Digest that two tokenizers share if they encode a sample alike and have the same chat template."""
         named = [self._special_tokens.get(name) for name in ("bos_token", "eos_token")]
-        told = [self.vocab_size, self.encode(_SAMPLE), self.chat_template_source, named]
-        return blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+        digested = [self.vocab_size, self.encode(_SAMPLE), self.chat_template_source, named]
+        return blake2b(json.dumps(digested).encode(), digest_size=16).hexdigest()
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -189,7 +189,7 @@ class Tokenizer:
         return self._added_token_ids.get(text)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the text of `render_chat`, which has the same arguments, without what is known of it."""
+        """Return the text of `render_chat`, which has the same arguments, as plain `str`."""
         return self.render_chat(messages, **options).text
 
     def render_chat(
@@ -245,7 +245,7 @@ class Tokenizer:
         return chat.part(0, end)
 
     def check_chat_template(self) -> None:
-        """Make the prompt of a small conversation, so that later ones find what they need.
+        """Render a small conversation, so that a broken template fails early and later ones are faster.
 
         Raises:
             InvalidRequestError: as `apply_chat_template` does.

@@ -15,9 +15,9 @@ _PLAIN_VALUES = (str, int, float, bool, type(None))
 class TracedText(str):
     """Text that knows for each character whether a client has given it.
 
-    It is equal to the plain text, has its hash, and does what that does. What makes text of it keeps the
-    marks of the characters; where that is not known, all of the new text is given. Text that is exactly `str`
-    is not given, and of any other class all of it is.
+    It is equal to the plain text, has its hash, and does what that does. Operations that make new text keep
+    the marks of the characters; where that is impossible, all of the new text counts as given. Text that is
+    exactly `str` is not given, and of any other class all of it is.
 
     Args:
         text: text of it.
@@ -155,7 +155,7 @@ class TracedText(str):
         return found
 
     def _filled_in(self, fill_in: Callable[[tuple[Any, ...]], str], values: tuple[Any, ...]) -> TracedText:
-        """Return this text with values in its fields, traced by stand-ins that cannot be guessed."""
+        """Return this text with values in its fields, traced by placeholders that cannot be guessed."""
         filled = fill_in(values)
         if _GIVEN in self._given or any(not isinstance(value, _PLAIN_VALUES) for value in values):
             return given_text(filled)
@@ -189,7 +189,7 @@ def given_runs(text: str) -> list[tuple[int, int]]:
 
 
 def traced(text: str) -> TracedText:
-    """Return a text with the marks that it has."""
+    """Return a text as a `TracedText`."""
     return text if isinstance(text, TracedText) else TracedText(text, _marks(text))
 
 

@@ -9,12 +9,12 @@ been applied.
 **Steps in flight.** One, or two with `overlap_steps`: the next step is planned while one is computed, with a
 placeholder for the token that is not known yet (`OverlappedStepper` in `engine/stepping.py`). On a device
 that chooses tokens itself, it is begun then, too: by the thread that plans if the runner would wait for
-nothing (`ModelRunner.only_launches`), or else by another. Requests that need the sampled token skip this
-step: beams, a request that the token in flight ends by its length, and those that have drafts in the step
-before or may get some after it (`SchedulerOutput.awaits_tokens`); the runner says for how many steps a
-request will get none. After the step that is begun meanwhile nothing is proposed, so that all that wait do so
-in the same steps. Where the step is in flight on a device, its drafts are asked for when its tokens have been
-applied (`StepInFlight.drafts`). Grammars need the token only for the masks of the step
+nothing (`ModelRunner.only_launches`), or else by another. Requests that need the sampled token skip the
+overlapped step: beams, a request that the token in flight ends by its length, and those that have drafts in
+the step before or may get some after it (`SchedulerOutput.awaits_tokens`); the runner says for how many steps
+a request will get none. After the step that is begun meanwhile nothing is proposed, so that all that wait do
+so in the same steps. Where the step is in flight on a device, its drafts are asked for when its tokens have
+been applied (`StepInFlight.drafts`). Grammars need the token only for the masks of the step
 (`pending_structured_output_tokens`): the runner asks for these when nothing is left but to choose tokens, and
 gets them once the step before has been applied. The tokens are the same either way.
 
@@ -28,5 +28,5 @@ the runner saw them the first time.
 **Suspects.** After a step that failed, the engine first computes one of a single token (the *probe*). If that
 fails, too, the engine ends, and the front replaces it. Otherwise half of the suspects run, then half of those
 if that step fails, until one fails alone: it ends with the error. Those of a step that is computed are
-cleared and go on, with the same tokens. Everybody else waits meanwhile.
+cleared and go on, with the same tokens. All other requests wait meanwhile.
 """

@@ -96,7 +96,7 @@ class Accounts:
         self.outbox = Outbox()
 
     def note_replaced_policy(self) -> None:
-        """Count a policy that has failed, so that the default has taken its place."""
+        """Count a policy that has failed and been replaced by the default."""
         self.stats.num_replaced_policies += 1
 
     def find(self, request_id: str) -> Request | None:

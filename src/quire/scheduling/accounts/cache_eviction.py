@@ -1,7 +1,7 @@
-"""The scheduler's part of cache eviction: how many blocks go follows from lengths; which ones is not known.
+"""The scheduler's part of cache eviction: how many blocks are evicted, which follows from lengths.
 
-A prompt ends a step, and so does every token after which blocks go. So a preempted request, whose tokens are
-all known, is computed again with the same evictions at the same places.
+A step ends with the prompt, and with every token after which blocks are evicted. So a preempted request,
+whose tokens are all known, is computed again with the same evictions at the same places.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ class CacheEviction:
         return int(self.lengths.max_held(np.array(request.num_prompt_tokens), np.array(num_tokens)))
 
     def findable(self, num_computed: IntArray) -> IntArray:
-        """Return how many of the computed tokens others may share: no more than never go."""
+        """Return how many of the computed tokens others may share: those that are never evicted."""
         return np.minimum(num_computed, self.lengths.start_size)
 
     def num_findable(self, num_computed: int) -> int:
-        """Return the same for one request."""
+        """Return the same as `findable` for one request."""
         return min(num_computed, self.lengths.start_size)
 
     def apply(self, slots: IntArray, num_computed: IntArray) -> EvictionData:
-        """Take out of the tables what goes after a step that leaves `num_computed` tokens computed.
+        """Take out of the tables the blocks that are evicted after a step, with `num_computed` tokens then.
 
         The blocks are free at once, because steps are computed in order.
         """

@@ -1,9 +1,9 @@
-"""What large flows get of a step while there are others: as much as those, so that a step at most doubles.
+"""Shares of large flows in a step: as much as all others together, so that a step at most doubles.
 
-A step with hundreds of sequences takes many times as long as one with a few, and who has one sequence waits
-for all of it. A flow that fills the batch is therefore bounded as soon as anybody else is served. With nobody
-else it has the whole machine, after some steps: whoever asks for one thing after the other is missing for a
-moment only.
+A step with hundreds of sequences takes many times as long as one with a few, and a client with one sequence
+waits for all of it. A flow that fills the batch is therefore bounded as soon as another one is served. Alone
+it has the whole machine, but only after some steps: a client that sends one request after another is missing
+for a moment only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FlowShares:
         self._whole_step = config.max_num_batched_tokens
         self._least = max(1, config.max_num_batched_tokens // MIN_SHARE)
         self._is_large: BoolArray = np.zeros(config.max_num_seqs, dtype=np.bool_)  # by number of the flow
-        self._grown = self._least  # what a flow may have that nobody else shares the step with
+        self._grown = self._least  # tokens of a flow that is alone in the step
         self._left: dict[str, int] = {}  # of what large flows may have in this step, tokens
         self._num_others = 0  # tokens of all other flows in this step
         self._others_wait = False
@@ -100,7 +100,7 @@ class FlowShares:
         return num_running + self._queue.num_in_line(request) >= self._least
 
     def note_lack(self, request: Request) -> None:
-        """Take note that a request was next in this step, and there were not enough blocks for it."""
+        """Record that the next request to be admitted lacked blocks in this step."""
         self._lacks_blocks = not self._is_of_large(request)
 
     def slot_to_clear(self, num_held_back: int) -> int | None:

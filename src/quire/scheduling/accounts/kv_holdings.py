@@ -54,7 +54,7 @@ class KVHoldings:
 
     @property
     def transfer_deadline(self) -> float:
-        """When a load or a transfer is given up that is not heard of from now on (seconds)."""
+        """When a load or a transfer that starts now times out (seconds)."""
         return self._clock.now + self._transfer_timeout
 
     # -- leases --------------------------------------------------------------------------------------------

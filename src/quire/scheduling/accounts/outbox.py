@@ -1,4 +1,4 @@
-"""What the next step must tell the runner, and what clients must be told besides a step's results."""
+"""Messages of the next step to the runner, and outputs to clients that are no step's results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether neither a request that ended nor an output to a client is left to be told."""
+        """Whether no ended request and no output is left to be sent."""
         return not (self._finished or self._notices)
 
     def add_finished(self, request_id: str) -> None:
@@ -36,7 +36,7 @@ class Outbox:
         self._notices.append((client_index, output))
 
     def add_error(self, request: Request, error: str, error_type: str, error_param: str | None) -> None:
-        """Tell a request's client that the request, and each sequence it stands for, ended with an error."""
+        """Send a client the error with which a request, and each sequence of it, ended."""
         for sequence_id in request.beam_sequence_ids or (request.request_id,):
             output = EngineCoreOutput(
                 sequence_id,
@@ -55,7 +55,7 @@ class Outbox:
         return finished, preempted
 
     def requeue(self, step: SchedulerOutput, still_true: Callable[[str], bool]) -> None:
-        """Repeat to the runner what a lost step told it, for the requests of which it is still true."""
+        """Send a lost step's messages to the runner again, as far as they are still true."""
         self._finished += filter(still_true, step.finished_req_ids)
         self._preempted += filter(still_true, step.preempted_req_ids)
 

@@ -12,12 +12,12 @@ from quire.scheduling.policies.order import OrderKey, QueueOrder
 
 
 def _line_of(request: Request) -> tuple[Hashable, ...]:
-    """Return what requests that line up have in common: none waits for less important ones."""
+    """Return the key of a request's line: requests of one line have one flow and one priority."""
     return request.flow, request.priority, request.tenant
 
 
 def _came_first(request: Request) -> None:
-    """Date the place of a request that was first of its flow."""
+    """Give the first request of a flow its place, dated by its arrival."""
     request.queued_time, request.has_had_place = request.arrival_time, True
 
 
@@ -32,7 +32,7 @@ class _Place(NamedTuple):
 
 
 class _Line:
-    """The requests of a flow that wait behind the one of it that was the last to take a place."""
+    """The requests of a flow that wait for a place, behind the one that was last to take one."""
 
     def __init__(self, first: str) -> None:
         self.first = first  # id of that one
@@ -50,7 +50,7 @@ class _Line:
         del self._waiting[request_id]
 
     def pop(self) -> Request:
-        """Remove and return the first, of which there must be one."""
+        """Remove and return the first request of the line, which must not be empty."""
         while True:
             _, request = heapq.heappop(self._heap)
             if self._waiting.get(request.request_id) is request:
@@ -67,7 +67,7 @@ class ReadyQueue:
     each are served as they come.
 
     Pushing and removing cost O(log n). A place that was left stays in its heap until it comes to the head of
-    its lane, or until more than half of the heap is such places. The first requests of the lanes stand in
+    its lane, or until more than half of the heap is such places. The first requests of the lanes are in
     another heap. Asking for the head computes the keys of those that are new or whose lane has changed by
     `QueueOrder.changed_lanes`; of all, if the order does not say which.
 
@@ -161,7 +161,7 @@ class ReadyQueue:
         return lanes[self._firsts[0][2]][0].request
 
     def num_before(self, request: Request) -> int:
-        """Return how many requests go before one that waits, as things stand.
+        """Return how many requests would be served before a waiting one at present.
 
         Whole lanes count by their first request.
         """
@@ -217,7 +217,7 @@ class ReadyQueue:
         self._passed_over.clear()
 
     def _resort(self) -> None:
-        """Give every request a new place: the order is another one now."""
+        """Give every request a new place: the order has been replaced."""
         self._is_resorted = True
         waiting = [place.request for place in self._places.values()]
         for held in (self._places, self._lanes, self._lane_sizes, self._first_keys):

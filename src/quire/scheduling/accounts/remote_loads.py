@@ -35,7 +35,7 @@ class RemoteLoad:
     number: int = 0  # no other load has it; given by `RemoteLoads`, from 1 on
 
     def drop_failed(self, block_size: int) -> IntArray:
-        """Cut the load off at its first failed block; return the blocks [G, blocks] that are of no use."""
+        """Cut the load off at its first failed block; return the blocks [G, blocks] from there on."""
         failed = np.flatnonzero(np.isin(self.block_ids[0], list(self.failed_block_ids)))
         if not failed.size:
             return self.block_ids[:, :0]

@@ -47,7 +47,7 @@ class StepSharing:
     def begin(self, slots: IntArray, num_tokens: IntArray) -> None:
         """Begin a step in which running requests get `num_tokens` tokens: [R] each.
 
-        While a step is in flight, none of them is followed: what it began to fill there may yet be void.
+        While a step is in flight, none of them is followed: what they fill may yet turn out invalid.
         """
         self._owner_of.clear()
         if self._in_flight:

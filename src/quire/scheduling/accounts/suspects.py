@@ -1,4 +1,4 @@
-"""Which request makes steps fail: those of a failed step are tried again, in smaller and smaller groups."""
+"""Finds the request that makes steps fail, by computing those of a failed step in smaller groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Suspects:
 
     After a failed step nothing runs but the probe, if there is one, then half of the suspects. Those of a
     step that is computed are cleared and go on; if it fails, half of its suspects are tried next. One that
-    was in a step that failed and then fails alone is at fault. What fails only in company takes turns.
+    was in a step that failed and then fails alone is at fault. Requests that fail only together take turns.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Suspects:
         return request_id in self._suspects
 
     def cause_of_failure(self, request_ids: Sequence[str]) -> str | None:
-        """Take note of a step that failed with these requests; return the one at fault, if that is known."""
+        """Record a failed step with these requests; return the one at fault, if that is known."""
         if PROBE_ID in request_ids:
             return PROBE_ID
         if len(request_ids) == 1 and request_ids[0] in self._suspects:
@@ -44,7 +44,7 @@ class Suspects:
         return None
 
     def clear(self, request_ids: Sequence[str]) -> None:
-        """Take note of a step that was computed with these requests."""
+        """Record a successful step with these requests."""
         innocent = [request_id for request_id in request_ids if request_id in self._suspects]
         for request_id in innocent:
             del self._suspects[request_id]

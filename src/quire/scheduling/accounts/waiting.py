@@ -83,7 +83,7 @@ class WaitingRequests:
         return request
 
     def number(self, request: Request) -> float:
-        """Number and date a request that arrives, and return the time; one that was begun keeps its place."""
+        """Number and date an arriving request, and return the time; a resumed one keeps its place."""
         request.arrival = next(self._numbers)
         now = self._read_clock()
         request.arrival_time = min(now, request.arrival_time)
@@ -92,7 +92,7 @@ class WaitingRequests:
         return now
 
     def _take_place(self, request: Request) -> None:
-        """Number and date a request whose turn it is to take a place in the queue."""
+        """Give a request that now takes a place in the queue a new number and time."""
         request.arrival = next(self._numbers)
         request.queued_time = self._read_clock()
 
@@ -201,7 +201,7 @@ class DrainRate:
         self._num_tokens = 0.0
 
     def note(self, num_tokens: int, num_requests: int, *, queue_is_empty: bool) -> None:
-        """Count what has left the queue, and note whether anything is left in it."""
+        """Count what has left the queue; `queue_is_empty` says whether nothing is left in it."""
         if self._count_time():
             self._num_requests += num_requests
             self._num_tokens += num_tokens
@@ -209,7 +209,7 @@ class DrainRate:
             self.pause()
 
     def pause(self) -> None:
-        """Note that nothing is left in the queue: what comes next begins to wait when it comes."""
+        """Stop the clock: nothing is left in the queue."""
         self._busy_since = None
 
     def retry_after(self, excess_requests: int, excess_tokens: int) -> float:

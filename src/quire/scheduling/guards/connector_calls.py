@@ -32,11 +32,11 @@ class ConnectorCalls:
         self._clock = clock
         self._patience = patience
         self._unanswered: dict[str, float] = {}  # since when the connector does not know, by request id
-        self._loaded: set[int] = set()  # blocks that it was told to load, and whose load has not failed
+        self._loaded: set[int] = set()  # blocks that it is to load, and whose load has not failed
 
     @property
     def num_unanswered(self) -> int:
-        """Number of waiting requests of which the connector does not know yet whether it has KV."""
+        """Number of waiting requests for which the connector is still looking for KV."""
         return len(self._unanswered)
 
     def arrive(self, request: Request) -> None:
@@ -100,7 +100,7 @@ class ConnectorCalls:
         """Return which of these blocks, whose load is said to have failed, were to be loaded; each once."""
         failed = block_ids & self._loaded
         if failed != block_ids:
-            logger.error("the KV connector says that it failed to load blocks that it was not told to load")
+            logger.error("the KV connector reports a failed load of blocks that it was not asked to load")
         self._loaded -= failed
         return failed
 
@@ -115,8 +115,8 @@ class ConnectorCalls:
     def finish(self, request: Request, block_ids: IntArray) -> tuple[bool, Mapping[str, Any] | None]:
         """See `KVConnector.request_finished`; nothing is held if that fails.
 
-        What is not plain data cannot be told to anyone. The blocks are held all the same: the worker side may
-        count on them.
+        Parameters that are not plain data cannot be sent to anyone. The blocks are held all the same: the
+        worker side may count on them.
         """
         if self._connector is None:
             return False, None

@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def guarded(context: SchedulerContext) -> SchedulerContext:
-    """Return a context whose clock, drafts, growth and events fail without the scheduler having to notice.
+    """Return a context whose clock, drafts, growth and events never raise.
 
-    What fails is logged. Time stands still then, there are no drafts, no further memory, and no word of the
-    event.
+    Failures are logged. The time stays the same then, there are no drafts and no further memory, and the
+    event is lost.
     """
     return dataclasses.replace(
         context,
@@ -38,9 +38,9 @@ def guarded(context: SchedulerContext) -> SchedulerContext:
 
 
 class SteadyClock:
-    """A clock that never goes back: from where it was, it goes on with the one that it reads.
+    """A monotonic clock over one that may go back, which it then follows from where it was.
 
-    When that one fails, it stands still. One reading that is too low does not set it forward afterwards.
+    It stops while the other one fails. One reading that is too low does not set it forward afterwards.
 
     Args:
         read: returns seconds; it must not fail here, at first.
@@ -61,7 +61,7 @@ class SteadyClock:
             self._has_failed = False
         except Exception:
             if not self._has_failed:
-                logger.exception("the clock failed; time stands still until it can be read again")
+                logger.exception("the clock failed; the time stays the same until it can be read again")
             self._has_failed = True
             now = self._last_read
         if now < self._last_read:
@@ -73,7 +73,7 @@ class SteadyClock:
 
 
 class StepClock:
-    """A clock that stands still between steps, so that one step has one time.
+    """A clock that only advances with each step, so that a step has one time.
 
     Args:
         read: returns seconds; called when the clock is made, and once for each step.
@@ -105,7 +105,7 @@ def _growing(commit: Callable[[int], int]) -> Callable[[int], int]:
 
 
 class GuardedEvents:
-    """Hands events on; what fails is logged, and that event is not known to anyone."""
+    """Forwards events; failures are logged, and the event is lost."""
 
     def __init__(self, sink: KVEventSink) -> None:
         self._sink = sink

@@ -1,7 +1,7 @@
 """Policies that are not built in, each behind a guard: one that fails is replaced by the default for good.
 
-A policy fails if it raises, or returns what its method may not return. The decision at hand is then the
-default's already, so that a fault in a policy costs no request anything.
+A policy fails if it raises or returns an invalid value. The default then makes this decision too, so that a
+fault in a policy costs no request anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Guard(Generic[PolicyT]):
-    """Asks a policy as long as it answers, and the default from then on.
+    """Asks a policy until it fails, and the default from then on.
 
     Args:
         field: the configuration field that chooses the policy, such as "SchedulerConfig.policy".
@@ -68,7 +68,7 @@ class Guard(Generic[PolicyT]):
 
 
 class GuardedOrder(QueueOrder):
-    """A queue order that answers every call. Its keys change when it is replaced."""
+    """A queue order that never raises. Its keys change when the order is replaced."""
 
     def __init__(self, guard: Guard[QueueOrder], default: QueueOrder, *, reads_priority: bool) -> None:
         super().__init__(config=default.config, find_cached=default.find_cached)
@@ -118,7 +118,7 @@ class GuardedOrder(QueueOrder):
 
 
 class GuardedAdmission(AdmissionPolicy):
-    """An admission policy that answers every call."""
+    """An admission policy that never raises."""
 
     def __init__(self, guard: Guard[AdmissionPolicy], config: SchedulerConfig) -> None:
         super().__init__(config=config)
@@ -134,7 +134,7 @@ class GuardedAdmission(AdmissionPolicy):
 
 
 class GuardedVictim(VictimPolicy):
-    """A victim policy that answers every call."""
+    """A victim policy that never raises."""
 
     def __init__(self, guard: Guard[VictimPolicy]) -> None:
         self._guard = guard

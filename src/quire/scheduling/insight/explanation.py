@@ -1,4 +1,4 @@
-"""What a request does or waits for, in a sentence for people."""
+"""What a request does or waits for, in a sentence."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ class Explanation:
         if head is not None and head is not request:
             num_before = accounts.waiting.queue.num_before(request)
             goes = "goes" if num_before == 1 else "go"
-            return (
-                f"as things stand, {_count(num_before, 'request')} {goes} first; the next {self._needs(head)}"
-            )
+            return f"at present, {_count(num_before, 'request')} {goes} first; the next {self._needs(head)}"
         return self._needs(request)
 
     def _needs(self, request: Request) -> str:

@@ -68,7 +68,7 @@ class Inspection:
         assert not names, f"invariant 2: {names} hold more or fewer blocks than what they keep needs"
 
     def _check_all_can_go_on(self) -> None:
-        """Check, as far as invariant 3 goes, that each running request has tokens left to compute."""
+        """Check that each running request has tokens left to compute (part of invariant 3)."""
         running = self.accounts.running
         slots = running.in_order()
         if self.accounts.in_flight or not slots.size:

@@ -135,7 +135,7 @@ class AdmissionPhase:
     def _find_prefix(self, request: Request) -> Prefix | None:
         """Return the KV that the request can begin with: its load, its leader's prompt, or cached blocks.
 
-        None if there may be more cached blocks than this step has looked for.
+        None if there may be more cached blocks than this step has looked up.
         """
         load = self.accounts.loads.get(request.request_id)
         if load is not None:
@@ -208,7 +208,7 @@ class AdmissionPhase:
         return prefix.is_cached and not request.needs_whole_prompt
 
     def _awaits_load(self, request: Request, prefix: Prefix) -> bool:
-        """Whether to wait for another request's load, which brings much of what this one lacks.
+        """Whether to wait for another request's load, which has much of what this one lacks.
 
         A request does so once: peers that fall silent would otherwise hold it up one after the other. What
         names where its own KV is may find that sooner, and what has begun its answer does not pause.
@@ -270,7 +270,7 @@ class AdmissionPhase:
     def _find_blocks(
         self, candidate: Candidate, request: Request, prefix: Prefix, memory: MemoryView
     ) -> bool:
-        """Ask the policy for the candidate's blocks; free them if the engine is idle. False if in vain.
+        """Ask the policy whether the candidate may start; if the engine is idle, make room for it.
 
         An idle engine starts the request whatever the policy says, because otherwise it would wait for ever.
         It is not idle while loads are on their way: they arrive, or time out.
@@ -375,7 +375,7 @@ class AdmissionPhase:
         return _Admitted(request, slot, chunk, prefix, num_cached, num_external, num_new_blocks, beams)
 
     def _place(self, plan: Plan, admitted: list[_Admitted]) -> None:
-        """Give the admitted requests what they were promised, and tell runner and connector."""
+        """Allocate the admitted requests' blocks, and inform runner and connector."""
         self._give_blocks(admitted)
         admitted = self._start_loads(admitted)
         for one in admitted:
@@ -442,7 +442,7 @@ class AdmissionPhase:
             plan.new.append(new_request_data(other, other_slot, self.accounts.kv.no_prefix.block_ids))
 
     def _count_prefix_hit(self, request: Request, num_local_tokens: int) -> None:
-        """Count what a request begins with; `num_local_tokens` of that are from this engine's own cache."""
+        """Count the prefix hit of a request; `num_local_tokens` of that are from this engine's own cache."""
         stats, is_caching = self.accounts.stats, self.accounts.config.enable_prefix_caching
         is_resumed = request.status is RequestStatus.PREEMPTED or bool(request.output_token_ids)
         if not is_resumed:

@@ -1,4 +1,4 @@
-"""Which requests are to get drafts after a step: those that the runner does not say will get none."""
+"""Which requests are to get drafts after a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.step import BoolArray, IntArray
 
 
 class Drafting:
-    """Asks for drafts, but not for those of a request in as many steps as the runner says.
+    """Asks for drafts, except in steps for which the runner has said that a request gets none.
 
     A request that drafts may follow waits: it is in no further step until its tokens are known. One that gets
     none goes on in the next step, which is begun before that, and after which there are no drafts. So all
@@ -53,6 +53,6 @@ class Drafting:
         return length * is_wanted.astype(np.int32) if is_wanted.any() else None
 
     def pause(self, slots: IntArray, num_steps: IntArray) -> None:
-        """Take that after a step that has been applied, no drafts follow in the next `num_steps` [slots]."""
+        """Record that no drafts follow in the next `num_steps` [slots] after a step that has been applied."""
         left = num_steps - self._running.num_pending[slots]  # the step in flight is one of them
         self._running.num_steps_without_drafts[slots] = np.maximum(left, 0)

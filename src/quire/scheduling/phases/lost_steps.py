@@ -36,8 +36,8 @@ class LostSteps:
     def void(self, step: SchedulerOutput, at_fault: Container[str] = ()) -> None:
         """Take back a step that the runner may not have seen.
 
-        Its requests, except those `at_fault`, are preempted. What it told the runner is sent again, unless
-        a later step has made it untrue.
+        Its requests, except those `at_fault`, are preempted. Its messages to the runner are sent again,
+        unless a later step has made them untrue.
         """
         is_innocent = [request_id not in at_fault for request_id in step.request_ids]
         # Beams may have been placed by a step that had no tokens left for them.

@@ -1,4 +1,4 @@
-"""How requests end, wherever they are: after that, nothing is held for them but what a peer was promised."""
+"""How requests end, wherever they are: afterwards, they hold nothing but leases of peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.step import IntArray
 
 @dataclasses.dataclass(eq=False)
 class RequestFinisher:
-    """Ends requests and lets go of everything that was held for them."""
+    """Ends requests and releases everything that was held for them."""
 
     accounts: Accounts
     slots: SlotManager
@@ -54,7 +54,7 @@ class RequestFinisher:
         )
 
     def _tell_connector(self, request: Request, slot: int | None) -> None:
-        """Tell the connector that a request has ended, and hold its blocks for a peer if it says so."""
+        """Inform the connector of a request's end, and hold its blocks for a peer if it says so."""
         accounts = self.accounts
         if slot is not None:
             accounts.running.update_request(slot)

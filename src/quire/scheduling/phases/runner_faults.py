@@ -39,7 +39,7 @@ def checked(
 
 
 def _malformed_part(planned: SchedulerOutput, computed: object) -> str:
-    """Return what of an output is of the wrong type or shape; empty: nothing."""
+    """Return which part of an output has a wrong type or shape; empty: none."""
     if not isinstance(computed, ModelRunnerOutput):
         return f"{type(computed).__name__}, not ModelRunnerOutput"
     for name in ("sampled_token_ids", "draft_token_ids"):
@@ -92,7 +92,7 @@ def _failed(planned: SchedulerOutput, computed: ModelRunnerOutput, what: str) ->
 
 
 def valid_connector_output(output: object, num_blocks: int) -> KVConnectorOutput:
-    """Return what a connector's worker side has reported, without what names no request or block."""
+    """Return the connector's report without entries that name no request or block."""
     if not isinstance(output, KVConnectorOutput):
         logger.error("the KV connector has reported %s, not KVConnectorOutput", type(output).__name__)
         return KVConnectorOutput()

@@ -40,7 +40,7 @@ class RunningPhase:
             plan.new_blocks = self.accounts.kv.grow(plan.slots, missing)
 
     def _leave_windows(self) -> None:
-        """Free what no step after those in flight reads; steps are computed in order.
+        """Free the blocks before windows that no later step reads; steps are computed in order.
 
         Tokens in flight that are drafts may be computed again, and a block in flight is not cached yet. What
         a beam has added to its prompt is never cached.

@@ -33,7 +33,7 @@ class SlotManager:
         """Begin the beam search of a request in `slot`: the other beams get slots without blocks.
 
         Returns:
-            The requests that stand for the other beams.
+            The requests of the other beams.
         """
         accounts = self.accounts
         params = request.sampling_params

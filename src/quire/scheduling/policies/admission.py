@@ -78,7 +78,7 @@ class MemoryView:
         return -(-num_tokens // self.block_size)
 
     def add(self, candidate: Candidate) -> None:
-        """Take note that a candidate was admitted, for the next one to see."""
+        """Add an admitted candidate to the running requests."""
         self._admitted.append(candidate)
         to_come = -(-candidate.num_tokens // self.block_size) - candidate.num_chunk_blocks
         if to_come > 0:
@@ -135,11 +135,11 @@ class AdmissionPolicy(ABC):
         Args:
             candidate: its fields with `tokens` in their name, and `token_limit`, count tokens; those with
                 `blocks` count KV blocks of `memory.block_size` tokens.
-            memory: likewise; `num_free` and `num_blocks` count blocks.
+            memory: the KV cache; `num_free` and `num_blocks` count blocks.
         """
 
     def left(self, request: Request) -> None:  # noqa: B027, a policy that learns nothing needs none
-        """Take note that a request has left its slot: its status says why, its output is up to date."""
+        """Called when a request has left its slot: its status says why, its output is up to date."""
 
 
 class Reserve(AdmissionPolicy):
@@ -225,7 +225,7 @@ class OutputLengths:
         self._sorted: IntArray | None = np.empty(0, dtype=np.int32)
 
     def learn(self, request: Request) -> None:
-        """Take note of a request that has left its slot; a preemption or an abort says nothing of length."""
+        """Record the output length of a request that ended; preemptions and aborts do not count."""
         if request.status in {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}:
             self._past.append(len(request.output_token_ids))
             self._sorted = None

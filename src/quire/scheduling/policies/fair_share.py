@@ -4,7 +4,7 @@ After Sheng et al. 2024, "Fairness in Serving Large Language Models", in the var
 lengths and that weight tenants. A tenant pays for a request when it is admitted: for the prompt, and for as
 much output as its requests have had on average, both divided by its weight. When the request leaves its slot,
 the prediction is replaced by what it got. A tenant that had nothing waiting cannot save up: when it comes
-back, it is lifted to the least counter of the tenants that wait, or, if none does, to that of the last one
+back, it is lifted to the lowest counter of the tenants that wait, or, if none does, to that of the last one
 that did.
 """
 
@@ -51,7 +51,7 @@ class _ByCounter:
         self._heap: list[tuple[float, str]] = []
 
     def file(self, tenant: str) -> None:
-        """Enter a tenant again, after anything about its account has changed."""
+        """File a tenant again after a change of its account."""
         account = self._accounts[tenant]
         if self._belongs(account):
             heapq.heappush(self._heap, (account.counter, tenant))
@@ -59,7 +59,7 @@ class _ByCounter:
                 self._heap = sorted(set(filter(self._is_current, self._heap)))
 
     def least(self) -> tuple[float, str] | None:
-        """Return (counter, tenant) of the account with the least counter, if there is any."""
+        """Return (counter, tenant) of the account with the lowest counter, if there is any."""
         while self._heap and not self._is_current(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -100,7 +100,7 @@ class VirtualTokenCounters:
         return changed
 
     def queued(self, tenant: str) -> None:
-        """One more request of the tenant waits."""
+        """Count one more waiting request of the tenant."""
         self._forget_idle()
         account = self._account(tenant)
         if not account.is_waiting:
@@ -110,7 +110,7 @@ class VirtualTokenCounters:
         self._waiting.file(tenant)
 
     def unqueued(self, tenant: str) -> None:
-        """One request of the tenant waits no more."""
+        """Count one waiting request of the tenant less."""
         account = self._accounts[tenant]
         account.num_waiting -= 1
         if not account.is_waiting:

@@ -20,10 +20,10 @@ OrderKey = tuple[float, ...]
 class QueueOrder(ABC):
     """Sorts the waiting requests.
 
-    Requests wait in *lanes*. In a lane they stand by `lane_key`, computed once, when they are queued. Of the
-    requests at the heads of the lanes, the one with the lowest `key` is served next; these keys are computed
-    again each time. An order whose keys never change needs one lane and only `key`. One whose keys change
-    with what has been served puts requests whose keys change together into one lane.
+    Requests wait in *lanes*. In a lane they are sorted by `lane_key`, computed once, when they are queued. Of
+    the requests at the heads of the lanes, the one with the lowest `key` is served next; these keys are
+    computed again each time. An order whose keys never change needs one lane and only `key`. One whose keys
+    change with what has been served puts requests whose keys change together into one lane.
 
     Args:
         config: of the scheduler.
@@ -44,7 +44,7 @@ class QueueOrder(ABC):
 
     @abstractmethod
     def key(self, request: Request) -> OrderKey:
-        """Return what a waiting request is sorted by, as things stand; the lowest is served first.
+        """Return the present key of a waiting request; the lowest is served first.
 
         `request.queued_time`, in seconds on the scheduler's clock, is when the request came: to this engine,
         or before that to a router or to an engine that has died. `request.arrival` is its number in the order
@@ -57,11 +57,11 @@ class QueueOrder(ABC):
         return ""
 
     def lane_key(self, request: Request) -> OrderKey:
-        """Return what a request is sorted by within its lane."""
+        """Return the key of a request within its lane."""
         return self.key(request)
 
     def running_key(self, request: Request) -> OrderKey:
-        """Return what a request is sorted by while it runs, computed once, when it is admitted.
+        """Return the key of a request while it runs, computed once, when it is admitted.
 
         The running requests are served in this order, and the last of them is the usual victim.
         """
@@ -75,16 +75,16 @@ class QueueOrder(ABC):
         return None
 
     def queued(self, request: Request) -> None:  # noqa: B027, few orders need it
-        """Take note that a request is about to be queued; its keys are asked for next."""
+        """Called when a request is about to be queued; its keys are asked for next."""
 
     def unqueued(self, request: Request) -> None:  # noqa: B027, few orders need it
-        """Take note that a request has left the queue: admitted, or ended while it waited."""
+        """Called when a request has left the queue: admitted, or ended while it waited."""
 
     def admitted(self, request: Request) -> None:  # noqa: B027, few orders need it
-        """Take note that a request enters its slot; its status is still that of a waiting one."""
+        """Called when a request enters its slot; its status is still that of a waiting one."""
 
     def left(self, request: Request) -> None:  # noqa: B027, few orders need it
-        """Take note that a request has left its slot: its status says why, its output is up to date."""
+        """Called when a request has left its slot: its status says why, its output is up to date."""
 
 
 class FirstComeFirstServed(QueueOrder):
@@ -201,5 +201,5 @@ def _arrives_again(request: Request) -> bool:
 
 
 def _turn(request: Request) -> OrderKey:
-    """Return what requests are sorted by if nothing else tells them apart: when they came, and to here."""
+    """Return the key that breaks ties: the time of arrival, and the order of arrival here."""
     return (request.queued_time, request.arrival)

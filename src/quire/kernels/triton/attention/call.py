@@ -1,4 +1,4 @@
-"""What one call of paged attention asks for, as its kernels are told."""
+"""The arguments of one call of paged attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts a step's attention into items, each of which is computed by the programs of one query tile.
+"""Cuts a step's attention into items; the programs of one query tile compute an item.
 
 How it is cut decides only how long the step takes, see `attention_kernels`.
 """
@@ -23,7 +23,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 PROGRAMS = 3 * MULTIPROCESSORS // 4
-"""That keep a GPU busy, however many keys each has: tiles are divided that have more spans than so many
+"""Tiles that keep a GPU busy, however many keys each has: tiles are divided that have more spans than so many
 programs would have on average. With as many tiles, all alike, none is: in parts, these are more than a GPU
 computes at a time, and what is left over takes as long as all others."""
 
@@ -77,8 +77,7 @@ def plan_arrays(
     are gaps. An item [ITEM_FIELDS] int32 is as in `_QueryTiles`, then its part, and where in a list the tiles
     are that it visits, or `_NOTHING`; a merge [MERGE_FIELDS] int32 has the first token, tokens, the first
     part and parts. Items, merges and parts are rounded up to
-    sizes that steps have again and again; those that are added do nothing, but for the items of rows that are
-    nobody's.
+    sizes that steps have again and again; those that are added do nothing, but for the items of padding rows.
     """
     row_starts = np.cumsum(batch.num_tokens) - batch.num_tokens
     cut = [

@@ -23,7 +23,7 @@ TILE = tl.constexpr(bounds.TILE)  # keys
 SPAN_TILES = tl.constexpr(4)
 
 ITEM_FIELDS = tl.constexpr(12)  # of an item of `attend`, see `attention_items.plan_arrays`
-MERGE_FIELDS = tl.constexpr(4)  # of a tile of `merge_parts`, likewise
+MERGE_FIELDS = tl.constexpr(4)  # of a tile of `merge_parts`
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -96,7 +96,7 @@ def weights_of(top, scores, PRODUCT_TYPE: tl.constexpr):
 
 @triton.jit
 def finite_or_zero(top):
-    """Return what to subtract from scores of which `top` is the largest."""
+    """Return what to subtract from scores, of which `top` is the largest."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 

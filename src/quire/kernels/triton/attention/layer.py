@@ -22,7 +22,7 @@ Strided = tuple[torch.Tensor | None, int, int, int]  # a tensor, and its strides
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class TritonLayer:
-    """What kernels are told of a layer's cache."""
+    """A layer's cache as arguments of kernels."""
 
     num_kv_heads: int
     num_pages: int
@@ -32,7 +32,7 @@ class TritonLayer:
     keys: Strided
     key_scales: Strided
     values: torch.Tensor  # with the strides of keys
-    value_scales: torch.Tensor | None  # likewise
+    value_scales: torch.Tensor | None
 
     @property
     def has_scales(self) -> bool:

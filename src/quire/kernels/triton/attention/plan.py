@@ -1,4 +1,4 @@
-"""What the kernels of attention need to know of a step: made once for each step and shape of layers."""
+"""The plan of a step's attention: made once for each step and shape of layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TileClass:
 
     rows: int  # tokens times the heads of a group, and the rest of the last token's
     items: torch.Tensor  # [N, ITEM_FIELDS] int32, see `plan_arrays`
-    merges: torch.Tensor  # [M, MERGE_FIELDS] int32, likewise
+    merges: torch.Tensor  # [M, MERGE_FIELDS] int32, see `plan_arrays`
     part_sums: torch.Tensor  # [parts, kv_heads, rows, padded head_dim] float32
     part_statistics: torch.Tensor  # [parts, kv_heads, 2, rows] float32
     num_visits: int  # tiles that items with a list of them may visit
@@ -41,7 +41,7 @@ class TileClass:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class AttentionPlan:
-    """What the kernels need to know of a step, on their device."""
+    """A step's plan, on the device of the kernels."""
 
     classes: tuple[TileClass, ...]
     has_gaps: bool
@@ -105,7 +105,7 @@ def _tile_class(
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class _Planned:
-    """What was made of a decode step."""
+    """The plan of a decode step."""
 
     num_rows: int
     sizes: SizeClasses
@@ -114,7 +114,7 @@ class _Planned:
 
 
 class AttentionPlanner:
-    """Makes the arrays of a step's attention plan, as `plan_arrays` does; nobody writes to them.
+    """Makes the arrays of a step's attention plan, as `plan_arrays` does; they are read-only.
 
     Captured steps keep it. Where the same sequences compute one token each, step after step, and none of them
     comes to another tile of keys, all that changes in the plan is where these tokens are.
@@ -159,5 +159,5 @@ def _moved_on(made: HostArrays) -> HostArrays:
     for number in range(0, len(arrays), 2):  # items, and then merges, of each class
         if len(arrays[number]):
             items = arrays[number] = arrays[number].copy()
-            items[:, FIRST_PLACE] += items[:, END_TILE] > 0  # others are of nobody's rows, or of none
+            items[:, FIRST_PLACE] += items[:, END_TILE] > 0  # others are of padding rows, or of none
     return made._replace(arrays=tuple(arrays))

@@ -160,7 +160,7 @@ def _rotary_and_write_kv_kernel(
         first = narrow_first.to(tl.float32)
         second = narrow_second.to(tl.float32)
         rest = narrow_rest.to(tl.float32)
-        is_key &= block >= 0  # which rows that are nobody's do not have
+        is_key &= block >= 0  # which padding rows do not have
         is_value &= block >= 0
         key_head = head - NUM_HEADS
         value_head = head - NUM_HEADS - NUM_KV_HEADS
@@ -213,7 +213,7 @@ def rotary_and_write_kv(
 ) -> torch.Tensor:
     """Do what `KernelSet.rotary_and_write_kv` says.
 
-    What a quantizer that is not built in makes of keys and values is written by torch.
+    Keys and values from a quantizer that is not built in are written by torch.
 
     Raises:
         TypeError: a type is not as it must be.

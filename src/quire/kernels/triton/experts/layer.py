@@ -22,7 +22,7 @@ _BLOCK = 1024  # features of a program that adds up results
 
 
 class FusedExperts(Experts):
-    """Nobody waits for the device, and nothing but the number of rows decides what is launched.
+    """The host does not wait, and only the number of rows decides what is launched.
 
     Of experts that are equally likely, the first are chosen.
 

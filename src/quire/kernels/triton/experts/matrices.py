@@ -49,7 +49,7 @@ class ExpertMatrices:
             self._orders[expert].copy_(order)
 
     def tile(self, num_rows: int) -> Tile:
-        """Return the tile of products in which an expert has about so many rows; its rows are these only."""
+        """Return the tile of products for experts with about `num_rows` rows each."""
         num_features = self._num_experts * self.out_features
         return tile_of(num_rows, self.in_features, num_features, self._tables[0].dtype)
 

@@ -1,8 +1,8 @@
-"""Which experts compute which rows, found on the device: nobody waits for it, and no number is read back.
+"""Which experts compute which rows, found on the device; the host neither waits nor reads back.
 
 A *pair* is a row and one of its k experts, numbered row * k + rank, the best expert first. Pairs are sorted
-by expert and, among those of one expert, by number. Tiles of them go to programs, whose number is known to
-the host: the most that any choice can need.
+by expert and, among those of one expert, by number. Tiles of them go to programs, whose number the host
+knows: the maximum that any choice needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import MULTIPROCESSORS, await_previous, loop_end
 from quire.kernels.triton.kernel import kernel
 
-MAX_EXPERTS = 1024  # of which a program counts the pairs at once
+MAX_EXPERTS = 1024  # a program counts the pairs of all at once
 _COUNTED = 1024  # pairs that a program counts at once
 _PARTS = 16, 512  # pairs that a program sorts: the first that makes no more programs than there is room for
 _MAX_COMPARISONS = 1 << 13  # of pairs with experts at once
@@ -179,6 +179,6 @@ def route(scores: torch.Tensor, mixture: Mixture, tile_rows: int) -> Routing:
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
-    """Return the most tiles that pairs can need: all experts that get any begin one of their own."""
+    """Return the maximum number of tiles for these pairs: each expert with any begins a tile of its own."""
     num_begun = min(num_pairs, num_experts)
     return num_begun + (num_pairs - num_begun) // tile_rows

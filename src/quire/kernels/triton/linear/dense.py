@@ -32,7 +32,7 @@ from quire.kernels.triton.linear.tiled import QUANTIZED_ROWS, ProductFormat, Til
 from quire.kernels.triton.linear.tma_products import can_fetch, multiply_fetched
 from quire.kernels.triton.tensors import FLOAT_TYPES
 
-_GROUP_MULTIPLE = 16  # of inputs that share a scale: the least that tensor cores multiply at once
+_GROUP_MULTIPLE = 16  # of inputs that share a scale: what tensor cores multiply at least
 _INT8_INPUTS = 32  # the least in int8
 _MAX_RUN = 64  # inputs of a group that are multiplied at once
 _MAX_QUANTIZED = 1 << 24  # weights that are quantized at once
@@ -178,7 +178,7 @@ def linear(
 
 
 def _quantized_at_once(part: Weight) -> Sequence[Weight]:
-    """Return rows in floating point in pieces, since to quantize them takes several times their memory."""
+    """Return rows in floating point in pieces, since quantizing takes several times their memory."""
     if not isinstance(part, torch.Tensor):
         return [part]
     return torch.split(part, max(1, _MAX_QUANTIZED // part.shape[1]))
@@ -263,5 +263,5 @@ def _operands(dtype: torch.dtype) -> Any:
 
 
 def _widened(table: torch.Tensor, repeats: int) -> torch.Tensor:
-    """Return [rows, groups] as float32 for groups that are so many times smaller."""
+    """Return [rows, groups] as float32, repeated for smaller groups."""
     return table.float().repeat_interleave(repeats, dim=1)

@@ -1,7 +1,7 @@
 """Dense layers in float8 (e4m3): weights with a scale for each row or block, and rows quantized as they come.
 
 Method: DeepSeek-V3 (2024), section 3.3: scales of 128 inputs of a row and of 128 x 128 weights, and sums that
-leave the tensor cores after so many inputs.
+leave the tensor cores after 128 inputs.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def first_sums(
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return what sums that are not scaled begin with, [FEATURES, ROWS]: the bias.
+    """Return the bias, with which sums that are not scaled begin, [FEATURES, ROWS].
 
     If it were added last, the compiler would add it first after a loop of one step, and how many steps there
     are depends on the number of rows.

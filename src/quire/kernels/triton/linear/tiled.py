@@ -42,7 +42,7 @@ class Tile:
 
 
 def tile_of(num_rows: int, in_features: int, out_features: int, dtype: torch.dtype) -> Tile:
-    """Return the tile of products of so many rows, with weights of this type.
+    """Return the tile of products of `num_rows` rows, with weights of this type.
 
     Features are at least 64, so that Hopper multiplies all numbers of rows with one kind of instruction. How
     many inputs are multiplied at once depends on the type only, but for floats of two bytes: Hopper adds up
@@ -135,7 +135,7 @@ class TiledLinear(Linear):
         """Write the products of at least one row to `out`, or with an `activation` what these become."""
 
     def grid(self, num_rows: int, tile: Tile) -> tuple[int, int]:
-        """Return how many programs compute the products of so many rows: by features, by rows."""
+        """Return how many programs compute the products of these rows: by features, by rows."""
         return -(-self.out_features // tile.features), -(-num_rows // tile.rows)
 
 

@@ -21,7 +21,7 @@ from quire.kernels.triton.linear.float8_products import block_scales
 from quire.kernels.triton.linear.products import first_sums, store_products
 from quire.kernels.triton.linear.tiled import Tile, TiledLinear
 
-MIN_ROWS = 17  # of which fewer, weights are fetched as fast without it
+MIN_ROWS = 17  # for fewer, weights are fetched as fast without it
 _ALIGNMENT = 16  # bytes, of what is fetched and of its rows
 _STAGE_BYTES = 200 << 10  # of shared memory, for tiles that are on their way
 _MAX_STAGES = 6
@@ -155,7 +155,7 @@ def multiply_fetched(
 
 
 def fetched_tile_of(num_rows: int, out_features: int, dtype: torch.dtype) -> Tile:
-    """Return the smallest tile of which a GPU computes all at once, or else the largest one for these rows.
+    """Return the smallest tile with which all programs run at once, or else the largest for these rows.
 
     Rows are rounded up to a power of two, so that few tiles are compiled; see `profile_run`. Measured on an
     H200 with the layers of Qwen3-0.6B and Llama-3-8B.

@@ -1,4 +1,4 @@
-"""What some rows of logits may not choose, and what is added to others, in Triton, where the logits are."""
+"""Masks and biases of logits, in Triton."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from quire.kernels.triton.sampling.key_search import (
 TO_SEARCH = tl.constexpr(-2)
 """In the place of a token id: that of the row is to be searched for."""
 
-_MOST = tl.constexpr(2**40)  # above all keys
+_ABOVE_KEYS = tl.constexpr(2**40)
 
 
 @kernel(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms"])
@@ -54,7 +54,7 @@ def _search_kernel(
     min_p = tl.load(min_ps + row)
     counts = tl.full((PART,), 0, tl.int32)
     masses = tl.full((PART,), 0, tl.float64)
-    lowest_keys = tl.full((PART,), 0, tl.int64) + _MOST
+    lowest_keys = tl.full((PART,), 0, tl.int64) + _ABOVE_KEYS
     for start in range(0, VOCAB_SIZE, PART):
         place = start + tl.arange(0, PART)
         found = tl.load(row_at + place, mask=place < VOCAB_SIZE, other=float("-inf"))
@@ -62,7 +62,7 @@ def _search_kernel(
         passes = (weights > 0.0) & (weights >= min_p)
         counts += passes.to(tl.int32)
         masses += tl.where(passes, weights, 0.0)
-        lowest_keys = tl.minimum(lowest_keys, tl.where(passes, key_of(found), _MOST))
+        lowest_keys = tl.minimum(lowest_keys, tl.where(passes, key_of(found), _ABOVE_KEYS))
     lowest = tl.min(lowest_keys, axis=0)
     num_passing = tl.sum(counts, axis=0).to(tl.int64)
     mass = tl.sum(masses, axis=0)

@@ -27,7 +27,7 @@ class Kind:
     """A kind of tensor: blocks of `block_size` numbers in `block_bytes` bytes.
 
     `decode` makes of bytes [rows, blocks, block_bytes] the numbers [rows, blocks * block_size]. `steps`
-    are the first and the end of its float16 numbers, each 2 bytes: d, and what least numbers are counted in.
+    are the first and the end of its float16 numbers, each 2 bytes: d, and the unit of minima.
     """
 
     name: str
@@ -60,7 +60,7 @@ def _q4_0(octets: torch.Tensor) -> Weight:
 
 
 def _q4_1(octets: torch.Tensor) -> Weight:
-    """d and the block's least number m, then as Q4_0; 0 stands for m."""
+    """d and the block's minimum m, then as Q4_0; 0 is m."""
     numbers = octets[..., :4].contiguous().view(torch.float16).float()
     nibbles = octets[..., 4:]
     values = torch.cat((nibbles & 15, nibbles >> 4), dim=2)
@@ -75,7 +75,7 @@ def _q5_0(octets: torch.Tensor) -> Weight:
 
 
 def _q5_1(octets: torch.Tensor) -> Weight:
-    """d and the block's least number m, then `_with_fifth_bits`; 0 stands for m."""
+    """d and the block's minimum m, then `_with_fifth_bits`; 0 is m."""
     numbers = octets[..., :4].contiguous().view(torch.float16).float()
     return _with_least(_with_fifth_bits(octets[..., 4:]), numbers[..., 0], numbers[..., 1], bits=8)
 
@@ -113,10 +113,11 @@ def _low_bits(octets: torch.Tensor) -> torch.Tensor:
 
 
 def _scales_of_8(octets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales and the least numbers [rows, blocks, 8] of a block's groups of 32 numbers.
+    """Return the scales and minima [rows, blocks, 8] of a block's groups of 32 numbers.
 
-    A block has d, d of the least numbers, and 12 bytes: the low 6 bits of 8 are the first four scales and the
-    first four least numbers; the other 4 have the low 4 bits of the others, whose high 2 are left in the 8.
+    A block has d, the unit of the minima, and 12 bytes: the low 6 bits of 8 bytes are the first four scales
+        and the first four minima; the other 4 have the low 4 bits of the others, whose high 2 bits are in the
+        8.
     """
     steps = octets[..., :4].contiguous().view(torch.float16).float()
     first, second, low = octets[..., 4:8], octets[..., 8:12], octets[..., 12:16]
@@ -173,17 +174,17 @@ def _q6_k(octets: torch.Tensor) -> Weight:
 
 
 _D = (0, 1)
-_D_AND_LEAST = (0, 2)
+_D_AND_MIN = (0, 2)
 KINDS: dict[int, Kind] = {  # by ggml's number
     0: Kind("F32", *BLOCKS[0], _as_type(torch.float32)),
     1: Kind("F16", *BLOCKS[1], _as_type(torch.float16)),
     2: Kind("Q4_0", *BLOCKS[2], _q4_0, _D),
-    3: Kind("Q4_1", *BLOCKS[3], _q4_1, _D_AND_LEAST),
+    3: Kind("Q4_1", *BLOCKS[3], _q4_1, _D_AND_MIN),
     6: Kind("Q5_0", *BLOCKS[6], _q5_0, _D),
-    7: Kind("Q5_1", *BLOCKS[7], _q5_1, _D_AND_LEAST),
+    7: Kind("Q5_1", *BLOCKS[7], _q5_1, _D_AND_MIN),
     8: Kind("Q8_0", *BLOCKS[8], _q8_0, _D),
-    12: Kind("Q4_K", *BLOCKS[12], _q4_k, _D_AND_LEAST),
-    13: Kind("Q5_K", *BLOCKS[13], _q5_k, _D_AND_LEAST),
+    12: Kind("Q4_K", *BLOCKS[12], _q4_k, _D_AND_MIN),
+    13: Kind("Q5_K", *BLOCKS[13], _q5_k, _D_AND_MIN),
     14: Kind("Q6_K", *BLOCKS[14], _q6_k, (104, 105)),
     20: Kind("IQ4_NL", *BLOCKS[20], _iq4_nl, _D),
     30: Kind("BF16", *BLOCKS[30], _as_type(torch.bfloat16)),

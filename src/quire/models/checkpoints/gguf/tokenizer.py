@@ -145,9 +145,9 @@ def _sentence_piece(file: GGUFFile) -> tokenizers.Tokenizer:
 
 
 def _special(file: GGUFFile, name: str, tokens: list[str]) -> list[dict[str, Any]]:
-    """Return the template's token for this role around a text, if the file names it.
+    """Return the post-processor's token for this role, if the file names it.
 
-    There it goes by the role: its text may be one that means something else there, such as "$B".
+    The role is its name there: its text may have another meaning in a template, such as "$B".
     """
     key = f"{_PREFIX}{name}_token_id"
     ids = special_ids(file.metadata.get(key), source=f"{file.path}: {key}", vocab_size=len(tokens))

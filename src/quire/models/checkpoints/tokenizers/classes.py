@@ -1,6 +1,6 @@
 """Tokenizers whose class, rather than tokenizer.json, decides how text is split and joined.
 
-`transformers` takes the vocabulary, the merges and what stands around a text from the file, and the rest from
+`transformers` takes the vocabulary, the merges and the tokens around a text from the file, and the rest from
 the class.
 """
 
@@ -29,7 +29,7 @@ _OVERRIDES_FILE = "qwen2"  # published files name the wrong class
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class TokenizerClass:
-    """What a class sets in a tokenizer, by its settings, and the tokens by role where the files name none."""
+    """How a class rebuilds a tokenizer, and its default tokens by role."""
 
     configure: Callable[[tokenizers.Tokenizer, Mapping[str, Any]], None]
     """Called with the tokenizer, and its settings with the texts of special tokens by role."""

@@ -168,7 +168,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 def _no_tokenizer(path: Path) -> ModelError:
     other = next((name for name in _OTHER_FILES if find_file(path, name) is not None), None)
-    advice = f"; save {other} anew with transformers' AutoTokenizer, which makes one of it" if other else ""
+    advice = f"; convert {other} by saving it with transformers' AutoTokenizer" if other else ""
     return ModelError(f"{path} holds no tokenizer.json, the only tokenizer format that Quire reads{advice}")
 
 
@@ -196,7 +196,7 @@ def _gguf_template_source(metadata: Mapping[str, Any], file: Path) -> str | None
 
 
 def _named_templates(entry: Any, file: Path) -> dict[str, str | None]:
-    """Return what an entry has by the names that Quire knows: a text, an object, or a list of named ones."""
+    """Return the named templates of an entry: a text, an object, or a list of named ones."""
     if isinstance(entry, list):
         named = [(one.get("name"), one.get("template")) for one in entry if isinstance(one, dict)]
         entry = {name: template for name, template in named if isinstance(name, str)}
@@ -215,7 +215,7 @@ def _checked_template(template: Any, file: Path) -> str | None:
 
 
 def _of_two(with_tools: str | None, without: str | None) -> str | None:
-    """Return one template of two, each of which renders as if it stood alone; `without` if it is alone.
+    """Return one template of two, each rendered as if it were alone; `without` if there is only that.
 
     The marks between them keep jinja2 from removing the white space that these begin and end with.
     """

@@ -45,7 +45,7 @@ class SpecialTokens:
         return {role: self.by_role[role].content for role in _ROLES if role in self.by_role}
 
     def without_flags(self) -> SpecialTokens:
-        """Return the special ones, of which the files say nothing but that they are."""
+        """Return special tokens for which the files give no flags."""
         return SpecialTokens({}, [AddedToken(token.content, special=True) for token in self.special], [])
 
     def add_to(self, backend: tokenizers.Tokenizer, num_ids: int, limit: int | None) -> None:

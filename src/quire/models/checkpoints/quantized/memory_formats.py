@@ -1,4 +1,4 @@
-"""What the matrices of a checkpoint become in memory, by the tensors in it. Nothing here needs torch."""
+"""Memory formats of a checkpoint's matrices, by its tensors. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.models.weights import WeightSource, WeightSpec, weight_specs
 
 
 class TensorHeader(NamedTuple):
-    """What a file says of a tensor: its name there, its type as safetensors calls it, and its shape."""
+    """A tensor in a file: its name there, its type as safetensors calls it, and its shape."""
 
     file: Path
     stored_name: str
@@ -42,10 +42,10 @@ _PARTS = (
 
 
 def with_stored_tensors(config: ModelConfig, values: Mapping[str, Any], headers: Headers) -> ModelConfig:
-    """Return `config` with what its matrices become.
+    """Return `config` with the memory formats of its matrices.
 
     Args:
-        config: the model's, with what its `quantization_config` says of most of them.
+        config: the model's, with the format that its `quantization_config` describes.
         values: the `quantization_config`, which `describe_quantization` accepts.
         headers: of the checkpoint's files. What is missing there, or does not have the shape that it should,
             becomes what most matrices do; loading tells what is wrong.
@@ -82,7 +82,7 @@ def matrix_specs(config: ModelConfig) -> list[WeightSpec]:
 
 
 def with_kinds(config: ModelConfig, found: Mapping[tuple[int, str], StoredQuantization]) -> ModelConfig:
-    """Return `config` with what its matrices become, by layer and field of each."""
+    """Return `config` with the memory formats of its matrices, by layer and field of each."""
     quantized = collections.Counter(
         kind for (layer, _), kind in found.items() if layer >= 0 and kind != FLOATS
     )
@@ -101,7 +101,7 @@ def with_kinds(config: ModelConfig, found: Mapping[tuple[int, str], StoredQuanti
 
 
 def joined(parts: Sequence[StoredQuantization]) -> StoredQuantization:
-    """Return what a matrix becomes that is joined from parts of perhaps several kinds."""
+    """Return the memory format of a matrix joined from parts, which may differ in kind."""
     if len(set(parts)) == 1:
         return parts[0]
     kinds = {part.kind for part in parts}
@@ -134,14 +134,14 @@ def _of_matrix(
 
 
 def _transposed(parts: Headers, values: Mapping[str, Any], source: WeightSource) -> StoredQuantization:
-    """Return what becomes of a matrix of GPTQ or AWQ, which has zero points in any case."""
+    """Return the memory format of a matrix of GPTQ or AWQ, which always has zero points."""
     bits = 4 if values.get("quant_method") == "awq" else _packed_bits(parts["qweight"].shape[0], source)
     group_size = _group_size(parts["scales"].shape[0], source)
     return in_groups(bits, group_size, has_zeros=values.get("sym") is False)
 
 
 def _in_equal_groups(bits: int, parts: Headers, source: WeightSource) -> StoredQuantization:
-    """Return what becomes of integers with scales [], [1], [rows, 1] or [rows, groups]."""
+    """Return the memory format of integers with scales [], [1], [rows, 1] or [rows, groups]."""
     scales = parts["weight_scale"].shape
     groups = scales[1] if len(scales) > 1 else 1
     return in_groups(bits, _group_size(groups, source), has_zeros="weight_zero_point" in parts)
