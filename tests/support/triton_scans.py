@@ -9,9 +9,11 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from quire.kernels.sampling.row_scans import Float32Array, Float64Array, Head, Int64Array, RowScans
+from quire.kernels.arrays import Float32Array, Float64Array
+from quire.kernels.sampling.row_scans import Head, RowScans
 from quire.kernels.triton.device import kernel_device
 from quire.kernels.triton.sampling import row_scans
+from quire.step import Int64Array
 
 
 class TritonSampling(RowScans):

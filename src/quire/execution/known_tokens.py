@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from quire.execution.arrays import BoolArray, Int64Array
-from quire.step import IntArray
+from quire.step import BoolArray, Int64Array, IntArray
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

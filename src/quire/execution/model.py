@@ -8,12 +8,12 @@ from typing import Protocol
 
 import torch
 
-from quire.execution.arrays import Int64Array
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.interface import KernelSet
 from quire.models.config import ModelConfig
 from quire.models.decoder import LayerHook
+from quire.step import Int64Array
 
 
 class StepModel(Protocol):

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from quire.config import CacheEvictionConfig, SparseAttentionConfig
-from quire.execution.arrays import Int64Array
 from quire.execution.connector_worker import KVTransfers
 from quire.execution.device_step import DeviceStep, report_tokens
 from quire.execution.drafts.proposer import GuardedProposer, Proposer
@@ -38,6 +37,7 @@ from quire.step import (
     DraftTokenIds,
     GrammarSource,
     GraphStats,
+    Int64Array,
     IntArray,
     KVConnectorOutput,
     ModelRunnerOutput,

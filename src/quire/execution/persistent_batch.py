@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.execution.arrays import Int64Array
 from quire.execution.drafts.proposer import RowsToContinue
 from quire.execution.known_tokens import KnownTokens
 from quire.kv.blocks.groups import NULL_BLOCK
@@ -24,6 +23,7 @@ from quire.step import (
     CachedRequestData,
     ChosenTokens,
     ForkData,
+    Int64Array,
     IntArray,
     NewRequestData,
     ResumedRequestData,

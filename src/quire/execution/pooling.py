@@ -6,12 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.execution.arrays import Int64Array
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch
 from quire.kernels.bounds import POOLED_TOKENS
 from quire.kernels.devices.device import array_to_device
 from quire.pooling_params import PoolingParams
-from quire.step import ModelRunnerOutput, SchedulerOutput
+from quire.step import Int64Array, ModelRunnerOutput, SchedulerOutput
 
 _UNIT = 2.0**-26
 """States are rounded to multiples of it before they are added up, so that float64 has all sums exactly below

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from quire.config import SparseAttentionConfig, SparseAttentionMode
-from quire.execution.arrays import Int64Array
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
+from quire.step import Int64Array
 
 
 class SparsePrefill:

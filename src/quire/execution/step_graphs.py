@@ -28,14 +28,13 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from quire.execution.arrays import Int64Array
 from quire.execution.capture_backoff import CaptureBackoff
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kernels.devices.device import copy_to_device
 from quire.kernels.size_classes import CHUNK_SIZES, DECODE_SIZES
-from quire.step import GraphStats
+from quire.step import GraphStats, Int64Array
 
 if TYPE_CHECKING:
     from quire.execution.model import StepModel

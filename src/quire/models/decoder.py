@@ -12,7 +12,6 @@ import torch
 
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.attention.kv_layer import KVLayer
-from quire.kernels.attention.tiles import Int64Array
 from quire.kernels.interface import KernelSet
 from quire.kernels.layers.linear import Linear
 from quire.models.config import ModelConfig
@@ -20,6 +19,7 @@ from quire.models.embedding import Embedding
 from quire.models.layer import Step, SubLayer
 from quire.models.parallel import TensorParallel
 from quire.models.rotary import RotaryTable
+from quire.step import Int64Array
 
 Layer = tuple[SubLayer, ...]  # its sub-layers, in order
 

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from quire.execution.arrays import Int64Array
 from quire.execution.drafts.proposer import Proposer, RowsToContinue
 from quire.kernels.attention.batch import AttentionBatch
-from quire.step import NO_TOKEN, IntArray
+from quire.step import NO_TOKEN, Int64Array, IntArray
 
 _FIRST_ACCEPTANCE = 0.5
 _OWN_MEMORY, _SHARED_MEMORY = 0.9, 0.98  # what an estimate of acceptance keeps of itself for each draft

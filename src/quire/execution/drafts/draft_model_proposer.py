@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from quire.execution.arrays import Int64Array
 from quire.execution.drafts.proposer import Proposer, RowsToContinue
 from quire.execution.step_graphs import Capture, StepGraphs
 from quire.kernels.attention.batch import AttentionBatch
@@ -14,7 +13,7 @@ from quire.kernels.devices.device import array_to_device
 from quire.kernels.size_classes import wide_size_class
 from quire.kv.cache.paged_cache import PagedAttentionCache
 from quire.models.decoder import Decoder
-from quire.step import NO_TOKEN, IntArray
+from quire.step import NO_TOKEN, Int64Array, IntArray
 
 
 class DraftGraphs:

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from quire.execution.arrays import Int64Array
 from quire.kernels.attention.batch import AttentionBatch
-from quire.step import NO_TOKEN, IntArray
+from quire.step import NO_TOKEN, Int64Array, IntArray
 
 logger = logging.getLogger(__name__)
 

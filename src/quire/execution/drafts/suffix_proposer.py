@@ -11,9 +11,8 @@ from collections import OrderedDict
 import numpy as np
 from typing_extensions import override
 
-from quire.execution.arrays import Int64Array
 from quire.execution.drafts.proposer import Proposer, RowsToContinue
-from quire.step import NO_TOKEN, IntArray
+from quire.step import NO_TOKEN, Int64Array, IntArray
 
 _MAX_SCOPES = 64
 _MAX_PLACES = 4096  # of the last token that are looked at: the newest

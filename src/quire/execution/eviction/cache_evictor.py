@@ -17,7 +17,7 @@ from quire.config import CacheEvictionConfig
 from quire.execution.eviction.evicted_keys import KeyRotation, by_layer, cached_keys, copy_blocks
 from quire.execution.eviction.sequence_scores import SequenceScores
 from quire.execution.persistent_batch import PersistentBatch
-from quire.kernels.attention.key_scores import Int64Array, KeyScores
+from quire.kernels.attention.key_scores import KeyScores
 from quire.kernels.attention.sparse_prefill import SkippedKeys
 from quire.kernels.devices.device import HostCopy
 from quire.kv.cache.paged_cache import PagedAttentionCache
@@ -26,7 +26,7 @@ from quire.kv.eviction.lengths import EvictionLengths
 from quire.kv.eviction.places import Moves, positions_to_move_back
 from quire.kv.eviction.scores import FloatArray
 from quire.models.config import ModelConfig
-from quire.step import BoolArray, EvictionData, SchedulerOutput
+from quire.step import BoolArray, EvictionData, Int64Array, SchedulerOutput
 
 
 class CacheEvictor:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from quire.kernels.attention.key_scores import Int64Array
 from quire.kernels.attention.kv_layer import KVLayer, pages_of, vectors_in
 from quire.kernels.devices.device import HostCopy, array_to_device
 from quire.kv.eviction.scores import WeightArray
 from quire.models.config import ModelConfig
 from quire.models.rotary import RotaryTable
+from quire.step import Int64Array
 
 
 def by_layer(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from quire.config import CacheEvictionConfig
-from quire.kernels.attention.key_scores import Int64Array
 from quire.kernels.bounds import SCORE_UNIT
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.kv.eviction.places import BlockPlaces
 from quire.kv.eviction.scores import WeightArray
 from quire.kv.eviction.selection import BlockSelection
+from quire.step import Int64Array
 
 
 class SequenceScores:

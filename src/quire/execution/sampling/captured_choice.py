@@ -18,14 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.capture_backoff import CaptureBackoff
 from quire.execution.sampling.constraints import NO_EDIT, NO_MASK, RowMasks
 from quire.execution.sampling.table import NO_PENALTIES
 from quire.execution.step_graphs import MAX_GRAPHS, Capture
+from quire.kernels.arrays import Float64Array
 from quire.kernels.devices.device import array_to_device, copy_to_device
 from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS, LogitMasks
 from quire.kernels.size_classes import wide_size_class
+from quire.step import Int64Array
 
 if TYPE_CHECKING:
     from quire.kernels.interface import KernelSet

@@ -12,12 +12,12 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from quire.execution.arrays import BoolArray, Float64Array, Int64Array
 from quire.execution.persistent_batch import InconsistentPlanError
 from quire.execution.sampling.positions import SamplingPositions
+from quire.kernels.arrays import Float64Array
 from quire.kernels.sampling.token_choice import NUM_EDIT_NUMBERS, LogitMasks, RowEdits
 from quire.sampling_params import SamplingParams
-from quire.step import NO_TOKEN, GrammarOutput, IntArray, SchedulerOutput
+from quire.step import NO_TOKEN, BoolArray, GrammarOutput, Int64Array, IntArray, SchedulerOutput
 
 UNTIL_THE_END = sys.maxsize
 NO_MASK = -1

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.known_tokens import KnownTokens
 from quire.execution.sampling.table import SamplingTable
+from quire.kernels.arrays import Float64Array
 from quire.kernels.devices.device import array_to_device
 from quire.kernels.sampling.seen_tokens import HostSeenTokens, SeenTokens
 from quire.kernels.sampling.token_choice import RowPenalties
-from quire.step import NO_TOKEN, IntArray
+from quire.step import NO_TOKEN, Int64Array, IntArray
 
 _NOT_COUNTED = np.iinfo(np.int64).max  # more than there are tokens
 _NO_SLOT = -1

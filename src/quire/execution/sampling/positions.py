@@ -18,8 +18,7 @@ from typing import Self
 
 import numpy as np
 
-from quire.execution.arrays import Int64Array
-from quire.step import NO_TOKEN, IntArray, SchedulerOutput
+from quire.step import NO_TOKEN, Int64Array, IntArray, SchedulerOutput
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

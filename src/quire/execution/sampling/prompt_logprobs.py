@@ -8,14 +8,13 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from quire.execution.arrays import Int64Array
 from quire.execution.model import Model
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch
 from quire.execution.sampling.tokens_in_flight import nonfinite_error, position_logprobs
 from quire.kernels.bounds import prompt_logit_rows
 from quire.kernels.devices.device import HostCopy, array_to_device
 from quire.kernels.sampling.token_choice import RowLogprobs
-from quire.step import ModelRunnerOutput, PositionLogprobs, SchedulerOutput
+from quire.step import Int64Array, ModelRunnerOutput, PositionLogprobs, SchedulerOutput
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

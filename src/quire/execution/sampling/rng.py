@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.execution.arrays import Float64Array, Int64Array, UInt64Array
+from quire.kernels.arrays import Float64Array, UInt64Array
+from quire.step import Int64Array
 
 _ROUNDS = 10
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)

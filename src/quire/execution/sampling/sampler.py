@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from quire.execution.arrays import Float64Array, Int64Array
 from quire.execution.known_tokens import KnownTokens
 from quire.execution.sampling.captured_choice import CapturedChoice, ChoiceNumbers, ChoiceTensors
 from quire.execution.sampling.constraints import ChangesOfStep, RowMasks, num_mask_words
@@ -20,9 +19,11 @@ from quire.execution.sampling.penalties import Penalties, StepPenalties
 from quire.execution.sampling.table import CONSTRAINTS, DRAWS, LOGPROBS, PENALTIES, SamplingTable
 from quire.execution.sampling.tokens_in_flight import ReportedLogprobs, TokensInFlight
 from quire.execution.step_graphs import Capture, StepLogits
+from quire.kernels.arrays import Float64Array
 from quire.kernels.devices.device import array_to_device
 from quire.kernels.interface import KernelSet
 from quire.kernels.sampling.token_choice import LogitChanges, LogitEdits, RowDraws
+from quire.step import Int64Array
 
 _NO_SLOT = -1
 

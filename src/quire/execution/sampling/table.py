@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.execution.arrays import BoolArray, Float64Array, Int64Array, UInt8Array, UInt64Array
 from quire.execution.sampling.constraints import Constraints
 from quire.execution.sampling.rng import uniforms
+from quire.kernels.arrays import Float64Array, UInt8Array, UInt64Array
 from quire.kernels.sampling.seen_tokens import SeenIds
 from quire.kernels.sampling.token_choice import NUM_DRAW_NUMBERS
 from quire.sampling_params import SamplingParams
+from quire.step import BoolArray, Int64Array
 
 DRAWS, PENALTIES, CONSTRAINTS, LOGPROBS = 1, 2, 4, 8
 """What a request may need beside its likeliest token; bits."""

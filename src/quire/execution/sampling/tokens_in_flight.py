@@ -11,11 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from quire.execution.arrays import Int64Array
 from quire.execution.sampling.constraints import RowMasks
 from quire.kernels.devices.device import HostCopy
 from quire.kernels.sampling.token_choice import RowLogprobs
-from quire.step import NO_TOKEN, PositionLogprobs
+from quire.step import NO_TOKEN, Int64Array, PositionLogprobs
 
 NO_CHOICE = (
     "the request's grammar (structured_outputs) or allowed_token_ids leave no token to choose: together "

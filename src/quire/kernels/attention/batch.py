@@ -16,9 +16,10 @@ import torch
 from quire.kernels.attention.key_scores import KeyScores
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
-from quire.kernels.attention.tiles import AttentionPlan, HeadLayout, Int64Array, plan_attention
+from quire.kernels.attention.tiles import AttentionPlan, HeadLayout, plan_attention
 from quire.kernels.devices.device import HOST
 from quire.kernels.size_classes import DECODE_SIZES, SizeClasses
+from quire.step import Int64Array
 
 NO_BLOCK = -1  # of padding rows
 

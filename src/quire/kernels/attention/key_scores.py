@@ -11,8 +11,7 @@ import torch
 
 from quire.kernels.bounds import TILE
 from quire.kernels.devices.device import HOST
-
-Int64Array = npt.NDArray[np.int64]
+from quire.step import Int64Array
 
 NOWHERE = -1
 

@@ -10,8 +10,7 @@ import torch
 
 from quire.kernels.attention.kv_layer import KVLayer, keys_of
 from quire.kernels.devices.device import array_to_device
-
-Int64Array = npt.NDArray[np.int64]
+from quire.step import Int64Array
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)

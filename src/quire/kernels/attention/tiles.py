@@ -18,11 +18,10 @@ import torch
 
 from quire.kernels.attention.sparse_prefill import SkippedKeys
 from quire.kernels.bounds import SCRATCH_FLOATS, TILE
+from quire.step import Int64Array
 
 ROW_CLASSES = (1, 8, 64)  # query rows per block: decodes, a few tokens, prefill chunks
 ROW_MULTIPLE = 16  # float32 batched products on CPU give a row the same bits for every such number of rows
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

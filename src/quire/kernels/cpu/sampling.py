@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from quire.kernels.arrays import Float32Array, Float64Array
 from quire.kernels.cpu import _native
-from quire.kernels.sampling.row_scans import Float32Array, Float64Array, Head, Int64Array, RowScans
+from quire.kernels.sampling.row_scans import Head, RowScans
+from quire.step import Int64Array
 
 
 class NativeScans(RowScans):

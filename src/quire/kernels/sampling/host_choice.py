@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from quire.kernels.sampling.row_scans import BoolArray, Float32Array, Int64Array, RowScans
+from quire.kernels.arrays import Float32Array
+from quire.kernels.sampling.row_scans import RowScans
 from quire.kernels.sampling.selection import draw
 from quire.kernels.sampling.token_choice import (
     Array,
@@ -27,7 +28,7 @@ from quire.kernels.sampling.token_choice import (
     RowPenalties,
     TokenChoice,
 )
-from quire.step import NO_TOKEN
+from quire.step import NO_TOKEN, BoolArray, Int64Array
 
 
 class HostChoice(TokenChoice):

@@ -6,15 +6,11 @@ import dataclasses
 from abc import ABC, abstractmethod
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
+from quire.kernels.arrays import Float32Array, Float64Array
 from quire.kernels.bounds import MAX_HEAD_TOKENS, MIN_HEAD_TOKENS
-
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+from quire.step import BoolArray, Int64Array
 
 _MIN_GROUPS = 512
 _VECTOR = 16  # groups are whole vectors of the native kernels where they are longer than one

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.kernels.arrays import Float32Array, Float64Array
 from quire.kernels.bounds import SHORT_COUNTS_END
 from quire.kernels.devices.device import array_to_device
-from quire.kernels.sampling.row_scans import Float32Array, Float64Array, Int64Array
 from quire.kernels.sampling.token_choice import RowPenalties
-from quire.step import IntArray
+from quire.step import Int64Array, IntArray
 
 
 class SeenTokens:

@@ -14,15 +14,10 @@ from typing import Literal
 
 import numpy as np
 
-from quire.kernels.sampling.row_scans import (
-    BoolArray,
-    Float32Array,
-    Float64Array,
-    Int64Array,
-    RowScans,
-    relative_weights,
-)
+from quire.kernels.arrays import Float32Array, Float64Array
+from quire.kernels.sampling.row_scans import RowScans, relative_weights
 from quire.kernels.sampling.token_choice import Array, Filters
+from quire.step import BoolArray, Int64Array
 
 _NUM_BINS = 4096
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from typing_extensions import TypeVar
 
-from quire.kernels.sampling.row_scans import Float32Array, Int64Array
-from quire.step import NO_TOKEN
+from quire.kernels.arrays import Float32Array
+from quire.step import NO_TOKEN, Int64Array
 
 Array = npt.NDArray[Any]
 A = TypeVar("A", torch.Tensor, Array, default=torch.Tensor)

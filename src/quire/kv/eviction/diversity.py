@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.kv.eviction.kvcrush import Int64Array
 from quire.kv.eviction.scores import FloatArray, WeightArray
+from quire.step import Int64Array
 
 ROWS = 256
 """Keys that are compared with all others at a time, about: bounds the memory."""

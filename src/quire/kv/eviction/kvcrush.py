@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.config import KVCrushAnchorPointMode, KVCrushConfig
-from quire.kv.eviction.scores import BoolArray, FloatArray
-
-Int64Array = npt.NDArray[np.int64]
+from quire.kv.eviction.scores import FloatArray
+from quire.step import BoolArray, Int64Array
 
 
 class KVCrush:

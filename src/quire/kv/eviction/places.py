@@ -13,7 +13,7 @@ import dataclasses
 
 import numpy as np
 
-from quire.kv.eviction.kvcrush import Int64Array
+from quire.step import Int64Array
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -16,10 +16,10 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from quire.config import AggregationMode, CacheEvictionConfig, ScorePooling
+from quire.step import BoolArray
 
 FloatArray = npt.NDArray[np.float64]
 WeightArray = npt.NDArray[np.float32]
-BoolArray = npt.NDArray[np.bool_]
 FloatT = TypeVar("FloatT", np.float32, np.float64)
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.config import AggregationMode, CacheEvictionConfig
-from quire.kv.eviction.kvcrush import Int64Array, KVCrush
+from quire.kv.eviction.kvcrush import KVCrush
 from quire.kv.eviction.lengths import EvictionLengths
 from quire.kv.eviction.scores import FloatArray, SummedScores, WeightArray, token_scores_of
+from quire.step import Int64Array
 
 Diversity = Callable[[int, Int64Array, Int64Array], FloatArray]
 """Given a layer, the numbers of its evictable blocks, and which of these are the rest (by their place among

@@ -18,9 +18,7 @@ from quire.kernels.bounds import GPU_PART_BYTES, TILE
 from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.attention.kernels import ITEM_FIELDS, MERGE_FIELDS, SPAN_TILES
 from quire.kernels.triton.device import MULTIPROCESSORS
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
+from quire.step import Int64Array, IntArray
 
 PROGRAMS = 3 * MULTIPROCESSORS // 4
 """Tiles that keep a GPU busy, however many keys each has: tiles are divided that have more spans than so many
@@ -87,7 +85,7 @@ def plan_arrays(
     num_spans = sum(int(_span_end(tiles.num_tiles).sum()) for tiles in cut if len(tiles))
     most_spans = max(1, num_spans * heads.num_kv_heads // PROGRAMS)  # of one program
     selection = None if window else batch.key_selection
-    arrays: list[Int32Array] = []
+    arrays: list[IntArray] = []
     numbers: list[int] = []
     num_visits: list[int] = []
     for rows, tiles in zip(classes, cut, strict=True):
@@ -128,7 +126,7 @@ def numbered(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
     return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
 
 
-def _with_padding_rows(items: Int32Array, batch: AttentionBatch) -> Int32Array:
+def _with_padding_rows(items: IntArray, batch: AttentionBatch) -> IntArray:
     """Return items with one without keys for each row after the step's tokens, whose attention is then 0."""
     num_tokens = int(batch.num_tokens.sum())
     if num_tokens == batch.num_rows:
@@ -166,7 +164,7 @@ def _query_tiles(
     return _QueryTiles(fields, has_gaps=bool((gap < gap_end).any()))
 
 
-def _divided(tiles: _QueryTiles, most_spans: int, most_parts: int) -> tuple[Int32Array, Int32Array, int]:
+def _divided(tiles: _QueryTiles, most_spans: int, most_parts: int) -> tuple[IntArray, IntArray, int]:
     """Return items, merges and the number of parts of tiles of one height."""
     num_tiles = tiles.num_tiles
     is_divided = num_tiles > most_spans * _SPAN_TILES
@@ -215,7 +213,7 @@ def _spans(
     return pieces.pick(is_seen), which[is_seen]
 
 
-def _items(tiles: _QueryTiles, num_tiles: Int64Array, part: Int64Array | None = None) -> Int32Array:
+def _items(tiles: _QueryTiles, num_tiles: Int64Array, part: Int64Array | None = None) -> IntArray:
     """Return items, the longest first, so that all end at about one time."""
     items = np.empty((len(tiles), ITEM_FIELDS.value), dtype=np.int32)
     items[:, :_NUM_FIELDS] = tiles.fields.T
@@ -225,7 +223,7 @@ def _items(tiles: _QueryTiles, num_tiles: Int64Array, part: Int64Array | None = 
     return items[np.argsort(-num_tiles, kind="stable")]
 
 
-def _note_visits(items: Int32Array, selection: KeySelection) -> int:
+def _note_visits(items: IntArray, selection: KeySelection) -> int:
     """Give items with tokens that may leave out keys places in a list, one for each tile that they could see.
 
     Returns:

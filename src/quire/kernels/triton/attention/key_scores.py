@@ -12,7 +12,7 @@ from quire.kernels.bounds import SCORE_UNIT
 from quire.kernels.devices.device import array_to_device
 from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.attention.call import AttentionCall
-from quire.kernels.triton.attention.items import Int64Array, numbered, padded_features
+from quire.kernels.triton.attention.items import numbered, padded_features
 from quire.kernels.triton.attention.kernels import (
     TILE,
     finite_or_zero,
@@ -24,6 +24,7 @@ from quire.kernels.triton.attention.kernels import (
 )
 from quire.kernels.triton.device import await_previous
 from quire.kernels.triton.kernel import kernel
+from quire.step import Int64Array
 
 _ROWS = 64  # of a program, unless one token has more
 _FLOAT32_ROWS = 16

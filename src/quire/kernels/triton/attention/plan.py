@@ -13,13 +13,8 @@ from quire.kernels.attention.step_arrays import HostArrays
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.bounds import TILE
 from quire.kernels.size_classes import SizeClasses, next_power_of_2
-from quire.kernels.triton.attention.items import (
-    END_TILE,
-    FIRST_PLACE,
-    Int64Array,
-    padded_features,
-    plan_arrays,
-)
+from quire.kernels.triton.attention.items import END_TILE, FIRST_PLACE, padded_features, plan_arrays
+from quire.step import Int64Array
 
 ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, prefill chunks
 MAX_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers

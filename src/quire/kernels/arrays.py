@@ -1,4 +1,4 @@
-"""Names for the numpy arrays that the sampler works on."""
+"""Names of numpy arrays beside those of `quire.step`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,5 @@ import numpy.typing as npt
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 UInt64Array = npt.NDArray[np.uint64]
-BoolArray = npt.NDArray[np.bool_]
