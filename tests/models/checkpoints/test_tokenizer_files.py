@@ -236,7 +236,7 @@ def test_a_token_that_the_model_has_no_vector_for_is_left_out(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "tekken.json"])
 def test_another_format_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(ModelError, match=rf"no tokenizer\.json, .*; save {name} anew"):
+    with pytest.raises(ModelError, match=rf"no tokenizer\.json, .*; convert {name} by saving it"):
         read_tokenizer(tmp_path)
 
 
