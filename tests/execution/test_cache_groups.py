@@ -23,6 +23,7 @@ from step_driver import (
 )
 
 from checkpoints import make_checkpoint
+from memory_connector import MemoryConnector
 from quire.execution.drafts.draft_model_proposer import DraftModelProposer
 from quire.execution.model_runner import ModelRunner
 from quire.kernels.size_classes import size_class
@@ -179,6 +180,6 @@ def test_blocks_that_a_group_has_not_are_refused(tmp_path: Path, block_ids: Any,
         driver.runner.execute(plan([0], [1], [4], ["r"], new=[new], num_groups=2))
 
 
-def test_eviction_and_connectors_need_one_group(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there are 2 cache groups; connectors and eviction need"):
-        driver_of(load(tmp_path), connector=object())
+def test_eviction_and_connectors_that_are_not_by_group_need_one_group(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are 2 cache groups; eviction, and connectors"):
+        driver_of(load(tmp_path), connector=MemoryConnector(BLOCK_SIZE))

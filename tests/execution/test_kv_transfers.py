@@ -95,6 +95,12 @@ def test_a_connector_that_works_on_whole_blocks_is_told_of_no_layer(models, prom
     ]  # fmt: skip
 
 
+def test_a_connector_by_group_gets_the_caches_of_all_groups(models, connector):
+    connector.by_group = True
+    driver = make_driver(models["float32"], connector=connector)
+    assert connector.kv_caches == (driver.kv_cache,)
+
+
 def test_a_step_without_tokens_moves_kv_all_the_same(models, connector):
     driver = make_driver(models["float32"], connector=connector)
     result = driver.runner.execute(plan(finished=["gone"], metadata="plan of the step"))

@@ -268,8 +268,8 @@ class MemoryConnector(KVConnector):
         for save in self._saves:
             if save.request_id in failed_ids or not self._bad_blocks.isdisjoint(save.trusted_block_ids):
                 continue
-            self._bad_blocks.difference_update(block_id for _, block_id in save.blocks)
-            for key, block_id in save.blocks:
+            self._bad_blocks.difference_update(block_id for _, (block_id,) in save.blocks)
+            for key, (block_id,) in save.blocks:
                 if self.store.get(key) is None:
                     content = np.empty(blocks.bytes_per_block, dtype=np.uint8)
                     blocks.read_block(block_id, content)

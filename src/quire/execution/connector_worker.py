@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.execution.failed_requests import BlockTables, FailedRequests, StepErrors
-from quire.kv.cache.paged_cache import PagedAttentionCache
+from quire.kv.cache.paged_cache import PagedAttentionCache, views_of_layers
 from quire.kv.connectors.interface import KVConnector
 from quire.models.decoder import LayerHook
 from quire.step import KVConnectorOutput, SchedulerOutput
@@ -16,16 +18,18 @@ class KVTransfers:
 
     Args:
         connector: its worker side.
-        kv_cache: the tensors that it reads from and writes to.
+        kv_caches: of each cache group, that it reads from and writes to; more than one only with `by_group`.
         block_size: tokens per KV block.
     """
 
-    def __init__(self, connector: KVConnector, kv_cache: PagedAttentionCache, block_size: int) -> None:
+    def __init__(
+        self, connector: KVConnector, kv_caches: Sequence[PagedAttentionCache], block_size: int
+    ) -> None:
         self._connector = connector
-        self._kv_cache = kv_cache
+        self._views = views_of_layers(kv_caches)
         self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the layers seen so far
         self._failed = FailedRequests(block_size)
-        connector.register_kv_caches(kv_cache)
+        connector.register_kv_caches(tuple(kv_caches) if connector.by_group else kv_caches[0])
 
     @property
     def layer_hook(self) -> LayerHook | None:
@@ -44,7 +48,7 @@ class KVTransfers:
     def after_attention(self, layer: int) -> None:
         """Start storing what the step has written to the layer."""
         if layer not in self._pages:
-            kv = self._kv_cache.views[layer]
+            kv = self._views[layer]
             self._pages[layer] = kv.key_pages.transpose(0, 1), kv.value_pages.transpose(0, 1)
         self._connector.save_kv_layer(layer, *self._pages[layer])
 

@@ -60,7 +60,7 @@ class ModelRunner:
         max_model_len: maximum number of tokens of a request, prompt and output.
         block_size: tokens per KV block.
         proposer: makes the drafts that the scheduler asks for; None: no speculation.
-        connector: moves KV in and out of the cache; there must be one cache only.
+        connector: moves KV in and out of the caches; more than one only with `KVConnector.by_group`.
         sparse_attention: which keys the tokens of prompts leave out; None: none.
         eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector, a proposer, or
             more than one cache.
@@ -89,15 +89,17 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._kv_caches = tuple(kv_caches)
-        if len(kv_caches) > 1 and (connector is not None or eviction is not None):
+        needs_one = eviction is not None or (connector is not None and not connector.by_group)
+        if len(kv_caches) > 1 and needs_one:
             raise ValueError(
-                f"there are {len(kv_caches)} cache groups; connectors and eviction need all layers in one"
+                f"there are {len(kv_caches)} cache groups; eviction, and connectors that are not by_group, "
+                "need all layers in one"
             )
         self._kv = views_of_layers(kv_caches)
         self._block_size = block_size
         self._vocab_size = model.config.vocab_size
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
-        self._transfers = None if connector is None else KVTransfers(connector, kv_caches[0], block_size)
+        self._transfers = None if connector is None else KVTransfers(connector, kv_caches, block_size)
         self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
         pooling = model.config.pooling
         is_plain = eviction is None and self._layer_hook is None and pooling is None

@@ -9,7 +9,7 @@ import numpy as np
 
 from quire.kv.blocks.block_hash import SequenceKeys
 from quire.kv.blocks.block_pool import BlockPool
-from quire.kv.blocks.groups import NULL_BLOCK
+from quire.kv.blocks.groups import NULL_BLOCK, first_in_window
 from quire.step import Int64Array, IntArray
 
 
@@ -139,17 +139,13 @@ class BlockPools:
         for group, window in self.windows:
             missing = np.where(rows[group] < 0, ends[:-1], -1)
             last_missing = np.concatenate(([-1], np.maximum.accumulate(missing)))
-            is_served &= last_missing < self.first_in_window(ends * self._block_size, window)
+            is_served &= last_missing < first_in_window(ends * self._block_size, window, self._block_size)
         end = int(np.flatnonzero(is_served)[-1])
         block_ids = np.stack(rows)[:, :end].astype(np.int32)
         for group, window in self.windows:
-            block_ids[group, : self.first_in_window(end * self._block_size, window)] = NULL_BLOCK
+            first = first_in_window(end * self._block_size, window, self._block_size)
+            block_ids[group, :first] = NULL_BLOCK
         return block_ids
-
-    def first_in_window(self, num_tokens: IntArray | int, window: int) -> IntArray:
-        """Return the number of the first block that the token after `num_tokens` others sees."""
-        first: IntArray = np.maximum(num_tokens - window + 1, 0) // self._block_size
-        return first
 
     def forget_contents(self) -> None:
         """Empty the prefix cache: see `BlockPool.forget_contents`."""

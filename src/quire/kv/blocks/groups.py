@@ -13,6 +13,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from quire.step import IntArray
+
 if TYPE_CHECKING:
     from quire.kv.cache.page_layout import KVLayerSpec
 
@@ -48,6 +52,26 @@ def cache_groups(layers: Sequence[KVLayerSpec | None], *, keeps_all: bool) -> tu
         )
         for window in (0, *sorted(set(windows) - {0}, reverse=True))
     )
+
+
+def first_in_window(num_tokens: IntArray | int, window: int, block_size: int) -> IntArray:
+    """Return the number of the first block that the token after `num_tokens` others sees."""
+    first: IntArray = np.maximum(num_tokens - window + 1, 0) // block_size
+    return first
+
+
+def first_moved(num_tokens: int, window: int, block_size: int) -> int:
+    """Return the number of the first block of a group with a window that is moved with a prefix.
+
+    The blocks from there on are seen by the tokens behind the prefix, and by those behind its full blocks, so
+    that the prefix cache can find these.
+
+    Args:
+        num_tokens: of the prefix.
+        window: of the group.
+        block_size: tokens per block.
+    """
+    return int(first_in_window(num_tokens // block_size * block_size, window, block_size))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.kv.blocks.block_pools import BlockPools
-from quire.kv.blocks.groups import NULL_BLOCK
+from quire.kv.blocks.groups import NULL_BLOCK, first_in_window
 from quire.request import Request
 from quire.step import BoolArray, Int64Array, IntArray
 
@@ -140,7 +140,7 @@ class KVCacheManager:
         if num_tokens > self.capacity(slot):
             return False
         return all(
-            self._num_left[group, slot] <= self.pools.first_in_window(num_tokens, window)
+            self._num_left[group, slot] <= first_in_window(num_tokens, window, self.block_size)
             for group, window in self.pools.windows
         )
 
@@ -307,7 +307,7 @@ class KVCacheManager:
             bound = np.where(waits_to_be_cached, self._num_cached[slots], bound)
         for group, window in self.pools.windows:
             first = self._num_left[group, slots]
-            count = np.minimum(self.pools.first_in_window(num_computed, window), bound) - first
+            count = np.minimum(first_in_window(num_computed, window, self.block_size), bound) - first
             count = np.maximum(count, 0)
             if not count.any():
                 continue
@@ -320,7 +320,7 @@ class KVCacheManager:
                 np.repeat((num_prompt - 1) // self.block_size, count),
                 np.repeat(priorities, count),
             )
-            follows = index >= self.pools.first_in_window(found * self.block_size, window)
+            follows = index >= first_in_window(found * self.block_size, window, self.block_size)
             follows &= index < found
             self.pools.release_in(group, block_ids[follows], of_row[follows])
             self.pools.release_in(group, block_ids[~follows], of_row[~follows], is_left=True)

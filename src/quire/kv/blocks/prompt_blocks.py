@@ -1,7 +1,4 @@
-"""The prompt blocks that each step completes, derived from the plans, for KV connectors to save.
-
-They are those of the first cache group; beside a connector there is no other.
-"""
+"""The prompt blocks that each step completes, derived from the plans, for KV connectors to save."""
 
 from __future__ import annotations
 
@@ -11,26 +8,31 @@ from collections.abc import Mapping
 from quire.kv.blocks.block_hash import BlockKey, SequenceKeys
 from quire.step import IntArray, SchedulerOutput
 
+BlockIds = tuple[int, ...]
+"""The numbers of one block in all cache groups."""
+
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class Save:
     """Blocks of one prompt that are complete after a step, each reported once for each time the request runs.
 
     They are full, but for one that the keys end with. The first report also has those that were complete
-    before: cached or loaded ones. `first_block` is the place of the first one in the prompt. The step has
-    read the `trusted_block_ids`, from the start of the prompt, and computed the others.
+    before: cached or loaded ones. Each has its number in each cache group, `NULL_BLOCK` if it was before the
+    group's window when the request began to run. `first_block` is the place of the first one in the prompt.
+    The step has read the `trusted_block_ids`, those of the first group from the start of the prompt, and
+    computed the others.
     """
 
     request_id: str
     first_block: int
-    blocks: list[tuple[BlockKey, int]]
+    blocks: list[tuple[BlockKey, BlockIds]]
     trusted_block_ids: list[int]
 
 
 @dataclasses.dataclass(slots=True)
 class _Table:
     slot: int
-    block_ids: list[int]
+    block_ids: list[BlockIds]
     keys: SequenceKeys
     num_reported: int = 0  # leading blocks
 
@@ -71,16 +73,16 @@ class PromptBlocks:
     ) -> None:
         self.forget(request_id)
         if keys.get(request_id):
-            table = _Table(slot, block_ids[0].tolist(), keys[request_id])
+            table = _Table(slot, _by_block(block_ids), keys[request_id])
             self._tables[request_id] = self._by_slot[slot] = table
 
     def _take_new_blocks(self, plan: SchedulerOutput) -> None:
         changed = plan.scheduled_cached_reqs
-        rows = (changed.slots.tolist(), changed.block_index.tolist(), changed.block_ids[0].tolist())
-        for slot, index, block_id in zip(*rows, strict=True):
+        rows = (changed.slots.tolist(), changed.block_index.tolist(), _by_block(changed.block_ids))
+        for slot, index, block_ids in zip(*rows, strict=True):
             table = self._by_slot.get(slot)
             if table is not None:
-                table.block_ids[index : index + 1] = [block_id]
+                table.block_ids[index : index + 1] = [block_ids]
 
     def _complete_blocks(self, plan: SchedulerOutput) -> list[Save]:
         saves = []
@@ -94,9 +96,14 @@ class PromptBlocks:
                 num_complete = len(table.keys)
             new = range(table.num_reported, num_complete)
             blocks = [(table.keys[index], table.block_ids[index]) for index in new]
-            trusted = table.block_ids[: num_computed // self._block_size]
+            trusted = [ids[0] for ids in table.block_ids[: num_computed // self._block_size]]
             saves.append(Save(request_id, new.start, blocks, trusted))
             table.num_reported = num_complete
             if num_complete == len(table.keys):
                 self.forget(request_id)
         return saves
+
+
+def _by_block(block_ids: IntArray) -> list[BlockIds]:
+    """Return blocks [G, blocks] one by one."""
+    return list(zip(*block_ids.tolist(), strict=True))

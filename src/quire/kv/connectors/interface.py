@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from quire.kv.cache.paged_cache import PagedAttentionCache
     from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
     from quire.request import Request
     from quire.step import SchedulerOutput
@@ -50,6 +49,10 @@ class KVConnector(ABC):
     """Whether a step calls `wait_for_layer_load` and `save_kv_layer`; one that does cannot be replayed as a
     graph on a GPU."""
 
+    by_group = False
+    """Whether blocks and caches come by cache group, see `quire.kv.blocks.groups`. Without it, all layers are
+    in one group, so that those with a window keep the KV of all tokens."""
+
     saves_before_tokens = False
     """Whether there is a `begin_save`. Without it, a GPU gets no step before the tokens of the one before are
     known, which tell who has failed."""
@@ -83,14 +86,14 @@ class KVConnector(ABC):
         """
 
     @abstractmethod
-    def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, block_ids: Any, num_external_tokens: int) -> None:
         """Note that a request has got blocks and that its load may begin with the next metadata.
 
         Args:
             request: as in the latest `get_num_new_matched_tokens`.
-            block_ids: its table from the start, at least up to the last token to load.
+            block_ids: its table from the start, at least up to the last token to load: a sequence, or with
+                `by_group` an array [G, blocks]. There `NULL_BLOCK` stands for blocks that no token behind the
+                load sees in layers of the group: nothing is to be written to them.
             num_external_tokens: tokens to load behind the `num_computed_tokens` last asked about; at most as
                 many as were offered, and 0 if nothing is to be loaded.
         """
@@ -108,14 +111,12 @@ class KVConnector(ABC):
         """Return what the worker side must know of this step, as data that can be pickled."""
 
     @abstractmethod
-    def request_finished(
-        self, request: Request, block_ids: Sequence[int]
-    ) -> tuple[bool, Mapping[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: Any) -> tuple[bool, Mapping[str, Any] | None]:
         """Note that a request has ended; called exactly once for each that was accepted.
 
         Args:
             request: with its terminal status, its tokens up to date and its own `kv_transfer_params`.
-            block_ids: its table; empty if it never got one.
+            block_ids: its table, as for `update_state_after_alloc`; empty if it never got one.
 
         Returns:
             Whether its blocks must be held until the worker side reports it as `finished_sending`, and what
@@ -149,12 +150,14 @@ class KVConnector(ABC):
     # -- worker side ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def register_kv_caches(self, kv_caches: PagedAttentionCache) -> None:
+    def register_kv_caches(self, kv_caches: Any) -> None:
         """Register the cache to read from and write to, on the device that computes; called once.
 
         Args:
-            kv_caches: `tensor` has all blocks, one after the other, and `views[layer]` the `key_pages` and
-                `value_pages` of a layer, (num_kv_heads, num_blocks, block_size, head_dim).
+            kv_caches: a `PagedAttentionCache`, or with `by_group` a tuple of that of each group. `tensor` has
+                all blocks, one after the other, and `views[layer]` the `key_pages` and `value_pages` of a
+                layer, (num_kv_heads, num_blocks, block_size, head_dim). Without layers, a group has blocks of
+                0 bytes.
         """
 
     @abstractmethod
@@ -215,7 +218,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
-        """Return the blocks whose load has failed since the last call.
+        """Return the blocks of the first group whose load has failed since the last call, in any group.
 
         Those of an asynchronous load come together with its end.
         """

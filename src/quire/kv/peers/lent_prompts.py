@@ -113,7 +113,7 @@ class LentPrompts:
 
     def _loan_step(self, save: Save) -> LoanStep:
         lent = self._lent[save.request_id]
-        block_ids = [block_id for _, block_id in save.blocks]
+        block_ids = [ids[0] for _, ids in save.blocks]
         if lent.keeps_last:
             block_ids = block_ids[: lent.num_blocks - 1 - save.first_block]
         return LoanStep(save.request_id, lent.loan, save.first_block, block_ids)

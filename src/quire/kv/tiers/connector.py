@@ -187,7 +187,9 @@ class TierConnector(KVConnector):
         stores: list[FilledBlock] = []
         for save in self._prompts.completed_by(scheduler_output, self._keys):
             block_ids = dict(save.blocks)
-            stores += [FilledBlock(save.request_id, key, block_ids[key]) for key in residents.use(block_ids)]
+            stores += [
+                FilledBlock(save.request_id, key, block_ids[key][0]) for key in residents.use(block_ids)
+            ]
         metadata = TierMetadata(
             residents.generation,
             scheduler_output.total_num_scheduled_tokens,

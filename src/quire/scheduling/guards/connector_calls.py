@@ -87,10 +87,10 @@ class ConnectorCalls:
     def begin_load(self, request: Request, block_ids: IntArray, num_external_tokens: int) -> bool:
         """See `KVConnector.update_state_after_alloc`; False if that fails."""
         assert self._connector is not None, "without a connector nothing is found elsewhere"
-        held = block_ids[0].tolist()
-        self._loaded.update(held)
+        self._loaded.update(block_ids[0].tolist())
         try:
-            self._connector.update_state_after_alloc(request, held, num_external_tokens)
+            told = _as_told(self._connector, block_ids)
+            self._connector.update_state_after_alloc(request, told, num_external_tokens)
         except Exception:
             logger.exception("the KV connector failed to load for request %r", request.request_id)
             return False
@@ -122,7 +122,8 @@ class ConnectorCalls:
             return False, None
         self._unanswered.pop(request.request_id, None)
         try:
-            is_read_later, params = self._connector.request_finished(request, block_ids[0].tolist())
+            told = _as_told(self._connector, block_ids)
+            is_read_later, params = self._connector.request_finished(request, told)
             is_read_later = bool(is_read_later)
         except Exception:
             logger.exception("the KV connector failed at the end of request %r", request.request_id)
@@ -172,6 +173,11 @@ class ConnectorCalls:
     def metadata_of(self, output: SchedulerOutput) -> object | None:
         """See `KVConnector.build_connector_meta`; what that raises is raised: the step cannot be computed."""
         return None if self._connector is None else self._connector.build_connector_meta(output)
+
+
+def _as_told(connector: KVConnector, block_ids: IntArray) -> IntArray | list[int]:
+    """Return blocks [G, blocks] as a connector expects them."""
+    return block_ids if connector.by_group else block_ids[0].tolist()
 
 
 def _id(name: object) -> str:
