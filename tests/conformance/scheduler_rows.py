@@ -139,6 +139,7 @@ ROWS: dict[str, list[str]] = {
         "build_connector_meta",
         "request_finished exactly once",
         "request_finished: delay_free and kv_transfer_params",
+        "lends_prompt",
         "cancel_load",
         "leases_renewed",
         "lease_ended",

@@ -10,6 +10,7 @@ from scene import BAD, CLASSES, GatedGrammars, Scene
 
 from faulty_connector import FaultyConnector
 from preempting import preempt
+from quire.kv.blocks.groups import NULL_BLOCK, WindowBlocks
 from quire.status import RequestStatus
 
 # -- the connector's scheduler side ------------------------------------------------------------------------
@@ -273,6 +274,21 @@ def test_blocks_are_held_and_the_client_is_told_where_they_are():
     assert scene.ends["a"].kv_transfer_params == {"request_id": "a", "block_ids": table}
     assert np.count_nonzero(scene.scheduler.accounts.kv.pools.first.reference_counts(np.array(table))) == 3
     scene.finish()
+
+
+@row("lends_prompt")
+@pytest.mark.parametrize("send_steps", [None, 2])
+def test_groups_with_windows_keep_what_is_seen_behind_a_prompt_that_is_lent(send_steps):
+    windows = (WindowBlocks(4, 16),)
+    scene = Scene(connector=Witness(4, send_steps=send_steps, by_group=True), windows=windows)
+    scene.add("a", range(13), max_tokens=20)
+    while scene.scheduler.has_unfinished_requests():
+        scene.step()
+    ((_, _, table),) = [call for call in scene.connector.calls if call[0] == "request_finished"]
+    assert (table[1, 2:3] == NULL_BLOCK).all() == (send_steps is None)
+    assert (table[1, :2] == NULL_BLOCK).all()
+    scene.finish()
+    scene.check_naive()
 
 
 @row("cancel_load")

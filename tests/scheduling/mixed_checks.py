@@ -153,6 +153,8 @@ def check_progress(driver: MixedDriver, plan: SchedulerOutput, throttles: bool, 
         return
     if plan.total_num_scheduled_tokens or num_ended or has_transfers(driver):
         return
+    if driver.world.windows and plan.preempted_req_ids:  # it kept blocks to lend them, and starts again
+        return
     ready = [
         request_id
         for request_id, expected in driver.live.items()

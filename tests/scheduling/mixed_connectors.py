@@ -16,6 +16,7 @@ from faulty_connector import FaultyConnector
 from inline_threads import InlineThreads
 from insides import check_no_buffer_leaks
 from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.blocks.groups import NULL_BLOCK, first_in_window
 from quire.kv.connectors.host_blocks import block_store
 from quire.kv.tiers.block_copier import HostCopier
 from quire.kv.tiers.cached_tier import CachedTier
@@ -23,6 +24,7 @@ from quire.kv.tiers.connector import MAX_READ_TIME, TierConnector
 from quire.kv.tiers.disk.region import FINGERPRINT_BYTES, RegionLayout
 from quire.kv.tiers.disk.tier import DiskTier
 from quire.kv.tiers.tier import BlockTier, MemoryTier
+from quire.request import Request
 
 if TYPE_CHECKING:
     from mixed_world import Chooser
@@ -74,6 +76,16 @@ class Reluctant:
 class MixedConnector(Reluctant, FaultyConnector):
     FAULTS = ("fail", "silent", "answer", "dead peer", "living peer")
 
+    windows: tuple[int, ...] = ()  # of the groups that have one
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.preempted: set[str] = set()
+
+    def build_connector_meta(self, scheduler_output):
+        self.preempted.update(scheduler_output.preempted_req_ids)
+        return super().build_connector_meta(scheduler_output)
+
     def misbehave(self, what: str, choose: Chooser) -> None:
         match what:
             case "fail":
@@ -84,6 +96,19 @@ class MixedConnector(Reluctant, FaultyConnector):
                 self.answer()
             case _:
                 self.is_peer_alive = what == "living peer"
+
+    def request_finished(self, request, block_ids):
+        answer = super().request_finished(request, block_ids)
+        if answer[0] and self.by_group and request.request_id not in self.preempted:
+            self._check_lent(request, block_ids)
+        return answer
+
+    def _check_lent(self, request: Request, block_ids: np.ndarray) -> None:
+        """Check that all groups have what is seen by the last token of the prompt and those behind it."""
+        num_tokens = request.num_prompt_tokens - 1
+        for window, ids in zip(self.windows, block_ids[1:], strict=True):
+            first = first_in_window(num_tokens, window, self._block_size)
+            assert (ids[first : -(-num_tokens // self._block_size)] != NULL_BLOCK).all()
 
     def settle(self) -> Counter[str]:
         return Counter()
@@ -260,6 +285,7 @@ def draw_connector(choose: Chooser, block_size: int) -> MixedConnector | MixedTi
             load_steps=choose.among([0, 1, 3]),
             send_steps=choose.among([None, 1, 4]),
             keeps_tails=choose.chance(50),
+            by_group=choose.chance(60),
             capacity_bytes=num_bytes * num_blocks,
         )
     min_uses = choose.among([1, 1, 2])

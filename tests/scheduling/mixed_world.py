@@ -145,10 +145,12 @@ class World:
         self.events = CacheEvents()
         self.most_drafts = choose.among([0, 0, 1, 3])
         self.windows = ()
-        if self.connector is None and not config.use_cache_eviction:
+        if not config.use_cache_eviction and (self.connector is None or self.connector.by_group):
             self.windows = draw_windows(
                 choose, config, self.num_blocks, self.commit_blocks if self.grows else None
             )
+            if self.connector is not None:
+                self.connector.windows = tuple(group.window for group in self.windows)
         self.runner = FakeRunner(
             self.num_blocks,
             config.block_size,

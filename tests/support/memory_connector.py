@@ -15,7 +15,8 @@ import numpy as np
 from typing_extensions import override
 
 from quire.kv.blocks.block_hash import BlockKey, SequenceKeys, root_digest
-from quire.kv.blocks.prompt_blocks import PromptBlocks, Save
+from quire.kv.blocks.groups import NULL_BLOCK
+from quire.kv.blocks.prompt_blocks import BlockIds, PromptBlocks, Save
 from quire.kv.connectors.host_blocks import BlockStore, ByteArray, block_store
 from quire.kv.connectors.interface import KVConnector
 from quire.request import Request
@@ -24,8 +25,7 @@ from quire.status import RequestStatus
 if TYPE_CHECKING:
     import torch
 
-    from quire.kv.cache.paged_cache import PagedAttentionCache
-    from quire.step import SchedulerOutput
+    from quire.step import IntArray, SchedulerOutput
 
 
 class HostBlocks:
@@ -80,7 +80,7 @@ class BlockLoad:
     """Blocks to fill for one request, from what was stored in `generation`."""
 
     request_id: str
-    blocks: list[tuple[BlockKey, int]]
+    blocks: list[tuple[BlockKey, BlockIds]]
     generation: int
 
 
@@ -110,6 +110,7 @@ class MemoryConnector(KVConnector):
         load_steps: steps that an asynchronous load takes, at least 1; 0 loads synchronously.
         send_steps: steps for which a finished request's blocks are held for a peer; None sends nothing.
         keeps_tails: whether to keep all tokens of a prompt but the last, and not only full blocks.
+        by_group: whether there may be several cache groups.
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class MemoryConnector(KVConnector):
         load_steps: int = 0,
         send_steps: int | None = None,
         keeps_tails: bool = False,
+        by_group: bool = False,
     ) -> None:
+        self.by_group = by_group
         self.store = HostBlocks(capacity_bytes)
         self._block_size = block_size
         self._load_steps = load_steps
@@ -134,7 +137,7 @@ class MemoryConnector(KVConnector):
         self._cancelled: list[str] = []
         self._new_sends: list[str] = []
         # Worker side.
-        self._blocks: BlockStore | None = None
+        self._stores: list[BlockStore] = []  # of each group
         self._pending: dict[str, _PendingLoad] = {}
         self._saves: list[Save] = []
         self._sending: dict[str, int] = {}  # steps left
@@ -163,7 +166,7 @@ class MemoryConnector(KVConnector):
 
     @override
     def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+        self, request: Request, block_ids: Sequence[int] | IntArray, num_external_tokens: int
     ) -> None:
         request_id = request.request_id
         if not num_external_tokens:
@@ -171,7 +174,8 @@ class MemoryConnector(KVConnector):
         first = self._num_local[request_id] // self._block_size
         keys = self._keys_of(request)
         indices = range(first, first + -(-num_external_tokens // self._block_size))
-        blocks = [(keys[index], int(block_ids[index])) for index in indices]
+        by_block = np.atleast_2d(block_ids).T.tolist()
+        blocks = [(keys[index], tuple(by_block[index])) for index in indices]
         self._new_loads.append(BlockLoad(request_id, blocks, self.store.generation))
 
     @override
@@ -193,7 +197,7 @@ class MemoryConnector(KVConnector):
 
     @override
     def request_finished(
-        self, request: Request, block_ids: Sequence[int]
+        self, request: Request, block_ids: Sequence[int] | IntArray
     ) -> tuple[bool, Mapping[str, Any] | None]:
         request_id = request.request_id
         self._keys.pop(request_id, None)
@@ -203,10 +207,14 @@ class MemoryConnector(KVConnector):
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
-        if self._send_steps is None or not (is_complete and len(block_ids)):
+        if self._send_steps is None or not (is_complete and np.size(block_ids)):
             return False, None
         self._new_sends.append(request_id)
-        return True, {"request_id": request_id, "block_ids": [int(block_id) for block_id in block_ids]}
+        return True, {"request_id": request_id, "block_ids": np.asarray(block_ids).tolist()}
+
+    @override
+    def lends_prompt(self, request: Request) -> bool:
+        return self._send_steps is not None
 
     @override
     def leases_renewed(self) -> frozenset[str]:
@@ -233,9 +241,9 @@ class MemoryConnector(KVConnector):
     # -- worker side ---------------------------------------------------------------------------------------
 
     @override
-    def register_kv_caches(self, kv_caches: PagedAttentionCache | BlockStore) -> None:
+    def register_kv_caches(self, kv_caches: Any) -> None:
         """Anything with `read_block` and `write_block` will do."""
-        self._blocks = block_store(kv_caches)
+        self._stores = [block_store(cache) for cache in (kv_caches if self.by_group else [kv_caches])]
 
     @override
     def start_load_kv(self, metadata: object | None) -> None:
@@ -264,16 +272,14 @@ class MemoryConnector(KVConnector):
     @override
     def wait_for_save(self, failed_ids: frozenset[str]) -> None:
         """What was computed from blocks that failed to load is not kept either."""
-        blocks = self._require_blocks()
+        self._require_stores()
         for save in self._saves:
             if save.request_id in failed_ids or not self._bad_blocks.isdisjoint(save.trusted_block_ids):
                 continue
-            self._bad_blocks.difference_update(block_id for _, (block_id,) in save.blocks)
-            for key, (block_id,) in save.blocks:
-                if self.store.get(key) is None:
-                    content = np.empty(blocks.bytes_per_block, dtype=np.uint8)
-                    blocks.read_block(block_id, content)
-                    self.store.put(key, content)
+            self._bad_blocks.difference_update(ids[0] for _, ids in save.blocks)
+            for key, ids in save.blocks:
+                if self.store.get(key) is None and NULL_BLOCK not in ids[1:]:
+                    self.store.put(key, self._content(ids))
         self._saves = []
 
     @override
@@ -294,21 +300,35 @@ class MemoryConnector(KVConnector):
 
     def _complete(self, load: BlockLoad) -> None:
         """Fill a load's blocks; those whose content is no longer stored are noted as failed."""
-        blocks = self._require_blocks()
         is_usable = load.generation == self.store.generation
-        for key, block_id in load.blocks:
+        for key, ids in load.blocks:
             content = self.store.get(key) if is_usable else None
             if content is None:
-                self._failed_blocks.add(block_id)
-                self._bad_blocks.add(block_id)
+                self._failed_blocks.add(ids[0])
+                self._bad_blocks.add(ids[0])
             else:
-                self._bad_blocks.discard(block_id)
-                blocks.write_block(block_id, content)
+                self._bad_blocks.discard(ids[0])
+                self._fill(ids, content)
 
-    def _require_blocks(self) -> BlockStore:
-        if self._blocks is None:
+    def _content(self, ids: BlockIds) -> ByteArray:
+        """Return what all groups have of a block."""
+        parts = [np.empty(store.bytes_per_block, dtype=np.uint8) for store in self._stores]
+        for store, block_id, part in zip(self._stores, ids, parts, strict=True):
+            store.read_block(block_id, part)
+        return np.concatenate(parts)
+
+    def _fill(self, ids: BlockIds, content: ByteArray) -> None:
+        """Overwrite a block in the groups that have it."""
+        ends = np.cumsum([store.bytes_per_block for store in self._require_stores()])
+        parts = np.split(content, ends[:-1])
+        for group, (store, block_id, part) in enumerate(zip(self._stores, ids, parts, strict=True)):
+            if block_id != NULL_BLOCK or not group:
+                store.write_block(block_id, part)
+
+    def _require_stores(self) -> list[BlockStore]:
+        if not self._stores:
             raise RuntimeError("register_kv_caches() must be called before KV is loaded or saved")
-        return self._blocks
+        return self._stores
 
 
 def _is_due(pending: _PendingLoad) -> bool:

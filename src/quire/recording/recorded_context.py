@@ -236,6 +236,7 @@ class RecordedConnector(KVConnector):
     """A connector whose scheduler side is recorded; of the metadata only that there is one."""
 
     def __init__(self, answers: ContextAnswers, connector: KVConnector) -> None:
+        self.by_group = connector.by_group
         self._answers = answers
         self._connector = connector
 
@@ -265,6 +266,11 @@ class RecordedConnector(KVConnector):
             return num_external_tokens
 
         self._answers.ask("connector.load", request.request_id, load)
+
+    @override
+    def lends_prompt(self, request: Request) -> bool:
+        lends = self._connector.lends_prompt
+        return self._answers.ask("connector.lends_prompt", request.request_id, lends, request)
 
     @override
     def cancel_load(self, request_id: str) -> None:

@@ -272,13 +272,24 @@ class BlockPool:
         if self._events is not None:
             self._events.cleared()
 
-    def forget_content(self, block_ids: IntArray) -> None:
-        """Remove the contents of blocks from the prefix cache: they have turned out to be invalid."""
+    def find_each(self, digests: Iterable[bytes]) -> IntArray:
+        """Return the cached blocks of those of these digests that there are, by the digests alone."""
+        found = map(self._by_digest.get, digests)
+        return np.array([block_id for block_id in found if block_id is not None], dtype=np.int32)
+
+    def forget_content(self, block_ids: IntArray) -> list[bytes]:
+        """Remove the contents of blocks from the prefix cache: they have turned out to be invalid.
+
+        Returns:
+            The digests of those that were cached.
+        """
         cached = block_ids[self._is_cached[block_ids]]
+        digests: list[bytes] = self._digests[cached].tolist()
         idle = cached[self._counts[cached] == 0]
         self._idle.take(idle)
         self._forget(cached)
         self._blank.push(idle)
+        return digests
 
     def check(self, held: Iterable[int]) -> None:
         """Check invariants 1 and 2 against `held`: every block id of every table, with repetition.

@@ -9,8 +9,8 @@ import numpy as np
 
 from quire.kv.blocks.block_hash import SequenceKeys
 from quire.kv.blocks.block_pool import BlockPool
-from quire.kv.blocks.groups import NULL_BLOCK, first_in_window
-from quire.step import Int64Array, IntArray
+from quire.kv.blocks.groups import NULL_BLOCK, first_in_window, first_moved
+from quire.step import BoolArray, Int64Array, IntArray
 
 
 class BlockPools:
@@ -32,6 +32,7 @@ class BlockPools:
     def __init__(self, pools: Sequence[BlockPool], windows: Iterable[int], block_size: int) -> None:
         self.first = pools[0]
         self.windows = list(enumerate(windows, 1))
+        self.all_needed = [0] * len(pools)  # see `allocate`
         self._pools = pools
         self._block_size = block_size
 
@@ -60,26 +61,52 @@ class BlockPools:
         """The share of the blocks that is in use, of the group in which it is largest."""
         return max(count / pool.num_blocks for pool, count in zip(self._pools, self.num_in_use, strict=True))
 
-    def num_free_beside(self, block_ids: IntArray) -> int:
-        """Return how many blocks are free in every group once `block_ids` [G, blocks] are in use."""
-        return min(pool.num_free - pool.count_idle(ids) for pool, ids in self._by_group(block_ids))
+    def num_free_beside(self, block_ids: IntArray, unneeded: Sequence[int]) -> int:
+        """Return how many blocks can be allocated once others are in use.
 
-    def commit_ahead(self, count: int) -> None:
-        """See `BlockPool.commit_ahead`."""
-        for pool in self._pools:
-            pool.commit_ahead(count)
+        Args:
+            block_ids: the others, [G, blocks].
+            unneeded: of the blocks to be allocated, as for `allocate`.
+        """
+        rows = zip(self._by_group(block_ids), unneeded, strict=True)
+        return min(pool.num_free - pool.count_idle(ids) + count for (pool, ids), count in rows)
 
-    def allocate(self, count: int) -> IntArray:
+    def commit_ahead(self, count: int, unneeded: Sequence[int] | None = None) -> None:
+        """Make sure that `count` blocks can be allocated; see `BlockPool.commit_ahead`."""
+        for pool, num_null in zip(self._pools, unneeded or self.all_needed, strict=True):
+            pool.commit_ahead(count - num_null)
+
+    def unneeded(self, num_blocks: int, num_tokens: int) -> list[int]:
+        """Return how many blocks of each group, [G], behind some that are there no prefix needs to move.
+
+        Args:
+            num_blocks: that are there, from the first on.
+            num_tokens: of the prefix.
+        """
+        first = [first_moved(num_tokens, window, self._block_size) for _, window in self.windows]
+        return [0, *(max(int(block) - num_blocks, 0) for block in first)]
+
+    def allocate(self, count: int, unneeded: Sequence[int] | None = None) -> IntArray:
         """Return `count` blocks of each group with reference count 1: [G, count].
 
+        Args:
+            count: blocks of a sequence, one after the other.
+            unneeded: how many of them, from the first on, are `NULL_BLOCK`, [G]; None: none.
+
         Raises:
-            ValueError: fewer than `count` blocks are free in some group; nothing is taken.
+            ValueError: fewer blocks are free in some group; nothing is taken.
         """
-        if self.windows:
-            self.commit_ahead(count)
-            if count > self.num_free:
-                raise ValueError(f"{count} KV blocks requested of each group, {self.num_free} are free")
-        return np.stack([pool.allocate(count) for pool in self._pools])
+        if not self.windows:
+            return self.first.allocate(count)[None]
+        unneeded = unneeded or self.all_needed
+        self.commit_ahead(count, unneeded)
+        counts = [count - num_null for num_null in unneeded]
+        if any(more > pool.num_free for more, pool in zip(counts, self._pools, strict=True)):
+            raise ValueError(f"{counts} KV blocks requested of the groups, {self.num_free} are free in each")
+        block_ids = np.full((len(self._pools), count), NULL_BLOCK, dtype=np.int32)
+        for ids, num_null, pool in zip(block_ids, unneeded, self._pools, strict=True):
+            ids[num_null:] = pool.allocate(count - num_null)
+        return block_ids
 
     def acquire(self, block_ids: IntArray) -> None:
         """Add one reference to each of `block_ids` [G, blocks]."""
@@ -134,18 +161,40 @@ class BlockPools:
             return found[None]
         chain, tokens = [keys.digest(0), *keys.digests(0, len(found))], tokens[: len(found)]
         rows = [found, *(pool.lookup(chain, tokens) for pool in self._pools[1:])]
-        ends = np.arange(len(found) + 1, dtype=np.int32)
-        is_served = np.ones(len(ends), dtype=np.bool_)
+        block_ids = np.stack(rows).astype(np.int32)
+        end = self.num_served(block_ids >= 0)
+        block_ids = block_ids[:, :end]
         for group, window in self.windows:
-            missing = np.where(rows[group] < 0, ends[:-1], -1)
-            last_missing = np.concatenate(([-1], np.maximum.accumulate(missing)))
-            is_served &= last_missing < first_in_window(ends * self._block_size, window, self._block_size)
-        end = int(np.flatnonzero(is_served)[-1])
-        block_ids = np.stack(rows)[:, :end].astype(np.int32)
-        for group, window in self.windows:
-            first = first_in_window(end * self._block_size, window, self._block_size)
+            first = first_moved(end * self._block_size, window, self._block_size)
             block_ids[group, :first] = NULL_BLOCK
         return block_ids
+
+    def num_served(self, is_there: BoolArray) -> int:
+        """Return how many blocks the longest prefix has that all groups serve.
+
+        Args:
+            is_there: whether each group has each block, [G, blocks]; the first group has all.
+        """
+        ends = np.arange(is_there.shape[1] + 1, dtype=np.int32)
+        is_served = np.ones(len(ends), dtype=np.bool_)
+        for group, window in self.windows:
+            missing = np.where(is_there[group], -1, ends[:-1])
+            last_missing = np.concatenate(([-1], np.maximum.accumulate(missing)))
+            is_served &= last_missing < first_in_window(ends * self._block_size, window, self._block_size)
+        return int(np.flatnonzero(is_served)[-1])
+
+    def leave_windows(self, block_ids: IntArray, num_tokens: int) -> None:
+        """Release what no prefix of `num_tokens` moves of blocks [G, blocks]; it becomes `NULL_BLOCK`."""
+        for group, window in self.windows:
+            before = block_ids[group, : first_moved(num_tokens, window, self._block_size)]
+            self.release_in(group, before, 0, is_left=True)
+            before[:] = NULL_BLOCK
+
+    def forget_content(self, block_ids: IntArray) -> None:
+        """Remove the contents of blocks of the first group from the prefix cache, in all groups."""
+        digests = self.first.forget_content(block_ids)
+        for pool in self._pools[1:]:
+            pool.forget_content(pool.find_each(digests))
 
     def forget_contents(self) -> None:
         """Empty the prefix cache: see `BlockPool.forget_contents`."""

@@ -60,7 +60,7 @@ def first_in_window(num_tokens: IntArray | int, window: int, block_size: int) ->
     return first
 
 
-def first_moved(num_tokens: int, window: int, block_size: int) -> int:
+def first_moved(num_tokens: IntArray | int, window: int, block_size: int) -> IntArray:
     """Return the number of the first block of a group with a window that is moved with a prefix.
 
     The blocks from there on are seen by the tokens behind the prefix, and by those behind its full blocks, so
@@ -71,7 +71,7 @@ def first_moved(num_tokens: int, window: int, block_size: int) -> int:
         window: of the group.
         block_size: tokens per block.
     """
-    return int(first_in_window(num_tokens // block_size * block_size, window, block_size))
+    return first_in_window(num_tokens // block_size * block_size, window, block_size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.kv.blocks.block_pools import BlockPools
-from quire.kv.blocks.groups import NULL_BLOCK, first_in_window
+from quire.kv.blocks.groups import NULL_BLOCK, first_in_window, first_moved
 from quire.request import Request
 from quire.step import BoolArray, Int64Array, IntArray
 
@@ -292,6 +292,7 @@ class KVCacheManager:
         num_prompt: IntArray,
         priorities: Int64Array,
         waits_to_be_cached: BoolArray,
+        lends_prompt: BoolArray,
     ) -> None:
         """Free the blocks that are before the window of all tokens still to be computed.
 
@@ -301,14 +302,17 @@ class KVCacheManager:
             num_prompt: tokens of the prompts, [S]; a prompt may come again, to be answered once more.
             priorities: of the requests, [S].
             waits_to_be_cached: whose blocks stay until they can be found, [S].
+            lends_prompt: whose blocks stay that are moved with all tokens of the prompt but the last, [S].
         """
         bound = self.num_blocks[slots]
         if self.enable_prefix_caching:
             bound = np.where(waits_to_be_cached, self._num_cached[slots], bound)
         for group, window in self.pools.windows:
             first = self._num_left[group, slots]
-            count = np.minimum(first_in_window(num_computed, window, self.block_size), bound) - first
-            count = np.maximum(count, 0)
+            end = np.minimum(first_in_window(num_computed, window, self.block_size), bound)
+            first_lent = first_moved(num_prompt - 1, window, self.block_size)
+            end = np.minimum(end, np.where(lends_prompt, first_lent, end))
+            count = np.maximum(end - first, 0)
             if not count.any():
                 continue
             rows, index = _entries(slots, first, count)
@@ -320,7 +324,7 @@ class KVCacheManager:
                 np.repeat((num_prompt - 1) // self.block_size, count),
                 np.repeat(priorities, count),
             )
-            follows = index >= first_in_window(found * self.block_size, window, self.block_size)
+            follows = index >= first_moved(found * self.block_size, window, self.block_size)
             follows &= index < found
             self.pools.release_in(group, block_ids[follows], of_row[follows])
             self.pools.release_in(group, block_ids[~follows], of_row[~follows], is_left=True)

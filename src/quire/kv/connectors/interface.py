@@ -29,9 +29,9 @@ class KVConnector(ABC):
     `register_kv_caches` is called before the first step and `close` after the last.
 
     The calls of one step, in order. Scheduler side: `leases_renewed` once; `get_num_new_matched_tokens`,
-    `update_state_after_alloc` and `cancel_load`, any number of times; `build_connector_meta` once.
-    `request_arrived`, `request_finished`, `lease_ended`, `reset` and `stats` may also come between steps.
-    Worker side: `start_load_kv`; with `works_by_layer`, for each layer `wait_for_layer_load` and
+    `update_state_after_alloc`, `lends_prompt` and `cancel_load`, any number of times; `build_connector_meta`
+    once. `request_arrived`, `request_finished`, `lease_ended`, `reset` and `stats` may also come between
+    steps. Worker side: `start_load_kv`; with `works_by_layer`, for each layer `wait_for_layer_load` and
     `save_kv_layer`; `wait_for_save`, `get_finished`, `get_block_ids_with_load_errors`, once each. The worker
     side takes part in every step, also in one that computes nothing, which has no calls for layers. A plan
     may be dropped before the worker side sees its metadata: its loads then never end, and the scheduler gives
@@ -97,6 +97,14 @@ class KVConnector(ABC):
             num_external_tokens: tokens to load behind the `num_computed_tokens` last asked about; at most as
                 many as were offered, and 0 if nothing is to be loaded.
         """
+
+    def lends_prompt(self, request: Request) -> bool:
+        """Return whether a request's blocks are to be lent when it has ended; asked when it begins to run.
+
+        If so, groups with windows keep what is seen by the last token of its prompt and those behind it, unless
+        it is preempted, after which it is not asked about again.
+        """
+        return False
 
     @abstractmethod
     def cancel_load(self, request_id: str) -> None:

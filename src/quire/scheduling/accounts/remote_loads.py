@@ -2,7 +2,8 @@
 
 A load is shared: requests that begin with the same tokens wait for it, and find its blocks in the prefix
 cache when it has arrived. A request waits only if at least half of the load's blocks are for it, too, so that
-this takes at most about twice as long as a load of its own.
+this takes at most about twice as long as a load of its own. Beside windows all of them must be: the load has
+only what the tokens behind it see.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from quire.kv.blocks.block_pools import BlockPools
+from quire.kv.blocks.groups import NULL_BLOCK
 from quire.kv.blocks.manager import Prefix
 from quire.request import Request
 from quire.step import IntArray
@@ -20,7 +23,11 @@ from quire.step import IntArray
 
 @dataclasses.dataclass(slots=True)
 class RemoteLoad:
-    """One asynchronous load: `block_ids` will hold the request's first `num_tokens` tokens."""
+    """One asynchronous load: `block_ids` will hold the request's first `num_tokens` tokens.
+
+    A group with a window has the blocks that the tokens behind the load see, and until it has arrived those
+    that the tokens behind the local blocks see, too.
+    """
 
     request: Request
     block_ids: IntArray  # [G, blocks]
@@ -29,20 +36,24 @@ class RemoteLoad:
     num_missing_blocks: int  # that the rest of the request's tokens will need
     deadline: float  # seconds on the scheduler's clock
     first_step: int  # the one that asks for it; what earlier steps report is of another load
-    middle_digest: bytes | None = None  # of the block that ends the first half; None: it is not shared
+    shared_digest: bytes | None = None  # of the last block that others must share; None: it is not shared
     failed_block_ids: frozenset[int] = frozenset()  # of the first group
     has_arrived: bool = False
     number: int = 0  # no other load has it; given by `RemoteLoads`, from 1 on
 
-    def drop_failed(self, block_size: int) -> IntArray:
-        """Cut the load off at its first failed block; return the blocks [G, blocks] from there on."""
+    def drop_failed(self, block_size: int, pools: BlockPools) -> IntArray:
+        """Cut the load off at its first failed block; return the blocks [G, blocks] that are of no use.
+
+        Where a group lacks what the tokens behind that see, it is cut off before.
+        """
         failed = np.flatnonzero(np.isin(self.block_ids[0], list(self.failed_block_ids)))
         if not failed.size:
             return self.block_ids[:, :0]
-        first = int(failed[0])
-        dropped = self.block_ids[:, first:]
-        self.block_ids = self.block_ids[:, :first]
-        self.num_tokens = first * block_size
+        end = pools.num_served(self.block_ids[:, : failed[0]] != NULL_BLOCK)
+        dropped = self.block_ids[:, end:]
+        self.block_ids = self.block_ids[:, :end]
+        self.num_local_blocks = min(self.num_local_blocks, end)
+        self.num_tokens = end * block_size
         return dropped
 
     @property
@@ -65,7 +76,7 @@ class RemoteLoads:
         self._coming: dict[str, RemoteLoad] = {}
         self._arrived: dict[str, RemoteLoad] = {}
         self._coming_numbers: set[int] = set()
-        self._by_middle: dict[bytes, RemoteLoad] = {}  # on their way, by `middle_digest`
+        self._by_shared: dict[bytes, RemoteLoad] = {}  # on their way, by `shared_digest`
         self._num_begun = 0
         self.num_loading_blocks = 0  # that loads on their way may write to
         self.num_missing_blocks = 0  # that their requests will need besides
@@ -90,8 +101,8 @@ class RemoteLoads:
         load.number = self._num_begun
         self._coming[load.request.request_id] = load
         self._coming_numbers.add(load.number)
-        if load.middle_digest is not None:
-            self._by_middle.setdefault(load.middle_digest, load)
+        if load.shared_digest is not None:
+            self._by_shared.setdefault(load.shared_digest, load)
         self.num_loading_blocks += load.num_blocks
         self.num_missing_blocks += load.num_missing_blocks
 
@@ -118,12 +129,12 @@ class RemoteLoads:
         return number in self._coming_numbers
 
     def covering(self, digests: Iterable[bytes]) -> RemoteLoad | None:
-        """Return a load on its way that brings blocks of these digests, half of its own or more."""
-        if not self._by_middle:
+        """Return a load on its way whose `shared_digest` is one of these."""
+        if not self._by_shared:
             return None
         found = None
         for digest in digests:
-            found = self._by_middle.get(digest, found)
+            found = self._by_shared.get(digest, found)
         return found
 
     def due(self, now: float) -> list[RemoteLoad]:
@@ -144,8 +155,8 @@ class RemoteLoads:
         load = self._coming.pop(request_id, None)
         if load is not None:
             self._coming_numbers.remove(load.number)
-            if load.middle_digest is not None and self._by_middle.get(load.middle_digest) is load:
-                del self._by_middle[load.middle_digest]
+            if load.shared_digest is not None and self._by_shared.get(load.shared_digest) is load:
+                del self._by_shared[load.shared_digest]
             self.num_loading_blocks -= load.num_blocks
             self.num_missing_blocks -= load.num_missing_blocks
         return load

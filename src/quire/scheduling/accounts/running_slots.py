@@ -44,6 +44,7 @@ class RunningSlots:
         self.awaits_first_token = np.zeros(max_num_seqs, dtype=np.bool_)  # its client has had no output yet
         self.is_beam = np.zeros(max_num_seqs, dtype=np.bool_)  # a beam search chooses its tokens
         self.has_grammar = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.lends_prompt = np.zeros(max_num_seqs, dtype=np.bool_)  # see `KVConnector.lends_prompt`
         # Zeroed memory is committed when first written: a long max_model_len costs address space only.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.draft_ids = np.full((max_num_seqs, 0), NO_TOKEN, dtype=np.int32)  # widened as needed
@@ -124,7 +125,7 @@ class RunningSlots:
         self.client_index[slot] = request.client_index
         self.priority[slot] = request.priority
         self.awaits_first_token[slot] = not request.output_token_ids
-        self.has_grammar[slot] = self.is_beam[slot] = False
+        self.has_grammar[slot] = self.is_beam[slot] = self.lends_prompt[slot] = False
         self._set_stop_ids(slot, request)
         bisect.insort(self._order, (key, slot))
         self._free.pop()

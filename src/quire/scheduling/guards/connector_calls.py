@@ -96,6 +96,16 @@ class ConnectorCalls:
             return False
         return True
 
+    def lends_prompt(self, request: Request) -> bool:
+        """See `KVConnector.lends_prompt`; False if that fails."""
+        if self._connector is None:
+            return False
+        try:
+            return bool(self._connector.lends_prompt(request))
+        except Exception:
+            logger.exception("the KV connector failed to say whether it lends request %r", request.request_id)
+            return False
+
     def take_failed(self, block_ids: frozenset[int]) -> frozenset[int]:
         """Return which of these blocks, whose load is said to have failed, were to be loaded; each once."""
         failed = block_ids & self._loaded
@@ -176,8 +186,8 @@ class ConnectorCalls:
 
 
 def _as_told(connector: KVConnector, block_ids: IntArray) -> IntArray | list[int]:
-    """Return blocks [G, blocks] as a connector expects them."""
-    return block_ids if connector.by_group else block_ids[0].tolist()
+    """Return blocks [G, blocks] as a connector expects them, for it to keep."""
+    return block_ids.copy() if connector.by_group else block_ids[0].tolist()
 
 
 def _id(name: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -102,14 +103,16 @@ class AdmissionPhase:
             if not chunk:
                 break
             candidate = self._candidate(request, prefix, num_computed + (0 if is_async else chunk))
-            if not self._find_blocks(candidate, request, prefix, memory):
-                if self._fails_if_waiting_is_useless(request):
+            pools = accounts.kv.pools
+            unneeded = pools.unneeded(prefix.num_blocks, num_computed) if is_async else pools.all_needed
+            if not self._find_blocks(candidate, request, prefix, memory, unneeded):
+                if self._goes_on_without_waiting(request, is_async=is_async):
                     continue
                 accounts.flow_shares.note_lack(request)
                 break
             if is_async:
                 accounts.waiting.begin_load(request)
-                self._begin_load(request, prefix, num_external)
+                self._begin_load(request, prefix, num_external, unneeded)
             else:
                 accounts.waiting.admit(request)
                 admitted.append(self._admit(request, prefix, num_external, chunk))
@@ -268,7 +271,12 @@ class AdmissionPhase:
         )
 
     def _find_blocks(
-        self, candidate: Candidate, request: Request, prefix: Prefix, memory: MemoryView
+        self,
+        candidate: Candidate,
+        request: Request,
+        prefix: Prefix,
+        memory: MemoryView,
+        unneeded: Sequence[int],
     ) -> bool:
         """Ask the policy whether the candidate may start; if the engine is idle, make room for it.
 
@@ -278,45 +286,55 @@ class AdmissionPhase:
         accounts = self.accounts
         # Loaded tokens take no budget, so they may need more blocks than were committed ahead of the step.
         needed = candidate.num_chunk_blocks - candidate.num_cached_blocks
-        accounts.kv.pools.commit_ahead(self._num_promised + needed)
-        memory.num_free = self._num_free_for(prefix)
+        accounts.kv.pools.commit_ahead(self._num_promised + needed, unneeded)
+        memory.num_free = self._num_free_for(prefix, unneeded)
         if len(accounts.running) or accounts.loads.num_loading:
             is_admitted = self.policy.admits(candidate, memory)
         else:
-            is_admitted = self._make_room(request, prefix, needed)
+            is_admitted = self._make_room(request, prefix, needed, unneeded)
         if is_admitted:
             memory.add(candidate)
         return is_admitted
 
-    def _num_free_for(self, prefix: Prefix) -> int:
-        """Return the blocks that are free once the prefix is in use."""
+    def _num_free_for(self, prefix: Prefix, unneeded: Sequence[int]) -> int:
+        """Return how many blocks, `unneeded` ones included, can be had once the prefix is in use."""
         pools = self.accounts.kv.pools
-        num_free = pools.num_free if prefix.is_held else pools.num_free_beside(prefix.block_ids)
+        num_free = pools.num_free if prefix.is_held else pools.num_free_beside(prefix.block_ids, unneeded)
         return num_free - self._num_promised
 
-    def _make_room(self, request: Request, prefix: Prefix, needed: int) -> bool:
+    def _make_room(self, request: Request, prefix: Prefix, needed: int, unneeded: Sequence[int]) -> bool:
         """Drop other requests' loads and break pins until `needed` blocks are free; False if that fails."""
         holdings = self.accounts.holdings
-        while needed > self._num_free_for(prefix):
+        while needed > self._num_free_for(prefix, unneeded):
             if not (holdings.drop_newest_load(spared=request) or holdings.break_pins()):
                 return False
         return True
 
-    def _fails_if_waiting_is_useless(self, request: Request) -> bool:
-        """End a request that does not fit although nothing runs and no transfer will give back a block."""
+    def _goes_on_without_waiting(self, request: Request, *, is_async: bool) -> bool:
+        """Decide on a request that does not fit although nothing runs and no transfer will give back a block.
+
+        It ends, unless that is for a load, which needs more blocks of groups with windows than to compute its
+        tokens does: then those are computed.
+        """
         if len(self.accounts.running) or self.accounts.holdings.num_blocks_in_transfer:
             return False
-        self.finisher.fail_for_lack_of_memory(request)
+        if is_async and self.accounts.kv.pools.windows:
+            request.kv_load_failed = True
+        else:
+            self.finisher.fail_for_lack_of_memory(request)
         return True
 
     # -- admitting -----------------------------------------------------------------------------------------
 
-    def _begin_load(self, request: Request, prefix: Prefix, num_external: int) -> None:
+    def _begin_load(
+        self, request: Request, prefix: Prefix, num_external: int, unneeded: Sequence[int]
+    ) -> None:
         accounts = self.accounts
         num_tokens = prefix.num_tokens + num_external
         accounts.kv.pools.acquire(prefix.block_ids)
         missing = accounts.kv.blocks_for(num_tokens) - prefix.num_full
-        block_ids = np.concatenate((prefix.block_ids, accounts.kv.pools.allocate(missing)), axis=1)
+        fresh = accounts.kv.pools.allocate(missing, unneeded)
+        block_ids = np.concatenate((prefix.block_ids, fresh), axis=1)
         deadline = accounts.holdings.transfer_deadline
         num_missing = accounts.kv.blocks_for(request.num_tokens) - block_ids.shape[1]
         load = RemoteLoad(
@@ -327,25 +345,28 @@ class AdmissionPhase:
             num_missing_blocks=num_missing,
             deadline=deadline,
             first_step=accounts.in_flight.next_step,
-            middle_digest=self._middle_digest(request, prefix.num_full, num_tokens),
+            shared_digest=self._shared_digest(request, prefix.num_full, num_tokens),
         )
         accounts.loads.begin(load)
         if not accounts.connector.begin_load(request, block_ids, num_external):
             self.transfer_phase.give_up(load, "could not be loaded")
 
-    def _middle_digest(self, request: Request, first_block: int, num_tokens: int) -> bytes | None:
+    def _shared_digest(self, request: Request, first_block: int, num_tokens: int) -> bytes | None:
         """Return the digest of the block that ends the first half of a load's full blocks.
 
-        None if there is none, or if it is so far back that waiting requests would not look for it.
+        Beside windows it is that of the last one: behind fewer, groups lack what is seen from there. None if
+        there is none, or if it is so far back that waiting requests would not look for it.
         """
         accounts = self.accounts
         if accounts.eviction is not None:
             num_tokens = accounts.eviction.num_findable(num_tokens)
-        half = -(-(num_tokens // accounts.kv.block_size - first_block) // 2)
-        if not 0 < half <= LOOKUP_BLOCKS:
+        count = num_tokens // accounts.kv.block_size - first_block
+        if not accounts.kv.pools.windows:
+            count = -(-count // 2)
+        if not 0 < count <= LOOKUP_BLOCKS:
             return None
-        middle = first_block + half
-        return next(iter(accounts.kv.digests(request.request_id, middle - 1, middle)), None)
+        end = first_block + count
+        return next(iter(accounts.kv.digests(request.request_id, end - 1, end)), None)
 
     def _admit(self, request: Request, prefix: Prefix, num_external: int, chunk: int) -> _Admitted:
         """Give a request that has left the queue a slot, and promise it its blocks."""

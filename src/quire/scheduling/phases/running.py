@@ -55,6 +55,7 @@ class RunningPhase:
             priorities=running.priority[slots],
             waits_to_be_cached=~running.is_beam[slots]
             | (running.num_computed[slots] <= running.num_prompt[slots]),
+            lends_prompt=running.lends_prompt[slots],
         )
 
     def _hand_out_tokens(self, plan: Plan) -> None:
@@ -109,9 +110,15 @@ class RunningPhase:
         return missing
 
     def _stall_or_fail(self, plan: Plan, first: list[int]) -> None:
-        """Let the first request, the only one left, wait for transfers; if there are none, end it."""
+        """Let the first request, the only one left, wait for transfers; if there are none, end it.
+
+        One that keeps blocks to lend them starts again without that.
+        """
         if not self.accounts.holdings.num_blocks_in_transfer:
-            self.finisher.fail_for_lack_of_memory(self.accounts.running.request_at(first[0]))
+            if self.accounts.running.lends_prompt[first[0]]:
+                self.slots.preempt(first[0])
+            else:
+                self.finisher.fail_for_lack_of_memory(self.accounts.running.request_at(first[0]))
             for slot in first:
                 plan.drop(slot)
             self._drop_copies_to_free_blocks(plan)

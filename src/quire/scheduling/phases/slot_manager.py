@@ -25,6 +25,9 @@ class SlotManager:
         accounts = self.accounts
         slot = accounts.running.occupy(request, accounts.order.running_key(request))
         accounts.running.has_grammar[slot] = request.request_id in accounts.grammars
+        if accounts.kv.pools.windows:
+            is_new = request.status is not RequestStatus.PREEMPTED and not request.sampling_params.beam_width
+            accounts.running.lends_prompt[slot] = is_new and accounts.connector.lends_prompt(request)
         accounts.order.admitted(request)
         request.status = RequestStatus.RUNNING
         return slot

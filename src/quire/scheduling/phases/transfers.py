@@ -58,10 +58,11 @@ class TransferPhase:
     def _arrive(self, load: RemoteLoad) -> None:
         """Queue a request whose load has ended, with what of it is valid."""
         accounts = self.accounts
-        request, block_size = load.request, accounts.config.block_size
+        request, block_size, pools = load.request, accounts.config.block_size, accounts.kv.pools
         accounts.loads.arrive(load)
-        useless = load.drop_failed(block_size)
-        accounts.kv.pools.release(useless[:, ::-1])
+        useless = load.drop_failed(block_size, pools)
+        pools.release(useless[:, ::-1])
+        pools.leave_windows(load.block_ids, load.num_tokens)
         accounts.stats.num_loaded_tokens += max(0, load.num_tokens - load.num_local_blocks * block_size)
         if load.num_blocks:
             self._cache(load)
@@ -88,7 +89,7 @@ class TransferPhase:
         accounts = self.accounts
         for load in accounts.loads.loading():
             load.failed_block_ids |= block_ids
-        accounts.kv.pools.first.forget_content(np.array(sorted(block_ids), dtype=np.int32))
+        accounts.kv.pools.forget_content(np.array(sorted(block_ids), dtype=np.int32))
         for slot in accounts.kv.slots_holding(block_ids, slots[accounts.running.occupied[slots]]):
             if not accounts.running.occupied[slot]:
                 continue  # a beam of a search that has ended with another of its beams
