@@ -148,8 +148,8 @@ class ArrayCache:
 def read_all(tier: BlockTier, keys: list[Any]) -> float:
     """Return the seconds that a connector takes to load blocks into a cache, checks included."""
     connector = TierConnector(BLOCK_SIZE, lambda _: tier)
-    connector.register_kv_caches(ArrayCache(len(keys)))
-    blocks = [(key, number) for number, key in enumerate(keys)]
+    connector.register_kv_caches([ArrayCache(len(keys))])
+    blocks = [(key, (number,)) for number, key in enumerate(keys)]
     started = time.perf_counter()
     load = BlockLoad("all", blocks, tier.residents.generation)
     connector.start_load_kv(TierMetadata(load.generation, 0, [], [load], []))

@@ -345,7 +345,7 @@ def built_copier(config: EngineConfig, plan: MemoryPlan) -> BlockCopier:
     """Return what copies the blocks of an engine with a tier."""
     path = resolve_model("mini")
     connector = build_connector(config, path, read_model_config(path), plan)
-    connector.register_kv_caches(PagedAttentionCache.init_cache(None, plan.kv_caches[0]))
+    connector.register_kv_caches([PagedAttentionCache.init_cache(None, plan.kv_caches[0])])
     return copier_of(connector)
 
 

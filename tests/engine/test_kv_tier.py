@@ -90,7 +90,11 @@ def test_what_a_device_copies_late_is_loaded_too(alone, monkeypatch):
     """The cache is the host's, and what moves blocks is what does on a GPU: no copy is early."""
     device = LateDevice(is_eager=True)
     monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 4 << 20)
-    monkeypatch.setattr(tier_connector, "host_copier", lambda cache, _: DeviceCopier(cache.tensor, device))
+    monkeypatch.setattr(
+        tier_connector,
+        "host_copier",
+        lambda caches, _: DeviceCopier([cache.tensor for cache in caches], device),
+    )
     prompts = [list(range(start, start + len(PROMPT))) for start in (100, 500, 900)]
     with open_llm(kv_tier="memory", num_kv_blocks=24, overlap_steps=True) as llm:
         for _ in range(2):

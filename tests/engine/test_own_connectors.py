@@ -52,7 +52,9 @@ class OwnTier(TierConnector):
         super().__init__(
             block_size,
             lambda num_bytes: MemoryTier(1 << 30, num_bytes, min_uses=1),
-            copier_of=lambda cache, _: DeviceCopier(cache.tensor, LateDevice(is_eager=True)),
+            copier_of=lambda caches, _: DeviceCopier(
+                [cache.tensor for cache in caches], LateDevice(is_eager=True)
+            ),
         )
         always_load(self)
 

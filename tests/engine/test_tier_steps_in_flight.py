@@ -63,7 +63,11 @@ def open_llm(unknown_tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> Iter
     """Open an engine with a tier whose copies are late, on a device that knows the tokens of most steps."""
     device = LateDevice(is_eager=True)
     monkeypatch.setattr(block_copier, "MAX_STAGED_BYTES", 4 << 20)
-    monkeypatch.setattr(tier_connector, "host_copier", lambda cache, _: DeviceCopier(cache.tensor, device))
+    monkeypatch.setattr(
+        tier_connector,
+        "host_copier",
+        lambda caches, _: DeviceCopier([cache.tensor for cache in caches], device),
+    )
 
     def opened(**options: Any) -> LLM:
         llm = LLM("mini", **SETTINGS, overlap_steps=True, kv_tier="memory", kv_tier_min_uses=1, **options)

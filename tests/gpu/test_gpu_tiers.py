@@ -26,10 +26,12 @@ def test_blocks_are_saved_and_loaded_beside_steps(monkeypatch: pytest.MonkeyPatc
     where = "cpu" if is_interpreted else "cuda"
     cache = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device=where)
     expected = cache.cpu().clone()
-    copier: DeviceCopier = DeviceCopier(cache, LateDevice(is_eager=True) if is_interpreted else CudaCopies())
+    copier: DeviceCopier = DeviceCopier(
+        [cache], LateDevice(is_eager=True) if is_interpreted else CudaCopies()
+    )
     began = copier.mark()
     saved = list(range(0, NUM_BLOCKS, 2))
-    copies = copier.copy_out(saved)
+    copies = copier.copy_out([(block,) for block in saved])
     assert len(copies) == len(saved)
     cache.zero_()  # the next step, asked for before a copy has ended
     after = copier.mark()
@@ -37,7 +39,7 @@ def test_blocks_are_saved_and_loaded_beside_steps(monkeypatch: pytest.MonkeyPatc
     for block, copy in zip(saved, copies, strict=True):
         assert (copy.content() == expected[block].numpy()).all()
         buffer[:] = copy.content()
-        copier.copy_in(block + 1, buffer, after).wait()
+        copier.copy_in((block + 1,), buffer, after).wait()
         copy.release()
     assert torch.equal(cache[1::2].cpu(), expected[::2])
     assert not cache[::2].any()

@@ -52,7 +52,7 @@ class Engine:
     def __init__(self, connector: KVConnector) -> None:
         self.connector = connector
         self.cache = ArrayCache()
-        connector.register_kv_caches(self.cache)
+        connector.register_kv_caches([self.cache] if connector.by_group else self.cache)
         self.num_steps = 0
         self.failed: set[int] = set()
 
@@ -86,7 +86,7 @@ class Engine:
     def compute(self, request: Request, block_ids, *, chunk: int | None = None) -> None:
         """Compute a whole prompt, in chunks."""
         self.connector.get_num_new_matched_tokens(request, 0)
-        self.connector.update_state_after_alloc(request, block_ids, 0)
+        self.begin_load(request, block_ids, 0)
         length = request.num_prompt_tokens
         chunk = chunk or length
         for start in range(0, length, chunk):
@@ -94,12 +94,19 @@ class Engine:
 
     def finish(self, request: Request, block_ids=(), status=RequestStatus.FINISHED_STOPPED):
         request.status = status
-        return self.connector.request_finished(request, block_ids)
+        return self.connector.request_finished(request, self.as_told(block_ids))
+
+    def begin_load(self, request: Request, block_ids, count: int) -> None:
+        self.connector.update_state_after_alloc(request, self.as_told(block_ids), count)
+
+    def as_told(self, block_ids):
+        """Return blocks as the connector expects them; there is one cache group."""
+        return np.array([block_ids], dtype=np.int32) if self.connector.by_group else block_ids
 
     def load(self, request: Request, block_ids, *, num_local: int = 0) -> int:
         """Ask for all that there is and load it, however it comes; return the number of tokens."""
         count, is_async = self.connector.get_num_new_matched_tokens(request, num_local)
-        self.connector.update_state_after_alloc(request, block_ids, count)
+        self.begin_load(request, block_ids, count)
         if not is_async:
             self.step(request, block_ids, computed=num_local + count, tokens=1)
             return count
@@ -194,7 +201,7 @@ class ConnectorContract(ABC):
         request = request_of("failed", PROMPT)
         blocks = [3, 1, 4, 9]
         engine.connector.get_num_new_matched_tokens(request, 0)
-        engine.connector.update_state_after_alloc(request, blocks, 0)
+        engine.begin_load(request, blocks, 0)
         engine.step(request, blocks, tokens=BLOCK)
         engine.step(request, blocks, computed=BLOCK, tokens=10, new=False, failed_ids=["failed", "other"])
         engine.finish(request, blocks, RequestStatus.FINISHED_ERROR)
@@ -255,7 +262,7 @@ class ConnectorContract(ABC):
         request = request_of("longer", longer)
         blocks = [30, 31, 32, 33, 34]
         count, is_async = engine.connector.get_num_new_matched_tokens(request, 0)
-        engine.connector.update_state_after_alloc(request, blocks, count)
+        engine.begin_load(request, blocks, count)
         if is_async:
             return  # nothing is computed before the load has ended
         engine.step(request, blocks, computed=count, tokens=len(longer) - count)
@@ -281,7 +288,7 @@ class ConnectorContract(ABC):
         count, is_async = engine.connector.get_num_new_matched_tokens(request, 0)
         if not is_async:
             return  # it has ended before it could be cancelled
-        engine.connector.update_state_after_alloc(request, blocks, count)
+        engine.begin_load(request, blocks, count)
         engine.step()
         engine.connector.cancel_load("again")
         engine.finish(request, (), RequestStatus.FINISHED_ABORTED)
@@ -296,7 +303,7 @@ class ConnectorContract(ABC):
         engine.connector.cancel_load("nobody")
         request = request_of("again", PROMPT)
         count, _ = engine.connector.get_num_new_matched_tokens(request, 0)
-        engine.connector.update_state_after_alloc(request, [20, 21, 22, 23], count)
+        engine.begin_load(request, [20, 21, 22, 23], count)
         engine.connector.cancel_load("again")
         before = engine.cache.blocks.copy()
         for _ in range(STEPS_TO_WAIT):
@@ -313,7 +320,7 @@ class ConnectorContract(ABC):
         engine = self.with_prompt()
         request = request_of("again", PROMPT)
         count, _ = engine.connector.get_num_new_matched_tokens(request, 0)
-        engine.connector.update_state_after_alloc(request, [20, 21, 22, 23], count)
+        engine.begin_load(request, [20, 21, 22, 23], count)
         if not engine.connector.reset():
             return
         received: set[str] = set()

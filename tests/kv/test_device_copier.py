@@ -7,6 +7,7 @@ be, when the device gets to them.
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from inline_threads import InlineThreads
 from insides import always_load, copier_of
 from late_device import DeviceError, LateDevice
+from quire.kv.blocks.groups import NULL_BLOCK
+from quire.kv.connectors.host_blocks import TensorBlocks
 from quire.kv.tiers import block_copier
+from quire.kv.tiers.block_copier import BlockCopier, HostCopier
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.device_copier import DeviceCopier, SlotRing
 from quire.kv.tiers.tier import MemoryTier
@@ -41,10 +45,10 @@ class DeviceBench:
             lambda num_bytes: MemoryTier(1 << 20, num_bytes, min_uses=1),
             readers=self.readers,
             writer=self.writer,
-            copier_of=lambda cache, _: DeviceCopier(cache, self.device),
+            copier_of=lambda caches, _: DeviceCopier(caches, self.device),
         )
         always_load(self.connector)
-        self.connector.register_kv_caches(self.cache)
+        self.connector.register_kv_caches([self.cache])
         self.copier: DeviceCopier = copier_of(self.connector)
         self.num_steps = 0
         self.received: set[str] = set()
@@ -89,7 +93,7 @@ class DeviceBench:
         """Ask for a step that computes a prompt, and end the request."""
         request = request_of(name, tokens)
         self.connector.get_num_new_matched_tokens(request, 0)
-        self.connector.update_state_after_alloc(request, blocks, 0)
+        self.connector.update_state_after_alloc(request, np.array([blocks]), 0)
         compute = functools.partial(self.write, blocks, kv_of(tokens))
         self.step(request, blocks, tokens=len(tokens), compute=compute, failed_ids=failed_ids)
         self.connector.request_finished(request, blocks)
@@ -98,7 +102,7 @@ class DeviceBench:
         """Begin a load with a step; return the number of tokens, 0: there is nothing."""
         request = request_of(name, tokens)
         count, _ = self.connector.get_num_new_matched_tokens(request, 0)
-        self.connector.update_state_after_alloc(request, blocks, count)
+        self.connector.update_state_after_alloc(request, np.array([blocks]), count)
         if count:
             self.step()
         else:
@@ -121,8 +125,8 @@ def few_slots(monkeypatch):
 
 class TestDevice(ConnectorContract):
     def make(self):
-        def copier_of(cache, _):
-            return DeviceCopier(torch.from_numpy(cache.blocks), LateDevice(is_eager=True))
+        def copier_of(caches, _):
+            return DeviceCopier([torch.from_numpy(caches[0].blocks)], LateDevice(is_eager=True))
 
         return TierConnector(
             BLOCK,
@@ -304,7 +308,7 @@ def test_a_block_that_cannot_be_loaded_fails_alone(call):
 def test_where_the_device_cannot_be_held_the_host_waits(caplog):
     bench = DeviceBench()
     bench.compute()
-    copy = bench.copier.copy_in(20, np.full(BLOCK * 8, 9, dtype=np.uint8), bench.copier.mark())
+    copy = bench.copier.copy_in((20,), np.full(BLOCK * 8, 9, dtype=np.uint8), bench.copier.mark())
     bench.device.failing = {"hold": 1}
     copy.hold_steps()
     assert (bench.cache[20].view(torch.uint8) == 9).all()
@@ -364,12 +368,58 @@ def test_slots_are_neighbours_and_go_round():
 def test_blocks_of_any_size_come_back(num_bytes):
     device = LateDevice(is_eager=True)
     cache = torch.randint(0, 256, (6, num_bytes), dtype=torch.uint8)
-    copier = DeviceCopier(cache, device)
-    [first, second] = copier.copy_out([4, 2])
+    copier = DeviceCopier([cache], device)
+    [first, second] = copier.copy_out([(4,), (2,)])
     assert first.content().tolist() == cache[4].tolist()
     assert second.content().tolist() == cache[2].tolist()
-    copier.copy_in(0, first.content(), copier.mark()).wait()
+    copier.copy_in((0,), first.content(), copier.mark()).wait()
     assert torch.equal(cache[0], cache[4])
+
+
+def copiers_of_groups() -> tuple[list[torch.Tensor], list[BlockCopier]]:
+    """Three groups, one of which has no layers; a copier on a device, and one on the host."""
+    caches = [torch.randint(0, 256, (6, num_bytes), dtype=torch.uint8) for num_bytes in (8, 0, 3)]
+    stores = [TensorBlocks(SimpleNamespace(tensor=cache)) for cache in caches]
+    return caches, [DeviceCopier(caches, LateDevice(is_eager=True)), HostCopier(stores)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_parts_of_all_groups_are_one_block(number):
+    (wide, _, narrow), copiers = copiers_of_groups()
+    copier = copiers[number]
+    assert copier.bytes_per_block == 11
+    copies = copier.copy_out([(0, 3, 5), (2, 1, 4)])
+    contents = [copy.content().copy() for copy in copies]
+    assert [content.tolist() for content in contents] == [
+        [*wide[0].tolist(), *narrow[5].tolist()],
+        [*wide[2].tolist(), *narrow[4].tolist()],
+    ]
+    copier.copy_in((1, 2, 3), contents[0], copier.mark()).wait()
+    assert torch.equal(wide[1], wide[0])
+    assert torch.equal(narrow[3], narrow[5])
+    before = narrow.clone()
+    copier.copy_in((0, NULL_BLOCK, NULL_BLOCK), contents[1], copier.mark()).wait()
+    assert torch.equal(wide[0], wide[2])
+    assert torch.equal(narrow, before)
+
+
+def test_nothing_is_written_after_the_copy_to_another_group_has_failed(monkeypatch):
+    device = LateDevice(is_eager=True)
+    caches = [torch.zeros((6, num_bytes), dtype=torch.uint8) for num_bytes in (8, 3)]
+    copier: DeviceCopier = DeviceCopier(caches, device)
+    answers = iter([None, DeviceError("copy fails"), None, None])
+
+    def check(call: str) -> None:
+        error = next(answers)
+        if error is not None:
+            raise error
+
+    after = copier.mark()
+    monkeypatch.setattr(device, "check", check)
+    with pytest.raises(DeviceError, match="copy fails"):
+        copier.copy_in((1, 2), np.full(11, 9, dtype=np.uint8), after)
+    assert (caches[0][1] == 9).all()  # it is done, and not still to be done
+    assert not any(queue.operations for queue in device.queues)
 
 
 # -- any history -------------------------------------------------------------------------------------------
@@ -424,7 +474,7 @@ class DeviceTier(RuleBasedStateMachine):
         blocks, name = self.take(prompt), self.name()
         request = request_of(name, prompt)
         self.bench.connector.get_num_new_matched_tokens(request, 0)
-        self.bench.connector.update_state_after_alloc(request, blocks, 0)
+        self.bench.connector.update_state_after_alloc(request, np.array([blocks]), 0)
 
         values = kv_of(prompt) + 0.5 * fails
 
@@ -449,7 +499,7 @@ class DeviceTier(RuleBasedStateMachine):
         blocks, name = self.take(prompt), self.name()
         request = request_of(name, prompt)
         count, _ = self.bench.connector.get_num_new_matched_tokens(request, 0)
-        self.bench.connector.update_state_after_alloc(request, blocks, count)
+        self.bench.connector.update_state_after_alloc(request, np.array([blocks]), count)
         if not count:
             self.bench.connector.request_finished(request, ())
             self.free += blocks

@@ -196,7 +196,7 @@ def test_a_load_ends_when_its_last_block_is_read():
     bench.readers.is_held = True
     request = request_of("again", PROMPT)
     assert bench.connector.get_num_new_matched_tokens(request, 0) == (12, True)
-    bench.connector.update_state_after_alloc(request, BLOCKS, 12)
+    bench.engine.begin_load(request, BLOCKS, 12)
     for _ in range(3):
         assert bench.engine.step()[1] == frozenset()
         bench.readers.run_held(1)
@@ -219,7 +219,7 @@ def test_a_load_that_is_cancelled_between_two_blocks_fills_no_more():
     bench.readers.is_held = True
     request = request_of("again", PROMPT)
     bench.connector.get_num_new_matched_tokens(request, 0)
-    bench.connector.update_state_after_alloc(request, BLOCKS, 12)
+    bench.engine.begin_load(request, BLOCKS, 12)
     bench.engine.step()
     bench.readers.run_held(1)
     bench.connector.cancel_load("again")
@@ -237,7 +237,7 @@ def test_a_load_that_is_cancelled_while_a_block_is_read_fills_no_more():
     bench.readers.is_held = True
     request = request_of("again", PROMPT)
     bench.connector.get_num_new_matched_tokens(request, 0)
-    bench.connector.update_state_after_alloc(request, BLOCKS, 12)
+    bench.engine.begin_load(request, BLOCKS, 12)
     bench.engine.step()
     read = bench.tier.read
 
@@ -259,7 +259,7 @@ def test_a_reset_while_blocks_are_read_voids_the_load():
     bench.readers.is_held = True
     request = request_of("again", PROMPT)
     bench.connector.get_num_new_matched_tokens(request, 0)
-    bench.connector.update_state_after_alloc(request, BLOCKS, 12)
+    bench.engine.begin_load(request, BLOCKS, 12)
     bench.engine.step()
     bench.readers.run_held(2)
     assert bench.connector.reset()
@@ -353,7 +353,7 @@ def test_a_load_behind_another_is_not_worth_its_wait():
     bench.readers.is_held = True
     request = request_of("ahead", prompt)
     assert bench.connector.get_num_new_matched_tokens(request, 0) == (20, True)
-    bench.connector.update_state_after_alloc(request, [*BLOCKS, 24, 25], 20)
+    bench.engine.begin_load(request, [*BLOCKS, 24, 25], 20)
     bench.engine.step()
     assert bench.find(prompt, "behind") == 0
     bench.readers.run_held(3)
@@ -500,7 +500,7 @@ def test_with_threads_all_that_was_stored_is_loaded_again():
         prompt = [number + 1, *PROMPT]
         request = request_of(f"again-{number}", prompt)
         assert connector.get_num_new_matched_tokens(request, 0) == (12, True)
-        connector.update_state_after_alloc(request, BLOCKS, 12)
+        engine.begin_load(request, BLOCKS, 12)
         received: frozenset[str] = frozenset()
         while not received:
             received = engine.step()[1]

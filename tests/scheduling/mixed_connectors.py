@@ -17,7 +17,6 @@ from inline_threads import InlineThreads
 from insides import check_no_buffer_leaks
 from quire.kv.blocks.block_hash import BlockKey
 from quire.kv.blocks.groups import NULL_BLOCK, first_in_window
-from quire.kv.connectors.host_blocks import block_store
 from quire.kv.tiers.block_copier import HostCopier
 from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import MAX_READ_TIME, TierConnector
@@ -209,7 +208,7 @@ class MixedTier(Reluctant, TierConnector):
             lambda _: tier,
             readers=self._threads[0],
             writer=self._threads[1],
-            copier_of=lambda kv, clock: HostCopier(block_store(kv), num_buffers=NUM_BUFFERS, clock=clock),
+            copier_of=lambda caches, clock: HostCopier(caches, num_buffers=NUM_BUFFERS, clock=clock),
         )
         self._choose = choose
         self._num_pauses = 0  # of all threads

@@ -20,13 +20,16 @@ SCHEDULERS: Registry[SchedulerInterface] = Registry("EngineConfig.scheduler_cls"
 def keeps_all_tokens(config: EngineConfig) -> bool:
     """Return whether layers with a window keep the KV of all tokens, in one cache group with the others.
 
-    A KV connector moves whole blocks of all layers, cache eviction has one block table for each sequence, and
-    a scheduler of the user's own need not know of groups.
+    Engines that share KV with others move whole blocks of all layers, and so do connectors that are not
+    `by_group`. Cache eviction has one block table for each sequence, and a scheduler of the user's own need
+    not know of groups.
 
     Raises:
-        ConfigError: the class of the scheduler cannot be used.
+        ConfigError: the class of the scheduler or of the connector cannot be used.
     """
-    if config.moves_kv_by or config.scheduler.use_cache_eviction:
+    if config.shares_kv or config.scheduler.use_cache_eviction:
+        return True
+    if config.kv_connector and not CONNECTORS.class_of(config.kv_connector).by_group:
         return True
     from quire.scheduling.scheduler import Scheduler
 

@@ -81,7 +81,8 @@ def kv_fingerprint(
 
 def _parts(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[str, str]:
     """Return all parts but the weights."""
-    return {
+    groups = {"windows with cache groups": str(list(plan.windows))} if plan.windows else {}
+    return groups | {
         "shape": _digest(dataclasses.asdict(_without_length(model))),
         "dtype": dtype_of(config, model),
         "quantization": f"{config.quantization} in groups of {config.quantization_group_size}, times "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,12 +34,12 @@ def build_tier(
     return TierConnector(plan.block_size, open_tier)
 
 
-def gpu_copier(kv_cache: PagedAttentionCache, clock: object) -> BlockCopier:
-    """Return the copier of a cache in a GPU's memory, by whose clock steps are measured there."""
+def gpu_copier(kv_caches: Sequence[PagedAttentionCache], clock: object) -> BlockCopier:
+    """Return the copier of caches in a GPU's memory, by whose clock steps are measured there."""
     from quire.kernels.devices.cuda_copies import CudaCopies
     from quire.kv.tiers.device_copier import DeviceCopier
 
-    return DeviceCopier(kv_cache.tensor, CudaCopies())
+    return DeviceCopier([cache.tensor for cache in kv_caches], CudaCopies())
 
 
 def _open(

@@ -73,12 +73,12 @@ class PromptBlocks:
     ) -> None:
         self.forget(request_id)
         if keys.get(request_id):
-            table = _Table(slot, _by_block(block_ids), keys[request_id])
+            table = _Table(slot, by_block(block_ids), keys[request_id])
             self._tables[request_id] = self._by_slot[slot] = table
 
     def _take_new_blocks(self, plan: SchedulerOutput) -> None:
         changed = plan.scheduled_cached_reqs
-        rows = (changed.slots.tolist(), changed.block_index.tolist(), _by_block(changed.block_ids))
+        rows = (changed.slots.tolist(), changed.block_index.tolist(), by_block(changed.block_ids))
         for slot, index, block_ids in zip(*rows, strict=True):
             table = self._by_slot.get(slot)
             if table is not None:
@@ -104,6 +104,6 @@ class PromptBlocks:
         return saves
 
 
-def _by_block(block_ids: IntArray) -> list[BlockIds]:
+def by_block(block_ids: IntArray) -> list[BlockIds]:
     """Return blocks [G, blocks] one by one."""
     return list(zip(*block_ids.tolist(), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -89,4 +90,4 @@ def block_store(kv_caches: PagedAttentionCache | BlockStore) -> BlockStore:
 def _as_bytes(blocks: torch.Tensor) -> torch.Tensor:
     """Return blocks [num_blocks, ...] as [num_blocks, bytes], in the same memory."""
     uint8 = blocks.new_empty(0).byte().dtype  # this module is also imported where torch is not
-    return blocks.view(len(blocks), -1).view(uint8)
+    return blocks.view(len(blocks), math.prod(blocks.shape[1:])).view(uint8)

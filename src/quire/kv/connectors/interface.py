@@ -101,8 +101,8 @@ class KVConnector(ABC):
     def lends_prompt(self, request: Request) -> bool:
         """Return whether a request's blocks are to be lent when it has ended; asked when it begins to run.
 
-        If so, groups with windows keep what is seen by the last token of its prompt and those behind it, unless
-        it is preempted, after which it is not asked about again.
+        If so, groups with windows keep what is seen by the last token of its prompt and those behind it. One
+        that was preempted is not asked about again, and keeps nothing.
         """
         return False
 

@@ -1,18 +1,22 @@
-"""Copies between the engine's KV cache and host memory, for the threads of a tier.
+"""Copies between the engine's KV caches and host memory, for the threads of a tier.
 
-A cache may be in the memory of a device, which computes steps and copies blocks when it gets to them. So
-copies are begun, in an order with the steps, and waited for elsewhere.
+A block is one run of bytes there: its parts of all cache groups, one after the other. A cache may be in the
+memory of a device, which computes steps and copies blocks when it gets to them. So copies are begun, in an
+order with the steps, and waited for elsewhere.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from quire.kv.blocks.groups import NULL_BLOCK
+from quire.kv.blocks.prompt_blocks import BlockIds
 from quire.kv.connectors.host_blocks import BlockStore, ByteArray, block_store
 from quire.kv.connectors.step_times import HostMark, StepMark
 
@@ -61,10 +65,13 @@ class BlockCopier(Protocol):
     def mark(self) -> StepMark:
         """Return the point behind all steps so far; called in the step's thread."""
 
-    def copy_out(self, block_ids: Sequence[int]) -> Sequence[OutgoingBlock]:
+    def copy_out(self, blocks: Sequence[BlockIds]) -> Sequence[OutgoingBlock]:
         """Begin to copy blocks as the steps so far leave them; called in the step's thread.
 
         Steps to come may overwrite the blocks.
+
+        Args:
+            blocks: that all groups have.
 
         Returns:
             The copies of as many blocks, from the first, as there is memory for.
@@ -73,53 +80,75 @@ class BlockCopier(Protocol):
     def buffer(self) -> ByteArray:
         """Return new memory for one block, which blocks are copied into the cache from."""
 
-    def copy_in(self, block_id: int, content: ByteArray, after: Any) -> IncomingBlock:
+    def copy_in(self, block: BlockIds, content: ByteArray, after: Any) -> IncomingBlock:
         """Begin to overwrite a block, after all steps before a mark; may be called from any thread.
 
-        `content` must not change until the copy has been waited for.
+        Groups that have `NULL_BLOCK` in its place are left out. `content` must not change until the copy has
+        been waited for.
         """
 
 
-class HostCopier:
-    """`BlockCopier` of a cache in host memory: a copy has ended when it has begun.
+class BlockParts:
+    """Where in the bytes of a block the part of each cache group is.
 
     Args:
-        blocks: the cache; each block is read and written by one thread at a time.
+        sizes: bytes per block of each group.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        ends = itertools.accumulate(sizes)
+        self.num_bytes = sum(sizes)
+        self._slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+    def of(self, block: BlockIds) -> Iterator[tuple[int, int, slice]]:
+        """Yield each group that has something in the block: group, number of the block, part of the bytes."""
+        for group, (block_id, part) in enumerate(zip(block, self._slices, strict=True)):
+            if part.start < part.stop and (block_id != NULL_BLOCK or not group):
+                yield group, block_id, part
+
+
+class HostCopier:
+    """`BlockCopier` of caches in host memory: a copy has ended when it has begun.
+
+    Args:
+        stores: the cache of each group; each block is read and written by one thread at a time.
         num_buffers: copies that may wait to be written; None: `num_staged_blocks`.
         clock: returns seconds.
     """
 
     def __init__(
         self,
-        blocks: BlockStore,
+        stores: Sequence[BlockStore],
         *,
         num_buffers: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._blocks = blocks
+        self._stores = stores
+        self._parts = BlockParts([store.bytes_per_block for store in stores])
         self._clock = clock
-        num_bytes = blocks.bytes_per_block
+        num_bytes = self._parts.num_bytes
         self.buffers = BufferPool(num_bytes, num_buffers or num_staged_blocks(num_bytes))
 
     @property
     def bytes_per_block(self) -> int:
         """Size of a block in bytes."""
-        return self._blocks.bytes_per_block
+        return self._parts.num_bytes
 
     def mark(self) -> HostMark:
         """Return the present time."""
         return HostMark(self._clock())
 
-    def copy_out(self, block_ids: Sequence[int]) -> Sequence[OutgoingBlock]:
+    def copy_out(self, blocks: Sequence[BlockIds]) -> Sequence[OutgoingBlock]:
         """Copy blocks while there are buffers."""
         copies: list[_HostCopy] = []
-        for block_id in block_ids:
+        for block in blocks:
             content = self.buffers.take()
             if content is None:
                 break
             copies.append(_HostCopy(content, self.buffers))
             try:
-                self._blocks.read_block(block_id, content)
+                for group, block_id, part in self._parts.of(block):
+                    self._stores[group].read_block(block_id, content[part])
             except Exception:
                 for copy in copies:
                     copy.release()
@@ -130,9 +159,10 @@ class HostCopier:
         """Return memory for one block."""
         return np.empty(self.bytes_per_block, dtype=np.uint8)
 
-    def copy_in(self, block_id: int, content: ByteArray, after: HostMark) -> IncomingBlock:
+    def copy_in(self, block: BlockIds, content: ByteArray, after: HostMark) -> IncomingBlock:
         """Overwrite a block."""
-        self._blocks.write_block(block_id, content)
+        for group, block_id, part in self._parts.of(block):
+            self._stores[group].write_block(block_id, content[part])
         return _IN_PLACE
 
 
@@ -189,6 +219,8 @@ class _InPlace:
 _IN_PLACE = _InPlace()
 
 
-def host_copier(kv_caches: PagedAttentionCache | BlockStore, clock: Callable[[], float]) -> HostCopier:
-    """Return the copier of a cache in host memory; anything with `read_block` and `write_block` is one."""
-    return HostCopier(block_store(kv_caches), clock=clock)
+def host_copier(
+    kv_caches: Sequence[PagedAttentionCache | BlockStore], clock: Callable[[], float]
+) -> HostCopier:
+    """Return the copier of caches in host memory; anything with `read_block` and `write_block` is one."""
+    return HostCopier([block_store(cache) for cache in kv_caches], clock=clock)

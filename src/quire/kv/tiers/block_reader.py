@@ -51,16 +51,16 @@ class BlockReader:
             after: steps before this may still use its blocks.
         """
         load = LoadInProgress(new, self._copier, after)
-        for index, (_, block_id) in enumerate(new.blocks):
+        for index, (_, block) in enumerate(new.blocks):
             if new.generation != self._tier.residents.generation:
-                load.end_block(block_id, self._clock(), is_filled=False)
+                load.end_block(block, self._clock(), is_filled=False)
             else:
                 self._threads.submit(functools.partial(self._read, load, index))
         return load
 
     def _read(self, load: LoadInProgress, index: int) -> None:
         """Fill one block; runs in a thread. However it ends, the block is settled."""
-        key, block_id = load.load.blocks[index]
+        key, block = load.load.blocks[index]
         is_filled = False
         try:
             if not load.is_cancelled:
@@ -68,10 +68,10 @@ class BlockReader:
                 self._prefetch(load, index)
                 content = self._buffer()
                 if self._tier.read(key, content):
-                    load.fill(block_id, content)
+                    load.fill(block, content)
                     is_filled = True
         finally:
-            load.end_block(block_id, self._clock(), is_filled=is_filled)
+            load.end_block(block, self._clock(), is_filled=is_filled)
             if not load.is_cancelled:
                 self._counters.add(num_loaded_blocks=is_filled, num_failed_reads=not is_filled)
 

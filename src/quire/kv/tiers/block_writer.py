@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.blocks.prompt_blocks import BlockIds
 from quire.kv.tiers.block_copier import BlockCopier, OutgoingBlock
 from quire.kv.tiers.tier import BlockTier
 from quire.kv.tiers.worker_threads import Counters, WorkerThreads
@@ -20,7 +21,7 @@ class FilledBlock(NamedTuple):
 
     request_id: str
     key: BlockKey
-    block_id: int
+    block: BlockIds
 
 
 class BlockWriter:
@@ -65,7 +66,7 @@ class BlockWriter:
         if not wanted:
             return
         try:
-            copies = self._copier.copy_out([block.block_id for block in wanted.values()])
+            copies = self._copier.copy_out([filled.block for filled in wanted.values()])
         except Exception:
             logger.exception("%d KV blocks could not be copied out of the cache", len(wanted))
             self._counters.add(num_failed_writes=len(wanted))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,8 @@ import msgspec
 from typing_extensions import override
 
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
-from quire.kv.blocks.prompt_blocks import PromptBlocks
+from quire.kv.blocks.groups import NULL_BLOCK
+from quire.kv.blocks.prompt_blocks import PromptBlocks, Save, by_block
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVConnectorStats
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from quire.kv.cache.paged_cache import PagedAttentionCache
     from quire.kv.connectors.host_blocks import BlockStore
-    from quire.step import SchedulerOutput
+    from quire.step import IntArray, SchedulerOutput
 
 NUM_READERS = 2
 """Blocks read at a time."""
@@ -93,11 +94,12 @@ class TierConnector(KVConnector):
         readers: threads that read; None: `NUM_READERS` of its own.
         writer: the thread that writes; None: its own.
         clock: returns seconds.
-        copier_of: returns the copier of the cache that is registered, given the clock; None: that of a cache
+        copier_of: returns the copier of the caches that are registered, given the clock; None: that of caches
             in host memory.
     """
 
     works_by_layer = False
+    by_group = True
     saves_before_tokens = True
 
     def __init__(
@@ -123,6 +125,7 @@ class TierConnector(KVConnector):
         self._prompts = PromptBlocks(block_size)
         self._lookups: dict[str, _Lookup] = {}
         self._keys: dict[str, SequenceKeys] = {}
+        self._interrupted: set[str] = set()  # requests of whose blocks no more are stored, see `_to_store`
         self._new_loads: list[BlockLoad] = []
         self._cancelled: list[str] = []
         self._refresh_due = 0.0
@@ -163,14 +166,15 @@ class TierConnector(KVConnector):
 
     @override
     def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+        self, request: Request, block_ids: IntArray, num_external_tokens: int
     ) -> None:
         if not num_external_tokens:
             return
         keys = self._keys_of(request)
         first = self._lookups[request.request_id].num_local // self._block_size
-        indices = range(first, first + num_external_tokens // self._block_size)
-        blocks = [(keys[index], int(block_ids[index])) for index in indices]
+        end = first + num_external_tokens // self._block_size
+        found = zip(map(keys.__getitem__, range(first, end)), by_block(block_ids[:, first:end]), strict=True)
+        blocks = list(found)
         generation = self._tier.residents.generation
         num_in_memory = self._tier.count_in_memory(key for key, _ in blocks)
         self._new_loads.append(BlockLoad(request.request_id, blocks, generation, num_in_memory))
@@ -186,10 +190,7 @@ class TierConnector(KVConnector):
         residents = self._tier.residents
         stores: list[FilledBlock] = []
         for save in self._prompts.completed_by(scheduler_output, self._keys):
-            block_ids = dict(save.blocks)
-            stores += [
-                FilledBlock(save.request_id, key, block_ids[key][0]) for key in residents.use(block_ids)
-            ]
+            stores += self._to_store(save)
         metadata = TierMetadata(
             residents.generation,
             scheduler_output.total_num_scheduled_tokens,
@@ -201,6 +202,21 @@ class TierConnector(KVConnector):
         self._refresh_if_due()
         return metadata
 
+    def _to_store(self, save: Save) -> Iterator[FilledBlock]:
+        """Yield the blocks to be stored now, up to the first that some group does not have any more.
+
+        Those behind it could not be reached: they are stored when the prompt has been computed once more.
+        """
+        if not save.first_block:
+            self._interrupted.discard(save.request_id)
+        by_key = dict(save.blocks)
+        for key in self._tier.residents.use(by_key):
+            if NULL_BLOCK in by_key[key][1:]:
+                self._interrupted.add(save.request_id)
+            if save.request_id in self._interrupted:
+                return
+            yield FilledBlock(save.request_id, key, by_key[key])
+
     def _refresh_if_due(self) -> None:
         now = self._clock()
         if now >= self._refresh_due:
@@ -209,8 +225,9 @@ class TierConnector(KVConnector):
 
     @override
     def request_finished(
-        self, request: Request, block_ids: Sequence[int]
+        self, request: Request, block_ids: IntArray
     ) -> tuple[bool, Mapping[str, Any] | None]:
+        self._interrupted.discard(request.request_id)
         self._lookups.pop(request.request_id, None)
         self._keys.pop(request.request_id, None)
         self._prompts.forget(request.request_id)
@@ -239,7 +256,7 @@ class TierConnector(KVConnector):
     # -- worker side ---------------------------------------------------------------------------------------
 
     @override
-    def register_kv_caches(self, kv_caches: PagedAttentionCache | BlockStore) -> None:
+    def register_kv_caches(self, kv_caches: Sequence[PagedAttentionCache | BlockStore]) -> None:
         """Open the tier."""
         copier = (self.copier_of or host_copier)(kv_caches, self._clock)
         tier = self._open_tier(copier.bytes_per_block)
@@ -337,7 +354,7 @@ class TierConnector(KVConnector):
     def _end(self, load: LoadInProgress) -> None:
         """Report what failed of a load; all of it if everything was forgotten meanwhile."""
         if load.load.generation != self._tier.residents.generation:
-            self._failed_block_ids.update(block_id for _, block_id in load.load.blocks)
+            self._failed_block_ids.update(block[0] for _, block in load.load.blocks)
             return
         self._failed_block_ids |= load.failed_block_ids
         num_slow = len(load.load.blocks) - load.load.num_in_memory

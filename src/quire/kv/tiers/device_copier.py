@@ -24,44 +24,48 @@ import numpy as np
 import torch
 
 from quire.kernels.devices.copy_device import CopyDevice, DevicePoint, Point
+from quire.kv.blocks.prompt_blocks import BlockIds
 from quire.kv.connectors.host_blocks import ByteArray
-from quire.kv.tiers.block_copier import IncomingBlock, OutgoingBlock, num_staged_blocks
+from quire.kv.tiers.block_copier import BlockParts, IncomingBlock, OutgoingBlock, num_staged_blocks
 
 logger = logging.getLogger(__name__)
 
 
 class DeviceCopier(Generic[Point]):
-    """`BlockCopier` of a cache in a device's memory.
+    """`BlockCopier` of caches in a device's memory.
 
     Args:
-        cache: [num_blocks, ...] of the device, contiguous.
+        caches: of each group, [num_blocks, ...] of the device, contiguous.
         device: copies.
     """
 
-    def __init__(self, cache: torch.Tensor, device: CopyDevice[Point]) -> None:
-        self._blocks = cache.view(len(cache), -1).view(torch.uint8)
-        self.bytes_per_block = self._blocks.shape[1]
+    def __init__(self, caches: Sequence[torch.Tensor], device: CopyDevice[Point]) -> None:
+        self._blocks = [cache.flatten(1).view(torch.uint8) for cache in caches]
+        self._parts = BlockParts([blocks.shape[1] for blocks in self._blocks])
+        self.bytes_per_block = self._parts.num_bytes
         self._device = device
         num_slots = num_staged_blocks(self.bytes_per_block)
         self.slots = SlotRing(num_slots)
-        self._words = _in_words(self._blocks)  # wider numbers are gathered faster
-        self._staged = self._words.new_empty(num_slots, self._words.shape[1])
-        self._pinned = device.pinned(num_slots * self.bytes_per_block).view(num_slots, -1)
+        self._words = [_in_words(blocks) for blocks in self._blocks]  # wider numbers are gathered faster
+        self._staged = [words.new_empty(num_slots, words.shape[1]) for words in self._words]
+        self._pinned = [
+            device.pinned(blocks.shape[1] * num_slots).view(num_slots, blocks.shape[1])
+            for blocks in self._blocks
+        ]
         self._saves, self._loads = device.queue(), device.queue()
 
     def mark(self) -> Point:
         """See `BlockCopier`."""
         return self._device.mark()
 
-    def copy_out(self, block_ids: Sequence[int]) -> Sequence[OutgoingBlock]:
+    def copy_out(self, blocks: Sequence[BlockIds]) -> Sequence[OutgoingBlock]:
         """See `BlockCopier`."""
-        runs = self.slots.take(len(block_ids))
+        runs = self.slots.take(len(blocks))
         copies: list[_StagedBlock] = []
         try:
             for run in runs:
-                ids = block_ids[len(copies) : len(copies) + len(run)]
-                end = self._copy_out(ids, slice(run.start, run.stop))
-                copies += [_StagedBlock(self._pinned[slot].numpy(), end, self.slots, slot) for slot in run]
+                end = self._copy_out(blocks[len(copies) :][: len(run)], slice(run.start, run.stop))
+                copies += [_StagedBlock(self._pinned, end, self.slots, slot) for slot in run]
         except Exception:
             for run in runs:
                 for slot in run:
@@ -69,19 +73,31 @@ class DeviceCopier(Generic[Point]):
             raise
         return copies
 
-    def _copy_out(self, block_ids: Sequence[int], slots: slice) -> Point:
-        staged = self._staged[slots]
-        self._device.gather(self._words, torch.tensor(block_ids), staged)
-        return self._saves.copy(self._pinned[slots], staged.view(torch.uint8), self._device.mark())
+    def _copy_out(self, blocks: Sequence[BlockIds], slots: slice) -> Point:
+        """Copy blocks to slots in a row; return the point behind that."""
+        end = self._device.mark()
+        for group, _, _ in self._parts.of(blocks[0]):
+            staged = self._staged[group][slots]
+            self._device.gather(self._words[group], torch.tensor([ids[group] for ids in blocks]), staged)
+            end = self._saves.copy(self._pinned[group][slots], staged.view(torch.uint8), self._device.mark())
+        return end
 
     def buffer(self) -> ByteArray:
         """See `BlockCopier`."""
         buffer: ByteArray = self._device.pinned(self.bytes_per_block).numpy()
         return buffer
 
-    def copy_in(self, block_id: int, content: ByteArray, after: Point) -> IncomingBlock:
+    def copy_in(self, block: BlockIds, content: ByteArray, after: Point) -> IncomingBlock:
         """See `BlockCopier`."""
-        end = self._loads.copy(self._blocks[block_id], torch.from_numpy(content), after)
+        end = after
+        source = torch.from_numpy(content)
+        try:
+            for group, block_id, part in self._parts.of(block):
+                end = self._loads.copy(self._blocks[group][block_id], source[part], after)
+        except Exception:
+            with contextlib.suppress(Exception):  # nothing is to be written to a block whose load has failed
+                end.wait()
+            raise
         return _ArrivingBlock(end, self._device)
 
 
@@ -126,15 +142,16 @@ class SlotRing:
 
 
 class _StagedBlock:
-    def __init__(self, content: ByteArray, end: DevicePoint, slots: SlotRing, slot: int) -> None:
-        self._content = content
+    def __init__(self, pinned: Sequence[torch.Tensor], end: DevicePoint, slots: SlotRing, slot: int) -> None:
+        self._pinned = pinned  # of each group
         self._end = end
         self._slots = slots
         self._slot = slot
 
     def content(self) -> ByteArray:
         self._end.wait()
-        return self._content
+        parts = [pinned[self._slot].numpy() for pinned in self._pinned]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def release(self) -> None:
         self._slots.release(self._slot)
@@ -160,6 +177,6 @@ class _ArrivingBlock(Generic[Point]):
 def _in_words(rows: torch.Tensor) -> torch.Tensor:
     """Return rows [N, bytes] as numbers of the widest type whose size divides that of a row."""
     for dtype in (torch.int64, torch.int32, torch.int16):
-        if rows.shape[1] % dtype.itemsize == 0:
+        if rows.shape[1] and rows.shape[1] % dtype.itemsize == 0:
             return rows.view(dtype)
     return rows

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 
 from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.blocks.prompt_blocks import BlockIds
 from quire.kv.connectors.host_blocks import ByteArray
 from quire.kv.connectors.step_times import StepMark
 from quire.kv.tiers.block_copier import BlockCopier, IncomingBlock
@@ -16,7 +17,7 @@ class BlockLoad:
     """Blocks to fill for one request, from what was found in a tier's `generation`."""
 
     request_id: str
-    blocks: list[tuple[BlockKey, int]]
+    blocks: list[tuple[BlockKey, BlockIds]]
     generation: int
     num_in_memory: int = 0  # of the blocks, see `BlockTier.count_in_memory`
 
@@ -33,7 +34,7 @@ class LoadInProgress:
     def __init__(self, load: BlockLoad, copier: BlockCopier, after: StepMark) -> None:
         self.load = load
         self.seconds = 0.0  # from the first read to the last
-        self.failed_block_ids: set[int] = set()
+        self.failed_block_ids: set[int] = set()  # of the first group
         self._copier = copier
         self._after = after
         self._under_way: list[IncomingBlock] = []
@@ -65,7 +66,7 @@ class LoadInProgress:
             if self._began is None:
                 self._began = now
 
-    def fill(self, block_id: int, content: ByteArray) -> None:
+    def fill(self, block: BlockIds, content: ByteArray) -> None:
         """Write a block's content, unless the load is cancelled; return when it is there.
 
         Raises:
@@ -74,7 +75,7 @@ class LoadInProgress:
         with self._lock:
             if self._is_cancelled:
                 return
-            copy = self._copier.copy_in(block_id, content, self._after)
+            copy = self._copier.copy_in(block, content, self._after)
             self._under_way.append(copy)
         try:
             copy.wait()
@@ -82,11 +83,11 @@ class LoadInProgress:
             with self._lock:
                 self._under_way.remove(copy)
 
-    def end_block(self, block_id: int, now: float, *, is_filled: bool) -> None:
+    def end_block(self, block: BlockIds, now: float, *, is_filled: bool) -> None:
         """Note that one more block is settled; called once for each."""
         with self._lock:
             if not is_filled:
-                self.failed_block_ids.add(block_id)
+                self.failed_block_ids.add(block[0])
             if self._began is not None:
                 self.seconds = now - self._began
             self._num_left -= 1
