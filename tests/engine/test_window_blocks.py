@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from checkpoints import make_checkpoint
+from insides import always_load, connector_of, tier_of, wait_until_written
 from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from quire.engine.core import EngineCore
 from quire.engine.memory import plan as memory_plan
@@ -25,10 +26,19 @@ SCHEDULER = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": BLOC
 class Engine:
     """An engine in this process, whose blocks are checked after each step."""
 
-    def __init__(self, path: Path, speculation: SpeculationConfig | None = None, **scheduler: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        speculation: SpeculationConfig | None = None,
+        kv_tier: str = "",
+        **scheduler: Any,
+    ) -> None:
         config = EngineConfig(
             model=str(path),
             dtype="float32",
+            kv_tier=kv_tier,
+            kv_tier_size=0.1,
+            kv_tier_min_uses=1,
             speculation=speculation or SpeculationConfig(),
             scheduler=SchedulerConfig(**{**SCHEDULER, **scheduler}),
         )
@@ -136,3 +146,87 @@ def test_conversations_in_turn_find_their_prefixes_again(path):
             np.concatenate((one, answer, [7, 8, 9]))
             for one, answer in zip(conversations, answers, strict=True)
         ]
+
+
+# -- beside a KV tier --------------------------------------------------------------------------------------
+
+
+class Tiered(Engine):
+    """An engine with a tier in memory, which loads whatever that has."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, kv_tier="memory", **options)
+        always_load(connector_of(self.core))
+
+    def answers(self, prompts: list[np.ndarray], **params: Any) -> list[list[int]]:
+        found = super().answers(prompts, **params)
+        wait_until_written(self.core)
+        return found
+
+    def forget(self) -> None:
+        """Empty the prefix cache, but not the tier."""
+        assert self.core.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap_steps": True}, {"num_kv_blocks": 48, "max_num_seqs": 3}],
+    ids=["plain", "overlapped", "preempted"],
+)
+def test_what_a_tier_has_is_loaded_as_far_as_windows_need_it(path, monkeypatch, options):
+    engine = Tiered(path, **options)
+    first, second = expected(path, monkeypatch)
+    assert engine.answers(prompts()) == first
+    assert len(engine.core.scheduler.accounts.kv.pools) == 2
+    for turn in range(2):
+        engine.forget()
+        before = engine.stats.num_loaded_tokens
+        assert engine.answers(continued(prompts())) == second
+        loaded = engine.stats.num_loaded_tokens - before
+        assert loaded > sum(LENGTHS) - 40, turn
+    assert not engine.stats.num_failed_loads
+    assert engine.most_left > max(LENGTHS) // BLOCK_SIZE // 2
+
+
+def test_a_loaded_prefix_of_any_length_is_found_again(path):
+    """The window ends at every place of a block."""
+    engine = Tiered(path)
+    for length in (*range(37, 42), 150):
+        prompt = np.random.default_rng(length).integers(5, 90, length)
+        [right] = engine.answers([prompt], max_tokens=6)
+        engine.forget()
+        before, num_found = engine.stats, (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert engine.answers([prompt], max_tokens=6) == [right]
+        loaded = engine.stats
+        assert loaded.num_loaded_tokens - before.num_loaded_tokens == num_found
+        assert engine.answers([prompt], max_tokens=6) == [right]
+        assert engine.stats.prefix_hit_tokens - loaded.prefix_hit_tokens == num_found
+        assert engine.stats.num_loaded_tokens == loaded.num_loaded_tokens
+
+
+def test_reads_that_fail_change_no_token(path, monkeypatch):
+    engine = Tiered(path)
+    first, second = expected(path, monkeypatch)
+    assert engine.answers(prompts()) == first
+    tier, random = tier_of(connector_of(engine.core)), np.random.default_rng(3)
+    read = tier.read
+    monkeypatch.setattr(tier, "read", lambda key, into: random.random() < 0.9 and read(key, into))
+    for _ in range(2):
+        engine.forget()
+        assert engine.answers(continued(prompts())) == second
+    assert engine.stats.num_failed_loads
+    assert engine.stats.num_loaded_tokens
+
+
+def test_blocks_that_a_window_has_left_are_stored_when_they_are_computed_again(path):
+    engine = Tiered(path)
+    [prompt] = prompts()[:1]
+    [right] = engine.answers([prompt])
+    connector = connector_of(engine.core)
+    assert connector.reset()
+    assert engine.answers([prompt]) == [right]  # from the prefix cache, where the start has no window
+    assert not len(tier_of(connector).residents)
+    assert not connector.stats().num_failed_writes
+    engine.forget()
+    assert engine.answers([prompt]) == [right]
+    assert len(tier_of(connector).residents) == len(prompt) // BLOCK_SIZE

@@ -75,10 +75,9 @@ class Reluctant:
 class MixedConnector(Reluctant, FaultyConnector):
     FAULTS = ("fail", "silent", "answer", "dead peer", "living peer")
 
-    windows: tuple[int, ...] = ()  # of the groups that have one
-
-    def __init__(self, *arguments, **options) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, block_size: int, windows: list[int], **options) -> None:
+        super().__init__(block_size, **options)
+        self.windows = windows
         self.preempted: set[str] = set()
 
     def build_connector_meta(self, scheduler_output):
@@ -137,8 +136,11 @@ class FaultyTier(BlockTier):
         return super().write(key, content, generation)
 
     def _check(self, key: BlockKey, content: np.ndarray) -> None:
-        kv = content.view(np.uint64).tolist()
         tokens = np.frombuffer(key.tokens, dtype=np.int32).tolist()
+        parts = content.view(np.uint64).reshape(-1, len(tokens))  # of the groups, which have the same KV here
+        if (parts != parts[0]).any():
+            self.wrong.append(key)
+        kv = parts[0].tolist()
         before = self._last_kv.setdefault(key.parent, (kv[0] - tokens[0] - 1) * pow(FACTOR, -1, 1 << 64))
         for token, found in zip(tokens, kv, strict=True):
             before = (before * FACTOR + token + 1) % (1 << 64)
@@ -273,14 +275,16 @@ class MixedTier(Reluctant, TierConnector):
         return new
 
 
-def draw_connector(choose: Chooser, block_size: int) -> MixedConnector | MixedTier | None:
+def draw_connector(choose: Chooser, block_size: int, windows: list[int]) -> MixedConnector | MixedTier | None:
+    """Return a connector for cache groups with these windows, if it is by group."""
     kind = choose.among(["none"] * 9 + ["network"] * 6 + ["memory tier"] * 4 + ["disk tier"])
-    num_bytes, num_blocks = 8 * block_size, choose.among([5, 1000])
+    num_bytes, num_blocks = 8 * block_size * (1 + len(windows)), choose.among([5, 1000])
     if kind == "none":
         return None
     if kind == "network":
         return MixedConnector(
             block_size,
+            windows,
             load_steps=choose.among([0, 1, 3]),
             send_steps=choose.among([None, 1, 4]),
             keeps_tails=choose.chance(50),

@@ -141,16 +141,14 @@ class World:
         self.grows = choose.chance(30)
         self.num_blocks_of_memory = choose.integer(1, self.num_blocks) if self.grows else self.num_blocks
         self.compiler = CompilerOnCommand()
-        self.connector = None if config.use_cache_eviction else draw_connector(choose, config.block_size)
         self.events = CacheEvents()
         self.most_drafts = choose.among([0, 0, 1, 3])
-        self.windows = ()
-        if not config.use_cache_eviction and (self.connector is None or self.connector.by_group):
-            self.windows = draw_windows(
-                choose, config, self.num_blocks, self.commit_blocks if self.grows else None
-            )
-            if self.connector is not None:
-                self.connector.windows = tuple(group.window for group in self.windows)
+        self.windows, self.connector = (), None
+        if not config.use_cache_eviction:
+            commit = self.commit_blocks if self.grows else None
+            windows = draw_windows(choose, config, self.num_blocks, commit)
+            self.connector = draw_connector(choose, config.block_size, [each.window for each in windows])
+            self.windows = windows if self.connector is None or self.connector.by_group else ()
         self.runner = FakeRunner(
             self.num_blocks,
             config.block_size,

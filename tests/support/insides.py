@@ -67,7 +67,7 @@ def free_places(tier: Any) -> list[int]:
     return memory_of(tier)._free
 
 
-def wait_until_written(engine: LLM) -> None:
+def wait_until_written(engine: LLM | EngineCore) -> None:
     """Wait until all that the connector of a tier was to write has been written."""
     is_written = threading.Event()
     writer_of(connector_of(engine)).submit(is_written.set)
