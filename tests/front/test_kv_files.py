@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from checkpoints import make_checkpoint
 from insides import always_load, connector_of
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.cli.main import app
@@ -281,3 +282,16 @@ def test_the_command_line_takes_one_prompt(tmp_path):
     result = CliRunner().invoke(app, ["kv", "save", "a.kv", "--input", str(tmp_path / "two.txt")])
     assert result.exit_code == 2
     assert "2 prompts; a file holds the KV of one" in result.output
+
+
+def test_windows_that_the_prefix_cache_lacks_are_computed_to_be_saved(tmp_path):
+    model = str(make_checkpoint("gemma3", tmp_path / "model", max_position_embeddings=512, vocab_size=1536))
+    prompt = [5 + 7 * place % 80 for place in range(10 * 16 + 5)]
+    options = {"dtype": "float32"}
+    with open_llm(model, **options) as llm:
+        right = answer(llm, prompt)  # what is seen before the window is not kept, and not stored yet
+        assert llm.save_kv(prompt, tmp_path / "prompt.kv") == 160
+    with open_llm(model, **options) as llm:
+        assert llm.restore_kv(tmp_path / "prompt.kv") == prompt[:160]
+        assert answer(llm, prompt) == right
+        assert llm.stats().num_loaded_tokens == 160

@@ -18,6 +18,7 @@ from quire.scheduling import Scheduler
 from quire.scheduling.context import SchedulerContext
 
 MAX_MODEL_LEN = 48
+MOST_BEAMS = 4  # of a search
 
 
 class Chooser(Protocol):
@@ -88,12 +89,13 @@ def draw_config(choose: Chooser) -> SchedulerConfig:
 def draw_windows(
     choose: Chooser, config: SchedulerConfig, num_blocks: int, commit
 ) -> tuple[WindowBlocks, ...]:
-    """Groups with the fewest blocks that a memory plan gives them, or some more."""
+    """Groups with few blocks, but enough for one beam search."""
     size, groups = config.block_size, []
     for window in sorted({choose.integer(1, 20) for _ in range(choose.among([0, 1, 1, 2]))}, reverse=True):
         in_window = min(num_blocks, -(-window // size) + 1)
         chunks = 2 * -(-config.max_num_batched_tokens // size) + 2
-        fewest = min(num_blocks, choose.integer(1, config.max_num_seqs) * in_window + chunks)
+        num_seqs = choose.integer(min(MOST_BEAMS, config.max_num_seqs), config.max_num_seqs)
+        fewest = min(num_blocks, num_seqs * in_window + chunks)
         groups.append(WindowBlocks(window, 1 + fewest, commit))
     return tuple(groups)
 

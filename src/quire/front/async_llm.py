@@ -39,7 +39,7 @@ from quire.front.text.preparation_threads import PreparationThreads, length_of
 from quire.models.checkpoints.engine_files import resolve_files
 from quire.pooling_params import PoolingParams
 from quire.request_output import PoolingRequestOutput, RequestOutput
-from quire.sampling_params import ONE_TOKEN, SamplingParams
+from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ class AsyncLLM:
         await self._driver.wait_until_ready()
         saving = KVSaving(self._requests, prompt, path, cache_salt)
         while not saving.note(await self._driver.call(saving.message)):
-            async for _ in self.generate(saving.token_ids, ONE_TOKEN, cache_salt=cache_salt):
+            async for _ in self.generate(saving.token_ids, saving.params, cache_salt=cache_salt):
                 pass
         return saving.num_tokens
 

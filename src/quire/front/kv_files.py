@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,18 @@ from quire.front.arguments import TextOrTokenIds
 from quire.front.live_requests import LiveRequests
 from quire.sampling_params import ONE_TOKEN
 
+_WHOLE_PROMPT = dataclasses.replace(ONE_TOKEN, prompt_logprobs=0)
+
 Prompt = TextOrTokenIds | Sequence[Mapping[str, Any]]
 """Text, token ids, or the messages of a conversation."""
 
 
 class KVSaving:
     """Asks the engine to save a prompt's KV, again and again while more of it gets stored.
+
+    Attributes:
+        params: of the request that computes the prompt before the next message. What is in the prefix cache
+            may lack the KV of sliding windows; so if no more gets stored, the whole prompt is computed once.
 
     Args:
         requests: the engine's live requests.
@@ -37,6 +44,7 @@ class KVSaving:
         request = prepare(prompt, ONE_TOKEN, cache_salt=cache_salt).core_request
         self.token_ids: list[int] = request.prompt_token_ids
         self.num_tokens = -1
+        self.params = ONE_TOKEN
         self._path = _absolute(path)
         self._cache_salt = cache_salt
 
@@ -48,13 +56,15 @@ class KVSaving:
         """Return whether the KV is saved; if not, compute the prompt before the next message.
 
         Raises:
-            KVFileError: nothing more has been stored since the last attempt.
+            KVFileError: nothing more has been stored since the whole prompt was computed.
         """
         if not reply.done and reply.num_tokens <= self.num_tokens:
-            raise KVFileError(
-                f"the KV tier stores only {reply.num_tokens} of the prompt's {len(self.token_ids)} tokens; "
-                "raise kv_tier_size, or use a kv_tier_path that no other engine writes to"
-            )
+            if self.params is _WHOLE_PROMPT:
+                raise KVFileError(
+                    f"the KV tier stores only {reply.num_tokens} of the prompt's {len(self.token_ids)} "
+                    "tokens; raise kv_tier_size, or use a kv_tier_path that no other engine writes to"
+                )
+            self.params = _WHOLE_PROMPT
         self.num_tokens = reply.num_tokens
         return reply.done
 

@@ -25,7 +25,7 @@ from quire.front.text.input_processor import ProcessedRequest
 from quire.front.text.output_processor import RequestState
 from quire.pooling_params import PoolingParams
 from quire.request_output import PoolingRequestOutput, RequestOutput
-from quire.sampling_params import ONE_TOKEN, SamplingParams
+from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class LLM:
         self.wait_until_ready()
         saving = KVSaving(self._session.requests, prompt, path, cache_salt)
         while not saving.note(self._session.call(saving.message)):
-            self.generate([saving.token_ids], ONE_TOKEN, cache_salt=cache_salt)
+            self.generate([saving.token_ids], saving.params, cache_salt=cache_salt)
         return saving.num_tokens
 
     def restore_kv(self, path: str | Path, *, cache_salt: str = "") -> list[int]:

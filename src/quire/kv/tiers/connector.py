@@ -138,6 +138,12 @@ class TierConnector(KVConnector):
     # -- scheduler side ------------------------------------------------------------------------------------
 
     @override
+    def request_arrived(self, request: Request) -> None:
+        """Follow the prompt, too, of a request that is not asked about because it computes all of it."""
+        if request.needs_whole_prompt and request.pooling_params is None:
+            self._keys_of(request)
+
+    @override
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
