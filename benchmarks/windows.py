@@ -6,6 +6,10 @@ all layers keep all tokens. For one long prompt and for several shorter ones, ea
 in an engine with too few blocks for all of them: most KV in use, tokens per second, equality of tokens.
 
     python benchmarks/windows.py [--long 32768] [--short 4096] [--requests 8] [--layers 12] [--output 64]
+                                 [--tier 8]
+
+With `--tier`, both engines have a KV tier in memory, which is given the prompts in the first run; before the
+second one, the prefix caches are emptied.
 
 With the default sizes, this needs 8 GB of memory and some 10 minutes on two cores.
 """
@@ -90,7 +94,7 @@ class Figures:
     kv_bytes: int  # most in use
     prompt_seconds: float  # until all have their first token
     output_seconds: float  # from then on
-    num_found: int  # tokens of the prefix cache
+    num_found: int  # tokens, in the prefix cache or the tier
     num_preemptions: int
 
     def line(self, name: str, num_prompt_tokens: int) -> str:
@@ -107,7 +111,9 @@ class Figures:
 class Engine:
     """An engine in this process."""
 
-    def __init__(self, model: Path, *, keeps_all: bool, num_blocks: int, num_requests: int) -> None:
+    def __init__(
+        self, model: Path, *, keeps_all: bool, num_blocks: int, num_requests: int, tier: float
+    ) -> None:
         scheduler = SchedulerConfig(
             num_kv_blocks=num_blocks,
             max_num_seqs=num_requests,
@@ -115,14 +121,18 @@ class Engine:
             block_size=BLOCK_SIZE,
             watermark=0.0,
         )
-        config = EngineConfig(model=str(model), scheduler=scheduler)
+        options: dict[str, Any] = {"kv_tier": "memory", "kv_tier_size": tier, "kv_tier_min_uses": 1}
+        config = EngineConfig(model=str(model), scheduler=scheduler, **options if tier else {})
         with mock.patch.object(memory_plan, "keeps_all_tokens", return_value=keeps_all):
             self._core = EngineCore(config, model)
+        self._has_tier = tier > 0
         self._num_asked = 0
 
     def run(self, prompts: list[list[int]], num_output: int) -> Figures:
         """Answer prompts together."""
         core = self._core
+        if self._has_tier:
+            core.scheduler.reset_prefix_cache()
         before = core.scheduler.make_stats()
         answers: dict[str, list[int]] = {}
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
@@ -144,7 +154,10 @@ class Engine:
             most,
             first - started,
             ended - first,
-            after.prefix_hit_tokens - before.prefix_hit_tokens,
+            after.prefix_hit_tokens
+            - before.prefix_hit_tokens
+            + after.num_loaded_tokens
+            - before.num_loaded_tokens,
             after.num_preemptions - before.num_preemptions,
         )
 
@@ -165,7 +178,7 @@ def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
     return np.random.default_rng(seed).integers(3, VOCABULARY, (count, length)).tolist()
 
 
-def compare(model: Path, prompts: list[list[int]], num_output: int, *, is_short: bool) -> bool:
+def compare(model: Path, prompts: list[list[int]], num_output: int, *, is_short: bool, tier: float) -> bool:
     """Report on both engines, which have blocks for all answers or little more than the prompts need.
 
     Returns:
@@ -173,7 +186,7 @@ def compare(model: Path, prompts: list[list[int]], num_output: int, *, is_short:
     """
     num_tokens = sum(len(prompt) + (0 if is_short else num_output) for prompt in prompts)
     num_blocks = -(-num_tokens // BLOCK_SIZE) + len(prompts)
-    sizes: dict[str, Any] = {"num_blocks": num_blocks, "num_requests": len(prompts)}
+    sizes: dict[str, Any] = {"num_blocks": num_blocks, "num_requests": len(prompts), "tier": tier}
     names = {"all tokens kept": True, "windows give back": False}
     engines = {name: Engine(model, keeps_all=keeps, **sizes) for name, keeps in names.items()}
     num_prompt_tokens = sum(map(len, prompts))
@@ -199,6 +212,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=8, help="how many shorter ones run together")
     parser.add_argument("--layers", type=int, default=12, help="of the model, every sixth without a window")
     parser.add_argument("--output", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--tier", type=float, default=0.0, help="size of a KV tier in GB; 0: there is none")
     options = parser.parse_args()
     one, several = prompts_of(1, options.long, 2), prompts_of(options.requests, options.short, 3)
     is_same = True
@@ -211,7 +225,7 @@ def main() -> int:
             (f"{options.requests} prompts of {options.short:,} tokens, preempted", several, True),
         ):
             print(f"{title}\n{HEADER}")
-            same = compare(model, prompts, options.output, is_short=is_short)
+            same = compare(model, prompts, options.output, is_short=is_short, tier=options.tier)
             print("  tokens are equal" if same else "  TOKENS DIFFER")
             is_same &= same
     return 0 if is_same else 1

@@ -10,10 +10,11 @@ its tokens:
    When the load has ended, it goes back to the queue and keeps the blocks.
 
 Prompts that come in a burst are loaded once: a request that would begin with at least half of the blocks that
-are on their way for another one waits for those (`RemoteLoads.covering`), up to loads of 2,048 blocks.
-What has arrived is in the prefix cache at once. A request that names where its own KV is
-(`kv_transfer_params`) does not wait, and one waits for one load only, so that silent peers do not hold it up
-one after the other.
+are on their way for another one waits for those (`RemoteLoads.covering`), up to loads of 2,048 blocks. Beside
+windows that must be all of them, since a load brings only what the tokens behind it see there. If a block of
+it fails, it is cut off where all cache groups still serve it, often where the local prefix ends. What has
+arrived is in the prefix cache at once. A request that names where its own KV is (`kv_transfer_params`) does
+not wait, and one waits for one load only, so that silent peers do not hold it up one after the other.
 
 If blocks fail to load, what was computed from them is discarded, and `kv_load_failure` decides what happens
 next: *recompute* sends the request back to the queue without asking the connector again (of an asynchronous
