@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from quire.engine.core import EngineCore
 from quire.engine.memory import plan as memory_plan
 from quire.engine.messages import EngineCoreRequest
 from quire.execution.drafts import adaptive_proposer
+from quire.kv.tiers.block_copier import num_staged_blocks
+from quire.models.checkpoints.config_reading import read_model_config
 from quire.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
@@ -216,6 +219,14 @@ def test_reads_that_fail_change_no_token(path, monkeypatch):
         assert engine.answers(continued(prompts())) == second
     assert engine.stats.num_failed_loads
     assert engine.stats.num_loaded_tokens
+
+
+def test_the_plan_has_the_buffer_of_a_device_for_blocks_of_all_groups(path):
+    config = EngineConfig(model=str(path), kv_tier="memory", scheduler=SchedulerConfig(**SCHEDULER))
+    plan = dataclasses.replace(memory_plan.plan_memory(config, read_model_config(path)), stages_kv=True)
+    num_bytes = sum(cache.bytes_per_block for cache in plan.kv_caches)
+    assert len(plan.kv_caches) == 2
+    assert plan.staged_bytes == num_staged_blocks(num_bytes) * num_bytes
 
 
 def test_blocks_that_a_window_has_left_are_stored_when_they_are_computed_again(path):

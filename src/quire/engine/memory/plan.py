@@ -129,7 +129,7 @@ class MemoryPlan:
     @property
     def staged_bytes(self) -> int:
         """Bytes of a GPU that blocks pass through on their way to a KV tier; the host pins as many."""
-        bytes_per_block = self.kv_caches[0].bytes_per_block
+        bytes_per_block = sum(cache.bytes_per_block for cache in self.kv_caches)
         return num_staged_blocks(bytes_per_block) * bytes_per_block if self.stages_kv else 0
 
     @property

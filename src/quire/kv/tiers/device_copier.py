@@ -89,14 +89,14 @@ class DeviceCopier(Generic[Point]):
 
     def copy_in(self, block: BlockIds, content: ByteArray, after: Point) -> IncomingBlock:
         """See `BlockCopier`."""
-        end = after
-        source = torch.from_numpy(content)
+        source, end = torch.from_numpy(content), after
         try:
             for group, block_id, part in self._parts.of(block):
                 end = self._loads.copy(self._blocks[group][block_id], source[part], after)
         except Exception:
-            with contextlib.suppress(Exception):  # nothing is to be written to a block whose load has failed
-                end.wait()
+            if end is not after:  # nothing is to be written to a block whose load has failed
+                with contextlib.suppress(Exception):
+                    end.wait()
             raise
         return _ArrivingBlock(end, self._device)
 
