@@ -39,9 +39,9 @@ class Ranks(PagedAttentionCache):
     @classmethod
     def of(cls, metadata: PagedAttentionCacheMetaData) -> Ranks:
         with memory_file() as file:
-            shards = ShardMemory(file, metadata)
-            elsewhere = ShardMemory(file, metadata)  # as another process has it
-        caches = [cls.over(metadata, elsewhere.of_rank(rank)) for rank in range(metadata.kv_head_shards)]
+            shards = ShardMemory(file, [metadata])
+            elsewhere = ShardMemory(file, [metadata])  # as another process has it
+        caches = [cls.over(metadata, elsewhere.of_rank(rank, 0)) for rank in range(metadata.kv_head_shards)]
         caches[0].shard_memory, caches[0].by_rank = shards, caches
         return caches[0]
 

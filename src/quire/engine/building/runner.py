@@ -105,11 +105,11 @@ def build_runner(
 
 def _kv_caches(models: LoadedModels, plan: MemoryPlan) -> tuple[PagedAttentionCache, ...]:
     """Return memory for the target model's KV of each cache group, on all ranks."""
-    from quire.kv.cache.paged_cache import PagedAttentionCache
+    from quire.kv.cache.paged_cache import caches_on_device
 
     groups, device = plan.kv_caches, models.target.kernels.device
     if models.ranks is None:
-        return tuple(PagedAttentionCache.on_device(metadata, device) for metadata in groups)
+        return caches_on_device(groups, device)
     from quire.engine.ranks.leading import leading_caches
 
     return leading_caches(groups, device, models.ranks)

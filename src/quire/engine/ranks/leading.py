@@ -165,12 +165,13 @@ class SharedCache(PagedAttentionCache):
     """
 
     _shards: ShardMemory
+    _group: int
 
     @classmethod
-    def sharing(cls, metadata: PagedAttentionCacheMetaData, shards: ShardMemory) -> Self:
-        """Return a cache in the memory that all ranks share."""
-        cache = cls.over(metadata, shards.of_rank(0))
-        cache._shards = shards
+    def sharing(cls, metadata: PagedAttentionCacheMetaData, shards: ShardMemory, group: int) -> Self:
+        """Return the cache of a group in the memory that all ranks share."""
+        cache = cls.over(metadata, shards.of_rank(0, group))
+        cache._shards, cache._group = shards, group
         return cache
 
     @property
@@ -183,7 +184,7 @@ class SharedCache(PagedAttentionCache):
         if len(copies):
             source, target = torch.from_numpy(copies.astype(np.int64)).unbind(1)
             for rank in range(self._shards.num_shards):
-                blocks = self._shards.of_rank(rank)
+                blocks = self._shards.of_rank(rank, self._group)
                 blocks[target] = blocks[source]
 
 
@@ -195,7 +196,6 @@ def leading_caches(
     Raises:
         EngineDeadError: a rank has failed; it may have no room.
         OSError: there is no room for those of all ranks in memory that they share.
-        ValueError: ranks that share memory have more than one cache.
     """
     caches: tuple[PagedAttentionCache, ...]
     if ranks.kv_file is None:
@@ -203,8 +203,8 @@ def leading_caches(
             LeadingCache.leading(each, device, ranks, group) for group, each in enumerate(metadata)
         )
     else:
-        (only,) = metadata
-        caches = (SharedCache.sharing(only, ShardMemory(ranks.kv_file, only)),)
+        shards = ShardMemory(ranks.kv_file, metadata)
+        caches = tuple(SharedCache.sharing(each, shards, group) for group, each in enumerate(metadata))
     ranks.send(AllocateCaches(tuple(metadata), ranks.kv_file))
     ranks.wait_until_ready()
     return caches

@@ -44,7 +44,7 @@ class RankStart:
 class AllocateCaches:
     """Take memory for the KV cache of each group, in place of those before; then the rank is ready again."""
 
-    metadata: tuple[PagedAttentionCacheMetaData, ...]  # with a file, of one group
+    metadata: tuple[PagedAttentionCacheMetaData, ...]
     file: int | None  # with the KV of all ranks, a descriptor that the process has; None: each has its own
 
 

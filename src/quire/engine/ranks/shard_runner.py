@@ -118,10 +118,12 @@ class ShardRunner:
         self._graphs = None
         self._kv_caches, self._kv = [], []  # the memory of those before is free now
         if message.file is not None:
-            (metadata,) = message.metadata
-            shards = ShardMemory(message.file, metadata)
+            shards = ShardMemory(message.file, message.metadata)
             os.close(message.file)
-            self._kv_caches = [PagedAttentionCache.over(metadata, shards.of_rank(self._shard.rank))]
+            self._kv_caches = [
+                PagedAttentionCache.over(metadata, shards.of_rank(self._shard.rank, group))
+                for group, metadata in enumerate(message.metadata)
+            ]
         else:
             self._kv_caches = self._allocated(message.metadata)
         self._kv = views_of_layers(self._kv_caches)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 
 from quire.kernels.attention.kv_quantizers import BUILT_IN_QUANTIZERS, ConvertingQuantizer, PageQuantizer
 from quire.kernels.devices.device import HOST
-from quire.kernels.devices.memory import map_large_pages
+from quire.kernels.devices.memory import PAGE, map_large_pages
 from quire.kv.cache.metadata import PagedAttentionCacheMetaData
 from quire.kv.cache.page_layout import NUMBER_BYTES, HeadsLayout, PageLayout, VectorFormat
 
@@ -44,7 +46,7 @@ class PageMemory:
         self._num_pages = metadata.num_pages_per_layer
         num_bytes = self._num_pages * self.layout.bytes_per_page
         if memory is None:
-            memory = _allocate(num_bytes, device)
+            memory = allocate(num_bytes, device)
             if device != HOST:  # whose memory begins as zeros
                 memory[: self.layout.bytes_per_page] = 0
         self._bytes = memory[:num_bytes]
@@ -86,7 +88,16 @@ class PageMemory:
         )
 
 
-def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+def group_starts(groups: Sequence[PagedAttentionCacheMetaData]) -> list[int]:
+    """Return where the cache of each cache group begins in memory that they share, and the end of all.
+
+    In bytes, [G + 1]; no two groups share a large page of the host.
+    """
+    sizes = (-(-each.num_pages_per_layer * each.bytes_per_block // PAGE) * PAGE for each in groups)
+    return list(itertools.accumulate(sizes, initial=0))
+
+
+def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return at least `num_bytes` of a device's memory; the host's is taken up as it is written to."""
     if device == HOST:
         return map_large_pages(num_bytes)

@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.devices.device import array_to_device
+from quire.kernels.devices.device import HOST, array_to_device
 from quire.kv.cache.head_sharding import PagesSharding
 from quire.kv.cache.metadata import PagedAttentionCacheMetaData
 from quire.kv.cache.page_memory import (
     PageMemory,
+    allocate,
+    group_starts,
     layout_of,
     page_quantizer,
     quantizer_name,
@@ -265,6 +267,25 @@ class PagedAttentionCache(TensorData):
         if self.views:
             views = "\n  " + ",\n  ".join(map(repr, self.views)) + "\n"
         return f"{type(self).__name__}({views})"
+
+
+def caches_on_device(
+    groups: Sequence[PagedAttentionCacheMetaData], device: torch.device
+) -> tuple[PagedAttentionCache, ...]:
+    """Return the cache of each cache group, one after the other in one allocation of a device.
+
+    Each is like `PagedAttentionCache.on_device`.
+    """
+    *starts, num_bytes = group_starts(groups)
+    memory = allocate(num_bytes, device)
+    caches = tuple(
+        PagedAttentionCache.over(metadata.sharded_over(None, None), memory[start:])
+        for metadata, start in zip(groups, starts, strict=True)
+    )
+    if device != HOST:  # whose memory begins as zeros
+        for cache in caches:
+            cache.tensor[:1] = 0
+    return caches
 
 
 def views_of_layers(caches: Sequence[PagedAttentionCache]) -> list[PagedAttentionCacheView]:
