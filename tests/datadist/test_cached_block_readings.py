@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.datadist.loans.arriving_blocks import NO_BLOCK
 from quire.datadist.loans.cached_blocks import PART_BLOCKS, CachedBlocks
 from quire.datadist.status import LLMException
 from quire.datadist.wire.protocol import DIGEST_BYTES, ProtocolError, decode_digests
@@ -58,7 +59,7 @@ def test_a_reading_stands_until_one_of_its_blocks_is_given_up(events):
                 continue
             reading = cached.open(digests, 8)
             [part] = reading.parts(0.0, lambda: True)
-            assert reading.block_ids(part).tolist() == [places[name] for name in about]
+            assert reading.block_ids(part).tolist() == [[places[name] for name in about]]
             readings.append((reading, set(about), True))
         for reading, _, stands in readings:
             assert is_held(reading) == stands
@@ -71,7 +72,7 @@ def test_many_blocks_come_in_parts_and_none_after_one_was_given_up():
         cached.add(one, 1000 + number)
     reading = cached.open(digests, 8)
     parts = list(reading.parts(0.0, lambda: True))
-    ids = np.concatenate([reading.block_ids(part) for part in parts])
+    ids = np.concatenate([reading.block_ids(part)[0] for part in parts])
     assert ids.tolist() == list(range(1000, 1000 + len(digests)))
     assert [(part.offset, part.num_bytes) for part in parts] == [(0, 8)] * 3
     left = reading.parts(0.0, lambda: True)
@@ -93,7 +94,7 @@ def test_to_read_a_long_prompt_each_block_is_looked_at_once_before_it_is_sent_an
             return super().get(key)
 
     cached = CachedBlocks()
-    monkeypatch.setattr(cached, "_entries", Counting())
+    monkeypatch.setattr(cached, "_entries", [Counting()])
     digests = [number.to_bytes(DIGEST_BYTES, "big") for number in range(10 * PART_BLOCKS)]
     for number, one in enumerate(digests):
         cached.add(one, number)
@@ -110,3 +111,44 @@ def test_digests_are_those_of_the_prefix_cache():
     assert decode_digests(b"") == []
     with pytest.raises(ProtocolError, match="17 bytes"):
         decode_digests(b"x" * 17)
+
+
+GROUPS = st.tuples(*[st.sets(st.integers(0, 6), max_size=7)] * 3)
+
+
+@given(GROUPS, st.lists(st.integers(0, 4), min_size=2, max_size=2), st.data())
+def test_the_longest_prefix_that_all_groups_serve_is_found_and_read(cached_in, in_windows, data):
+    """Of a prefix, the first group has all blocks, and each other one its last ones, given by number."""
+    cached = CachedBlocks(in_windows)
+    for group, names in enumerate(cached_in):
+        for name in names:
+            cached.add(digest(name), 10 * group + name, group)
+
+    def needed(count: int) -> list[range]:
+        return [range(count), *(range(max(0, count - most), count) for most in in_windows)]
+
+    def is_served(count: int) -> bool:
+        return all(set(names) <= cached_in[group] for group, names in enumerate(needed(count)))
+
+    digests = [digest(name) for name in range(7)]
+    longest = max(count for count in range(8) if is_served(count))
+    assert cached.count_leading(digests) == longest
+    count = data.draw(st.integers(1, 7))
+    if not is_served(count):
+        with pytest.raises(LLMException, match="blocks are cached"):
+            cached.open(digests[:count], 8)
+        return
+    reading = cached.open(digests[:count], 8)
+    [part] = reading.parts(0.0, lambda: True)
+    expected = [
+        [10 * group + name if name in names else NO_BLOCK for name in range(count)]
+        for group, names in enumerate(needed(count))
+    ]
+    assert reading.block_ids(part).tolist() == expected
+    group, name = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 6))
+    if data.draw(st.booleans()):
+        cached.remove(digest(name), group)
+        assert is_held(reading) == (name not in needed(count)[group])
+    else:
+        cached.clear(group)
+        assert is_held(reading) == (not needed(count)[group])

@@ -67,7 +67,7 @@ def shared_blocks(content: np.ndarray, identity: dict[str, str]) -> SharedBlocks
     return SharedBlocks(
         memory=memory_of_tensors(DESC, [torch.from_numpy(content).view(-1)]),
         block_size=16,
-        spans_of=lambda block_ids, *part: part_spans(block_ids, BLOCK_BYTES, *part),
+        spans_of=lambda block_ids, *part: part_spans(block_ids[0], BLOCK_BYTES, *part),
         max_sent_blocks=3,
         loans=Loans(BLOCK_BYTES),
         cached=CachedBlocks(),
@@ -87,7 +87,7 @@ class LendingSide:
 
     def lend(self, block_ids: list[int], name: str = "loan") -> None:
         self.number = self.loans.offer(name, "owner", len(block_ids), DIGEST)
-        self.loans.begin_step(self.number, 0, block_ids)
+        self.loans.begin_step(self.number, 0, [(one,) for one in block_ids])
         self.loans.end_step(self.number)
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ def pull(
     """The blocks of a cache of zeros into which a loan, or cached blocks, were pulled."""
     memory = HostMemory(DESC)
     first = request.first_block if isinstance(request, LoanRequest) else 0
-    blocks = ArrivingBlocks(np.array(targets), first, BLOCK_BYTES)
+    blocks = ArrivingBlocks(np.array([targets]), first, BLOCK_BYTES)
     link.pull_parts(request, memory, blocks, soon() if deadline is None else deadline)
     return memory.tensor_bytes[0].numpy().reshape(NUM_BLOCKS, BLOCK_BYTES)
 
@@ -159,7 +159,7 @@ def test_blocks_arrive_while_they_are_computed(sides):
     def compute() -> None:
         number = side.loans.offer("loan", "owner", 6, DIGEST)
         for first, ids in ((0, [8, 1]), (2, []), (2, [2, 5, 9]), (5, [4])):
-            side.loans.begin_step(number, first, ids)
+            side.loans.begin_step(number, first, [(one,) for one in ids])
             for start, stop in ((0, 32), (32, 40)):
                 side.content[ids, start:stop] = final[ids, start:stop]
                 side.loans.advance([number], stop)
@@ -397,7 +397,7 @@ def test_a_lender_that_lies_breaks_its_link_and_writes_nowhere_else(answers):
     with link_with_a_liar() as (link, channel):
         for one in answers:
             channel.send(one, soon())
-        blocks = ArrivingBlocks(np.array([6, 7]), 2, BLOCK_BYTES)
+        blocks = ArrivingBlocks(np.array([[6, 7]]), 2, BLOCK_BYTES)
         code = code_of(link.pull_parts, request_for(4, first=2), memory, blocks, soon())
         assert code is LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT
         assert not link.stands

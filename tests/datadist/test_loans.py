@@ -44,7 +44,7 @@ def lent(num_blocks: int = 4) -> OneLoan:
 
 
 def compute(loans: OneLoan, block_ids: list[int]) -> None:
-    loans.begin_step(loans.number, loans.num_computed, block_ids)
+    loans.begin_step(loans.number, loans.num_computed, [(one,) for one in block_ids])
     loans.num_computed += len(block_ids)
     for end in LAYER_ENDS:
         loans.advance([loans.number], end)
@@ -75,7 +75,7 @@ def test_a_reader_gets_every_byte_once_in_any_interleaving_with_the_steps_that_c
     ids = np.array(data.draw(st.permutations(range(num_blocks))))
     loans = lent(num_blocks)
     reading = loans.open("one", first, num_blocks, DIGEST, patience=0, is_wanted=always)
-    arriving = ArrivingBlocks(np.arange(num_blocks - first), first, BLOCK_BYTES)
+    arriving = ArrivingBlocks(np.arange(num_blocks - first)[None], first, BLOCK_BYTES)
     source = np.zeros((num_blocks, BLOCK_BYTES), dtype=np.uint8)
     target = np.zeros((num_blocks - first, BLOCK_BYTES), dtype=np.uint8)
     final = np.arange(1, source.size + 1, dtype=np.uint64).astype(np.uint8).reshape(source.shape) | 1
@@ -85,13 +85,13 @@ def test_a_reader_gets_every_byte_once_in_any_interleaving_with_the_steps_that_c
             part = None if arriving.is_complete else reading.ready_part()
             if part is not None:
                 columns = slice(part.offset, part.offset + part.num_bytes)
-                content = source[reading.block_ids(part), columns]
+                content = source[reading.block_ids(part)[0], columns]
                 put(target, arriving.spans_for(part), content)
 
     done = 0
     for count in steps:
         new = ids[done : done + count].tolist()
-        loans.begin_step(FIRST, done, new)
+        loans.begin_step(FIRST, done, [(one,) for one in new])
         for start, end in zip((0, *LAYER_ENDS), (*LAYER_ENDS, BLOCK_BYTES), strict=True):
             read_some()
             source[new, start:end] = final[new, start:end]
@@ -112,7 +112,7 @@ def test_whole_blocks_come_in_one_part_if_they_are_ready():
     compute(loans, [7, 3, 4, 9])
     reading = loans.open("one", 1, 4, DIGEST, patience=0, is_wanted=always)
     assert list(reading.parts(1e9, always)) == [BlockPart(1, 3, 0, BLOCK_BYTES)]
-    assert reading.block_ids(BlockPart(1, 3, 0, BLOCK_BYTES)).tolist() == [3, 4, 9]
+    assert reading.block_ids(BlockPart(1, 3, 0, BLOCK_BYTES)).tolist() == [[3, 4, 9]]
 
 
 def test_a_reader_waits_for_what_is_computed_and_gets_each_layer():
@@ -167,8 +167,8 @@ def test_a_loan_that_ends_fails_its_readers_even_when_all_has_been_read():
 
 def test_a_step_that_was_never_computed_ends_the_loan():
     loans = lent()
-    loans.begin_step(FIRST, 0, [0, 1])
-    loans.begin_step(FIRST, 2, [2, 3])
+    loans.begin_step(FIRST, 0, [(0,), (1,)])
+    loans.begin_step(FIRST, 2, [(2,), (3,)])
     assert refused(loans) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
     assert loans.is_empty
 
@@ -176,7 +176,7 @@ def test_a_step_that_was_never_computed_ends_the_loan():
 def test_blocks_that_are_computed_anew_end_the_loan():
     loans = lent()
     compute(loans, [0, 1])
-    loans.begin_step(FIRST, 0, [5, 6])
+    loans.begin_step(FIRST, 0, [(5,), (6,)])
     assert refused(loans) is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
@@ -184,7 +184,7 @@ def test_steps_of_a_loan_that_has_ended_are_not_those_of_another_that_has_got_it
     loans = lent(1)
     loans.end(FIRST, "its request was preempted")
     other = loans.offer("one", "another request", 1, DIGEST)
-    loans.begin_step(FIRST, 0, [7])
+    loans.begin_step(FIRST, 0, [(7,)])
     loans.advance([FIRST], 10)
     loans.end_step(FIRST)
     assert not loans.is_ready(other)
@@ -279,7 +279,7 @@ def test_only_so_many_names_are_remembered(monkeypatch):
     ],
 )
 def test_parts_that_do_not_continue_what_has_come_are_refused(part):
-    arriving = ArrivingBlocks(np.array([5, 6, 7]), 2, BLOCK_BYTES)
+    arriving = ArrivingBlocks(np.array([[5, 6, 7]]), 2, BLOCK_BYTES)
     with pytest.raises(ValueError, match="BlockPart"):
         arriving.spans_for(part)
     assert arriving.spans_for(BlockPart(2, 3, 0, BLOCK_BYTES)).offsets.tolist() == [5 * BLOCK_BYTES]

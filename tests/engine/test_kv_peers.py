@@ -615,7 +615,7 @@ def test_what_is_given_up_is_not_read_even_if_it_cannot_be_published(monkeypatch
         for first in range(5, 9):  # prompts that do not fit into the cache together
             answer(llm, [first, *PROMPT[1:]])
         pool = core_of(llm).scheduler.accounts.kv.pools.first
-        assert connector_of(llm)._cached._entries.keys() == pool._by_digest.keys()
+        assert connector_of(llm)._cached._entries[0].keys() == pool._by_digest.keys()
 
 
 def test_equals_that_are_gone_or_silent_cost_a_moment(alone, monkeypatch):

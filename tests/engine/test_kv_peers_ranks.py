@@ -110,8 +110,8 @@ def test_a_prompt_travels_between_engines_of_any_number_of_ranks(
         check_nothing_is_held(first, second)
         stats = second.stats()
         assert (stats.num_loaded_tokens, stats.num_failed_loads) == (2 * (len(PROMPT) - 1), 0)
-        num_blocks = -(-len(PROMPT) // second.info.block_size)
-        block_bytes = second.info.kv_cache_bytes // second.info.num_blocks  # of all ranks together
+        num_blocks = -(-(len(PROMPT) - 1) // first.info.block_size)
+        block_bytes = first.info.kv_cache_bytes // first.info.num_blocks  # of all ranks together
         assert stats.kv_connector.loaded_bytes == 2 * num_blocks * block_bytes
     assert answers[0] == answers[1]
     if lending == borrowing:  # sums have one order then

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.datadist.loans.loans import BlockPart
 from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
 from quire.kv.cache.page_layout import PageLayout, VectorFormat
-from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout, conversion
+from quire.kv.peers.block_layouts import BlockLayouts, GroupLayout, ShardLayout, conversion
 
 SPECS = st.builds(
     KVLayerSpec, st.integers(1, 3), st.sampled_from([4, 8]), st.sampled_from([4, 8]), st.just(0)
@@ -66,7 +66,7 @@ def test_each_token_is_where_the_larger_cache_looks_for_it(data, layers, size, r
         lambda page_size: dataclasses.replace(large.metadata, page_size=page_size).page_layout(),
     )
     first = ratio * data.draw(st.integers(0, 3))  # what comes before is there already
-    arriving = layouts.arriving(np.array(targets), range(first, first + num_small), size)
+    arriving = layouts.arriving(np.array([targets]), range(first, first + num_small), size)
     cuts = sorted(
         {
             0,
@@ -103,10 +103,10 @@ def layout(page_size: int, scale: bool = False) -> PageLayout:
 @pytest.mark.parametrize(("small", "large"), [(4, 6), (8, 4), (0, 4)])
 def test_blocks_that_are_no_part_of_the_larger_ones_are_refused(small, large):
     with pytest.raises(ValueError, match="no multiple of"):
-        conversion(layout(small), ShardLayout(layout(large), 1, 0))
+        conversion(layout(small), ShardLayout([GroupLayout(layout(large))]))
 
 
 def test_blocks_with_gaps_are_refused():
-    assert conversion(layout(1), ShardLayout(layout(4), 1, 0)).ratio == 4
+    assert conversion(layout(1), ShardLayout([GroupLayout(layout(4))])).ratio == 4
     with pytest.raises(ValueError, match="have gaps"):
-        conversion(layout(1, scale=True), ShardLayout(layout(4, scale=True), 1, 0))
+        conversion(layout(1, scale=True), ShardLayout([GroupLayout(layout(4, scale=True))]))

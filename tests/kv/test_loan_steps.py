@@ -29,7 +29,9 @@ class Bench:
 
     def ask(self, *parts: tuple[str, int, list[int]], failed_ids=nobody) -> None:
         """Ask for a step that computes blocks of requests, from one on."""
-        self.steps.begin([LoanStep(name, self.numbers[name], first, ids) for name, first, ids in parts])
+        self.steps.begin(
+            [LoanStep(name, self.numbers[name], first, [(one,) for one in ids]) for name, first, ids in parts]
+        )
         self.steps.end(failed_ids, self.device.mark())
 
     def compute(self, num_steps: int = 1) -> None:
@@ -54,7 +56,7 @@ def test_blocks_are_ready_when_their_step_has_been_computed():
     assert bench.loans.is_ready(bench.numbers["a"])
     reading = bench.loans.open("a", 0, NUM_BLOCKS, DIGEST, patience=0, is_wanted=lambda: True)
     part = reading.ready_part()
-    assert reading.block_ids(part).tolist() == [5, 3, 8, 7]
+    assert reading.block_ids(part).tolist() == [[5, 3, 8, 7]]
     assert (part.offset, part.num_bytes) == (0, 8)
 
 

@@ -80,7 +80,8 @@ class Pull(PeerPull):
     def __init__(self, name: str, after: StepMark | None = None) -> None:
         self.ending = threading.Event()
         params = BorrowingParams("127.0.0.1", 1, transfer_id=name)
-        super().__init__(LoanLoad(name, params, 1, b"", [3]), time.monotonic() + SOON, after or host_mark())
+        load = LoanLoad(name, params, 1, b"", np.array([[3]]))
+        super().__init__(load, time.monotonic() + SOON, after or host_mark())
 
     def end(self, *, has_failed: bool) -> None:
         super().end(has_failed=has_failed)
@@ -363,7 +364,7 @@ def test_a_peer_that_is_late_is_not_asked_again_before_it_has_answered(make_peer
 
 
 def cached_pull() -> PeerPull:
-    load = PrefixLoad("r", ("127.0.0.1", 1), bytes(16), [3])
+    load = PrefixLoad("r", ("127.0.0.1", 1), bytes(16), np.array([[3]]))
     return PeerPull(load, time.monotonic() + SOON, host_mark())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from quire.kv.connectors.load_costs import LoadCosts
@@ -14,8 +15,8 @@ from quire.kv.peers.running_pulls import PREFIX_GRACE, PREFIX_PATIENCE, RunningP
 from quire.kv.peers.transfer_params import BorrowingParams
 
 ADDRESS = "127.0.0.1", 1
-PREFIX = PrefixLoad("prefix", ADDRESS, b"d" * 32, [3, 4])
-LOAN = LoanLoad("loan", BorrowingParams(*ADDRESS, transfer_id="t"), 32, b"d", [5, 6])
+PREFIX = PrefixLoad("prefix", ADDRESS, b"d" * 32, np.array([[3, 4]]))
+LOAN = LoanLoad("loan", BorrowingParams(*ADDRESS, transfer_id="t"), 32, b"d", np.array([[5, 6]]))
 
 
 @pytest.mark.parametrize(
@@ -32,10 +33,10 @@ def test_a_prefix_is_not_waited_for_much_longer_than_computing_it_takes(
 ):
     costs = LoadCosts(16)
     costs.seconds_per_token = seconds_per_token
-    pulls = RunningPulls(8, KnownPeers(lambda _: None), 30.0, stats=KVPeerStats(), costs=costs)
+    pulls = RunningPulls(KnownPeers(lambda _: None), 30.0, stats=KVPeerStats(), costs=costs)
     monkeypatch.setattr(running_pulls.time, "monotonic", lambda: 100.0)
     pulls.begin_step([load], [], host_mark())
     [pull] = pulls._pulls.values()
     assert pull.deadline == pytest.approx(100.0 + patience)
     assert pulls.finished() == {load.request_id}  # there is no such peer
-    assert pulls.failed_block_ids() == set(load.block_ids)
+    assert pulls.failed_block_ids() == set(load.block_ids[0])

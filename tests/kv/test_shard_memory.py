@@ -19,7 +19,14 @@ from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaDa
 from quire.kv.cache.page_layout import PageLayout, VectorFormat
 from quire.kv.cache.shard_memory import ShardMemory
 from quire.kv.peers import block_layouts
-from quire.kv.peers.block_layouts import BlockLayouts, ShardLayout, conversion, layouts_of, memory_of
+from quire.kv.peers.block_layouts import (
+    BlockLayouts,
+    GroupLayout,
+    ShardLayout,
+    conversion,
+    layouts_of,
+    memory_of,
+)
 
 NUM_BLOCKS = 9
 
@@ -119,15 +126,15 @@ def test_each_rank_finds_the_tokens_of_its_heads(data, num_sending, num_receivin
     num_sent = data.draw(st.integers(1, 7))
     sources = data.draw(st.permutations(range(NUM_BLOCKS)))[:num_sent]
     targets = data.draw(st.permutations(range(NUM_BLOCKS)))[: -(-num_sent // ratio)]
-    arriving = layouts_of(receiving).arriving(np.array(targets), range(num_sent), size)
+    arriving = layouts_of([receiving]).arriving(np.array([targets]), range(num_sent), size)
     cuts = sorted({0, *data.draw(st.sets(st.sampled_from(metadata.page_layout().layer_ends))),
                    metadata.bytes_per_block})  # fmt: skip
-    [sent_from], [received_in] = memory_of(sending).tensor_bytes, memory_of(receiving).tensor_bytes
+    [sent_from], [received_in] = memory_of([sending]).tensor_bytes, memory_of([receiving]).tensor_bytes
     max_blocks = data.draw(st.integers(1, 7))
     for begin, end in itertools.pairwise(cuts):
         for part in BlockPart(0, num_sent, begin, end - begin).split(max_blocks):
             rows = np.array(sources)[part.first_block : part.first_block + part.num_blocks]
-            sent = sent_from.numpy()[places(layouts_of(sending).spans_of(rows, begin, end - begin))]
+            sent = sent_from.numpy()[places(layouts_of([sending]).spans_of(rows[None], begin, end - begin))]
             assert (sent == content[rows, begin:end].ravel()).all()
             received_in.numpy()[places(arriving.spans_for(part))] = sent
     assert arriving.is_complete
@@ -145,15 +152,15 @@ def layout(num_heads: int) -> PageLayout:
 
 
 def test_ranks_must_have_all_heads():
-    assert len(conversion(layout(4), ShardLayout(layout(2), 2, 1000)).lengths) == 4
+    assert len(conversion(layout(4), ShardLayout([GroupLayout(layout(2))], 2, 1000)).lengths) == 4
     with pytest.raises(ValueError, match="4 heads are not 3 on each of 2"):
-        conversion(layout(4), ShardLayout(layout(3), 2, 1000))
+        conversion(layout(4), ShardLayout([GroupLayout(layout(3))], 2, 1000))
 
 
 def test_so_many_blocks_are_sent_at_a_time_that_their_spans_fit_into_a_message(monkeypatch):
     monkeypatch.setattr(block_layouts, "MAX_SENT_SPANS", 10)
     assert BlockLayouts(layout(4), lambda _: layout(4)).max_sent_blocks == 10
-    shards = ShardLayout(layout(2), 2, 1000)  # keys and values of two ranks
+    shards = ShardLayout([GroupLayout(layout(2))], 2, 1000)  # keys and values of two ranks
     divided = BlockLayouts(layout(4), lambda _: layout(4), shards)
     assert divided.max_sent_blocks == 2
-    assert len(divided.spans_of(np.array([3, 8]), 0, divided.block_bytes).lengths) == 8
+    assert len(divided.spans_of(np.array([[3, 8]]), 0, divided.block_bytes).lengths) == 8

@@ -20,14 +20,13 @@ SCHEDULERS: Registry[SchedulerInterface] = Registry("EngineConfig.scheduler_cls"
 def keeps_all_tokens(config: EngineConfig) -> bool:
     """Return whether layers with a window keep the KV of all tokens, in one cache group with the others.
 
-    Engines that share KV with others move whole blocks of all layers, and so do connectors that are not
-    `by_group`. Cache eviction has one block table for each sequence, and a scheduler of the user's own need
-    not know of groups.
+    A connector that is not `by_group` moves whole blocks of all layers, cache eviction has one block table
+    for each sequence, and a scheduler of the user's own need not know of groups.
 
     Raises:
         ConfigError: the class of the scheduler or of the connector cannot be used.
     """
-    if config.shares_kv or config.scheduler.use_cache_eviction:
+    if config.scheduler.use_cache_eviction:
         return True
     if config.kv_connector and not CONNECTORS.class_of(config.kv_connector).by_group:
         return True

@@ -350,7 +350,9 @@ class DecoderLink:
         ready = expected(PartReady, self._answer(transfer_id, deadline))
         require_transfer(ready.transfer_id, transfer_id)
         part = BlockPart(ready.first_block, ready.num_blocks, ready.offset, ready.num_bytes)
-        self._destination_end.receive(transfer_id, memory, blocks.spans_for(part), deadline)
+        spans = blocks.spans_for(part)
+        if spans.num_bytes:  # both sides know which parts of blocks are not moved
+            self._destination_end.receive(transfer_id, memory, spans, deadline)
         self._channel.send(PartTaken(transfer_id), deadline)
 
     def _acknowledge(self, transfer_id: int, deadline: float) -> None:

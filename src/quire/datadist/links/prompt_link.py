@@ -359,7 +359,8 @@ class PromptLink:
                 fields = (part.first_block, part.num_blocks, part.offset, part.num_bytes)
                 self._channel.send(PartReady(transfer_id, *fields), deadline)
                 spans = shared.spans_of(reading.block_ids(part), part.offset, part.num_bytes)
-                self._send(transfer_id, shared.memory, spans, deadline)
+                if spans.num_bytes:
+                    self._send(transfer_id, shared.memory, spans, deadline)
                 taken = self._channel.expect(PartTaken, deadline + FRAME_LIMIT)
                 require_transfer(taken.transfer_id, transfer_id)
 

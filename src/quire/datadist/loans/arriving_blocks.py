@@ -10,21 +10,28 @@ from typing_extensions import override
 from quire.datadist.caches.spans import ByteSpans, Int64Array, part_spans
 from quire.datadist.loans.loans import BlockPart
 
+NO_BLOCK = -1
+"""In ids of blocks by group: the part of the block in this group is not moved."""
+
 
 class ArrivingBlocks:
     """Blocks filled from a peer's blocks of the same size.
 
     Args:
-        block_ids: where block `first_block + i` of the peer goes [N].
+        block_ids: where block `first_block + i` of the peer goes, in each group [G, N]; here there is one.
         first_block: in the peer's numbers.
         block_bytes: bytes of a block.
+
+    Attributes:
+        num_bytes: bytes that have arrived.
     """
 
     def __init__(self, block_ids: Int64Array, first_block: int, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._block_ids = block_ids
         self._first_block = first_block
-        self._filled = np.zeros(len(block_ids), dtype=np.int64)
+        self._filled = np.zeros(block_ids.shape[1], dtype=np.int64)
+        self.num_bytes = 0
 
     @property
     def is_complete(self) -> bool:
@@ -37,7 +44,13 @@ class ArrivingBlocks:
         Raises:
             ValueError: it does not continue the received blocks.
         """
-        return part_spans(self._block_ids[self._take(part)], self._block_bytes, part.offset, part.num_bytes)
+        spans = self._spans(part, self._take(part))
+        self.num_bytes += spans.num_bytes
+        return spans
+
+    def _spans(self, part: BlockPart, taken: slice) -> ByteSpans:
+        """Return where the part goes that fills these blocks."""
+        return part_spans(self._block_ids[0, taken], self._block_bytes, part.offset, part.num_bytes)
 
     def _take(self, part: BlockPart) -> slice:
         """Return the blocks that a part fills; raises like `spans_for`."""
@@ -56,30 +69,32 @@ class ArrivingBlocks:
 class BlockConversion:
     """How small blocks make up a large one: where their bytes are.
 
-    A small block consists of contiguous pieces. A large block may be spread over several places, each with
-    the same part of all blocks.
+    A small block consists of contiguous pieces, each of one group. A large block may be spread over several
+    places, each with the same part of all blocks of a group.
 
     Attributes:
         ratio: small blocks in a large one.
         small_bytes: bytes of a small block.
-        large_bytes: from a large block to the next one, in each place.
         lengths: lengths of the pieces, in bytes [P].
-        offsets: from the first large block, in its first place, to the pieces of its first small block [P].
-        strides: from there to those of the next small one [P].
+        groups: their groups [P].
+        offsets: from the start of the memory to the pieces of the first small block of large block 0 [P].
+        large_strides: from there to those of the next large block [P].
+        strides: to those of the next small one [P].
     """
 
     ratio: int
     small_bytes: int
-    large_bytes: int
     lengths: Int64Array
+    groups: Int64Array
     offsets: Int64Array
+    large_strides: Int64Array
     strides: Int64Array
 
     def spans(self, large: Int64Array, small: Int64Array, offset: int, num_bytes: int) -> ByteSpans:
-        """Return the spans of a part of each small block, in order.
+        """Return the spans of a part of each small block, in order, but for what has `NO_BLOCK`.
 
         Args:
-            large: the large blocks that they are in [N].
+            large: the large blocks that they are in, of each group [G, N].
             small: which of the small blocks of these they are [N].
             offset: offset of the part, in the small block.
             num_bytes: number of bytes of the part.
@@ -90,26 +105,29 @@ class BlockConversion:
         lengths = np.minimum(ends, offset + num_bytes) - first
         pieces = np.flatnonzero(lengths > 0)
         in_large = (self.offsets + first - starts)[pieces] + small[:, None] * self.strides[pieces]
-        offsets = large[:, None] * self.large_bytes + in_large
-        return ByteSpans(range(1), offsets.ravel(), np.tile(lengths[pieces], len(large)))
+        blocks = large[self.groups[pieces]].T
+        is_moved = blocks != NO_BLOCK
+        offsets = blocks * self.large_strides[pieces] + in_large
+        return ByteSpans(
+            range(1), offsets[is_moved], np.broadcast_to(lengths[pieces], offsets.shape)[is_moved]
+        )
 
 
 class ConvertedBlocks(ArrivingBlocks):
     """Blocks filled from a peer's smaller ones, or spread over several places.
 
     Args:
-        block_ids: the blocks to fill, one after another [N].
+        block_ids: the blocks to fill, one after another, in each group [G, N].
         blocks: the peer's blocks that fill them, from the start of the first one on.
         conversion: conversion of the peer's blocks to these.
     """
 
     def __init__(self, block_ids: Int64Array, blocks: range, conversion: BlockConversion) -> None:
-        targets = np.repeat(block_ids, conversion.ratio)[: len(blocks)]
+        targets = np.repeat(block_ids, conversion.ratio, axis=1)[:, : len(blocks)]
         super().__init__(targets, blocks.start, conversion.small_bytes)
         self._conversion = conversion
 
     @override
-    def spans_for(self, part: BlockPart) -> ByteSpans:
-        taken, how = self._take(part), self._conversion
-        number = np.arange(taken.start, taken.stop) % how.ratio
-        return how.spans(self._block_ids[taken], number, part.offset, part.num_bytes)
+    def _spans(self, part: BlockPart, taken: slice) -> ByteSpans:
+        number = np.arange(taken.start, taken.stop) % self._conversion.ratio
+        return self._conversion.spans(self._block_ids[:, taken], number, part.offset, part.num_bytes)

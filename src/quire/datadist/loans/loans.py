@@ -18,6 +18,9 @@ import numpy as np
 from quire.datadist.caches.spans import Int64Array
 from quire.datadist.status import LLMException, LLMStatusCode, failure, invalid
 
+BlockIds = tuple[int, ...]
+"""The numbers of one block in each group, or `NO_BLOCK`, see `quire.datadist.loans.arriving_blocks`."""
+
 _CHECK_INTERVAL = 0.5
 """Seconds between a waiting reader's checks whether it is still wanted."""
 
@@ -48,7 +51,7 @@ class _Loan:
     num_blocks: int
     digest: bytes
     number: int
-    block_ids: list[int] = dataclasses.field(default_factory=list)
+    block_ids: list[BlockIds] = dataclasses.field(default_factory=list)
     num_ready: int = 0  # complete leading blocks
     computed_stop: int = 0  # blocks from `num_ready` to this one are being computed
     computed_bytes: int = 0  # bytes of each of them that are ready
@@ -114,7 +117,7 @@ class Loans:
             self._changed.notify_all()
         return number
 
-    def begin_step(self, number: int, first_block: int, block_ids: Sequence[int]) -> None:
+    def begin_step(self, number: int, first_block: int, block_ids: Sequence[BlockIds]) -> None:
         """Note that a step completes the blocks of a loan from `first_block` on.
 
         Ends a loan whose previous step has not ended, as what that step wrote is unknown, and one whose
@@ -314,9 +317,9 @@ class LoanReading:
             yield self._loans._next_part(self, deadline, is_wanted)
 
     def block_ids(self, part: BlockPart) -> Int64Array:
-        """Return the owner's numbers of a part's blocks."""
+        """Return the owner's numbers of a part's blocks, of each group [G, N]."""
         first = part.first_block
-        return np.array(self._loan.block_ids[first : first + part.num_blocks], dtype=np.int64)
+        return np.array(self._loan.block_ids[first : first + part.num_blocks], dtype=np.int64).T
 
     def require_held(self) -> None:
         """Raise `LLMException` (LLM_KV_CACHE_NOT_EXIST) if the loan has ended."""

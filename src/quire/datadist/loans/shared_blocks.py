@@ -18,8 +18,8 @@ class SharedBlocks:
     Attributes:
         memory: the owner's KV cache, one tensor; peers only access it through `loans` and `cached`.
         block_size: tokens per block.
-        spans_of: returns where some blocks are in it, or a part of each: given the blocks, the offset of the
-            part in bytes, and its number of bytes.
+        spans_of: returns where some blocks are in it, or a part of each: given the blocks of each group
+            [G, N], the offset of the part in bytes, and its number of bytes.
         max_sent_blocks: blocks that are sent at a time.
         loans: what of it is lent, by name.
         cached: what of it can be read without having been lent, by content.

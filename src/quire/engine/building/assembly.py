@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -94,7 +95,7 @@ def build_context(
     """Return what the engine's scheduler has around it whatever the size of its cache is."""
     connector = build_connector(config, model_path, model_config, plan)
     # What peers read comes first: a removal that it missed because another sink raised would be wrong text.
-    sinks = [sink for sink in (cached_block_events(connector), kv_events) if sink is not None]
+    sinks = [*cached_block_events(connector)[:1], *filter(None, [kv_events])]
     return SchedulerContext(
         grammars=_grammar_backend(config, model_path, model_config),
         connector=connector,
@@ -217,9 +218,10 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerCo
         ConfigError: the scheduler class, a policy or the file of the recording cannot be used.
     """
     commit_blocks, *others = commits_of_groups(config, plan)
+    sinks = cached_block_events(context.connector)[1:] or itertools.repeat(None, len(others))
     windows = [
-        WindowBlocks(window, cache.num_pages_per_layer, commit)
-        for window, cache, commit in zip(plan.windows, plan.kv_caches[1:], others, strict=True)
+        WindowBlocks(window, cache.num_pages_per_layer, commit, events)
+        for window, cache, commit, events in zip(plan.windows, plan.kv_caches[1:], others, sinks, strict=True)
     ]
     context = dataclasses.replace(context, commit_blocks=commit_blocks, windows=tuple(windows))
     scheduler_cls = scheduler_class(config)

@@ -52,6 +52,7 @@ def build_peers(
             transports=transports,
             identity=identity.result,
             timeout=config.scheduler.kv_transfer_timeout,
+            windows=plan.windows,
             mark=_step_mark(config),
         ),
     )
@@ -69,9 +70,10 @@ def _step_mark(config: EngineConfig) -> Callable[[], StepMark] | None:
 def _identity(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
 ) -> dict[str, str]:
-    """Return the identity for peers, without the block size, which links negotiate."""
+    """Return the identity for peers; without windows, links negotiate the block size."""
     identity = kv_identity(config, model_path, model_config, plan)
-    del identity["block size"]
+    if not plan.windows:
+        del identity["block size"]
     return identity
 
 
@@ -94,13 +96,13 @@ def release_kv(connector: KVConnector | None, transfer_id: str) -> None:
         connector.release(transfer_id)
 
 
-def cached_block_events(connector: KVConnector | None) -> KVEventSink | None:
-    """Return the sink of prefix cache events for peers' reads; None: there is none."""
+def cached_block_events(connector: KVConnector | None) -> Sequence[KVEventSink]:
+    """Return the sinks of each cache group's prefix cache events for peers' reads, if there are any."""
     if connector is None:
-        return None
+        return ()
     from quire.kv.peers.connector import PeerConnector
 
-    return connector.kv_events if isinstance(connector, PeerConnector) else None
+    return connector.kv_events if isinstance(connector, PeerConnector) else ()
 
 
 def _asked_addresses(setting: str) -> list[tuple[str, int]]:

@@ -18,6 +18,7 @@ import numpy as np
 from quire.step import IntArray
 
 if TYPE_CHECKING:
+    from quire.kv.blocks.events import KVEventSink
     from quire.kv.cache.page_layout import KVLayerSpec
 
 NULL_BLOCK = 0
@@ -83,8 +84,10 @@ class WindowBlocks:
         num_blocks: maximum number of blocks, `NULL_BLOCK` included.
         commit: given a number of further blocks of reserved memory, returns how many may be used now; None:
             all may be used from the start.
+        events: gets the blocks that become findable and those that stop being so.
     """
 
     window: int
     num_blocks: int
     commit: Callable[[int], int] | None = None
+    events: KVEventSink | None = None

@@ -11,10 +11,10 @@ from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.peers.peer import MAX_PEERS, KnownPeers, Peer
 from quire.kv.peers.pulls import LoanLoad
 from quire.kv.peers.running_pulls import RunningPulls
-from quire.kv.peers.shared_prompt import lendable_digest
+from quire.kv.peers.shared_prompt import firsts_moved, lendable_digest, moved_blocks
 from quire.kv.peers.transfer_params import BorrowingParams, borrowing_params
 from quire.request import Request
-from quire.step import SchedulerOutput
+from quire.step import IntArray, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class BorrowedPrompts:
         block_size: tokens per block.
         peers: to read from.
         pulls: those that run.
+        windows: of each cache group but the first, in tokens.
         stats: stats of the connector.
         costs: costs of loading and computing.
     """
@@ -46,12 +47,14 @@ class BorrowedPrompts:
         peers: KnownPeers,
         pulls: RunningPulls,
         *,
+        windows: Sequence[int],
         stats: KVPeerStats,
         costs: LoadCosts,
     ) -> None:
         self._block_size = block_size
         self._peers = peers
         self._pulls = pulls
+        self._windows = windows
         self._stats = stats
         self._costs = costs
         self._borrowed: dict[str, _Borrowed] = {}
@@ -116,15 +119,16 @@ class BorrowedPrompts:
             self._stats.num_computations_chosen += not borrowed.prefers_reading
         return borrowed.prefers_reading
 
-    def begin(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Read a loan into blocks with the next step."""
+    def begin(self, request: Request, block_ids: IntArray, num_external_tokens: int) -> None:
+        """Read a loan into blocks [G, N] with the next step."""
         borrowed = self._borrowed.get(request.request_id)
         if borrowed is None or borrowed.is_over or not num_external_tokens:
             return
         borrowed.is_over = True
         first = borrowed.num_local // self._block_size
-        targets = [int(one) for one in block_ids[first : borrowed.num_blocks]]
         num_tokens, digest = request.num_prompt_tokens - 1, lendable_digest(request)
+        firsts = firsts_moved(self._windows, num_tokens, self._block_size)
+        targets = moved_blocks(block_ids[:, first : borrowed.num_blocks], first, firsts)
         load = LoanLoad(request.request_id, borrowed.params, num_tokens, digest, targets)
         self._new_loads.append(load)
         self._stats.num_loads_chosen += 1

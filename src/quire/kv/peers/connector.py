@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.kv.cache.paged_cache import PagedAttentionCache
-    from quire.step import SchedulerOutput
+    from quire.step import IntArray, SchedulerOutput
 
 ENGINE_CLUSTER_ID = 0
 """The cluster id of every engine: engines know each other by address."""
@@ -59,6 +59,7 @@ class PeerOptions:
         transports: names of those that may be used, the best first.
         identity: returns what the KV is, in named parts; only peers with the same are linked.
         timeout: seconds for the KV of a prompt to come.
+        windows: of each cache group but the first, in tokens.
         mark: returns the point behind all steps that a device was asked for so far, in the thread that asks;
             None: steps are computed when they return.
     """
@@ -69,6 +70,7 @@ class PeerOptions:
     transports: Sequence[str]
     identity: Callable[[], Mapping[str, str]]
     timeout: float
+    windows: tuple[int, ...] = ()
     mark: Callable[[], StepMark] | None = None
 
 
@@ -89,7 +91,7 @@ class PeerConnector(KVConnector):
     are asked what of their prompts they have cached.
 
     Attributes:
-        kv_events: is to hear of all changes of the prefix cache; None: no peer reads it.
+        kv_events: for all changes of the prefix cache, by cache group; empty: no peer reads it.
 
     Args:
         block_size: tokens per block.
@@ -99,6 +101,7 @@ class PeerConnector(KVConnector):
         LLMException: LLM_FAILED, the address cannot be listened on.
     """
 
+    by_group = True
     saves_before_tokens = True
 
     def __init__(self, block_size: int, options: PeerOptions) -> None:
@@ -110,9 +113,10 @@ class PeerConnector(KVConnector):
         self._cancelled: list[str] = []  # requests whose load the next step cancels
         self._times = StepTimes(options.mark or host_mark, self._costs)
         self._started: _Started | None = None
-        self._cached = CachedBlocks()
-        lends = options.listen_address is not None
-        self.kv_events = CachedBlockEvents(self._cached) if lends else None
+        in_windows = [-(-(window - 1) // block_size) for window in options.windows]
+        self._cached = CachedBlocks(in_windows)
+        groups = range(1 + len(in_windows)) if options.listen_address is not None else ()
+        self.kv_events = tuple(CachedBlockEvents(self._cached, group) for group in groups)
 
     @property
     def address(self) -> Address | None:
@@ -147,11 +151,15 @@ class PeerConnector(KVConnector):
 
     @override
     def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+        self, request: Request, block_ids: IntArray, num_external_tokens: int
     ) -> None:
         parts = self._parts
         reader = parts.borrowed if parts.borrowed.has(request) else parts.prefixes
         reader.begin(request, block_ids, num_external_tokens)
+
+    @override
+    def lends_prompt(self, request: Request) -> bool:
+        return self._parts.lent.has(request)
 
     @override
     def cancel_load(self, request_id: str) -> None:
@@ -171,7 +179,7 @@ class PeerConnector(KVConnector):
 
     @override
     def request_finished(
-        self, request: Request, block_ids: Sequence[int]
+        self, request: Request, block_ids: IntArray
     ) -> tuple[bool, Mapping[str, Any] | None]:
         parts = self._parts
         parts.borrowed.finish(request)
@@ -221,7 +229,7 @@ class PeerConnector(KVConnector):
     # -- worker side ---------------------------------------------------------------------------------------
 
     @override
-    def register_kv_caches(self, kv_caches: PagedAttentionCache) -> None:
+    def register_kv_caches(self, kv_caches: tuple[PagedAttentionCache, ...]) -> None:
         """Begin to listen for peers."""
         self._started = _Started(
             self._block_size,
@@ -278,24 +286,24 @@ class _Started:
         self,
         block_size: int,
         options: PeerOptions,
-        kv_caches: PagedAttentionCache,
+        kv_caches: Sequence[PagedAttentionCache],
         cached: CachedBlocks,
         *,
         stats: KVPeerStats,
         costs: LoadCosts,
     ) -> None:
         self.layouts = layouts_of(kv_caches)
-        block_bytes = self.layouts.block_bytes
         self.memory = memory_of(kv_caches)
-        self.loans = Loans(block_bytes)
+        self.loans = Loans(self.layouts.block_bytes)
         self.loan_steps = LoanSteps(self.loans, are_in_flight=options.mark is not None)
-        self.lent = LentPrompts(block_size, self.loans, self.loan_steps)
+        windows = options.windows
+        self.lent = LentPrompts(block_size, self.loans, self.loan_steps, windows=windows)
         self.session = Session(
             LLMRole.DECODER if options.listen_address is None else LLMRole.PROMPT,
             ENGINE_CLUSTER_ID,
             InitOptions(
                 address=options.listen_address,
-                device=kv_caches.tensor.device,
+                device=kv_caches[0].tensor.device,
                 timeout=options.timeout,
                 pool_bytes=0,
                 token=options.token,
@@ -316,10 +324,14 @@ class _Started:
         service = self.session.service
         self.address = None if service is None else service.address
         self.peers = KnownPeers(functools.partial(self._new_peer, options.timeout))
-        self.pulls = RunningPulls(block_bytes, self.peers, options.timeout, stats=stats, costs=costs)
-        self.borrowed = BorrowedPrompts(block_size, self.peers, self.pulls, stats=stats, costs=costs)
+        self.pulls = RunningPulls(self.peers, options.timeout, stats=stats, costs=costs)
+        self.borrowed = BorrowedPrompts(
+            block_size, self.peers, self.pulls, windows=windows, stats=stats, costs=costs
+        )
         others = [one for one in options.asked_addresses if one != self.address]
-        self.prefixes = PeerPrefixes(block_size, others, self.peers, self.pulls, stats=stats, costs=costs)
+        self.prefixes = PeerPrefixes(
+            block_size, others, self.peers, self.pulls, windows=windows, stats=stats, costs=costs
+        )
 
     def close(self) -> None:
         self.loans.close("the engine ends")
@@ -333,23 +345,25 @@ class _Started:
 
 
 class CachedBlockEvents(KVEventSink):
-    """Keeps what peers may read of the prefix cache up to date.
+    """Keeps what peers may read of the prefix cache of a cache group up to date.
 
     Args:
         cached: what they read.
+        group: number of the group.
     """
 
-    def __init__(self, cached: CachedBlocks) -> None:
+    def __init__(self, cached: CachedBlocks, group: int) -> None:
         self._cached = cached
+        self._group = group
 
     @override
     def stored(self, block_id: int, key: BlockKey) -> None:
-        self._cached.add(key.digest, block_id)
+        self._cached.add(key.digest, block_id, self._group)
 
     @override
     def removed(self, block_id: int, key: BlockKey) -> None:
-        self._cached.remove(key.digest)
+        self._cached.remove(key.digest, self._group)
 
     @override
     def cleared(self) -> None:
-        self._cached.clear()
+        self._cached.clear(self._group)

@@ -7,16 +7,18 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.datadist.loans.loans import Loans
+import numpy as np
+
+from quire.datadist.loans.loans import BlockIds, Loans
 from quire.errors import InvalidRequestError
 from quire.kv.blocks.block_hash import SequenceKeys
 from quire.kv.blocks.prompt_blocks import PromptBlocks, Save
 from quire.kv.peers.loan_steps import LoanStep, LoanSteps
-from quire.kv.peers.shared_prompt import lendable_digest, lendable_keys
+from quire.kv.peers.shared_prompt import firsts_moved, lendable_digest, lendable_keys, moved_blocks
 from quire.kv.peers.transfer_params import lending_params
 from quire.request import Request
 from quire.status import RequestStatus
-from quire.step import SchedulerOutput
+from quire.step import IntArray, SchedulerOutput
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -24,6 +26,7 @@ class _Lent:
     transfer_id: str
     loan: int  # its number
     num_blocks: int
+    firsts: list[int]  # see `firsts_moved`
     keeps_last: bool  # until the request ends, which may write behind the prompt in its last block
 
 
@@ -34,12 +37,16 @@ class LentPrompts:
         block_size: tokens per block.
         loans: what peers read.
         steps: reports to them what steps have computed.
+        windows: of each cache group but the first, in tokens.
     """
 
-    def __init__(self, block_size: int, loans: Loans, steps: LoanSteps) -> None:
+    def __init__(
+        self, block_size: int, loans: Loans, steps: LoanSteps, *, windows: Sequence[int] = ()
+    ) -> None:
         self._block_size = block_size
         self._loans = loans
         self._steps = steps
+        self._windows = windows
         self._prompts = PromptBlocks(block_size)
         self._keys: dict[str, SequenceKeys] = {}
         self._lent: dict[str, _Lent] = {}  # by request
@@ -66,7 +73,12 @@ class LentPrompts:
             )
         self._keys[request.request_id] = keys
         writes_on = request.sampling_params.max_tokens != 1 and num_tokens % self._block_size > 0
-        self._lent[request.request_id] = _Lent(transfer_id, loan, len(keys), writes_on)
+        firsts = firsts_moved(self._windows, num_tokens, self._block_size)
+        self._lent[request.request_id] = _Lent(transfer_id, loan, len(keys), firsts, writes_on)
+
+    def has(self, request: Request) -> bool:
+        """Return whether a request's prompt is lent."""
+        return request.request_id in self._lent
 
     def plan(self, output: SchedulerOutput) -> list[LoanStep]:
         """Return what a step completes."""
@@ -77,8 +89,8 @@ class LentPrompts:
                 self._loans.end(self._lent[request_id].loan, "its request was preempted")
         return [self._loan_step(save) for save in self._prompts.completed_by(output, self._keys)]
 
-    def finish(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, str | None]:
-        """Note that a request has ended.
+    def finish(self, request: Request, block_ids: IntArray) -> tuple[bool, str | None]:
+        """Note that a request has ended, with its blocks [G, N].
 
         Returns:
             Whether its blocks are to be held, and its transfer id if the prompt was computed to the end: a
@@ -94,10 +106,11 @@ class LentPrompts:
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
         was_given_back = False
-        if is_complete and len(block_ids):
+        if is_complete and block_ids.size:
             self._steps.settle(request.request_id)
+            ids = self._lent_ids(lent, 0, block_ids[:, : lent.num_blocks])
             if lent.keeps_last:
-                self._loans.begin_step(lent.loan, lent.num_blocks - 1, [block_ids[lent.num_blocks - 1]])
+                self._loans.begin_step(lent.loan, lent.num_blocks - 1, ids[-1:])
                 self._loans.end_step(lent.loan)
             if self._loans.is_ready(lent.loan):
                 return True, lent.transfer_id
@@ -113,10 +126,21 @@ class LentPrompts:
 
     def _loan_step(self, save: Save) -> LoanStep:
         lent = self._lent[save.request_id]
-        block_ids = [ids[0] for _, ids in save.blocks]
+        shape = len(save.blocks), len(lent.firsts)
+        block_ids = np.array([ids for _, ids in save.blocks], dtype=np.int32).reshape(shape).T
         if lent.keeps_last:
-            block_ids = block_ids[: lent.num_blocks - 1 - save.first_block]
-        return LoanStep(save.request_id, lent.loan, save.first_block, block_ids)
+            block_ids = block_ids[:, : lent.num_blocks - 1 - save.first_block]
+        ids = self._lent_ids(lent, save.first_block, block_ids)
+        return LoanStep(save.request_id, lent.loan, save.first_block, ids)
+
+    def _lent_ids(self, lent: _Lent, first_block: int, block_ids: IntArray) -> list[BlockIds]:
+        """Return blocks [G, N] of a loan from `first_block` on; if one has been left, the loan ends."""
+        try:
+            moved = moved_blocks(block_ids, first_block, lent.firsts)
+        except ValueError:
+            self._loans.end(lent.loan, "its request has left blocks before a window")
+            return []
+        return list(zip(*moved.tolist(), strict=True))
 
 
 def answer(transfer_id: str, address: tuple[str, int], engine_id: str) -> Mapping[str, Any]:

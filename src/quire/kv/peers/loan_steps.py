@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from quire.datadist.loans.loans import Loans
+from quire.datadist.loans.loans import BlockIds, Loans
 from quire.kv.connectors.step_times import StepMark
 
 
@@ -18,7 +18,7 @@ class LoanStep:
     request_id: str
     loan: int
     first_block: int
-    block_ids: list[int]
+    block_ids: list[BlockIds]
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -12,9 +12,10 @@ from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.peers.peer import KnownPeers, PrefixLookup
 from quire.kv.peers.pulls import PrefixLoad
 from quire.kv.peers.running_pulls import RunningPulls
-from quire.kv.peers.shared_prompt import cacheable_keys, num_cacheable_blocks
+from quire.kv.peers.shared_prompt import cacheable_keys, firsts_moved, moved_blocks, num_cacheable_blocks
 from quire.kv.peers.transfer_params import Address
 from quire.request import Request
+from quire.step import IntArray
 
 LOOKUP_PATIENCE = 0.1
 """Seconds that a request waits for peers' answers at most."""
@@ -39,6 +40,7 @@ class PeerPrefixes:
         addresses: addresses of the peers to ask.
         peers: finds them.
         pulls: those that run.
+        windows: of each cache group but the first, in tokens.
         stats: stats of the connector.
         costs: costs of loading and computing.
     """
@@ -50,6 +52,7 @@ class PeerPrefixes:
         peers: KnownPeers,
         pulls: RunningPulls,
         *,
+        windows: Sequence[int],
         stats: KVPeerStats,
         costs: LoadCosts,
     ) -> None:
@@ -57,6 +60,7 @@ class PeerPrefixes:
         self._addresses = addresses
         self._peers = peers
         self._pulls = pulls
+        self._windows = windows
         self._stats = stats
         self._costs = costs
         self._searches: dict[str, _Search] = {}
@@ -84,8 +88,8 @@ class PeerPrefixes:
         search.num_local = num_computed_tokens
         return num_blocks * self._block_size
 
-    def begin(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Read what was found into blocks with the next step."""
+    def begin(self, request: Request, block_ids: IntArray, num_external_tokens: int) -> None:
+        """Read what was found into blocks [G, N] with the next step."""
         search = self._searches.get(request.request_id)
         if search is None or search.is_over or not num_external_tokens or search.lookup.best is None:
             return
@@ -94,7 +98,9 @@ class PeerPrefixes:
         num_blocks = num_external_tokens // self._block_size
         start = first - search.lookup.blocks.start
         digests = search.lookup.digests()[start * DIGEST_BYTES : (start + num_blocks) * DIGEST_BYTES]
-        targets = [int(one) for one in block_ids[first : first + num_blocks]]
+        num_tokens = search.num_local + num_external_tokens
+        firsts = firsts_moved(self._windows, num_tokens, self._block_size)
+        targets = moved_blocks(block_ids[:, first : first + num_blocks], first, firsts)
         self._new_loads.append(PrefixLoad(request.request_id, search.lookup.best[0], digests, targets))
         self._stats.num_loads_chosen += 1
 

@@ -6,9 +6,8 @@ import dataclasses
 import threading
 import time
 
-import numpy as np
-
 from quire.datadist.caches.memory import CacheMemory
+from quire.datadist.caches.spans import Int64Array
 from quire.datadist.links.decoder_link import DecoderLink
 from quire.datadist.loans.arriving_blocks import ArrivingBlocks
 from quire.datadist.wire.protocol import LoanRequest, PrefixRequest
@@ -20,15 +19,20 @@ OFFER_PATIENCE = 10.0
 """Seconds that a peer waits for a request which it has not got yet."""
 
 
-@dataclasses.dataclass(slots=True, frozen=True)
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class LoanLoad:
-    """A loan to read for a request; its last tokens go into `block_ids`."""
+    """A loan to read for a request; its last tokens go into `block_ids` [G, N], see `moved_blocks`."""
 
     request_id: str
     params: BorrowingParams
     num_tokens: int
     digest: bytes
-    block_ids: list[int]
+    block_ids: Int64Array
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are filled."""
+        return len(self.block_ids[0])
 
     @property
     def address(self) -> Address:
@@ -54,30 +58,37 @@ class LoanLoad:
         engine_id, size = self.params.remote_engine_id, link.block_size
         if engine_id and engine_id != engine_id_of(link.epoch):
             raise ConnectionError("it has been restarted since it computed the prompt")
-        first_token = _num_blocks(self.num_tokens, layouts.block_size) - len(self.block_ids)
+        first_token = _num_blocks(self.num_tokens, layouts.block_size) - self.num_blocks
         first_token *= layouts.block_size
         blocks = range(first_token // size, _num_blocks(self.num_tokens, size))
         patience = 0 if engine_id else int(OFFER_PATIENCE * 1e3)
         request = LoanRequest(0, 0, self.transfer_id, blocks.start, blocks.stop, self.digest, patience, 0)
-        return request, layouts.arriving(np.array(self.block_ids, dtype=np.int64), blocks, size)
+        return request, layouts.arriving(self.block_ids, blocks, size)
 
 
-@dataclasses.dataclass(slots=True, frozen=True)
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class PrefixLoad:
-    """Blocks of a peer's prefix cache to read for a request, by their digests, one after another."""
+    """Blocks of a peer's prefix cache to read for a request, by their digests, one after another.
+
+    They go into `block_ids` [G, N], see `moved_blocks`.
+    """
 
     request_id: str
     address: Address
     digests: bytes
-    block_ids: list[int]
+    block_ids: Int64Array
     transfer_id: str = ""  # it is no loan
     is_ready: bool = True
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are filled."""
+        return len(self.block_ids[0])
+
     def ask(self, _link: DecoderLink, layouts: BlockLayouts) -> tuple[PrefixRequest, ArrivingBlocks]:
         """Return what to ask for over a link, and the blocks that the answer fills."""
-        blocks = range(len(self.block_ids))
-        targets = np.array(self.block_ids, dtype=np.int64)
-        return PrefixRequest(0, 0, self.digests, 0), layouts.arriving(targets, blocks, layouts.block_size)
+        blocks = layouts.arriving(self.block_ids, range(self.num_blocks), layouts.block_size)
+        return PrefixRequest(0, 0, self.digests, 0), blocks
 
 
 class PeerPull:
@@ -93,6 +104,7 @@ class PeerPull:
         self.load = load
         self.deadline = deadline
         self.seconds = 0.0  # that reading took
+        self.num_bytes = 0  # that were read
         self.has_begun = False
         self.has_ended = False  # nothing is written to the blocks any more
         self.has_failed = False
@@ -125,6 +137,7 @@ class PeerPull:
         try:
             request, blocks = self.load.ask(link, layouts)
             link.pull_parts(request, memory, blocks, self.deadline)
+            self.num_bytes = blocks.num_bytes
         finally:
             self.seconds = time.monotonic() - began
             with self._lock:

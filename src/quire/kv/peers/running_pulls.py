@@ -22,17 +22,13 @@ class RunningPulls:
     """Begins and cancels pulls, and reports how they have ended.
 
     Args:
-        block_bytes: bytes of a block.
         peers: to read from.
         timeout: seconds for KV to come.
         stats: stats of the connector.
         costs: costs of loading and computing.
     """
 
-    def __init__(
-        self, block_bytes: int, peers: KnownPeers, timeout: float, *, stats: KVPeerStats, costs: LoadCosts
-    ) -> None:
-        self._block_bytes = block_bytes
+    def __init__(self, peers: KnownPeers, timeout: float, *, stats: KVPeerStats, costs: LoadCosts) -> None:
         self._peers = peers
         self._timeout = min(timeout, sockets.MAX_WAIT)  # peers are told it in milliseconds
         self._stats = stats
@@ -46,7 +42,7 @@ class RunningPulls:
     @property
     def num_blocks(self) -> int:
         """Blocks that are being read; any thread may ask."""
-        return sum(len(pull.load.block_ids) for pull in list(self._pulls.values()))
+        return sum(pull.load.num_blocks for pull in list(self._pulls.values()))
 
     def begin_step(
         self, loads: Sequence[LoanLoad | PrefixLoad], cancelled: Sequence[str], after: StepMark
@@ -66,7 +62,7 @@ class RunningPulls:
             pull = self._pulls.pop(request_id)
             if pull.has_failed:
                 self._stats.num_failed_loads += 1
-                self._failed_block_ids.update(pull.load.block_ids)
+                self._failed_block_ids.update(pull.load.block_ids[0].tolist())
             else:
                 self._note_read(pull)
         return frozenset(received)
@@ -92,14 +88,14 @@ class RunningPulls:
 
     def _patience(self, load: LoanLoad | PrefixLoad) -> float:
         """Return the seconds for a load to come: less for what was only to be quicker than computing."""
-        computing = self._costs.seconds_to_compute(len(load.block_ids))
+        computing = self._costs.seconds_to_compute(load.num_blocks)
         if isinstance(load, LoanLoad) or not computing:
             return self._timeout
         return min(self._timeout, PREFIX_GRACE + PREFIX_PATIENCE * computing)
 
     def _note_read(self, pull: PeerPull) -> None:
-        num_blocks = len(pull.load.block_ids)
+        num_blocks = pull.load.num_blocks
         self._stats.num_loaded_blocks += num_blocks
-        self._stats.loaded_bytes += num_blocks * self._block_bytes
+        self._stats.loaded_bytes += pull.num_bytes
         if pull.load.is_ready:
             self._costs.note_load(pull.seconds, num_blocks)

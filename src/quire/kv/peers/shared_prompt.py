@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
+
+from quire.datadist.caches.spans import Int64Array
+from quire.datadist.loans.arriving_blocks import NO_BLOCK
 from quire.kv.blocks.block_hash import DIGEST_BYTES, SequenceKeys, root_digest
+from quire.kv.blocks.groups import NULL_BLOCK, first_moved
 from quire.request import Request
+from quire.step import IntArray
 
 
 def num_cacheable_blocks(request: Request, block_size: int) -> int:
@@ -31,3 +38,33 @@ def lendable_keys(request: Request, block_size: int) -> SequenceKeys:
     keys = SequenceKeys(root_digest(salt=request.cache_salt), block_size)
     keys.end_with(request.prompt_array[:-1])
     return keys
+
+
+def firsts_moved(windows: Sequence[int], num_tokens: int, block_size: int) -> list[int]:
+    """Return the number of the first block of each cache group that is moved with a prefix, [G].
+
+    Args:
+        windows: [G - 1] of each group but the first, in tokens.
+        num_tokens: of the prefix.
+        block_size: tokens per block.
+    """
+    return [0, *(int(first_moved(num_tokens, window, block_size)) for window in windows)]
+
+
+def moved_blocks(block_ids: IntArray, first_block: int, firsts: Sequence[int]) -> Int64Array:
+    """Return blocks with `NO_BLOCK` in place of what is not moved with a prefix.
+
+    Args:
+        block_ids: of a sequence, from `first_block` on, of each group [G, N].
+        first_block: number of the first of them.
+        firsts: as `firsts_moved` returns them.
+
+    Raises:
+        ValueError: one that is to be moved is not there.
+    """
+    moved = block_ids.astype(np.int64)
+    for ids, first in zip(moved, firsts, strict=True):
+        ids[: max(0, first - first_block)] = NO_BLOCK
+    if (moved[1:] == NULL_BLOCK).any():
+        raise ValueError(f"blocks {block_ids.tolist()} from {first_block} on are before a window of {firsts}")
+    return moved

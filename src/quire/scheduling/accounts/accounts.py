@@ -60,7 +60,10 @@ class Accounts:
             on_replaced_retention=self.note_replaced_policy,
         )
         pools = [pool_of(num_blocks, commit=context.commit_blocks, events=context.kv_events)]
-        pools += [pool_of(one.num_blocks, commit=one.commit, has_window=True) for one in context.windows]
+        pools += [
+            pool_of(one.num_blocks, commit=one.commit, events=one.events, has_window=True)
+            for one in context.windows
+        ]
         self.kv = KVCacheManager(
             BlockPools(pools, [one.window for one in context.windows], config.block_size),
             block_size=config.block_size,

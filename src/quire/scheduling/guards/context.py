@@ -31,7 +31,11 @@ def guarded(context: SchedulerContext) -> SchedulerContext:
         commit_blocks=context.commit_blocks and _growing(context.commit_blocks),
         kv_events=context.kv_events and GuardedEvents(context.kv_events),
         windows=tuple(
-            dataclasses.replace(group, commit=group.commit and _growing(group.commit))
+            dataclasses.replace(
+                group,
+                commit=group.commit and _growing(group.commit),
+                events=group.events and GuardedEvents(group.events),
+            )
             for group in context.windows
         ),
     )
