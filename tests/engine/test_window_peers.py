@@ -113,7 +113,7 @@ def engines() -> Iterator[Any]:
         yield started
 
 
-@pytest.fixture(scope="module", params=["gemma3", "mistral"])
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("mistral", marks=pytest.mark.formats)])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with windows in some layers, or in all."""
     return make_checkpoint(request.param, tmp_path_factory.mktemp("model"), max_position_embeddings=512)
