@@ -17,7 +17,7 @@ LOWEST_PRIORITY = 2**31 - 1
 ShortText = Annotated[str, MaxLen(256)]
 TenantWeight = Annotated[float, Gt(0), Le(1000)]
 Seconds = Annotated[float, Ge(0), Le(10**9)]
-KVTransferValue = ShortText | bool | Annotated[int, Ge(-(2**63)), Le(2**63 - 1)]
+KVTransferValue = ShortText | bool | Annotated[int, Ge(-(2**63)), Le(2**63 - 1)] | None
 KVTransferParams = Annotated[Mapping[ShortText, KVTransferValue], MaxLen(16)]
 
 
@@ -61,7 +61,7 @@ class RequestOptions:
     )
     kv_transfer_params: KVTransferParams | None = knob(
         default=None,
-        unit="names to strings, whole numbers or booleans, strings and names of up to 256 characters",
+        unit="names to strings, whole numbers, booleans or null; strings and names of up to 256 characters",
         help="What the KV connector must know to find the prompt's KV elsewhere, or to keep it for others.",
     )
 

@@ -80,8 +80,9 @@ def borrowing_params(params: Mapping[str, Any] | None) -> BorrowingParams | None
 
 
 def _converted(params: Mapping[str, Any], kind: type[P]) -> P:
+    """Return the parameters of a kind; null is the same as left out, as other engines' proxies write it."""
     try:
-        return msgspec.convert(dict(params), kind)
+        return msgspec.convert({name: value for name, value in params.items() if value is not None}, kind)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(
             f"kv_transfer_params is invalid: {error}", param="kv_transfer_params"
