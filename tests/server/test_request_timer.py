@@ -26,7 +26,7 @@ class Timed:
     def __init__(self, monkeypatch, num_sequences: int = 1) -> None:
         self.now = 100.0
         monkeypatch.setattr(request_timer, "time", types.SimpleNamespace(monotonic=lambda: self.now))
-        self.metrics = Metrics("fake")
+        self.metrics = Metrics("fake", 16)
         self.timer = RequestTimer(self.metrics, TenantFigures(), num_sequences)
 
     def see(self, now: float, *lengths: int, scheduled: float | None = None, finished: bool = False) -> None:

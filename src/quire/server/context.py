@@ -70,7 +70,7 @@ class ServerContext:
         self.ignored_names = IgnoredNames()
         _require_formats_that_go_together(config, self.chat_template)
         self.tenants = tenants or Tenants(config.api_key, config.api_keys_file)
-        self.metrics = Metrics(self.model_name, self.tenants)
+        self.metrics = Metrics(self.model_name, llm.info.block_size, self.tenants)
         self.tracing = tracing
         self.background = BackgroundResponses()
         self.event_logs = EventLogs()

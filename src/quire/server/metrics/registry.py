@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
@@ -32,16 +33,17 @@ class Metrics:
 
     Args:
         model_name: the model's name for clients, a label of metrics with vLLM's names.
+        block_size: tokens per KV block.
         tenants: the server's tenants; None: there are no separate tenants.
     """
 
-    def __init__(self, model_name: str, tenants: Tenants | None = None) -> None:
+    def __init__(self, model_name: str, block_size: int, tenants: Tenants | None = None) -> None:
         self._tenant_registry = CollectorRegistry()
         if tenants is not None:
             self._tenant_registry.register(TenantCollector(tenants))
         self.registry = CollectorRegistry()
         self._vllm_registry = CollectorRegistry()
-        self._vllm_registry.register(VLLMMetrics(self.registry, model_name))
+        self._vllm_registry.register(VLLMMetrics(self.registry, model_name, block_size))
         self.engine = EngineCollector()
         self.registry.register(self.engine)
         self.prompt_tokens = self._counter(
@@ -187,6 +189,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """vLLM's name of each metric with the same meaning, and the name in older versions of vLLM."""
 
+_NUM_BLOCKS = "quire_kv_blocks"
 _LABELS = {"reason": "finished_reason"}
 _NO_SUCCESS = frozenset({"refused"})  # labels that vLLM does not count
 
@@ -197,10 +200,12 @@ class VLLMMetrics(Collector):
     Args:
         source: registry of the metrics under Quire's names.
         model_name: label of all metrics.
+        block_size: tokens per KV block.
     """
 
-    def __init__(self, source: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, source: CollectorRegistry, model_name: str, block_size: int) -> None:
         self._source = source
+        self._block_size = block_size
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
@@ -208,6 +213,22 @@ class VLLMMetrics(Collector):
         for metric in self._source.collect():
             for name in NAMES.get(metric.name, ()):
                 yield self._renamed(metric, name)
+            if metric.name == _NUM_BLOCKS:
+                yield self._cache_config(int(metric.samples[0].value))
+        yield self._adapters()
+
+    def _cache_config(self, num_blocks: int) -> Metric:
+        config = {"block_size": str(self._block_size), "num_gpu_blocks": str(num_blocks)}
+        info = Metric("vllm:cache_config_info", "Tokens per KV block, and number of blocks.", "gauge")
+        info.add_sample(info.name, {**self._labels, **config}, 1)
+        return info
+
+    def _adapters(self) -> Metric:
+        """Return when which adapters were in use, seconds since 1970: there are none."""
+        adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        info = Metric("vllm:lora_requests_info", "LoRA adapters in use, and their maximum number.", "gauge")
+        info.add_sample(info.name, {**self._labels, **adapters}, time.time())
+        return info
 
     def _renamed(self, metric: Metric, name: str) -> Metric:
         renamed = Metric(name, metric.documentation, metric.type)
