@@ -19,6 +19,7 @@ from quire.errors import (
     RequestQuarantinedError,
 )
 from quire.front.process.resumption import RecoveryStats
+from quire.request_options import RequestOptions
 from quire.request_output import CompletionOutput, Logprob, RequestOutput
 from quire.scheduling.outputs import SchedulerStats
 from quire.status import FinishReason
@@ -27,6 +28,7 @@ REPLY = "the quick brown fox jumps over the lazy dog."
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 0x110000
 BOS, EOS = 0, 1
+OPTION_NAMES = {field.name for field in dataclasses.fields(RequestOptions)}
 SPECIAL_TEXT = {BOS: "<bos>", EOS: "<eos>"}
 
 
@@ -120,6 +122,20 @@ class FakeLLM:
 
     async def tokenize_chat(self, messages, **options):
         return [BOS, *map(ord, text_of(messages[-1].get("content")))]
+
+    async def prepare(self, prompt, sampling_params, *, request_id=None, **options):
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        ids = [BOS, *map(ord, prompt)] if isinstance(prompt, str) else list(prompt)
+        self._check(prompt, ids, request_id)
+        given = {name: options[name] for name in OPTION_NAMES & options.keys()}
+        core_request = SimpleNamespace(prompt_token_ids=ids, options=RequestOptions(**given))
+        return SimpleNamespace(
+            request_id=request_id, params=sampling_params, core_request=core_request, reasoning=None
+        )
+
+    async def prepare_chat(self, messages, sampling_params, *, call_format="auto", **options):
+        return await self.prepare(text_of(messages[-1].get("content")), sampling_params, **options)
 
     async def tokenize(self, text, *, add_special_tokens=True):
         if len(text) >= MAX_MODEL_LEN:

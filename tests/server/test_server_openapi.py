@@ -112,6 +112,7 @@ def test_document_lists_every_route_and_status():
         "/health", "/ready", "/ping", "/live", "/metrics", "/stats", "/engine", "/version",
         "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content",
         "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel",
+        "/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/generate", "/get_world_size",
         "/tokenize", "/detokenize", "/tokenizer_info", "/reset_prefix_cache",
         "/api/chat", "/api/generate", "/api/show", "/api/tags", "/api/ps", "/api/version",
         "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping",

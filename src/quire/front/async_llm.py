@@ -225,11 +225,29 @@ class AsyncLLM:
         Raises:
             InvalidRequestError: the template refuses the conversation, or it is too long for the model.
         """
-        await self._driver.wait_until_ready()
-        params = SamplingParams()
-        call = functools.partial(self._requests.inputs.process_chat, messages, params, **options)
-        processed = await self._threads.run(length_of(messages, params), call, may_wait=True)
+        processed = await self.prepare_chat(messages, SamplingParams(), **options)
         return processed.core_request.prompt_token_ids
+
+    async def prepare(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, **options: Any
+    ) -> ProcessedRequest:
+        """Return the request that `generate` would make of its arguments, without making it.
+
+        Raises:
+            InvalidRequestError: the request is invalid.
+        """
+        return await self._prepared(InputProcessor.process, prompt, sampling_params, **options)
+
+    async def prepare_chat(
+        self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams, **options: Any
+    ) -> ProcessedRequest:
+        """Return the request that `chat` would make of its arguments, without making it.
+
+        Raises:
+            InvalidRequestError: the template refuses the conversation, or the request is invalid.
+        """
+        process = InputProcessor.process_chat
+        return await self._prepared(process, messages, sampling_params, may_wait=True, **options)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text.
@@ -451,9 +469,7 @@ class AsyncLLM:
         before_submit: Callable[[ProcessedRequest], Awaitable[float | None]] | None = None,
         **options: Any,
     ) -> AsyncGenerator[Output, None]:
-        await self._driver.wait_until_ready()
-        call = functools.partial(process, self._requests.inputs, prompt, params, **options)
-        processed = await self._threads.run(length_of(prompt, params), call, may_wait=may_wait)
+        processed = await self._prepared(process, prompt, params, may_wait=may_wait, **options)
         begun_at = None if before_submit is None else await before_submit(processed)
         timeout = processed.core_request.options.timeout
         if timeout is None:
@@ -486,6 +502,20 @@ class AsyncLLM:
             finally:
                 self._requests.discard(state)
             await asyncio.sleep(delay)
+
+    async def _prepared(
+        self,
+        process: Callable[..., ProcessedRequest],
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        *,
+        may_wait: bool = False,
+        **options: Any,
+    ) -> ProcessedRequest:
+        """Return a checked and tokenized request, which a thread prepares if it is long."""
+        await self._driver.wait_until_ready()
+        call = functools.partial(process, self._requests.inputs, prompt, params, **options)
+        return await self._threads.run(length_of(prompt, params), call, may_wait=may_wait)
 
     def _is_idle(self) -> bool:
         return not self._requests.outputs or self._requests.failure is not None

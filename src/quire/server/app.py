@@ -24,7 +24,6 @@ from quire.server.context import ServerContext
 from quire.server.control.administration import ADMINISTRATION_ENDPOINTS
 from quire.server.control.live_requests import REQUEST_ENDPOINTS
 from quire.server.control.page_files import page_files, page_routes
-from quire.server.control.tokenization import TOKENIZATION_ENDPOINTS
 from quire.server.dispatch import answer_of
 from quire.server.edge.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.edge.middleware import HttpMetrics, KeyCheck, RequestEnvelope, RootPath
@@ -34,6 +33,7 @@ from quire.server.openai.endpoints import COMPLETION_ENDPOINTS, MODEL_ENDPOINTS
 from quire.server.responses.handlers import RESPONSE_ENDPOINTS
 from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.tenancy.tenants import Tenants
+from quire.server.tokens.endpoints import TOKEN_ENDPOINTS
 from quire.server.wire.access_log import AccessLog, AccessLogging
 from quire.server.wire.answers import encode
 from quire.server.wire.errors import OPENAI_ERRORS, ApiError, as_api_error, error_shape_of
@@ -154,7 +154,7 @@ ENDPOINTS = (
     *MESSAGE_ENDPOINTS,
     *OLLAMA_ENDPOINTS,
     *BATCH_ENDPOINTS,
-    *TOKENIZATION_ENDPOINTS,
+    *TOKEN_ENDPOINTS,
     *MODEL_ENDPOINTS,
     *REQUEST_ENDPOINTS,
     *ADMINISTRATION_ENDPOINTS,

@@ -56,7 +56,11 @@ class GenerationBody(StrictModel):
     """A body of a generation request, with the fields `model` and `stream`."""
 
     if TYPE_CHECKING:
-        model: str
+
+        @property
+        def model(self) -> str | None:
+            """The served model's name; None: whichever is served."""
+
         stream: bool | None
 
     @abc.abstractmethod

@@ -60,7 +60,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._request = request
         self._body = body
         self._context = context_of(request)
-        self._context.require_model(body.model)
+        if body.model is not None:
+            self._context.require_model(body.model)
         self._begun_at = time.monotonic()
         self._request_id = request_id_of(request)
         self._id = f"{self.id_prefix}-{self._request_id}"
@@ -291,6 +292,8 @@ class ConversationCall(GenerationCall[BodyT]):
     effort_field: ClassVar[str] = "reasoning_effort"
     other_fields: ClassVar[Mapping[str, str]] = {}
     """The body's names of more parameters that have another name in the engine."""
+    _names_ids = False
+    """Whether log-probabilities name tokens by their ids."""
 
     def _converse(self, body: ConversationBody, messages: list[dict[str, Any]]) -> None:
         """Begin the conversation, whose tools may add to the parameters.
@@ -323,4 +326,4 @@ class ConversationCall(GenerationCall[BodyT]):
         if completion.logprobs is None:
             return None
         tokenizer, count = self._context.llm.tokenizer, self._params.logprobs or 0
-        return await chat_logprobs(tokenizer, completion, first_token, count)
+        return await chat_logprobs(tokenizer, completion, first_token, count, names_ids=self._names_ids)

@@ -15,6 +15,7 @@ from quire.dialogue.formats import has_place_for_tools
 from quire.dialogue.reasoning.formats import ExpectedReasoning, expected_reasoning
 from quire.dialogue.reasoning.tokens import ReasoningTokens
 from quire.errors import InvalidRequestError
+from quire.front.text.input_processor import ProcessedRequest
 from quire.front.text.reasoning import ReasoningControl
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -107,15 +108,21 @@ class Conversation:
             request_id: id of the engine's request.
             options: options of the engine's request.
         """
-        return self._context.llm.chat(
-            self._messages,
-            self.params,
-            request_id=request_id,
-            marks=tuple(self._marks()),
+        return self._context.llm.chat(self._messages, self.params, **self._arguments(request_id, options))
+
+    async def prepared(self, request_id: str, options: dict[str, Any]) -> ProcessedRequest:
+        """Return the engine's request without making it; the arguments are those of `outputs`."""
+        arguments = self._arguments(request_id, options)
+        return await self._context.llm.prepare_chat(self._messages, self.params, **arguments)
+
+    def _arguments(self, request_id: str, options: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "request_id": request_id,
+            "marks": tuple(self._marks()),
             **self._reasoning_options(),
             **self._template_options(),
             **options,
-        )
+        }
 
     async def prompt_tokens(self) -> list[int]:
         """Return the tokens of the prompt."""

@@ -14,8 +14,11 @@ from quire.server.wire.answers import (
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobs,
+    TokenIdLogprob,
+    TokenIdLogprobs,
     TokenLogprob,
     TopLogprob,
+    TopTokenId,
 )
 
 if TYPE_CHECKING:
@@ -60,26 +63,48 @@ async def _in_turns(positions: Iterable[T], count: int) -> AsyncIterator[T]:
 
 
 async def chat_logprobs(
-    tokenizer: Tokenizer, completion: CompletionOutput, start: int, count: int
+    tokenizer: Tokenizer, completion: CompletionOutput, start: int, count: int, *, names_ids: bool = False
 ) -> ChatLogprobs | None:
-    """Return the chat form for the tokens from `start` on, each with `count` likeliest ones."""
+    """Return the chat form for the tokens from `start` on, each with `count` likeliest ones.
+
+    With `names_ids`, tokens are named by their ids.
+    """
+    if completion.logprobs is None:
+        return None
+
+    def fields(token_id: int, candidate: Logprob) -> dict[str, Any]:
+        token = tokenizer.token_bytes.of(token_id)
+        name = token_id_name(token_id) if names_ids else _text_or_bytes(token)[0]
+        return {"token": name, "logprob": _finite(candidate.logprob), "bytes": list(token)}
+
+    content = []
+    pairs = zip(completion.token_ids[start:], completion.logprobs[start:], strict=True)
+    async for token_id, candidates in _in_turns(pairs, count):
+        top = [TopLogprob(**fields(*candidate)) for candidate in _likeliest(candidates, count)]
+        content.append(TokenLogprob(**fields(token_id, candidates[token_id]), top_logprobs=top))
+    return ChatLogprobs(content=content)
+
+
+async def token_id_logprobs(completion: CompletionOutput, start: int, count: int) -> TokenIdLogprobs | None:
+    """Return the form by id for the tokens from `start` on, each with `count` likeliest ones."""
     if completion.logprobs is None:
         return None
     content = []
     pairs = zip(completion.token_ids[start:], completion.logprobs[start:], strict=True)
     async for token_id, candidates in _in_turns(pairs, count):
-        top = [
-            TopLogprob(**_token_fields(tokenizer, *candidate)) for candidate in _likeliest(candidates, count)
-        ]
-        chosen = _token_fields(tokenizer, token_id, candidates[token_id])
-        content.append(TokenLogprob(**chosen, top_logprobs=top))
-    return ChatLogprobs(content=content)
+        top = [TopTokenId(**_id_fields(*candidate)) for candidate in _likeliest(candidates, count)]
+        content.append(TokenIdLogprob(**_id_fields(token_id, candidates[token_id]), top_logprobs=top))
+    return TokenIdLogprobs(content=content)
 
 
-def _token_fields(tokenizer: Tokenizer, token_id: int, candidate: Logprob) -> dict[str, Any]:
-    token = tokenizer.token_bytes.of(token_id)
-    name, _ = _text_or_bytes(token)
-    return {"token": name, "logprob": _finite(candidate.logprob), "bytes": list(token)}
+def _id_fields(token_id: int, candidate: Logprob) -> dict[str, Any]:
+    name, logprob = token_id_name(token_id), _finite(candidate.logprob)
+    return {"token": name, "token_id": token_id, "logprob": logprob, "rank": candidate.rank}
+
+
+def token_id_name(token_id: int) -> str:
+    """Return vLLM's name of a token whose text is not wanted, or is not unique."""
+    return f"token_id:{token_id}"
 
 
 async def prompt_logprobs(output: RequestOutput, count: int) -> PromptLogprobs:
@@ -115,6 +140,7 @@ class CompletionLogprobsWriter:
         prompt_token_ids: token ids of the prompt.
         skip_special_tokens: whether special tokens are left out of the text, and so have length 0.
         is_verbatim: whether the output keeps its leading space.
+        names_ids: whether tokens are named by their ids.
     """
 
     def __init__(
@@ -126,7 +152,9 @@ class CompletionLogprobsWriter:
         prompt_token_ids: Sequence[int],
         skip_special_tokens: bool,
         is_verbatim: bool = False,
+        names_ids: bool = False,
     ) -> None:
+        self._names_ids = names_ids
         self._tokenizer = tokenizer
         self._count = count
         self._of_prompt = decoders.make((), skip_special_tokens=False)
@@ -181,6 +209,8 @@ class CompletionLogprobsWriter:
         )
 
     def _name(self, token_id: int) -> str:
+        if self._names_ids:
+            return token_id_name(token_id)
         name, is_text = _text_or_bytes(self._tokenizer.token_bytes.of(token_id))
         return name if is_text else f"bytes:{name}"
 
@@ -200,7 +230,7 @@ class CompletionLogprobsWriter:
         for other_id, candidate in _likeliest(candidates, self._count):
             if other_id != token_id:
                 other = self._name(other_id)
-                top[f"token_id:{other_id}" if other in top else other] = _finite(candidate.logprob)
+                top[token_id_name(other_id) if other in top else other] = _finite(candidate.logprob)
         written.top_logprobs.append(top)
 
 

@@ -1,1 +1,1 @@
-"""Administration: live requests, the prefix cache, tokenization, held KV, and the page."""
+"""Administration: live requests, the prefix cache, held KV, and the page."""

@@ -15,6 +15,7 @@ from quire.server.wire.answers import (
     KVEventSource,
     KVTransferAddress,
     Version,
+    WorldSize,
     json_response,
 )
 from quire.server.wire.openapi import Endpoint
@@ -68,6 +69,11 @@ async def version(request: Request) -> Response:
     return json_response(Version(version=context_of(request).version))
 
 
+async def world_size(request: Request) -> Response:
+    """Return the number of the engine's ranks."""
+    return json_response(WorldSize(world_size=context_of(request).llm.config.tensor_parallel_size))
+
+
 MONITORING_ENDPOINTS = (
     *(
         Endpoint(
@@ -85,4 +91,5 @@ MONITORING_ENDPOINTS = (
     Endpoint("GET", "/stats", get_stats, Stats),
     Endpoint("GET", "/engine", engine, EngineDescription),
     Endpoint("GET", "/version", version, Version),
+    Endpoint("GET", "/get_world_size", world_size, WorldSize),
 )

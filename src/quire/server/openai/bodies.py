@@ -134,48 +134,11 @@ class StreamOptions(StrictModel):
     )
 
 
-SharedFields = create_model(
-    "SharedFields",
-    __base__=GenerationBody,
-    **body_fields(SamplingParams, exclude=_OTHERWISE_IN_BODIES),
-    **body_fields(RequestOptions, exclude=("tenant", "tenant_weight")),
-)
+class StreamFields(GenerationBody):
+    """Fields of a body whose answer may be a stream."""
 
-
-class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
-    """Fields that completions and chat share."""
-
-    model: str = Field(description="The served model's name, as /v1/models lists it.")
-    logit_bias: LogitBias | None = optional_field(SamplingParams, "logit_bias")
-    stop: Stop | None = optional_field(SamplingParams, "stop")
-    use_beam_search: bool | None = Field(
-        None,
-        description="Use beam search with beam_width beams. If beam_width is not given: best_of or n beams.",
-    )
-    structured_outputs: StructuredOutputs | None = optional_field(SamplingParams, "structured_outputs")
     stream: bool | None = Field(None, description="Send tokens as server-sent events as they are generated.")
     stream_options: StreamOptions | None = Field(None, description="Options for streaming; needs stream.")
-    user: ShortText | None = optional_field(RequestOptions, "tenant")
-    return_token_ids: bool | None = Field(
-        None, description="Return the token ids of the prompt and of the output."
-    )
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        None,
-        description="Number of prompt tokens to keep; -1: as many as fit beside max_tokens. Default: all.",
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Which side truncate_prompt_tokens cuts off. Default: left."
-    )
-
-    @classmethod
-    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Convert other servers' values for which Quire has another form."""
-        take_other_values(values)
-        if values.get("stream_options") is not None and not values.get("stream"):
-            del values["stream_options"]
-            leniency.ignore("stream_options")
-        if values.get("truncate_prompt_tokens") is None and values.pop("truncation_side", None) is not None:
-            leniency.ignore("truncation_side")
 
     @property
     def include_usage(self) -> bool:
@@ -194,6 +157,51 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
     def includes_usage_so_far(self) -> bool:
         """Whether each event of a stream carries the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+SharedFields = create_model(
+    "SharedFields",
+    __base__=StreamFields,
+    **body_fields(SamplingParams, exclude=_OTHERWISE_IN_BODIES),
+    **body_fields(RequestOptions, exclude=("tenant", "tenant_weight")),
+)
+
+
+class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
+    """Fields that completions and chat share."""
+
+    model: str = Field(description="The served model's name, as /v1/models lists it.")
+    logit_bias: LogitBias | None = optional_field(SamplingParams, "logit_bias")
+    stop: Stop | None = optional_field(SamplingParams, "stop")
+    use_beam_search: bool | None = Field(
+        None,
+        description="Use beam search with beam_width beams. If beam_width is not given: best_of or n beams.",
+    )
+    structured_outputs: StructuredOutputs | None = optional_field(SamplingParams, "structured_outputs")
+    user: ShortText | None = optional_field(RequestOptions, "tenant")
+    return_token_ids: bool | None = Field(
+        None, description="Return the token ids of the prompt and of the output."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Name tokens in log-probabilities by their ids, as token_id:5."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None,
+        description="Number of prompt tokens to keep; -1: as many as fit beside max_tokens. Default: all.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which side truncate_prompt_tokens cuts off. Default: left."
+    )
+
+    @classmethod
+    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
+        """Convert other servers' values for which Quire has another form."""
+        take_other_values(values)
+        if values.get("stream_options") is not None and not values.get("stream"):
+            del values["stream_options"]
+            leniency.ignore("stream_options")
+        if values.get("truncate_prompt_tokens") is None and values.pop("truncation_side", None) is not None:
+            leniency.ignore("truncation_side")
 
     @property
     def only_scores_prompt(self) -> bool:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import dataclasses
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from typing_extensions import override
 
+from quire.errors import InvalidRequestError
+from quire.front.text.input_processor import ProcessedRequest
 from quire.request_output import CompletionOutput, RequestOutput
+from quire.sampling_params import SamplingParams
 from quire.server.calls.call import GenerationCall
 from quire.server.calls.logprobs import prompt_logprobs
 from quire.server.calls.outputs import SequenceProgress, usage_of
@@ -23,9 +27,12 @@ from quire.server.wire.answers import (
     ChatCompletionChunk,
     Completion,
     PromptLogprobs,
+    RenderedRequest,
     TokenUsage,
     sse_event,
 )
+
+_DEFAULTS = SamplingParams()
 
 TOKENS_PER_TURN = 4096
 """Tokens and log-probabilities added to the answer per turn of the event loop."""
@@ -65,6 +72,35 @@ class CompletionsCall(GenerationCall[RequestT]):
         self, prompt_index: int, completion: CompletionOutput, new_text: str, first_new_token: int
     ) -> list[Any]:
         """Return the new part of a streamed choice."""
+
+    @abc.abstractmethod
+    def _prepared(self, options: dict[str, Any]) -> Sequence[Awaitable[ProcessedRequest]]:
+        """Return the engine's requests of the call, one for each prompt, without making them."""
+
+    async def rendered(self) -> list[RenderedRequest]:
+        """Return what /inference/v1/generate answers with the same tokens, one for each prompt."""
+        options = self._request_options()
+        del options["before_submit"]
+        return [self._rendered(await prepared) for prepared in self._prepared(options)]
+
+    def _rendered(self, processed: ProcessedRequest) -> RenderedRequest:
+        if processed.reasoning is not None:
+            raise InvalidRequestError(
+                "the answer may begin with reasoning, and what of the request applies only after it "
+                "(structured output, stop strings, a thinking budget) cannot be rendered; leave that out"
+            )
+        options = processed.core_request.options
+        return RenderedRequest(
+            request_id=processed.request_id,
+            token_ids=processed.core_request.prompt_token_ids,
+            sampling_params=_given_fields(dataclasses.replace(processed.params, seed=self._params.seed)),
+            model=self._context.model_name,
+            stream=bool(self._body.stream),
+            stream_options=self._body.stream_options and self._body.stream_options.model_dump(),
+            cache_salt=options.cache_salt or None,
+            priority=options.priority,
+            kv_transfer_params=options.kv_transfer_params,
+        )
 
     @override
     async def whole_answer(self) -> Completion | ChatCompletion:
@@ -180,6 +216,21 @@ class CompletionsCall(GenerationCall[RequestT]):
         self, choices: list[Any], usage: TokenUsage | UnsetType | None
     ) -> Completion | ChatCompletionChunk:
         return self.event_type(choices=choices, usage=usage, **self._head)
+
+
+def _given_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the fields of parameters that are not the defaults, as bodies have them."""
+    given = {
+        field.name: value
+        for field in dataclasses.fields(SamplingParams)
+        if (value := getattr(params, field.name)) != getattr(_DEFAULTS, field.name)
+    }
+    if (structure := params.structured_outputs) is not None:
+        names = ("json", "regex", "choice", "grammar")
+        given["structured_outputs"] = {
+            name: value for name in names if (value := getattr(structure, name)) is not None
+        }
+    return given
 
 
 def _awaits_prompt_logprobs(output: RequestOutput) -> bool:

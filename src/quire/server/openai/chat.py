@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import msgspec.structs
@@ -12,6 +12,7 @@ from starlette.responses import Response
 from typing_extensions import override
 
 from quire.errors import InvalidRequestError
+from quire.front.text.input_processor import ProcessedRequest
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.blocks import AnswerReader, Block, BlockBegin, BlockDelta, BlockEvent, BlockKind
 from quire.server.calls.call import ConversationCall
@@ -38,10 +39,12 @@ from quire.server.wire.answers import (
 
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Answer a conversation, whole or (with `stream`) as server-sent events."""
-    return await _ChatCall(request, body).response()
+    return await ChatCall(request, body).response()
 
 
-class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCompletionRequest]):
+class ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCompletionRequest]):
+    """A call of /v1/chat/completions."""
+
     id_prefix = "chatcmpl"
     answer_type = ChatCompletion
     event_type = ChatCompletionChunk
@@ -49,6 +52,7 @@ class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCom
     def __init__(self, request: Request, body: ChatCompletionRequest) -> None:
         super().__init__(request, body)
         self._opening_fields: dict[str, Any] = {}  # of the first event of a streamed choice
+        self._names_ids = bool(body.return_tokens_as_token_ids)
         self._converse(body, body.given_messages())
         if body.thinking_token_budget is not None and self._context.reasoning_format is None:
             raise InvalidRequestError(
@@ -57,6 +61,9 @@ class _ChatCall(ConversationCall[ChatCompletionRequest], CompletionsCall[ChatCom
                 param="thinking_token_budget",
             )
         self._conversation.note_without_effect(self._leniency, self.effort_field)
+
+    def _prepared(self, options: dict[str, Any]) -> Sequence[Awaitable[ProcessedRequest]]:
+        return [self._conversation.prepared(self._engine_id, options)]
 
     @property
     @override

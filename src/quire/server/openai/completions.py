@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.front.text.detokenizer import DecoderFactory
+from quire.front.text.input_processor import ProcessedRequest
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.server.calls.logprobs import CompletionLogprobsWriter, joined
 from quire.server.calls.outputs import OutputStream, end_reason, without_output
@@ -21,10 +24,12 @@ from quire.server.wire.answers import Completion, CompletionChoice, CompletionLo
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continue one or several prompts, whole or (with `stream`) as server-sent events."""
-    return await _CompletionCall(request, body).response()
+    return await CompletionCall(request, body).response()
 
 
-class _CompletionCall(CompletionsCall[CompletionRequest]):
+class CompletionCall(CompletionsCall[CompletionRequest]):
+    """A call of /v1/completions."""
+
     id_prefix = "cmpl"
     operation = "text_completion"
     answer_type = event_type = Completion
@@ -46,16 +51,27 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
         return [f"{self._engine_id}/{index}" for index in range(len(self._body.prompts))]
 
     def _streams(self) -> Sequence[OutputStream]:
-        body, options = self._body, self._request_options()
-        if body.add_special_tokens is not None:
-            options["add_special_tokens"] = body.add_special_tokens
+        options = self._request_options()
         streams: list[OutputStream] = [
             self._context.llm.generate(prompt, self._params, request_id=request_id, **options)
-            for prompt, request_id in zip(body.prompts, self._request_ids, strict=True)
+            for prompt, request_id in zip(self._body.prompts, self._request_ids, strict=True)
         ]
-        if body.only_scores_prompt:
+        if self._body.only_scores_prompt:
             streams = [without_output(stream) for stream in streams]
         return streams
+
+    def _prepared(self, options: dict[str, Any]) -> Sequence[Awaitable[ProcessedRequest]]:
+        return [
+            self._context.llm.prepare(prompt, self._params, request_id=request_id, **options)
+            for prompt, request_id in zip(self._body.prompts, self._request_ids, strict=True)
+        ]
+
+    @override
+    def _request_options(self) -> dict[str, Any]:
+        options = super()._request_options()
+        if self._body.add_special_tokens is not None:
+            options["add_special_tokens"] = self._body.add_special_tokens
+        return options
 
     def _fields(self) -> Sequence[Mapping[str, str]]:
         num_prompts = len(self._body.prompts)
@@ -147,6 +163,7 @@ class _CompletionCall(CompletionsCall[CompletionRequest]):
             prompt_token_ids=output.prompt_token_ids,
             skip_special_tokens=self._params.skip_special_tokens,
             is_verbatim=self._params.is_verbatim,
+            names_ids=bool(self._body.return_tokens_as_token_ids),
         )
         self._writers[self._choice_index(prompt_index, completion)] = writer
         return writer

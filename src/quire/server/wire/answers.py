@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -112,6 +112,73 @@ class ChatLogprobs(Struct, kw_only=True):
 
     content: list[TokenLogprob]
     refusal: None = None
+
+
+class TopTokenId(Struct, kw_only=True):
+    """A candidate for a token, by id; `token` is `token_id:N`, and the likeliest candidate has rank 1."""
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int
+    bytes: None = None
+
+
+class TokenIdLogprob(TopTokenId, kw_only=True):
+    """The chosen token, and the likeliest ones at its position."""
+
+    top_logprobs: list[TopTokenId]
+
+
+class TokenIdLogprobs(Struct, kw_only=True):
+    """Log-probabilities (nats) in the form of /inference/v1/generate."""
+
+    content: list[TokenIdLogprob]
+
+
+class GeneratedTokensChoice(Struct, kw_only=True):
+    """The tokens of one completion; in a stream, the new ones."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: TokenIdLogprobs | None = None
+    finish_reason: EndReason | None = None
+
+
+class GeneratedTokens(Struct, kw_only=True):
+    """Answer of /inference/v1/generate."""
+
+    request_id: str
+    model: str
+    created: int
+    choices: list[GeneratedTokensChoice]
+    usage: TokenUsage
+    prompt_logprobs: PromptLogprobs | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+class GeneratedTokensEvent(Struct, kw_only=True):
+    """Each event of its stream."""
+
+    request_id: str
+    choices: list[GeneratedTokensChoice]
+    usage: TokenUsage | None = None
+    kv_transfer_params: Mapping[str, Any] | UnsetType = UNSET
+
+
+class RenderedRequest(Struct, kw_only=True):
+    """A request as /inference/v1/generate takes it: a prompt's tokens, and the parameters that were given."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: Mapping[str, Any]
+    model: str
+    stream: bool = False
+    stream_options: Mapping[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    kv_transfer_params: Mapping[str, Any] | None = None
+    features: None = None
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -368,6 +435,12 @@ class Version(Struct, kw_only=True):
     version: str
 
 
+class WorldSize(Struct, kw_only=True):
+    """Answer of /get_world_size."""
+
+    world_size: int
+
+
 class ErrorDetail(Struct, kw_only=True):
     """An error: `param` is the request field at fault, `code` a machine-readable reason."""
 
@@ -383,7 +456,7 @@ class ErrorResponse(Struct, kw_only=True):
     error: ErrorDetail
 
 
-def json_response(payload: Struct, status: int = 200) -> Response:
+def json_response(payload: Struct | Sequence[Struct], status: int = 200) -> Response:
     """Return a JSON response with this payload."""
     return Response(encode(payload), status, media_type="application/json")
 

@@ -57,6 +57,7 @@ class Endpoint:
     body: type[BaseModel] | None = None
     form: type[BaseModel] | None = None  # body, if it is multipart/form-data; the handler reads it
     media_type: str = CONTENT_TYPE_LATEST  # media type of an answer that is not JSON
+    answers_list: bool = False  # the answer is a list of `answer`
     takes_any_type: bool = False  # the body is JSON regardless of its Content-Type
     event: type[msgspec.Struct] | None = None
     stream_type: str = SERVER_SENT_EVENTS  # media type of a stream of events
@@ -121,6 +122,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         content: dict[str, Any] = {endpoint.media_type: {"schema": {"type": "string"}}}
     else:
         content = _content(endpoint.answer)
+        if endpoint.answers_list:
+            content[_JSON]["schema"] = {"type": "array", "items": content[_JSON]["schema"]}
     if endpoint.event is not None:
         content[endpoint.stream_type] = {"schema": {"type": "string"}}
     answers: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}

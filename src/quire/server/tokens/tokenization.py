@@ -20,7 +20,6 @@ from quire.server.calls.tool_fields import Tools, tool_use_of
 from quire.server.context import ServerContext, context_of
 from quire.server.openai.chat_messages import ChatMessage
 from quire.server.wire.answers import AddedToken, DetokenizedText, TokenizerInfo, Tokens, json_response
-from quire.server.wire.openapi import TOKENIZATION_ERRORS, Endpoint
 from quire.server.wire.strict_model import JsonObject, StrictModel
 
 NAMES_PER_TURN = 2_000
@@ -128,12 +127,3 @@ async def _names_of(context: ServerContext, tokens: list[int]) -> list[str]:
         names += map(context.llm.tokenizer.token_name, tokens[start : start + NAMES_PER_TURN])
         await asyncio.sleep(0)
     return names
-
-
-TOKENIZATION_ENDPOINTS = (
-    Endpoint("POST", "/tokenize", tokenize, Tokens, body=TokenizeRequest, errors=TOKENIZATION_ERRORS),
-    Endpoint(
-        "POST", "/detokenize", detokenize, DetokenizedText, body=DetokenizeRequest, errors=TOKENIZATION_ERRORS
-    ),
-    Endpoint("GET", "/tokenizer_info", tokenizer_info, TokenizerInfo),
-)
