@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -13,6 +13,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.server.metrics.engine import EngineCollector
+from quire.server.metrics.exposition import TextWriter
 from quire.server.tenancy.metrics import TenantCollector
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class Metrics:
         if tenants is not None:
             self._tenant_registry.register(TenantCollector(tenants))
         self.registry = CollectorRegistry()
-        self._vllm_registry = CollectorRegistry()
-        self._vllm_registry.register(VLLMMetrics(self.registry, model_name, block_size))
+        self._vllm_metrics = VLLMMetrics(model_name, block_size)
+        self._writer = TextWriter()
         self.engine = EngineCollector()
         self.registry.register(self.engine)
         self.prompt_tokens = self._counter(
@@ -118,8 +119,9 @@ class Metrics:
 
     def exposition(self, *, of_tenants: bool = False) -> bytes:
         """Return all metrics in the Prometheus text format, with those of single tenants if asked."""
-        registries = [self.registry, self._vllm_registry, *([self._tenant_registry] if of_tenants else [])]
-        return b"".join(map(generate_latest, registries))
+        own = list(self.registry.collect())
+        written = self._writer.write([*own, *self._vllm_metrics.renamed(own)])
+        return written + generate_latest(self._tenant_registry) if of_tenants else written
 
 
 class BulkHistogram(Collector):
@@ -194,23 +196,21 @@ _LABELS = {"reason": "finished_reason"}
 _NO_SUCCESS = frozenset({"refused"})  # labels that vLLM does not count
 
 
-class VLLMMetrics(Collector):
-    """The metrics of another registry under vLLM's names.
+class VLLMMetrics:
+    """Metrics under vLLM's names.
 
     Args:
-        source: registry of the metrics under Quire's names.
         model_name: label of all metrics.
         block_size: tokens per KV block.
     """
 
-    def __init__(self, source: CollectorRegistry, model_name: str, block_size: int) -> None:
-        self._source = source
+    def __init__(self, model_name: str, block_size: int) -> None:
         self._block_size = block_size
         self._labels = {"model_name": model_name, "engine": "0"}
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric; called by the registry."""
-        for metric in self._source.collect():
+    def renamed(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
+        """Yield those of `metrics`, under Quire's names, that vLLM has, too."""
+        for metric in metrics:
             for name in NAMES.get(metric.name, ()):
                 yield self._renamed(metric, name)
             if metric.name == _NUM_BLOCKS:
