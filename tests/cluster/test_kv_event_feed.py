@@ -16,7 +16,7 @@ from held import num_held
 from quire.cluster.engines.kv_event_feed import BLOCKS_PER_TURN, MAX_MESSAGE_BYTES, EventSource, KVEventFeed
 from quire.cluster.engines.registry import Engine, Role
 from quire.cluster.prefixes.block_index import BlockIndex
-from quire.engine.kv_events import END_OF_REPLAY, TOPIC, KVEventPublisher
+from quire.engine.kv_events import END_OF_REPLAY, KVEventPublisher
 from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 LOCAL = "tcp://127.0.0.1:*"
@@ -25,16 +25,18 @@ PATIENCE = 60.0  # seconds, for what comes at once
 SOON = 0.01  # seconds, after which what never comes is given up
 
 
-def digest(number: int) -> bytes:
-    return number.to_bytes(16, "big")
+TOPIC = "kv@pod@model"
 
 
 def stored(*numbers: int) -> BlockStored:
-    return BlockStored([digest(number) for number in numbers], None, [0] * BLOCK * len(numbers), BLOCK)
+    return BlockStored(
+        block_hashes=list(numbers), parent_block_hash=None, token_ids=[0] * BLOCK * len(numbers),
+        block_size=BLOCK, lora_id=None, medium="GPU", lora_name=None,
+    )  # fmt: skip
 
 
 def removed(*numbers: int) -> BlockRemoved:
-    return BlockRemoved([digest(number) for number in numbers])
+    return BlockRemoved(block_hashes=list(numbers), medium="GPU")
 
 
 @contextlib.asynccontextmanager
@@ -75,7 +77,7 @@ async def until_known(engine, *numbers):
 
 @pytest.fixture
 def publisher():
-    publisher = KVEventPublisher(LOCAL, LOCAL)
+    publisher = KVEventPublisher(LOCAL, LOCAL, topic=TOPIC)
     yield publisher
     publisher.close()
 
@@ -101,7 +103,7 @@ async def test_a_large_event_is_applied_in_parts(publisher):
 
 
 async def test_what_is_missed_and_not_kept_is_forgotten():
-    publisher = KVEventPublisher(LOCAL, LOCAL, buffer_steps=4)
+    publisher = KVEventPublisher(LOCAL, LOCAL, topic=TOPIC, buffer_steps=4)
     publisher.publish([stored(1)])
     async with following(publisher.tcp_ports) as engine:
         await until_known(engine, 1)
@@ -111,33 +113,57 @@ async def test_what_is_missed_and_not_kept_is_forgotten():
     publisher.close()
 
 
-@pytest.mark.parametrize("set_back", [False, True])
-async def test_the_blocks_of_an_engine_that_was_restarted_are_forgotten(set_back):
-    publisher = KVEventPublisher(LOCAL, LOCAL, clock=lambda: 5.0)
-    publisher.publish([stored(1)])
-    ports, endpoints = publisher.tcp_ports, (publisher.endpoint, publisher.replay_endpoint)
+def published_again(ports, **options):
+    """A publisher at the ports of one that has ended."""
+    live, replay = ports
+    return KVEventPublisher(f"tcp://*:{live}", f"tcp://127.0.0.1:{replay}", topic=TOPIC, **options)
+
+
+@pytest.mark.parametrize("num_before", [0, 300])
+async def test_the_blocks_of_an_engine_that_was_restarted_are_forgotten(num_before):
+    publisher = KVEventPublisher(LOCAL, LOCAL, topic=TOPIC)
+    for number in range(100):
+        publisher.publish([stored(number)])
+    ports = publisher.tcp_ports
     async with following(ports) as engine:
-        await until_known(engine, 1)
+        await until_known(engine, *range(100))
         publisher.close()
-        publisher = KVEventPublisher(*endpoints, clock=lambda: 1.0 if set_back else 9.0)
-        if set_back:  # an event shows it
-            while known(engine) != [2]:
-                publisher.publish([stored(2)])
-                await asyncio.sleep(SOON)  # until it has subscribed again
-        else:
-            await until_known(engine)
+        publisher = published_again(ports)
+        for number in range(num_before):
+            publisher.publish([stored(1000 + number)])
+        await until_known(engine, *range(1000, 1000 + num_before))
+        while known(engine) != [*range(1000, 1000 + num_before), 2]:
+            publisher.publish([stored(2)])
+            await asyncio.sleep(SOON)  # until it has subscribed again
     publisher.close()
 
 
+async def test_live_events_of_a_restarted_engine_are_not_taken_for_those_of_before(liar):
+    def numbered(number, block):
+        return number.to_bytes(8, "big"), encoded(stored(block))
+
+    async with following(liar.ports, interval=PATIENCE) as engine:
+        await liar.answer(*(numbered(number, number) for number in range(6)), END)
+        await until_known(engine, *range(6))
+        while known(engine) != [*range(6), 6]:  # until it has subscribed
+            await liar.live.send_multipart((TOPIC.encode(), *numbered(6, 6)))
+            await asyncio.sleep(0)
+        while not await liar.replay.poll(10):  # until it has noticed the lower number
+            await liar.live.send_multipart((TOPIC.encode(), *numbered(3, 103)))
+        await liar.answer(numbered(6, 106), END)  # the number that it has, with another content
+        await liar.answer(*(numbered(number, 100 + number) for number in range(7)), END)
+        await until_known(engine, *range(100, 107))
+
+
 async def test_events_that_are_cut_off_are_not_followed_until_they_are_back(caplog):
-    publisher = KVEventPublisher(LOCAL, LOCAL)
+    publisher = KVEventPublisher(LOCAL, LOCAL, topic=TOPIC)
     publisher.publish([stored(1)])
-    endpoints = publisher.endpoint, publisher.replay_endpoint
-    async with following(publisher.tcp_ports, timeout=0.5) as engine:
+    ports = publisher.tcp_ports
+    async with following(ports, timeout=0.5) as engine:
         await until_known(engine, 1)
         publisher.close()
         await until(lambda: engine.blocks is None)
-        publisher = KVEventPublisher(*endpoints)
+        publisher = published_again(ports)
         publisher.publish([stored(2)])
         await until_known(engine, 2)
         publisher.close()
@@ -158,7 +184,7 @@ class Liar:
     async def answer(self, *messages):
         peer, *_ = await self.replay.recv_multipart()
         for message in messages:
-            await self.replay.send_multipart((peer, b"", *message))
+            await self.replay.send_multipart((peer, b"", TOPIC.encode(), *message))
 
     def close(self):
         self.context.destroy(linger=0)
@@ -169,6 +195,9 @@ def liar():
     liar = Liar()
     yield liar
     liar.close()
+
+
+END = (END_OF_REPLAY, b"")
 
 
 def encoded(*events):
@@ -182,11 +211,12 @@ NUMBER = (5).to_bytes(8, "big")
     ("message", "words"),
     [
         ((NUMBER, b"\xc1"), "an event is invalid"),
-        ((NUMBER, encoded(BlockStored([b"short"], None, [], BLOCK))), "length >= 16"),
-        ((NUMBER, encoded(BlockRemoved([b"x" * 17]))), "length <= 16"),
-        ((NUMBER, msgspec.msgpack.encode([0.0, [["Other", 1]]])), "an event is invalid"),
-        ((b"5", encoded()), "parts of [0, 1, "),
-        ((NUMBER,), "parts of [0, 8]"),
+        ((NUMBER, encoded(removed(-1))), "`int` >= 0"),
+        ((NUMBER, encoded(BlockRemoved(block_hashes=[b"x" * 8], medium=None))), "Expected `int`"),
+        ((NUMBER, msgspec.msgpack.encode([0.0, [{"type": "Other"}]])), "an event is invalid"),
+        ((NUMBER, msgspec.msgpack.encode([0.0, [["BlockRemoved", [1]]]])), "an event is invalid"),
+        ((b"5", encoded()), "parts of [0, 12, 1, "),
+        ((NUMBER,), "parts of [0, 12, 8]"),
     ],
 )
 async def test_what_is_not_an_event_ends_the_following(liar, caplog, message, words):
@@ -197,18 +227,18 @@ async def test_what_is_not_an_event_ends_the_following(liar, caplog, message, wo
         [record] = caplog.records
         assert record.levelno == logging.WARNING
         assert words in record.message
-        await liar.answer((NUMBER, encoded(stored(2))), (END_OF_REPLAY, b""))
+        await liar.answer((NUMBER, encoded(stored(2))), END)
         await until_known(engine, 2)
 
 
 async def test_a_live_message_that_is_no_event_ends_the_following(liar, caplog):
     async with following(liar.ports, interval=PATIENCE) as engine:
-        await liar.answer((NUMBER, encoded(stored(1))), (END_OF_REPLAY, b""))
+        await liar.answer((NUMBER, encoded(stored(1))), END)
         await until_known(engine, 1)
         while engine.blocks is not None:  # until it has subscribed
-            await liar.live.send_multipart((TOPIC, b"5", b"", b"more"))
+            await liar.live.send_multipart((TOPIC.encode(), b"5", b"", b"more"))
             await asyncio.sleep(0)
-        assert "parts of [9, 1, 0, 4] bytes" in caplog.text
+        assert "parts of [12, 1, 0, 4] bytes" in caplog.text
 
 
 async def test_what_was_missed_is_fetched_and_what_comes_twice_is_applied_once(liar):
@@ -216,19 +246,19 @@ async def test_what_was_missed_is_fetched_and_what_comes_twice_is_applied_once(l
         return number.to_bytes(8, "big"), encoded(stored(number))
 
     async with following(liar.ports, interval=PATIENCE) as engine:
-        await liar.answer(numbered(5), (END_OF_REPLAY, b""))
+        await liar.answer(numbered(5), END)
         await until_known(engine, 5)
         while not await liar.replay.poll(10):  # until it has subscribed, and noticed that 6 is missing
-            await liar.live.send_multipart((TOPIC, *numbered(7)))
-        await liar.answer(numbered(6), numbered(7), numbered(8), (END_OF_REPLAY, b""))
+            await liar.live.send_multipart((TOPIC.encode(), *numbered(7)))
+        await liar.answer(numbered(5), numbered(6), numbered(7), numbered(8), END)
         for number in (7, 8, 9):
-            await liar.live.send_multipart((TOPIC, *numbered(number)))
+            await liar.live.send_multipart((TOPIC.encode(), *numbered(number)))
         await until_known(engine, 5, 6, 7, 8, 9)
 
 
 async def test_a_message_that_is_too_large_is_not_taken(liar, caplog):
     async with following(liar.ports, timeout=0.5) as engine:
-        await liar.answer((NUMBER, bytes(MAX_MESSAGE_BYTES + 1)), (END_OF_REPLAY, b""))
+        await liar.answer((NUMBER, bytes(MAX_MESSAGE_BYTES + 1)), END)
         await until(lambda: "was not answered" in caplog.text)
         assert engine.blocks is None
 

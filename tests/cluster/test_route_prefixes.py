@@ -221,7 +221,7 @@ async def test_an_engine_with_another_tokenizer_is_not_followed(llms, tmp_path, 
 @pytest.fixture
 def publishers():
     """Those of two fake engines."""
-    publishers = [KVEventPublisher(LOCAL, LOCAL) for _ in range(2)]
+    publishers = [KVEventPublisher(LOCAL, LOCAL, topic="kv@pod@model") for _ in range(2)]
     yield publishers
     for publisher in publishers:
         publisher.close()
@@ -243,8 +243,11 @@ def stored(prompt, *, salt=""):
     for start in range(0, len(tokens) // 16 * 16, 16):
         block = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + 16])
         digest = blake2b(digest + block, digest_size=16).digest()
-        digests.append(digest)
-    return BlockStored(digests, None, tokens[: 16 * len(digests)], 16)
+        digests.append(int.from_bytes(digest[-8:]))
+    return BlockStored(
+        block_hashes=digests, parent_block_hash=None, token_ids=tokens[: 16 * len(digests)],
+        block_size=16, lora_id=None, medium="GPU", lora_name=None,
+    )  # fmt: skip
 
 
 def _salted(salt):

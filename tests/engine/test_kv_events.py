@@ -10,7 +10,7 @@ import zmq
 
 from held import num_held
 from quire.config import KVEventsConfig
-from quire.engine.kv_events import END_OF_REPLAY, TOPIC, KVEventPublisher, KVEventSubscriber
+from quire.engine.kv_events import END_OF_REPLAY, KVEventPublisher, KVEventSubscriber
 from quire.errors import ConfigError
 from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved, KVEventBatch
 
@@ -18,27 +18,22 @@ LOCAL = "tcp://127.0.0.1:*"
 PATIENCE = 60.0  # seconds, for what comes at once
 
 
-def from_zero() -> float:
-    """A publisher's clock with which its batches are numbered from 0."""
-    return 0.0
+TOPIC = "kv@pod@model"
 
 
 def removed(number: int) -> BlockRemoved:
-    return BlockRemoved([number.to_bytes(4, "big")])
+    return BlockRemoved(block_hashes=[number], medium="GPU")
 
 
 def numbers(batches: list[KVEventBatch]) -> list[int | None]:
     """Which `removed(number)` the batches hold; None for a clearing."""
     events = [event for batch in batches for event in batch.events]
-    return [
-        None if isinstance(event, AllBlocksCleared) else int.from_bytes(event.block_hashes[0], "big")
-        for event in events
-    ]
+    return [None if isinstance(event, AllBlocksCleared) else event.block_hashes[0] for event in events]
 
 
 @pytest.fixture
 def publisher():
-    publisher = KVEventPublisher(LOCAL, LOCAL, buffer_steps=100, clock=from_zero)
+    publisher = KVEventPublisher(LOCAL, LOCAL, topic=TOPIC, buffer_steps=100)
     yield publisher
     publisher.close()
 
@@ -87,7 +82,7 @@ def test_who_joins_late_gets_all_from_the_start(publisher, follow):
 
 
 def test_without_replay_what_was_missed_is_a_clearing(follow):
-    publisher = KVEventPublisher(LOCAL)
+    publisher = KVEventPublisher(LOCAL, topic=TOPIC)
     for number in range(20):
         publisher.publish([removed(number)])
     subscriber = follow(publisher)
@@ -99,7 +94,7 @@ def test_without_replay_what_was_missed_is_a_clearing(follow):
 
 
 def test_the_buffer_is_bounded_and_a_gap_is_a_clearing(follow):
-    publisher = KVEventPublisher(LOCAL, LOCAL, buffer_steps=8, clock=from_zero)
+    publisher = KVEventPublisher(LOCAL, LOCAL, topic=TOPIC, buffer_steps=8)
     with raw_socket(publisher.endpoint, zmq.SUB) as socket:
         receive_first(publisher, socket)
     first = 1000
@@ -118,20 +113,19 @@ def test_the_buffer_is_bounded_and_a_gap_is_a_clearing(follow):
 
 
 @pytest.mark.parametrize(
-    ("started", "restarted"),
-    [
-        pytest.param(1.0, 1.0 + 1e-3, id="numbers-go-on"),
-        pytest.param(2.0, 1.0, id="clock-set-back"),
-    ],
+    "num_before", [pytest.param(0, id="lower-numbers"), pytest.param(1000, id="higher-numbers")]
 )
 @pytest.mark.parametrize("replay_endpoint", ["", LOCAL])
-def test_a_restarted_engine_is_a_clearing(follow, started, restarted, replay_endpoint):
-    publisher = KVEventPublisher(LOCAL, replay_endpoint, clock=lambda: started)
+def test_a_restarted_engine_is_a_clearing(follow, num_before, replay_endpoint):
+    started, restarted = 1.0, 2.0
+    publisher = KVEventPublisher(LOCAL, replay_endpoint, topic=TOPIC, clock=lambda: started)
     subscriber = follow(publisher)
     publish_until_received(publisher, subscriber, 0)
-    endpoints = publisher.endpoint, publisher.replay_endpoint
+    endpoint, replay_endpoint = publisher.endpoint.replace("127.0.0.1", "*"), publisher.replay_endpoint
     publisher.close()
-    publisher = KVEventPublisher(*endpoints, clock=lambda: restarted)
+    publisher = KVEventPublisher(endpoint, replay_endpoint, topic=TOPIC, clock=lambda: restarted)
+    for number in range(num_before):
+        publisher.publish([removed(number)])
     batches: list[KVEventBatch] = []
     while not any(batch.ts == restarted for batch in batches):
         publisher.publish([removed(7)])
@@ -139,6 +133,8 @@ def test_a_restarted_engine_is_a_clearing(follow, started, restarted, replay_end
     since = [batch for batch in batches if batch.ts == restarted]
     assert numbers(since)[0] is None
     assert 7 in numbers(since)
+    if replay_endpoint:  # all that the new one has published
+        assert numbers(since)[: num_before + 1] == [None, *range(num_before)]
     publisher.close()
 
 
@@ -166,18 +162,20 @@ def replay(publisher: KVEventPublisher, first: int) -> list[int]:
     with raw_socket(publisher.replay_endpoint, zmq.DEALER) as socket:
         socket.send_multipart((b"", first.to_bytes(8, "big")))
         found = []
-        while (frames := socket.recv_multipart())[1] != END_OF_REPLAY:
-            found.append(int.from_bytes(frames[1], "big"))
+        while (frames := socket.recv_multipart())[2] != END_OF_REPLAY:
+            assert frames[:2] == [b"", TOPIC.encode()]
+            found.append(int.from_bytes(frames[2], "big"))
+        assert frames == [b"", b"", END_OF_REPLAY, b""]
         return found
 
 
 def test_the_wire_is_topic_number_batch(publisher):
     with raw_socket(publisher.endpoint, zmq.SUB) as socket:
         topic, number, batch = receive_first(publisher, socket)
-    assert topic == TOPIC
+    assert topic == TOPIC.encode()
     assert len(number) == 8
-    _, events = msgspec.msgpack.decode(batch)
-    assert events == [["BlockRemoved", [bytes(4)]]]
+    _, events, _ = msgspec.msgpack.decode(batch)
+    assert events == [{"type": "BlockRemoved", "block_hashes": [0], "medium": "GPU"}]
 
 
 def test_a_replay_begins_where_asked(publisher):
@@ -199,7 +197,7 @@ def test_a_malformed_replay_request_is_ignored(publisher):
 
 def test_nobody_and_a_slow_subscriber_block_nothing(tmp_path):
     endpoint = f"ipc://{tmp_path}/slow"
-    publisher = KVEventPublisher(endpoint, buffer_steps=4)
+    publisher = KVEventPublisher(endpoint, topic=TOPIC, buffer_steps=4)
     context = zmq.Context()
     socket = context.socket(zmq.SUB)
     socket.rcvhwm = 1
@@ -232,7 +230,7 @@ def test_a_full_queue_drops_whole_batches_with_their_numbers(publisher):
 
 
 def test_closing_sends_what_is_queued():
-    publisher = KVEventPublisher(LOCAL, LOCAL)
+    publisher = KVEventPublisher(LOCAL, LOCAL, topic=TOPIC)
     with raw_socket(publisher.endpoint, zmq.SUB) as socket:
         receive_first(publisher, socket)
         for number in (97, 98, 99):
@@ -247,9 +245,9 @@ def test_closing_sends_what_is_queued():
 
 def test_an_address_in_use_is_a_config_error(publisher):
     with pytest.raises(ConfigError, match=r"KVEventsConfig\.kv_events_endpoint is .* cannot be bound"):
-        KVEventPublisher(publisher.endpoint)
+        KVEventPublisher(publisher.endpoint.replace("127.0.0.1", "*"), topic=TOPIC)
     with pytest.raises(ConfigError, match=r"kv_events_replay_endpoint is 'nonsense'"):
-        KVEventPublisher(LOCAL, "nonsense")
+        KVEventPublisher(LOCAL, "nonsense", topic=TOPIC)
 
 
 @pytest.mark.parametrize(
@@ -258,11 +256,12 @@ def test_an_address_in_use_is_a_config_error(publisher):
         ("tcp://*:*", LOCAL, True),
         (LOCAL, "", False),
         ("inproc://live", LOCAL, False),
+        ("tcp://127.0.0.1:1", LOCAL, False),  # connected to
         (LOCAL, "inproc://replay", False),
     ],
 )
 def test_ports_are_told_if_both_sockets_have_one(endpoint, replay_endpoint, have_ports):
-    publisher = KVEventPublisher(endpoint, replay_endpoint)
+    publisher = KVEventPublisher(endpoint, replay_endpoint, topic=TOPIC)
     if have_ports:
         live, replayed = publisher.tcp_ports
         with raw_socket(f"tcp://127.0.0.1:{live}", zmq.SUB) as socket:
@@ -270,6 +269,39 @@ def test_ports_are_told_if_both_sockets_have_one(endpoint, replay_endpoint, have
         assert publisher.replay_endpoint == f"tcp://127.0.0.1:{replayed}"
     else:
         assert publisher.tcp_ports is None
+    publisher.close()
+
+
+def test_many_engines_publish_to_one_subscriber():
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.linger = 0
+        socket.subscribe(b"kv@")
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        publishers = [
+            KVEventPublisher(
+                f"tcp://127.0.0.1:{port}", topic=f"kv@pod{number}@model", data_parallel_rank=rank
+            )
+            for number, rank in enumerate([None, 0])
+        ]
+        seen = set()
+        while len(seen) < 2:
+            for publisher in publishers:  # what comes before the connection is lost
+                publisher.publish([removed(0)])
+            while socket.poll(20):
+                topic, _, batch = socket.recv_multipart()
+                seen.add((topic, *msgspec.msgpack.decode(batch)[2:]))
+        for publisher in publishers:
+            publisher.close()
+    assert seen == {(b"kv@pod0@model", None), (b"kv@pod1@model", 0)}
+
+
+def test_replicas_of_one_address_have_ports_of_their_own():
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    publisher = KVEventPublisher(
+        f"tcp://*:{port - 3}", f"tcp://127.0.0.1:{port - 2}", topic=TOPIC, data_parallel_rank=3
+    )
+    assert publisher.tcp_ports == (port, port + 1)
     publisher.close()
 
 
@@ -282,14 +314,14 @@ def test_replay_without_publishing_is_a_config_error():
 def test_a_batch_that_cannot_be_encoded_is_a_gap(publisher, follow, caplog):
     subscriber = follow(publisher)
     publish_until_received(publisher, subscriber, 1)
-    publisher.publish([BlockRemoved([object()])])
+    publisher.publish([BlockRemoved(block_hashes=[object()], medium="GPU")])
     publisher.publish([removed(10**6)])
     assert receive_up_to(subscriber, 10**6)[-2:] == [None, 10**6]
     assert "cannot be encoded" in caplog.text
 
 
 def test_a_thread_that_fails_blocks_neither_publishing_nor_closing(caplog, monkeypatch):
-    publisher = KVEventPublisher(LOCAL, buffer_steps=3)
+    publisher = KVEventPublisher(LOCAL, topic=TOPIC, buffer_steps=3)
     monkeypatch.setattr(publisher, "_send_batch", None)
     publisher.publish([removed(1)])
     for thread in threading.enumerate():  # it may have ended already

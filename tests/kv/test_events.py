@@ -25,13 +25,24 @@ def keys_of(tokens: list[int], salt: str = "") -> list[BlockKey]:
     return [keys[index] for index in range(len(keys))]
 
 
+def number_of(key: BlockKey) -> int:
+    return int.from_bytes(key.digest[-8:], "big")
+
+
+def stored(keys: list[BlockKey], parent: int | None, tokens: list[int], **more) -> BlockStored:
+    return BlockStored(
+        block_hashes=[number_of(key) for key in keys], parent_block_hash=parent, token_ids=tokens,
+        block_size=BLOCK, lora_id=None, medium="GPU", lora_name=None, **more,
+    )  # fmt: skip
+
+
 def test_a_run_of_blocks_is_one_event():
     keys = keys_of(list(range(12)))
     collector = KVEventCollector()
     for block_id, key in enumerate(keys):
         collector.stored(block_id, key)
     (event,) = collector.take()
-    assert event == BlockStored([key.digest for key in keys], None, list(range(12)), BLOCK)
+    assert event == stored(keys, None, list(range(12)))
     assert collector.take() == []
 
 
@@ -39,14 +50,15 @@ def test_a_later_block_names_its_parent():
     first, second = keys_of(list(range(8)))
     collector = KVEventCollector()
     collector.stored(3, second)
-    assert collector.take() == [BlockStored([second.digest], first.digest, [4, 5, 6, 7], BLOCK)]
+    assert collector.take() == [stored([second], number_of(first), [4, 5, 6, 7])]
 
 
-def test_a_salted_sequence_begins_at_its_salt():
-    collector = KVEventCollector()
-    collector.stored(0, keys_of([1, 2, 3, 4], salt="tenant")[0])
-    (event,) = collector.take()
-    assert event.parent_block_hash == root_digest(salt="tenant")
+def test_a_salted_sequence_begins_with_its_salt():
+    collector, keys = KVEventCollector(), keys_of(list(range(8)), salt="tenant")
+    collector.salted(root_digest(salt="tenant"), "tenant")
+    for block_id, key in enumerate(keys):
+        collector.stored(block_id, key)
+    assert collector.take() == [stored(keys, None, list(range(8)), extra_keys=[["tenant"], None])]
 
 
 def test_clearing_makes_what_was_before_it_moot():
@@ -66,7 +78,7 @@ def test_applying_the_events_gives_the_same_set(calls):
     keys = keys_of(list(range(20))) + keys_of(list(range(100, 120)))
     collector = KVEventCollector()
     held: set[bytes] = set()
-    followed: set[bytes] = set()
+    followed: set[int] = set()
     for number, (call, index) in enumerate(calls):
         key = keys[index]
         if call == "s" and key.digest not in held:
@@ -81,10 +93,10 @@ def test_applying_the_events_gives_the_same_set(calls):
         if number % 3 == 0:
             follow(followed, collector)
     follow(followed, collector)
-    assert followed == held
+    assert followed == {int.from_bytes(digest[-8:], "big") for digest in held}
 
 
-def follow(followed: set[bytes], collector: KVEventCollector) -> None:
+def follow(followed: set[int], collector: KVEventCollector) -> None:
     for event in collector.take():
         match event:
             case BlockStored():
@@ -98,10 +110,22 @@ def follow(followed: set[bytes], collector: KVEventCollector) -> None:
                 followed.clear()
 
 
-def test_the_encoding_is_an_array_with_the_name_first():
-    """vLLM's structs are `array_like` with `tag=True`: [name, fields in order]."""
-    batch = KVEventBatch(1.5, [BlockStored([b"h"], None, [1], 1), BlockRemoved([b"h"]), AllBlocksCleared()])
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch)) == [
+def test_the_encoding_is_that_of_vllm():
+    """Its events are maps with their name as `type`; fields with None as default are left out."""
+    salted = stored(keys_of([1, 2, 3, 4]), 5, [1, 2, 3, 4], extra_keys=[["salt"]])
+    events = [salted, BlockRemoved(block_hashes=[2**64 - 1], medium="GPU"), AllBlocksCleared()]
+    number = number_of(keys_of([1, 2, 3, 4])[0])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(1.5, events))) == [
         1.5,
-        [["BlockStored", [b"h"], None, [1], 1], ["BlockRemoved", [b"h"]], ["AllBlocksCleared"]],
-    ]
+        [
+            {
+                "type": "BlockStored", "block_hashes": [number], "parent_block_hash": 5,
+                "token_ids": [1, 2, 3, 4], "block_size": 4, "lora_id": None, "medium": "GPU",
+                "lora_name": None, "extra_keys": [["salt"]],
+            },
+            {"type": "BlockRemoved", "block_hashes": [2**64 - 1], "medium": "GPU"},
+            {"type": "AllBlocksCleared"},
+        ],
+        None,
+    ]  # fmt: skip
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(1.5, [], 3))) == [1.5, [], 3]

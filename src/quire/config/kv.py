@@ -91,12 +91,22 @@ class KVEventsConfig:
 
     kv_events_endpoint: str = knob(
         default="",
-        help="ZeroMQ address at which to publish changes of the prefix cache, such as tcp://127.0.0.1:5557. "
-        "Empty: not published.",
+        help="ZeroMQ address at which to publish changes of the prefix cache. It is bound if it has *, ::, "
+        "ipc:// or inproc://, such as tcp://*:5557, and otherwise connected to. Empty: not published.",
+    )
+    kv_events_topic: str = knob(
+        default="",
+        help="Topic of the published changes. Empty: kv@HOST:PORT@MODEL, of the server and the served model.",
+    )
+    kv_events_data_parallel_rank: Annotated[int, Ge(0), Le(65535)] | None = knob(
+        default=None,
+        help="Number of this engine among replicas behind one name: added to the ports, and published with "
+        "each batch. None: there is no number.",
     )
     kv_events_replay_endpoint: str = knob(
         default="",
-        help="ZeroMQ address from which subscribers can fetch KV events that they missed. Empty: none.",
+        help="ZeroMQ address to bind, from which subscribers can fetch KV events that they missed. Empty: "
+        "none.",
     )
 
     def __post_init__(self) -> None:
@@ -106,3 +116,7 @@ class KVEventsConfig:
                 f"KVEventsConfig.kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r}, but "
                 "nothing is published; set KVEventsConfig.kv_events_endpoint too"
             )
+
+    def topic_of(self, pod: str, model: str) -> str:
+        """Return the topic of an engine: the configured one, or that of `pod` and `model`."""
+        return self.kv_events_topic or f"kv@{pod}@{model}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -99,7 +100,7 @@ class EngineCore:
         model_config = dataclasses.replace(model_config, max_model_len=plan.max_model_len)
         self._scheduler_config = config.scheduler
         self._kv_events = KVEventCollector() if config.kv_events.kv_events_endpoint else None
-        self._publisher = _publisher(config.kv_events)
+        self._publisher = _publisher(config.kv_events, config.model)
         context = build_context(config, model_path, model_config, plan, self._kv_events)
         self._connector = context.connector
         self._grammars = context.grammars
@@ -447,10 +448,15 @@ def _close(close: Callable[[], None], what: str) -> None:
         logger.exception("%s could not be closed", what)
 
 
-def _publisher(config: KVEventsConfig) -> KVEventPublisher | None:
+def _publisher(config: KVEventsConfig, model: str) -> KVEventPublisher | None:
     if not config.kv_events_endpoint:
         return None
-    return KVEventPublisher(config.kv_events_endpoint, config.kv_events_replay_endpoint)
+    return KVEventPublisher(
+        config.kv_events_endpoint,
+        config.kv_events_replay_endpoint,
+        topic=config.topic_of(socket.gethostname(), model),
+        data_parallel_rank=config.kv_events_data_parallel_rank,
+    )
 
 
 def _refuse_if_never_queued(request: EngineCoreRequest, n: int, config: SchedulerConfig) -> None:

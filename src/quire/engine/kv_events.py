@@ -1,10 +1,11 @@
-"""KV events over ZeroMQ: published live, and replayed to subscribers that missed some.
+"""KV events over ZeroMQ: published live, and replayed to subscribers that missed some, as vLLM 0.33 does.
 
-The message format is vLLM's. The live socket (PUB) sends `[TOPIC, sequence number, batch]`. The replay socket
-(ROUTER) answers `[b"", first sequence number]` with `[b"", sequence number, batch]` for each buffered
-batch from that number on, and then `[b"", END_OF_REPLAY, b""]`. Sequence numbers have 8 bytes,
-big-endian, and count from the microsecond at which the publisher started: those of an engine that has been
-restarted are higher, and its subscribers see a gap. Batches are msgpack of `KVEventBatch`.
+The live socket (PUB) sends `[topic, sequence number, batch]`. It binds its address if that has `*`, `::`,
+`ipc://` or `inproc://`, or port 0, and connects to it otherwise, so that many engines can publish to one
+subscriber. The replay socket (ROUTER) answers `[b"", first sequence number]` with `[b"", topic, sequence
+number, batch]` for each buffered batch from that number on, and then `[b"", b"", END_OF_REPLAY, b""]`.
+Sequence numbers have 8 bytes, big-endian, and count from 0. Batches are msgpack of `KVEventBatch`. Those who
+ask for the last batch that they know, too, see whether the engine is still the one that they have followed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from quire.kv.blocks.events import AllBlocksCleared, KVCacheEvent, KVEventBatch
 
 logger = logging.getLogger(__name__)
 
-TOPIC = b"kv-events"
+TOPIC_PREFIX = b"kv@"
+"""That of the topics `kv@POD@MODEL`, which llm-d's endpoint picker subscribes to."""
+
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 LINGER = 100
 """Milliseconds that `close` waits for queued batches to be sent."""
@@ -40,8 +43,11 @@ class KVEventPublisher:
     The first batch clears all blocks: what subscribers knew of an engine before this one is gone.
 
     Args:
-        endpoint: ZeroMQ address to bind the live socket to, such as `tcp://127.0.0.1:5557`.
-        replay_endpoint: the same for replay; empty: no replay.
+        endpoint: ZeroMQ address of the live socket, such as `tcp://*:5557`.
+        replay_endpoint: that to bind the replay socket to; empty: no replay.
+        topic: of all messages.
+        data_parallel_rank: number of the engine among replicas, which is added to the ports; None: it has
+            none.
         buffer_steps: number of batches kept for replay. Also the maximum number queued, in total and for
             each subscriber; a slow subscriber misses the rest.
         clock: returns seconds since 1970.
@@ -55,12 +61,17 @@ class KVEventPublisher:
         endpoint: str,
         replay_endpoint: str = "",
         *,
+        topic: str,
+        data_parallel_rank: int | None = None,
         buffer_steps: int = 10_000,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.num_dropped = 0  # batches for which the queue had no room
+        self._topic = topic.encode()
+        self._is_bound = _is_bind_address(endpoint)
+        self._rank = data_parallel_rank
         self._clock = clock
-        self._next_number = int(clock() * 1_000_000)
+        self._next_number = 0
         self._queue: deque[tuple[int, KVEventBatch]] = deque()
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)  # (number, batch), encoded
         self._buffer_steps = buffer_steps
@@ -68,9 +79,9 @@ class KVEventPublisher:
         self._is_closing = False
         self._context: zmq.Context[Socket] = zmq.Context()
         try:
-            self._live = self._bound(zmq.PUB, endpoint, "kv_events_endpoint")
+            self._live = self._opened(zmq.PUB, endpoint, "kv_events_endpoint", binds=self._is_bound)
             self._replay = (
-                self._bound(zmq.ROUTER, replay_endpoint, "kv_events_replay_endpoint")
+                self._opened(zmq.ROUTER, replay_endpoint, "kv_events_replay_endpoint", binds=True)
                 if replay_endpoint
                 else None
             )
@@ -89,9 +100,9 @@ class KVEventPublisher:
 
     @property
     def tcp_ports(self) -> tuple[int, int] | None:
-        """Ports of the live and of the replay socket; None if one of them has none."""
+        """Ports of the live and of the replay socket, if both are bound to one; None if not."""
         endpoints = (self.endpoint, self.replay_endpoint)
-        if not all(endpoint.startswith("tcp://") for endpoint in endpoints):
+        if not self._is_bound or not all(endpoint.startswith("tcp://") for endpoint in endpoints):
             return None
         live, replay = (int(endpoint.rpartition(":")[2]) for endpoint in endpoints)
         return live, replay
@@ -110,7 +121,7 @@ class KVEventPublisher:
                 logger.warning("KV events arrive faster than they can be published; some are lost")
             self.num_dropped += 1
             return
-        self._queue.append((number, KVEventBatch(self._clock(), list(events))))
+        self._queue.append((number, KVEventBatch(self._clock(), list(events), self._rank)))
         self._wake_thread()
 
     def close(self) -> None:
@@ -128,16 +139,18 @@ class KVEventPublisher:
         with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending already
             self._wake.send(b"x")
 
-    def _bound(self, kind: int, endpoint: str, field: str) -> Socket:
+    def _opened(self, kind: int, endpoint: str, field: str, *, binds: bool) -> Socket:
+        endpoint = _with_rank(endpoint, self._rank or 0)
         socket = self._context.socket(kind)
         # The queue of a peer holds a whole replay; a ROUTER drops what does not fit.
         socket.sndhwm = self._buffer_steps + 1
         try:
-            socket.bind(endpoint)
+            socket.bind(endpoint) if binds else socket.connect(endpoint)
         except zmq.ZMQError as error:
+            what = "bound" if binds else "connected to"
             raise ConfigError(
-                f"KVEventsConfig.{field} is {endpoint!r}, which cannot be bound: {error}; use a free address "
-                "such as tcp://127.0.0.1:5557"
+                f"KVEventsConfig.{field} is {endpoint!r}, which cannot be {what}: {error}; bind a free "
+                "address such as tcp://*:5557, or connect to a subscriber's"
             ) from error
         return socket
 
@@ -177,7 +190,7 @@ class KVEventPublisher:
             logger.exception("a batch of KV events cannot be encoded, and is lost")
             return
         self._buffer.append(message)
-        self._live.send_multipart((TOPIC, *message))
+        self._live.send_multipart((self._topic, *message))
 
     def _answer_replay(self, replay: Socket) -> None:
         frames = replay.recv_multipart()
@@ -190,12 +203,12 @@ class KVEventPublisher:
         # Big-endian bytes sort like the numbers. From the end: most subscribers miss little or nothing.
         missed = list(itertools.takewhile(lambda message: message[0] >= first, reversed(self._buffer)))
         for number, batch in reversed(missed):
-            replay.send_multipart((peer, empty, number, batch))
-        replay.send_multipart((peer, empty, END_OF_REPLAY, b""))
+            replay.send_multipart((peer, empty, self._topic, number, batch))
+        replay.send_multipart((peer, empty, b"", END_OF_REPLAY, b""))
 
 
 class KVEventSubscriber:
-    """Subscribes to the KV events of one engine, and requests a replay of those it missed.
+    """Subscribes to the KV events of one engine, which binds its address, and has missed ones replayed.
 
     Applied in order, the batches tell which blocks the engine has cached. If batches are permanently lost, a
     batch with `AllBlocksCleared` replaces them: the subscriber then knows too few blocks, never too many.
@@ -209,55 +222,82 @@ class KVEventSubscriber:
     def __init__(self, endpoint: str, replay_endpoint: str = "", *, replay_timeout: float = 1.0) -> None:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._live = self._context.socket(zmq.SUB)
-        self._live.subscribe(TOPIC)
+        self._live.subscribe(b"")
         self._live.connect(endpoint)
         self._replay_endpoint = replay_endpoint
         self._replay_timeout = int(replay_timeout * 1000)
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self._next_number = 0
+        self._last = b""  # the batch before that number
 
     def receive(self, timeout: float | None = None) -> list[KVEventBatch]:
         """Return the next batch and any missed before it; empty after `timeout` seconds (None: never)."""
         if not self._live.poll(None if timeout is None else int(timeout * 1000)):
             return []
         _, encoded_number, encoded = self._live.recv_multipart()
-        number, batch = int.from_bytes(encoded_number, "big"), self._decoder.decode(encoded)
-        batches = [batch] if number == self._next_number else self._after_gap(number, batch)
-        self._next_number = number + 1
+        number = int.from_bytes(encoded_number, "big")
+        received = [(number, encoded)]
+        if number != self._next_number:
+            received = [*self._missed(number), *received]
+        batches = self._in_order(received)
+        self._next_number, self._last = number + 1, encoded
         return batches
 
     def close(self) -> None:
         """Close the sockets."""
         self._context.destroy(linger=0)
 
-    def _after_gap(self, number: int, batch: KVEventBatch) -> list[KVEventBatch]:
-        """Return the missed batches that the publisher still has, and the batch received."""
-        # A lower number than before: the engine has restarted and its clock has been set back.
-        expected = self._next_number if self._next_number < number else 0
-        replayed = [item for item in self._replayed(expected) if item[0] < number]
-        batches = []
-        for found, missed in [*replayed, (number, batch)]:
-            if found != expected and not any(isinstance(event, AllBlocksCleared) for event in missed.events):
-                batches.append(KVEventBatch(missed.ts, [AllBlocksCleared()]))
-            batches.append(missed)
-            expected = found + 1
+    def _missed(self, number: int) -> list[tuple[int, bytes]]:
+        """Return the batches before `number` that the publisher still has and this has not."""
+        if self._next_number and number > self._next_number:
+            last, *rest = self._replayed(self._next_number - 1) or [(-1, b"")]
+            if last == (self._next_number - 1, self._last):
+                return [item for item in rest if item[0] < number]
+        self._next_number = 0  # another engine, or too much was missed: all that there is
+        return [item for item in self._replayed(0) if item[0] < number]
+
+    def _in_order(self, received: list[tuple[int, bytes]]) -> list[KVEventBatch]:
+        """Return the batches, with a clearing before one that does not follow what came before it."""
+        batches: list[KVEventBatch] = []
+        expected = self._next_number
+        for number, encoded in received:
+            batch = self._decoder.decode(encoded)
+            is_cleared = any(isinstance(event, AllBlocksCleared) for event in batch.events)
+            if number != expected and not is_cleared:
+                batches.append(KVEventBatch(batch.ts, [AllBlocksCleared()]))
+            batches.append(batch)
+            expected = number + 1
         return batches
 
-    def _replayed(self, first: int) -> list[tuple[int, KVEventBatch]]:
+    def _replayed(self, first: int) -> list[tuple[int, bytes]]:
         """Return the batches that the publisher still has, from number `first` on."""
         if not self._replay_endpoint:
             return []
-        batches: list[tuple[int, KVEventBatch]] = []
+        found: list[tuple[int, bytes]] = []
         with self._context.socket(zmq.DEALER) as replay:
             replay.linger = 0
             replay.connect(self._replay_endpoint)
             replay.send_multipart((b"", first.to_bytes(8, "big")))
             while replay.poll(self._replay_timeout):
-                _, number, encoded = replay.recv_multipart()
+                _, _, number, encoded = replay.recv_multipart()
                 if number == END_OF_REPLAY:
                     break
-                batches.append((int.from_bytes(number, "big"), self._decoder.decode(encoded)))
-        return batches
+                found.append((int.from_bytes(number, "big"), encoded))
+        return found
+
+
+def _with_rank(endpoint: str, rank: int) -> str:
+    """Return a TCP address with the port of a replica, as vLLM counts them; others as they are."""
+    address, colon, port = endpoint.rpartition(":")
+    if not (rank and endpoint.startswith("tcp://") and port.isdecimal()):
+        return endpoint
+    return f"{address}{colon}{int(port) + rank}"
+
+
+def _is_bind_address(endpoint: str) -> bool:
+    """Whether vLLM binds a publisher's address, and does not connect to it; nothing listens on port 0."""
+    marks = ("*", "::", "ipc://", "inproc://")
+    return any(mark in endpoint for mark in marks) or endpoint.endswith(":0")
 
 
 def _address(socket: Socket) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 import socket
@@ -62,6 +63,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         access_log(server_config.edge.access_log) as log,
     ):
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
+        engine_config = _with_events_topic(engine_config, server_config, listening)
 
         from quire.front.async_llm import AsyncLLM  # slow: the engine process is already running
 
@@ -92,6 +94,15 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
 
         stop = StopSignals(server_config.drain_timeout, takes_hangup=tenants is not None)
         uvloop.run(_serve_until_stopped(llm, make_app, listening, monitoring, stop))
+
+
+def _with_events_topic(config: EngineConfig, server: ServerConfig, listening: Listener) -> EngineConfig:
+    """Return the configuration with a topic of KV events that names the server, unless there is one."""
+    host = socket.gethostname() if server.host in ("", "0.0.0.0", "::") else server.host
+    model = server.served_model_name[0] if server.served_model_name else config.model
+    port = server.port or listening.socket.getsockname()[1]
+    topic = config.kv_events.topic_of(f"{host}:{port}", model)
+    return dataclasses.replace(config, kv_events=dataclasses.replace(config.kv_events, kv_events_topic=topic))
 
 
 def _try_chat_template(tokenizer: Tokenizer) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -18,9 +18,9 @@ import zmq.asyncio
 
 from quire.cluster.engines.registry import Engine
 from quire.cluster.prefixes.block_index import BlockIndex, EngineBlocks
-from quire.engine.kv_events import END_OF_REPLAY, TOPIC
+from quire.engine.kv_events import END_OF_REPLAY, TOPIC_PREFIX
 from quire.errors import QuireError
-from quire.kv.blocks.block_hash import DIGEST_BYTES
+from quire.kv.blocks.events import HASH_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +35,20 @@ BLOCKS_PER_TURN = 2048
 _NUMBER_BYTES = 8
 
 Socket = zmq.asyncio.Socket
-Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Hash = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has none above 2**64 - 1
 
 
-class _Stored(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
-    """The first fields of a `BlockStored`; its tokens are not read."""
+class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
+    """What is read of a `BlockStored`."""
 
-    block_hashes: list[Digest]
-
-
-class _Removed(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
-    block_hashes: list[Digest]
+    block_hashes: list[Hash]
 
 
-class _Cleared(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=False):
+class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
+    block_hashes: list[Hash]
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
     pass
 
 
@@ -160,7 +160,7 @@ class KVEventFeed:
             socket.rcvhwm = MAX_QUEUED_MESSAGES
             socket.ipv6 = ":" in self.source.host
             if kind == zmq.SUB:
-                socket.subscribe(TOPIC)
+                socket.subscribe(TOPIC_PREFIX)
             socket.connect(self.source.address(port))
             yield socket
 
@@ -176,8 +176,9 @@ class _Follower:
         self._blocks = blocks
         self._index = index
         self._timeout = timeout
-        self._first = 0  # number of the first batch; 0: none yet
         self._next = 0  # expected number of the next batch
+        self._last = b""  # the batch before that
+        self._last_live = 0  # the last live number: live batches before `_next` have been replayed
 
     async def advance(self, patience: float) -> None:
         """Apply the next live batch; if none arrives within `patience` seconds, apply missed ones."""
@@ -189,29 +190,49 @@ class _Follower:
                 number = int.from_bytes(encoded_number)
             case frames:
                 raise FeedError(f"an event has parts of {list(map(len, frames))} bytes")
-        if number > self._next:
+        if number > self._next or number < self._last_live:  # some were missed, or the engine has restarted
             await self.catch_up()
-        if number < self._first:
-            raise FeedError("the engine has restarted with an earlier clock")
-        if number >= self._next:
+        self._last_live = number
+        if number == self._next:
             await self._apply(number, batch)
         await asyncio.sleep(0)  # receiving queued messages does not yield
 
     async def catch_up(self) -> None:
-        """Apply missed batches that the engine still has.
+        """Apply missed batches that the engine still has: all of them, if it is not the one of before.
 
         Raises:
             FeedError: the engine did not answer in time, or its answer is invalid.
         """
-        await self._replay.send_multipart((b"", self._next.to_bytes(_NUMBER_BYTES)))
+        if self._next and not await self._go_on_from(self._next - 1):
+            self._next = 0
+            self._blocks.clear()
+        if not self._next:
+            async for number, batch in self._replayed(0):
+                await self._apply(number, batch)
+
+    async def _go_on_from(self, first: int) -> bool:
+        """Apply the batches behind number `first`; False if that is not the batch which this knows."""
+        is_known = False
+        async for number, batch in self._replayed(first):
+            if is_known:
+                await self._apply(number, batch)
+            elif (number, batch) == (first, self._last):
+                is_known = True
+            else:
+                first = -1  # whatever follows
+        return is_known
+
+    async def _replayed(self, first: int) -> AsyncIterator[tuple[int, bytes]]:
+        """Yield the batches that the engine still has, from number `first` on."""
+        await self._replay.send_multipart((b"", first.to_bytes(_NUMBER_BYTES)))
         while True:
             if not await self._replay.poll(_milliseconds(self._timeout)):
                 raise FeedError(f"a replay was not answered within {self._timeout:g} s")
             match await self._replay.recv_multipart():
-                case [_, number, batch] if number == END_OF_REPLAY:
+                case [_, _, number, batch] if number == END_OF_REPLAY:
                     return
-                case [_, number, batch] if len(number) == _NUMBER_BYTES:
-                    await self._apply(int.from_bytes(number), batch)
+                case [_, _, number, batch] if len(number) == _NUMBER_BYTES:
+                    yield int.from_bytes(number), batch
                 case frames:
                     raise FeedError(f"a replay has parts of {list(map(len, frames))} bytes")
             await asyncio.sleep(0)
@@ -224,22 +245,21 @@ class _Follower:
             raise FeedError(f"an event is invalid: {error}") from error
         if number != self._next:
             self._blocks.clear()
-        self._first = self._first or number
-        self._next = number + 1
+        self._next, self._last = number + 1, encoded
         for event in batch.events:
             match event:
                 case _Cleared():
                     self._blocks.clear()
-                case _Stored(digests):
-                    await self._in_parts(digests, stored=True)
-                case _Removed(digests):
-                    await self._in_parts(digests, stored=False)
+                case _Stored(hashes):
+                    await self._in_parts(hashes, stored=True)
+                case _Removed(hashes):
+                    await self._in_parts(hashes, stored=False)
 
-    async def _in_parts(self, digests: list[bytes], *, stored: bool) -> None:
-        for start in range(0, len(digests), BLOCKS_PER_TURN):
+    async def _in_parts(self, hashes: list[int], *, stored: bool) -> None:
+        for start in range(0, len(hashes), BLOCKS_PER_TURN):
             if start:
                 await asyncio.sleep(0)
-            part = digests[start : start + BLOCKS_PER_TURN]
+            part = [number.to_bytes(HASH_BYTES) for number in hashes[start : start + BLOCKS_PER_TURN]]
             if stored:
                 self._blocks.add(part)
                 self._index.trim()

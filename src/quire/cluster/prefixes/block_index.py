@@ -1,4 +1,4 @@
-"""The cached blocks of engines, known from their KV events."""
+"""The cached blocks of engines, known from their KV events, by the ends of their digests (`HASH_BYTES`)."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from quire.dialogue.messages import template_messages
 from quire.dialogue.reasoning.formats import REASONING_FORMATS, reasoning_format_of_template
 from quire.errors import InvalidRequestError
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.blocks.events import HASH_BYTES
 from quire.models.text.tokenizer import Tokenizer
 from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
 from quire.server.wire.validation import MAX_OBJECTS, MAX_VALUES, count_outside_strings
@@ -143,4 +144,4 @@ def _has_too_many_values(body: bytes) -> bool:
 def _digests(root: bytes, block_size: int, tokens: IntArray) -> list[bytes]:
     keys = SequenceKeys(root, block_size)
     keys.extend(tokens)
-    return list(keys.digests(0, len(keys)))
+    return [digest[-HASH_BYTES:] for digest in keys.digests(0, len(keys))]

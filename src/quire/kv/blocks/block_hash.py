@@ -53,11 +53,13 @@ class SequenceKeys:
     Args:
         root: the digest that starts the chain, see `root_digest`.
         block_size: tokens per block.
+        salt: the cache salt that the root was made of.
     """
 
-    __slots__ = ("_chain", "_tokens", "_width")
+    __slots__ = ("_chain", "_tokens", "_width", "salt")
 
-    def __init__(self, root: bytes, block_size: int) -> None:
+    def __init__(self, root: bytes, block_size: int, salt: str = "") -> None:
+        self.salt = salt
         self._width = block_size * TOKEN_BYTES
         self._chain = [root]  # the digest of block number i is at i + 1
         self._tokens = bytearray()

@@ -219,6 +219,11 @@ class BlockPool:
             for block_id in block_ids.tolist():
                 self._events.stored(block_id, self._key_of(block_id))
 
+    def note_salt(self, root: bytes, salt: str) -> None:
+        """Tell those who follow events which salt the sequences have that begin at a root."""
+        if self._events is not None:
+            self._events.salted(root, salt)
+
     def find(self, root: bytes, digests: Iterable[bytes], tokens: IntArray) -> IntArray:
         """Return the block ids of the longest cached run at the start of a sequence. Changes nothing.
 

@@ -1,6 +1,6 @@
-"""Events of the prefix cache, for routers and others outside the engine.
+"""Events of the prefix cache, for routers and others outside the engine, as vLLM 0.33 publishes them.
 
-The events and their fields are named as vLLM's KV events, so that a router which reads those reads these.
+Events are maps with a `type`. Blocks are named by unsigned 64-bit numbers, the ends of their digests.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ import numpy as np
 from typing_extensions import override
 
 from quire.kv.blocks.block_hash import TOKEN_BYTES, BlockKey, root_digest
+
+HASH_BYTES = 8
+"""Bytes of a digest, from its end, that name a block in events."""
+
+ENGINE_MEDIUM = "GPU"
+"""The field `medium` of blocks in the engine's own cache, the fastest that it has, whatever its device is."""
 
 _PLAIN_ROOT = root_digest()
 
@@ -29,28 +35,36 @@ class KVEventSink(Protocol):
     def cleared(self) -> None:
         """No content can be found any more."""
 
+    def salted(self, root: bytes, salt: str) -> None:
+        """Blocks that are stored next may follow `root`, which begins the sequences with a cache salt."""
 
-class BlockStored(msgspec.Struct, tag=True, array_like=True, omit_defaults=True, gc=False):
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True, gc=False):
     """Consecutive blocks of one sequence have become findable.
 
-    `block_hashes` has one digest for each block and `token_ids` `block_size` tokens for each. The first block
-    follows `parent_block_hash`, or begins a sequence if that is None. With a cache salt, sequences begin at
-    a parent that is never stored: the salt's own digest.
+    `block_hashes` has one number for each block and `token_ids` `block_size` tokens for each. The first block
+    follows `parent_block_hash`, or begins a sequence if that is None. `extra_keys` has an entry for each
+    block: for the first of a sequence with a cache salt, a list of the salt. There are no LoRA adapters.
     """
 
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
+    block_hashes: list[int]
+    parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag=True, array_like=True, gc=False):
+class BlockRemoved(msgspec.Struct, tag=True, kw_only=True, gc=False):
     """Blocks cannot be found any more."""
 
-    block_hashes: list[bytes]
+    block_hashes: list[int]
+    medium: str | None
 
 
-class AllBlocksCleared(msgspec.Struct, tag=True, array_like=True, gc=False):
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
     """No block can be found any more; also the first event of every engine."""
 
 
@@ -62,6 +76,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
 
     ts: float
     events: list[KVCacheEvent]
+    data_parallel_rank: int | None = None
 
 
 class KVEventCollector(KVEventSink):
@@ -73,6 +88,7 @@ class KVEventCollector(KVEventSink):
         ] = []  # (stored or removed, blocks); None: cleared
         self._run: list[BlockKey] = []
         self._run_is_stored = True
+        self._salts: dict[bytes, str] = {}  # of this step's sequences, by the root that they begin at
 
     @override
     def stored(self, block_id: int, key: BlockKey) -> None:
@@ -94,13 +110,33 @@ class KVEventCollector(KVEventSink):
         self._runs = [None]
         self._run = []
 
+    @override
+    def salted(self, root: bytes, salt: str) -> None:
+        self._salts[root] = salt
+
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call."""
-        if not self._runs:
-            return []
-        events = [AllBlocksCleared() if run is None else _event(*run) for run in self._runs]
-        self._runs, self._run = [], []
+        events = [AllBlocksCleared() if run is None else self._event(*run) for run in self._runs]
+        self._runs, self._run, self._salts = [], [], {}
         return events
+
+    def _event(self, is_stored: bool, keys: list[BlockKey]) -> KVCacheEvent:
+        hashes = [block_hash(key.digest) for key in keys]
+        if not is_stored:
+            return BlockRemoved(block_hashes=hashes, medium=ENGINE_MEDIUM)
+        first = keys[0]
+        salt = self._salts.get(first.parent)
+        begins_sequence = salt is not None or first.parent == _PLAIN_ROOT
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if begins_sequence else block_hash(first.parent),
+            token_ids=np.frombuffer(b"".join(key.tokens for key in keys), dtype=np.int32).tolist(),
+            block_size=len(first.tokens) // TOKEN_BYTES,
+            lora_id=None,
+            medium=ENGINE_MEDIUM,
+            lora_name=None,
+            extra_keys=None if salt is None else [[salt], *[None] * (len(keys) - 1)],
+        )
 
     def _begin_run(self, *, stored: bool) -> list[BlockKey]:
         self._run = []
@@ -130,12 +166,12 @@ class KVEventFanOut(KVEventSink):
         for sink in self._sinks:
             sink.cleared()
 
+    @override
+    def salted(self, root: bytes, salt: str) -> None:
+        for sink in self._sinks:
+            sink.salted(root, salt)
 
-def _event(is_stored: bool, keys: list[BlockKey]) -> KVCacheEvent:
-    digests = [key.digest for key in keys]
-    if not is_stored:
-        return BlockRemoved(digests)
-    first = keys[0]
-    tokens = np.frombuffer(b"".join(key.tokens for key in keys), dtype=np.int32).tolist()
-    parent = None if first.parent == _PLAIN_ROOT else first.parent
-    return BlockStored(digests, parent, tokens, len(first.tokens) // TOKEN_BYTES)
+
+def block_hash(digest: bytes) -> int:
+    """Return the number that names a block in events, from 0 to 2**64 - 1."""
+    return int.from_bytes(digest[-HASH_BYTES:], "big")

@@ -103,7 +103,9 @@ class KVCacheManager:
     def register(self, request_id: str, token_ids: IntArray, cache_salt: str) -> None:
         """Prepare the prefix keys of a new request from its prompt ([tokens])."""
         if self.enable_prefix_caching:
-            keys = self._keys[request_id] = SequenceKeys(root_digest(salt=cache_salt), self.block_size)
+            keys = self._keys[request_id] = SequenceKeys(
+                root_digest(salt=cache_salt), self.block_size, cache_salt
+            )
             keys.extend(token_ids)
 
     def forget(self, request_id: str) -> None:
@@ -226,6 +228,8 @@ class KVCacheManager:
         """
         if end > len(keys):
             keys.extend(token_ids[len(keys) * self.block_size : end * self.block_size])
+        if not start and keys.salt:
+            self.pools.first.note_salt(keys.digest(0), keys.salt)
         return [keys.digest(start), *keys.digests(start, end)]
 
     # -- tables --------------------------------------------------------------------------------------------

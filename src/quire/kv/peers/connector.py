@@ -367,3 +367,7 @@ class CachedBlockEvents(KVEventSink):
     @override
     def cleared(self) -> None:
         self._cached.clear(self._group)
+
+    @override
+    def salted(self, root: bytes, salt: str) -> None:
+        """Peers know blocks by their digests."""

@@ -126,6 +126,10 @@ class GuardedEvents:
         """See `KVEventSink.cleared`."""
         self._tell(self._sink.cleared)
 
+    def salted(self, root: bytes, salt: str) -> None:
+        """See `KVEventSink.salted`."""
+        self._tell(lambda: self._sink.salted(root, salt))
+
     def _tell(self, call: Callable[[], None]) -> None:
         try:
             call()
