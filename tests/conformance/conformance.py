@@ -8,12 +8,14 @@ from types import ModuleType
 import datadist_rows
 import paged_cache_rows
 import pytest
+import router_rows
 import scheduler_rows
 
 SPECS = {
     "scheduler interface and configuration": scheduler_rows,
     "paged attention cache": paged_cache_rows,
     "LLMDataDist": datadist_rows,
+    "routers, sidecars and trainers": router_rows,
 }
 """Modules with `ROWS` (names by section), `ELSEWHERE` (row: where it is shown) and `NOT_YET` (row: why)."""
 
