@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from connector_contract import BLOCK, PROMPT, ConnectorContract, Engine, kv_of, request_of
+from connector_contract import BLOCK, PROMPT, ConnectorContract, Engine, kv_of, plan_of, request_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +14,7 @@ from faulty_connector import FaultyConnector
 from held import num_held
 from memory_connector import HostBlocks
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.blocks.prompt_blocks import PromptBlocks
 from quire.kv.connectors.host_blocks import TensorBlocks
 from quire.status import RequestStatus
 from subprocesses import python_output
@@ -170,3 +171,15 @@ def test_kv_is_not_loaded_before_there_is_a_cache():
     connector = FaultyConnector(BLOCK)
     with pytest.raises(RuntimeError, match="register_kv_caches"):
         connector.wait_for_save(frozenset())
+
+
+def test_a_step_has_read_the_block_in_the_middle_of_which_it_began():
+    """What it completes of a block whose beginning could not be loaded is not to be kept."""
+    request = request_of("again", PROMPT)
+    keys = SequenceKeys(root_digest(), BLOCK)
+    keys.end_with(request.prompt_array[:-1])
+    for computed, read in ((12, [20, 21, 22]), (13, [20, 21, 22, 23])):
+        plan = plan_of(0, request, [20, 21, 22, 23], computed, 14 - computed, new=True)
+        [save] = PromptBlocks(BLOCK).completed_by(plan, {"again": keys})
+        assert [block_id for _, (block_id,) in save.blocks] == [20, 21, 22, 23]
+        assert save.trusted_block_ids == read

@@ -19,8 +19,8 @@ class Save:
     They are full, but for one that the keys end with. The first report also has those that were complete
     before: cached or loaded ones. Each has its number in each cache group, `NULL_BLOCK` if it was before the
     group's window when the request began to run. `first_block` is the place of the first one in the prompt.
-    The step has read the `trusted_block_ids`, those of the first group from the start of the prompt, and
-    computed the others.
+    The step has read the `trusted_block_ids`, those of the first group from the start of the prompt, of the
+    last one perhaps a part, and computed the others.
     """
 
     request_id: str
@@ -96,7 +96,8 @@ class PromptBlocks:
                 num_complete = len(table.keys)
             new = range(table.num_reported, num_complete)
             blocks = [(table.keys[index], table.block_ids[index]) for index in new]
-            trusted = [ids[0] for ids in table.block_ids[: num_computed // self._block_size]]
+            num_read = -(-num_computed // self._block_size)
+            trusted = [ids[0] for ids in table.block_ids[:num_read]]
             saves.append(Save(request_id, new.start, blocks, trusted))
             table.num_reported = num_complete
             if num_complete == len(table.keys):
