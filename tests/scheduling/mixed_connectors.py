@@ -99,6 +99,7 @@ class MixedConnector(Reluctant, FaultyConnector):
         answer = super().request_finished(request, block_ids)
         if answer[0] and self.by_group and request.request_id not in self.preempted:
             self._check_lent(request, block_ids)
+        self.preempted.discard(request.request_id)
         return answer
 
     def _check_lent(self, request: Request, block_ids: np.ndarray) -> None:
