@@ -212,10 +212,7 @@ def test_a_draft_model_keeps_all_tokens_beside_the_first_group(gemma: ModelConfi
 @pytest.mark.parametrize(
     "engine",
     [
-        {"kv_tiering": KVTierConfig(kv_tier="memory")},
-        {"kv_connector": "some.Connector"},
-        {"role": "prefill"},
-        {"kv_transfer": KVTransferConfig(kv_peers="10.0.0.2:7000")},
+        {"kv_connector": "memory_connector.MemoryConnector"},
         {"scheduler_cls": OneByOne},
         {"scheduler": SchedulerConfig(num_kv_blocks=5000, use_cache_eviction=True)},
     ],
@@ -226,6 +223,21 @@ def test_windows_keep_all_tokens_beside_what_knows_nothing_of_groups(gemma: Mode
     result = plan_memory(config, gemma, available_bytes=64 * GB)
     assert blocks(result) == [5000]
     assert result.kv_bytes == 5000 * (FULL_BLOCK + WINDOW_BLOCK)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"kv_tiering": KVTierConfig(kv_tier="memory")},
+        {"role": "prefill"},
+        {"kv_transfer": KVTransferConfig(kv_peers="10.0.0.2:7000")},
+    ],
+    ids=lambda engine: next(iter(engine)),
+)
+def test_tiers_and_peers_leave_windows_their_groups(gemma: ModelConfig, engine: dict):
+    config = EngineConfig(scheduler=SchedulerConfig(num_kv_blocks=5000), **engine)
+    result = plan_memory(config, gemma, available_bytes=64 * GB)
+    assert blocks(result) == [5000, 5001]
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_largest_that_does(gemma: ModelConfig):

@@ -281,7 +281,7 @@ def test_steps_while_no_draft_is_expected_to_pay(
 def split_steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Has requests wait for drafts at random; returns of each step in flight whether only some wait."""
     rng = np.random.default_rng(11)
-    expect, splits = PersistentBatch.expect, []
+    append_unknown, splits = PersistentBatch.append_unknown, []
 
     def some_wait(
         self: Waiting, requests: list[DraftedRequest], others: list[DraftedRequest], step: int, now: float
@@ -291,11 +291,11 @@ def split_steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def watched(self: PersistentBatch, slots: Any, goes_on: Any) -> Any:
         splits.append(len(set(goes_on.tolist())) == 2)
-        return expect(self, slots, goes_on)
+        return append_unknown(self, slots, goes_on)
 
     monkeypatch.setattr(DraftedRequest, "choose_length", always_three)
     monkeypatch.setattr(Waiting, "choose", some_wait)
-    monkeypatch.setattr(PersistentBatch, "expect", watched)
+    monkeypatch.setattr(PersistentBatch, "append_unknown", watched)
     return splits
 
 

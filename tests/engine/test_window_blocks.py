@@ -11,7 +11,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from insides import always_load, connector_of, tier_of, wait_until_written
-from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
+from quire.config import EngineConfig, KVTierConfig, SchedulerConfig, SpeculationConfig
 from quire.engine.core import EngineCore
 from quire.engine.memory import plan as memory_plan
 from quire.engine.messages import EngineCoreRequest
@@ -39,9 +39,7 @@ class Engine:
         config = EngineConfig(
             model=str(path),
             dtype="float32",
-            kv_tier=kv_tier,
-            kv_tier_size=0.1,
-            kv_tier_min_uses=1,
+            kv_tiering=KVTierConfig(kv_tier=kv_tier, kv_tier_size=0.1, kv_tier_min_uses=1),
             speculation=speculation or SpeculationConfig(),
             scheduler=SchedulerConfig(**{**SCHEDULER, **scheduler}),
         )
@@ -176,9 +174,9 @@ class Tiered(Engine):
     [{}, {"overlap_steps": True}, {"num_kv_blocks": 48, "max_num_seqs": 3}],
     ids=["plain", "overlapped", "preempted"],
 )
-def test_what_a_tier_has_is_loaded_as_far_as_windows_need_it(path, monkeypatch, options):
+def test_what_a_tier_has_is_loaded_as_far_as_windows_need_it(path, expected, options):
     engine = Tiered(path, **options)
-    first, second = expected(path, monkeypatch)
+    first, second = expected
     assert engine.answers(prompts()) == first
     assert len(engine.core.scheduler.accounts.kv.pools) == 2
     for turn in range(2):
@@ -207,9 +205,9 @@ def test_a_loaded_prefix_of_any_length_is_found_again(path):
         assert engine.stats.num_loaded_tokens == loaded.num_loaded_tokens
 
 
-def test_reads_that_fail_change_no_token(path, monkeypatch):
+def test_reads_that_fail_change_no_token(path, monkeypatch, expected):
     engine = Tiered(path)
-    first, second = expected(path, monkeypatch)
+    first, second = expected
     assert engine.answers(prompts()) == first
     tier, random = tier_of(connector_of(engine.core)), np.random.default_rng(3)
     read = tier.read
@@ -222,7 +220,9 @@ def test_reads_that_fail_change_no_token(path, monkeypatch):
 
 
 def test_the_plan_has_the_buffer_of_a_device_for_blocks_of_all_groups(path):
-    config = EngineConfig(model=str(path), kv_tier="memory", scheduler=SchedulerConfig(**SCHEDULER))
+    config = EngineConfig(
+        model=str(path), kv_tiering=KVTierConfig(kv_tier="memory"), scheduler=SchedulerConfig(**SCHEDULER)
+    )
     plan = dataclasses.replace(memory_plan.plan_memory(config, read_model_config(path)), stages_kv=True)
     num_bytes = sum(cache.bytes_per_block for cache in plan.kv_caches)
     assert len(plan.kv_caches) == 2

@@ -208,7 +208,7 @@ class Follower:
 
     def __init__(self, llm: LLM, endpoint: str, replay_endpoint: str) -> None:
         self.llm = llm
-        self.blocks: dict[bytes, tuple[bytes | None, list[int]]] = {}
+        self.blocks: dict[int, tuple[int | None, list[int]]] = {}
         self.subscriber = KVEventSubscriber(endpoint, replay_endpoint)
         number = 0
         while not (batches := self.subscriber.receive(0.02)):  # until the subscription has taken hold
@@ -219,12 +219,12 @@ class Follower:
     def apply(self, batches) -> None:
         for event in (event for batch in batches for event in batch.events):
             match event:
-                case BlockStored(hashes, parent, token_ids, size):
-                    for place, name in enumerate(hashes):
+                case BlockStored(parent_block_hash=parent, token_ids=token_ids, block_size=size):
+                    for place, name in enumerate(event.block_hashes):
                         self.blocks[name] = (parent, token_ids[place * size : (place + 1) * size])
                         parent = name
-                case BlockRemoved(hashes):
-                    for name in hashes:
+                case BlockRemoved():
+                    for name in event.block_hashes:
                         del self.blocks[name]
                 case AllBlocksCleared():
                     self.blocks.clear()
