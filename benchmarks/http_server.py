@@ -51,7 +51,12 @@ class InstantEngine:
     """Answers every prompt with one token, at once."""
 
     info = SimpleNamespace(
-        model="fake", max_model_len=4096, vocab_size=1000, dtype="float32", reads_priority=False
+        block_size=16,
+        model="fake",
+        max_model_len=4096,
+        vocab_size=1000,
+        dtype="float32",
+        reads_priority=False,
     )
     model_path = Path("fake")
     tokenizer = SimpleNamespace(chat_template_source=None)

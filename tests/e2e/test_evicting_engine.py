@@ -185,7 +185,7 @@ def test_sequences_hold_no_more_than_the_maximum_once_their_prompts_are_computed
         assert in_use <= num_seqs * (most_blocks - num_shared) + num_seqs
         assert pipeline.get_metrics().cache_usage == pytest.approx(100 * in_use / stats.num_blocks)
     assert [len(handle.read_all()[0].generated_ids) for handle in handles] == [40] * num_seqs
-    metrics = Metrics("fake")
+    metrics = Metrics("fake", block_size)
     metrics.engine.update(stats, RecoveryStats(), engine_up=True)
     evicted = f"quire_kv_blocks_evicted_total {float(stats.num_evicted_blocks)}"
     assert evicted in metrics.exposition().decode()
