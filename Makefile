@@ -149,10 +149,11 @@ $(LLAMACPP_READY):
 	@touch $@
 
 # Goes on where it was stopped; without build/mutation it starts anew. MUTANTS="--seed 1" draws others.
+# It forks, so that numpy must start no threads.
 MUTANTS :=
 mutants: $(READY)  ## Count the small changes to the code that the tests notice (about an hour)
 	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,mutation]"
-	@$(BIN)/python tools/mutation $(MUTANTS)
+	@OPENBLAS_NUM_THREADS=1 $(BIN)/python tools/mutation $(MUTANTS)
 
 # tests/kernels/triton_kernels are those that `make test` runs in Triton's interpreter.
 # Most of the time is the compiler's. Each process takes some GB of the GPU.
