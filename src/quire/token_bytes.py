@@ -140,7 +140,8 @@ class TokenPlaces:
         [encoding] = self._parts.inner.encode_batch([text], add_special_tokens=False)  # other threads run
         ids = self._parts.ids(encoding)
         num_around = len(token_ids) - len(ids)
-        for before in range(num_around + 1):
+        # Where several places fit, as with a text of no tokens: models put one token before a text, or none.
+        for before in sorted(range(num_around + 1), key=lambda before: before != 1):
             if list(token_ids[before : before + len(ids)]) == ids:
                 placed = zip(ids, encoding.offsets, strict=True)
                 starts = [self._start(text, token_id, span) for token_id, span in placed]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.front.text.detokenizer import DecoderFactory
@@ -54,6 +54,7 @@ async def test_offsets_are_where_the_tokens_begin_in_the_text(kind, start):
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(list(KINDS)), st.lists(st.sampled_from([*PIECES, " "]), max_size=8).map("".join))
+@example("word pieces", " ")  # a text without tokens
 def test_tokens_of_an_echoed_prompt_begin_where_their_texts_do(kind, text):
     tokenizer = of_kind(kind)
     token_ids = tokenizer.encode(text)
@@ -66,6 +67,12 @@ def test_tokens_of_an_echoed_prompt_begin_where_their_texts_do(kind, text):
         if not _is_part(token) and token.strip() != b"<unk>":
             shown = _folded(token.decode())
             assert _folded(text[start:]).startswith((shown, shown.lstrip())), (text, start, token)
+
+
+def test_a_text_of_the_token_that_models_put_before_it_begins_behind_that_one():
+    tokenizer = byte_level()
+    [token_id] = tokenizer.encode("a", add_special_tokens=False)
+    assert tokenizer.token_starts("a", [token_id, token_id, 2]) == [0, 0, 1]
 
 
 def _is_part(token: bytes) -> bool:
