@@ -505,7 +505,7 @@ def _sequence(request: EngineCoreRequest, index: int, *, shares_prompt: bool = T
         shares_prompt_with=request.sequence_ids[0] if index and shares_prompt else None,
         beam_sequence_ids=tuple(request.sequence_ids) if is_beam_search else (),
         output_token_ids=() if resumed is None else resumed[index],
-        is_resumed=resumed is not None,
+        is_resumed=request.was_accepted,
         pooling_params=request.pooling_params,
         arrival_time=request.arrival_time,
     )

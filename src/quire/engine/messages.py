@@ -133,7 +133,8 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     Sequences are in the order of the completions; their ids are unique for the lifetime of the engine.
     `sampling_params` is resolved: `max_tokens` and the bad words' token ids are filled in.
     `resumed_outputs` has the tokens that each sequence has generated in an engine that has died, and from
-    which it continues; None: the request is new. `arrival_time` is when the request came, in seconds on the
+    which it continues; None: the request is new. `was_accepted`: that engine was this front's, so the request
+    is not refused for a full queue. `arrival_time` is when the request came, in seconds on the
     system's monotonic clock; infinity: when the engine gets it. `flow` names what it is a part of, such as a
     call with many prompts, which takes turns with others; empty: its sequences are a flow of their own.
     `pooling_params` is resolved, too, see `Request`; None: the sequences generate.
@@ -149,6 +150,7 @@ class EngineCoreRequest(msgspec.Struct, tag=1, array_like=True, gc=False):
     arrival_time: float = math.inf
     flow: str = ""
     pooling_params: PoolingParams | None = None
+    was_accepted: bool = False
 
     @property
     def queued_sequence_ids(self) -> list[str]:

@@ -26,6 +26,7 @@ from quire.errors import (
     RequestTimeoutError,
 )
 from quire.front.batch import Output
+from quire.front.continuation import OUTPUTS_PER_TURN, SequenceOutput, repeated, require_continuable
 from quire.front.control import Explaining, PauseMode, Pausing
 from quire.front.kv_files import KVSaving, Prompt, restore_message
 from quire.front.live_requests import ASLEEP, LiveRequests
@@ -137,10 +138,11 @@ class AsyncLLM:
             prompt: text, or token ids.
             sampling_params: how to sample and when to stop; None: the defaults.
             request_id: unique among live requests; None: generated.
-            options: those of `LLM.generate`; and `before_submit`, which is awaited with the prepared request
-                and may raise to refuse it. It returns None, or, if the request continues an earlier call,
-                when that call began (`time.monotonic()` seconds): the timeout counts from then, and the
-                request is retried while too many are waiting.
+            options: those of `LLM.generate`; `outputs_so_far`, the outputs of an engine of another server,
+                which are yielded first and then continued; and `before_submit`, which is awaited with the
+                prepared request and may raise to refuse it. It returns None, or, if the request continues an
+                earlier call, when that call began (`time.monotonic()` seconds): the timeout counts from then,
+                and the request is retried while too many are waiting.
 
         Raises:
             InvalidRequestError: the request or its grammar is invalid.
@@ -467,9 +469,12 @@ class AsyncLLM:
         *,
         may_wait: bool = False,
         before_submit: Callable[[ProcessedRequest], Awaitable[float | None]] | None = None,
+        outputs_so_far: Sequence[Sequence[SequenceOutput]] = (),
         **options: Any,
     ) -> AsyncGenerator[Output, None]:
         processed = await self._prepared(process, prompt, params, may_wait=may_wait, **options)
+        if outputs_so_far:
+            require_continuable(processed, outputs_so_far, self.info.vocab_size)
         begun_at = None if before_submit is None else await before_submit(processed)
         timeout = processed.core_request.options.timeout
         if timeout is None:
@@ -480,10 +485,13 @@ class AsyncLLM:
             if self._closing:
                 raise EngineDeadError("the engine is shutting down and accepts no new requests")
             updated = asyncio.Event()
-            state = self._requests.submit(processed, updated.set)
+            state = self._requests.submit(processed, updated.set, is_repeating=bool(outputs_so_far))
             self._driver.set_timer()
             try:
                 finished = False
+                async for output in self._repeated(state, snapshot, outputs_so_far):
+                    finished = output.finished
+                    yield output
                 while not finished:
                     await updated.wait()
                     updated.clear()
@@ -502,6 +510,23 @@ class AsyncLLM:
             finally:
                 self._requests.discard(state)
             await asyncio.sleep(delay)
+
+    async def _repeated(
+        self,
+        state: RequestState,
+        snapshot: Callable[[RequestState], Output],
+        outputs: Sequence[Sequence[SequenceOutput]],
+    ) -> AsyncGenerator[Output, None]:
+        """Yield the outputs that another server has of a request, then send what is left of it."""
+        for number, output in enumerate(outputs, 1):
+            self._requests.outputs.apply(repeated(state.processed, output))
+            if state.failure is not None:
+                raise state.failure
+            yield snapshot(state)
+            if number % OUTPUTS_PER_TURN == 0:
+                await asyncio.sleep(0)
+        if state.is_repeating and not state.finished:  # it may have been aborted meanwhile
+            self._requests.send(state)
 
     async def _prepared(
         self,

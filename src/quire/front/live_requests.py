@@ -190,9 +190,18 @@ class LiveRequests:
             raise copy.copy(self.failure)
 
     def submit(
-        self, processed: ProcessedRequest, on_update: Callable[[], None] = lambda: None
+        self,
+        processed: ProcessedRequest,
+        on_update: Callable[[], None] = lambda: None,
+        *,
+        is_repeating: bool = False,
     ) -> RequestState:
         """Register a request and send it to the engine; without room in the front, it fails at once.
+
+        Args:
+            processed: the request.
+            on_update: called whenever it has changed.
+            is_repeating: whether `send` sends it later, when its outputs so far have been repeated.
 
         Raises:
             DuplicateRequestError: its id is in use.
@@ -202,8 +211,7 @@ class LiveRequests:
             raise copy.copy(self.failure)
         if self.is_asleep:
             raise EngineAsleepError(ASLEEP)
-        is_open = self.is_ready and not self.held.is_paused
-        refusal = self.held.refusal(processed, has_engine=is_open)
+        refusal = self.held.refusal(processed, has_engine=self._is_open)
         now = self._note_work()
         state = self.outputs.add(processed, on_update)
         state.submit_time = now
@@ -211,16 +219,29 @@ class LiveRequests:
             self.outputs.refuse(state.live_sequence_ids[:1], refusal)
             return state
         self._deadlines.note(state)
+        state.is_repeating = is_repeating
+        if not is_repeating:
+            self.send(state)
+        return state
+
+    def send(self, state: RequestState) -> None:
+        """Send a registered request to the engine; without one, it is held."""
+        state.is_repeating = False
         try:
-            if is_open:
+            if self._is_open:
+                message = self.resumption.first_message(state)
                 state.is_sent = state.was_sent = True
-                self.client.send(processed.core_request)
+                self.client.send(message)
             else:
-                self.held.hold(processed)
+                self.held.hold(state.processed)
         except BaseException:  # includes Ctrl-C: the caller gets no state to discard
             self.discard(state)
             raise
-        return state
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether an engine takes new requests."""
+        return self.is_ready and not self.held.is_paused
 
     def discard(self, state: RequestState) -> None:
         """Abort a request without a caller; has no effect if it has ended."""

@@ -95,7 +95,9 @@ class Resumption:
             sends_new: whether to send those that no engine has had yet, too.
         """
         for state in self._outputs.live_requests():
-            if state.is_sent or state in self._suspects or not (sends_new or state.was_sent):
+            if state.is_sent or state.is_repeating or state in self._suspects:
+                continue
+            if not (sends_new or state.was_sent):
                 continue
             if state.num_crashes_without_output:
                 self._suspects.append(state)
@@ -126,15 +128,23 @@ class Resumption:
 
     def _send_again(self, state: RequestState) -> None:
         if not state.was_sent:  # it arrived while there was no engine
+            message = self.first_message(state)
             state.was_sent = True
-            self._send(state.processed.core_request)
+            self._send(message)
             return
-        request = continuation(state, self._config.scheduler.request_timeout, time.monotonic())
-        self._send(request)
+        self._send(self._continuation(state))
         self._awaited.append(state)
         self.num_resumed += 1
         if state.prompt_logprobs is not None:
             state.num_repeated_prompt_logprobs = len(state.prompt_logprobs) - 1
+
+    def first_message(self, state: RequestState) -> EngineCoreRequest:
+        """Return a request that no engine has had, or what is left of it if another server has begun it."""
+        has_begun = any(completion.token_ids for completion in state.completions)
+        return self._continuation(state) if has_begun else state.processed.core_request
+
+    def _continuation(self, state: RequestState) -> EngineCoreRequest:
+        return continuation(state, self._config.scheduler.request_timeout, time.monotonic())
 
     def _quarantine(self, state: RequestState, reason: str) -> None:
         limit = self._config.supervision.max_request_crashes
@@ -179,6 +189,7 @@ def continuation(state: RequestState, default_timeout: float, now: float) -> Eng
         arrival_time=request.arrival_time,
         flow=request.flow,
         pooling_params=request.pooling_params,
+        was_accepted=state.was_sent,
     )
 
 

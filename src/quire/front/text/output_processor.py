@@ -155,6 +155,7 @@ class RequestState:
     Attributes:
         finished: whether all completions have ended.
         submit_time: when its timeouts began, on the clock of `ProcessedRequest.arrival_time`.
+        is_repeating: whether its outputs from another server are being repeated, before an engine gets it.
         is_sent: whether the current engine has it.
         was_sent: whether any engine has had it.
         has_new_output: whether the engine that last received it has sent any output of it.
@@ -182,6 +183,7 @@ class RequestState:
         self.failure: QuireError | None = None
         self.on_update = on_update
         self.submit_time = processed.arrival_time
+        self.is_repeating = False
         self.is_sent = False
         self.was_sent = False
         self.has_new_output = False
