@@ -24,11 +24,13 @@ from quire.server.calls.conversation import Conversation
 from quire.server.calls.logprobs import LogprobLimit, chat_logprobs
 from quire.server.calls.outputs import PREPARED_AT_ONCE, CallOutputs, OutputHook, OutputStream
 from quire.server.calls.request_start import REQUEST_START, arrival_time_of
+from quire.server.calls.stream_progress import PROGRESS, StreamProgress, StreamSoFar, stream_so_far
 from quire.server.context import context_of, leniency_of, request_id_of, tenant_of
 from quire.server.metrics.request_timer import RequestTimer
 from quire.server.sampling_defaults import QUIRES_OWN
 from quire.server.wire.access_log import access_record_of
 from quire.server.wire.answers import ChatLogprobs, json_response
+from quire.server.wire.bodies import CONTINUATION
 from quire.server.wire.errors import ApiError
 from quire.server.wire.streaming import SERVER_SENT_EVENTS, event_stream, unless_disconnected
 
@@ -55,6 +57,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     operation: ClassVar[str] = "chat"  # OpenTelemetry's name of it
     stream_type: ClassVar[str] = SERVER_SENT_EVENTS
     """Media type of a stream."""
+    is_continuable: ClassVar[bool] = True
+    """Whether another server makes the same events from the same tokens."""
 
     def __init__(self, request: Request, body: BodyT) -> None:
         self._request = request
@@ -64,7 +68,10 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             self._context.require_model(body.model)
         self._begun_at = time.monotonic()
         self._request_id = request_id_of(request)
-        self._id = f"{self.id_prefix}-{self._request_id}"
+        self._so_far = self._stream_so_far()
+        start = None if self._so_far is None else self._so_far.start
+        self._created = int(time.time()) if start is None else start.created
+        self._id = f"{self.id_prefix}-{self._request_id if start is None else start.request_id}"
         self._tenant = tenant_of(request)
         self._leniency = leniency_of(request)
         self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
@@ -81,7 +88,35 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             "max_tokens" in defaults.fields and body.sampling_params(QUIRES_OWN).max_tokens is None
         )
         self._params = self._within_model(body.sampling_params(defaults))
+        if start is not None:
+            self._params = self._params.with_checked(seed=start.seed)
         self._places = asyncio.Semaphore(self._max_live)
+
+    def _stream_so_far(self) -> StreamSoFar | None:
+        """Return the progress of the stream that the call continues, if it does.
+
+        Raises:
+            InvalidRequestError: the call cannot continue a stream.
+        """
+        so_far = stream_so_far(self._request)
+        if so_far is not None and not (self._body.stream and self.is_continuable):
+            raise InvalidRequestError(
+                f"{CONTINUATION} is for streams that can be continued", param=CONTINUATION
+            )
+        return so_far
+
+    @functools.cached_property
+    def _progress(self) -> StreamProgress | None:
+        """Writes the stream's progress, if a router wants that and another server could continue it."""
+        params = self._params
+        is_wanted = self._body.stream and PROGRESS in self._request.headers
+        is_one_sampling = not params.beam_width and params.num_sequences == params.n
+        if not (is_wanted and is_one_sampling and self.is_continuable) or params.prompt_logprobs is not None:
+            return None
+        if len(self._request_ids) > 1:
+            return None
+        shown_id = self._request_id if self._so_far is None else self._so_far.start.request_id
+        return StreamProgress(shown_id, self._created)
 
     def _leave_out_unread_options(self) -> None:
         """Report options that the engine ignores.
@@ -113,7 +148,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     @functools.cached_property
     def _engine_id(self) -> str:
         """The call's id, unique across tenants."""
-        return self._tenant.engine_id(self._id)
+        is_new = self._so_far is None  # else the server may still have the request under the answer's id
+        return self._tenant.engine_id(self._id if is_new else f"{self.id_prefix}-{self._request_id}")
 
     def _request_options(self) -> dict[str, Any]:
         """Return options of the engine's requests: the client's, and its tenant's."""
@@ -123,6 +159,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         started = self._request.headers.get(REQUEST_START)
         if started is not None and self._context.config.trust_request_start:
             options["arrival_time"] = arrival_time_of(started)
+        if self._so_far is not None:
+            options["outputs_so_far"] = self._so_far.outputs
         return {**options, "flow": self._engine_id, "before_submit": self._before_submit}
 
     async def _before_submit(self, processed: ProcessedRequest) -> float | None:
@@ -133,6 +171,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         """
         self._preparing.release()
         self._logprob_limit.admit(processed)
+        if self._progress is not None:
+            self._progress.begin(processed)
         if self._admit is not None:
             await self._admit(processed)
         is_later = self._places.locked()
@@ -165,13 +205,17 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         """
         receive = self._request.receive
         if self._body.stream:
-            return await event_stream(
+            events, progress = self._events(), self._progress
+            stream = await event_stream(
                 receive,
-                self._events(),
+                events if progress is None else progress.after(events),
                 self._error_event,
                 request_id=self._request_id,
                 media_type=self.stream_type,
             )
+            if progress is not None:
+                stream.headers[PROGRESS] = "1"
+            return stream
         answer = await unless_disconnected(receive, self.whole_answer())
         return json_response(answer)
 
@@ -193,6 +237,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
                 span = tracing.begin(self.operation, self._request.headers, self._span_attributes())
                 stack.push(lambda _, error, __: span.end(error))
                 hooks.append(span.observe)
+            if self._progress is not None:
+                hooks.append(self._progress.note)
             if self._tenant.usage.has_limits:
                 hooks.append(self._limit(stack))
             stack.enter_context(context.calls.serving(self._engine_id, self._request_ids))

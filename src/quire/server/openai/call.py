@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import dataclasses
-import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -52,7 +51,7 @@ class CompletionsCall(GenerationCall[RequestT]):
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by index of the prompt
         self._head: dict[str, Any] = {
             "id": self._id,
-            "created": int(time.time()),
+            "created": self._created,
             "model": body.model,
             "system_fingerprint": self._context.system_fingerprint,
         }

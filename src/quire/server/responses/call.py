@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -59,6 +58,7 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
     effort_field = "reasoning.effort"
     other_fields: ClassVar[Mapping[str, str]] = {"max_tokens": "max_output_tokens"}
     _structure_field = "text.format"
+    is_continuable = False  # the ids of its items are random
 
     def __init__(
         self, request: Request, body: ResponsesRequest, items: Sequence[Item], keeping: Keeping | None
@@ -66,7 +66,6 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
         super().__init__(request, body)
         self._id = f"resp_{secrets.token_hex(16)}"  # clients may reuse the request's id
         self._keeping = keeping
-        self._created_at = int(time.time())
         self._numbers = itertools.count()
         self._converse(body, messages_of(body.instructions, items))
         self._conversation.note_without_effect(self._leniency, self.effort_field)
@@ -173,7 +172,7 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
         text = {} if body.text is None else _dumped(body.text)
         return ResponseAnswer(
             id=self._id,
-            created_at=self._created_at,
+            created_at=self._created,
             status=status,
             background=bool(body.background),
             instructions=body.instructions,

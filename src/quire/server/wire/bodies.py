@@ -9,6 +9,29 @@ from starlette.requests import ClientDisconnect, Request
 from quire.errors import InvalidRequestError
 from quire.server.wire.errors import ApiError, ClientGoneError
 
+CONTINUATION = "X-Quire-Continuation"
+"""Request header: how many bytes behind the body are the progress of a stream to continue."""
+
+MAX_PROGRESS = 1 << 20
+"""Maximum size of a stream's progress in bytes, 14 per token; a longer stream cannot be continued."""
+
+
+def progress_size(request: Request) -> int:
+    """Return how many bytes behind a request's body are the progress of a stream; 0: the request is new.
+
+    Raises:
+        InvalidRequestError: the header is not a number of bytes up to `MAX_PROGRESS`.
+    """
+    given = request.headers.get(CONTINUATION)
+    if given is None:
+        return 0
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 0 < int(given) <= MAX_PROGRESS):
+        raise InvalidRequestError(
+            f"{CONTINUATION} is {given!r:.40}; it must be between 1 and {MAX_PROGRESS} bytes",
+            param=CONTINUATION,
+        )
+    return int(given)
+
 
 async def bounded_body(request: Request, limit: int, decompressor: Decompressor | None = None) -> bytes:
     """Return a request's body.

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from quire.errors import InvalidRequestError, nearest_name
 from quire.server.wire import other_names, strict_model
-from quire.server.wire.bodies import ENCODINGS, Decompressor, bounded_body
+from quire.server.wire.bodies import ENCODINGS, Decompressor, bounded_body, progress_size
 from quire.server.wire.errors import ApiError
 from quire.server.wire.leniency import Leniency
 
@@ -62,7 +62,11 @@ async def read_body(
     """
     if not takes_any_type:
         _require_json(request)
-    body = await bounded_body(request, max_body_bytes, _decompressor(request, max_body_bytes))
+    num_behind = progress_size(request)
+    limit = max_body_bytes + num_behind
+    body = await bounded_body(request, limit, _decompressor(request, limit))
+    if num_behind:
+        body, request.scope["state"]["progress"] = body[:-num_behind], body[-num_behind:]
     await _require_few_values(body, MAX_VALUES + max_prompt_tokens)
     if await _names_no_number(body):
         _require_json_numbers(body)
