@@ -42,7 +42,12 @@ async def routed(clock):
                 "decode": tuple(one.url for one in decode),
                 "engine": tuple(one.url for one in engine),
             }
-            defaults = {"health_interval": LONG, "min_prefill_bytes": 20, "first_byte_timeout": LONG}
+            defaults = {
+                "health_interval": LONG,
+                "recovery_timeout": 0.0,
+                "min_prefill_bytes": 20,
+                "first_byte_timeout": LONG,
+            }
             defaults |= dict.fromkeys(("prefill_timeout", "idle_timeout", "connect_timeout"), LONG)
             router = await stack.enter_async_context(
                 routing(RouterConfig(**urls, **{**defaults, **config}), bound)

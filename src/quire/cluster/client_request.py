@@ -11,6 +11,8 @@ from starlette.types import Scope, Send
 from quire.cluster.engines.upstream import REQUEST_ID, Headers, is_end_to_end
 from quire.errors import InvalidRequestError
 from quire.server.calls.request_start import REQUEST_START, request_start
+from quire.server.calls.stream_progress import PROGRESS
+from quire.server.wire.bodies import CONTINUATION
 
 _ASCII = "".join(map(chr, range(0x21, 0x7F)))
 
@@ -48,6 +50,8 @@ class ClientRequest:
     def headers(self) -> Headers:
         """Return the headers for engines: all end-to-end headers, the request's id and its start.
 
+        Engines are asked for the progress of streams, so that others can continue them.
+
         Raises:
             InvalidRequestError: a header is not UTF-8.
         """
@@ -61,4 +65,6 @@ class ClientRequest:
                     raise InvalidRequestError(f"the header {shown} is not UTF-8", param=shown) from None
         headers[REQUEST_ID] = self.scope["state"]["request_id"]
         headers[REQUEST_START] = request_start(self.start)
+        headers.popall(CONTINUATION, None)  # the router's own
+        headers[PROGRESS] = "1"
         return headers

@@ -5,39 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
-import logging
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster import stored_responses
+from quire.cluster.answering import Answering
 from quire.cluster.client_request import ClientRequest
-from quire.cluster.engines.calls import EngineCalls, PromptKV
+from quire.cluster.engines.calls import EngineCalls
 from quire.cluster.engines.health import HealthChecks
-from quire.cluster.engines.metrics import Purpose, RouterMetrics
+from quire.cluster.engines.metrics import RouterMetrics
 from quire.cluster.engines.registry import DECODERS, PREFILLERS, Engine, Engines, EngineState, Role
-from quire.cluster.engines.upstream import Answer, EngineRequest, EngineRequestError, Upstream
-from quire.cluster.prefills import Prefill, PrefillFailedError, Prefills
+from quire.cluster.engines.upstream import EngineRequest, Upstream
+from quire.cluster.prefills import Prefills
 from quire.cluster.prefixes.memory import PrefixMemory
 from quire.cluster.prompts import GenerationBody, OtherBody, Prompt
-from quire.cluster.relay import relay
+from quire.cluster.relay import STOPPING
 from quire.config import RouterConfig
 from quire.server.live_calls import LiveCalls
 from quire.server.wire.answers import Health
-from quire.server.wire.errors import SERVER_ERROR, TIMEOUT, UNAVAILABLE, ApiError
+from quire.server.wire.errors import ApiError
 
 if TYPE_CHECKING:
     from quire.cluster.engines.kv_event_feeds import KVEventFeeds
     from quire.cluster.prefixes.finder import PrefixFinder
 
-logger = logging.getLogger(__name__)
-
-MAX_ATTEMPTS = 3
-"""Maximum number of engines tried for one request."""
-
-_BUSY = (429, 503)  # another engine may have room
 _OWN_AFFAIRS = {
     "/v1/requests": "ask an engine directly for its requests",
     "/v1/kv_transfers": "the router releases KV on engines itself",
@@ -155,14 +147,15 @@ class Router:
         generation = GenerationBody(request.body)
         asked = self._asked(request)
         await self._look_up(request.path, request.body, generation.prompt)
-        if not self._is_worth_a_prefill(generation):
-            await self._answer(request, asked, generation)
-            return
-        prefills = Prefills(self._calls, self.config, asked, generation)
-        try:
-            await self._answer(request, asked, generation, prefills)
-        finally:
-            await prefills.close()
+        async with self._ended_by_stop(request) as answering:
+            if not self._is_worth_a_prefill(generation):
+                await answering.answer(asked, generation)
+                return
+            prefills = Prefills(self._calls, self.config, asked, generation)
+            try:
+                await answering.answer(asked, generation, prefills)
+            finally:
+                await prefills.close()
 
     async def pass_on(self, request: ClientRequest) -> None:
         """Have a decode engine answer any other request.
@@ -175,17 +168,23 @@ class Router:
             if request.path.startswith(path):
                 raise ApiError(404, advice, code="route_not_found")
         asked = self._asked(request)
-        if not request.path.startswith(stored_responses.PATH):
-            await self._answer(request, asked, OtherBody(request.body))
-            return
+        async with self._ended_by_stop(request) as answering:
+            if request.path.startswith(stored_responses.PATH):
+                asked = dataclasses.replace(asked, body=request.body)
+                await stored_responses.answer_by_owner(self._calls, asked, answering)
+            else:
+                await answering.answer(asked, OtherBody(request.body))
+
+    @contextlib.asynccontextmanager
+    async def _ended_by_stop(self, request: ClientRequest) -> AsyncIterator[Answering]:
+        """Yield what answers a request; an answer that has begun ends with an error if the router stops."""
+        answering = Answering(request, self._calls, self.config)
         try:
-            await stored_responses.answer_by_owner(
-                self._calls,
-                dataclasses.replace(asked, body=request.body),
-                functools.partial(self._relay, request),
-            )
-        except EngineRequestError as error:
-            raise self._no_answer(error) from None
+            yield answering
+        except asyncio.CancelledError:
+            if not self.is_stopping:
+                raise
+            await answering.fail(STOPPING)
 
     def _asked(self, request: ClientRequest) -> EngineRequest:
         """Return the request for engines: the client's headers without host and key, and no body yet.
@@ -229,105 +228,6 @@ class Router:
             return True
         self.metrics.direct.inc()
         return False
-
-    async def _answer(
-        self,
-        request: ClientRequest,
-        asked: EngineRequest,
-        body: GenerationBody | OtherBody,
-        prefills: Prefills | None = None,
-    ) -> None:
-        """Have a decode engine answer a request, or another one if that fails.
-
-        Args:
-            request: the client's request.
-            asked: the request for engines, without its body.
-            body: the client's body.
-            prefills: compute the prompt on prefill engines.
-        """
-        prompt = body.prompt
-        tried: list[Engine] = []
-        failure: EngineRequestError | None = None
-        prefill = None if prefills is None else await prefills.next()
-        while (engine := self._next_engine(prompt, tried)) is not None:
-            asked = dataclasses.replace(
-                asked, body=body.for_answer(None if prefill is None else prefill.params)
-            )
-            try:
-                async with contextlib.AsyncExitStack() as stack:
-                    answer = await self._begun_answer(stack, engine, prompt, asked, prefill)
-                    tried.append(engine)
-                    if answer.status not in _BUSY or self._next_engine(prompt, tried) is None:
-                        if prefill is not None:
-                            prefill.is_taken = answer.status == 200
-                        await self._relay(request, engine, answer)
-                        return
-            except PrefillFailedError:
-                assert prefills is not None
-                prefill = await prefills.next()
-                asked = dataclasses.replace(asked, headers=asked.headers_for("again"))
-                continue
-            except EngineRequestError as error:
-                logger.warning("%s", error)
-                tried.append(engine)
-                failure = error
-                if error.was_reached:
-                    prefill = None  # the failed engine may have taken the KV
-            if self._next_engine(prompt, tried) is not None:
-                self.metrics.retries.inc()
-        raise self._no_answer(failure)
-
-    async def _begun_answer(
-        self,
-        stack: contextlib.AsyncExitStack,
-        engine: Engine,
-        prompt: Prompt,
-        asked: EngineRequest,
-        prefill: Prefill | None,
-    ) -> Answer:
-        """Return an engine's answer once it has begun; the stack closes it.
-
-        Raises:
-            EngineRequestError: the engine did not answer.
-            PrefillFailedError: the prefill failed, so this engine would wait in vain.
-        """
-        kv = PromptKV.COMPUTED if prefill is None else PromptKV.LOADED
-        call = self._calls.answer(engine, Purpose.ANSWER, prompt, kv, asked)
-        if prefill is None:
-            return await stack.enter_async_context(call)
-        try:
-            async with asyncio.timeout(None) as waiting:
-                with prefill.ending(waiting):
-                    return await stack.enter_async_context(call)
-        except TimeoutError:
-            raise PrefillFailedError from None
-
-    def _next_engine(self, prompt: Prompt, tried: Collection[Engine]) -> Engine | None:
-        if len(tried) >= MAX_ATTEMPTS:
-            return None
-        return self.engines.choose(DECODERS, prompt, excluded=tried)
-
-    async def _relay(self, request: ClientRequest, engine: Engine, answer: Answer) -> None:
-        def note_broken() -> None:
-            self.metrics.broken.inc()
-            engine.doubt("it broke off in the middle of an answer")
-
-        await relay(request, answer, on_broken=note_broken, is_stopping=lambda: self.is_stopping)
-
-    def _no_answer(self, failure: EngineRequestError | None) -> ApiError:
-        if failure is not None:
-            if failure.timed_out:
-                return ApiError(504, str(failure), kind=TIMEOUT, code="engine_timeout")
-            return ApiError(502, str(failure), kind=SERVER_ERROR, code="engine_failed")
-        engines = self.engines.of(DECODERS)
-        states = "; ".join(f"{one.url} is {one.described_state}" for one in engines[:8])
-        return ApiError(
-            503,
-            f"no engine can take the request: {states or 'there is none that generates'}",
-            kind=UNAVAILABLE,
-            code="no_engine",
-            headers={"Retry-After": str(math.ceil(self.config.health_interval))},
-        )
 
 
 def _prefix_finder(config: RouterConfig) -> PrefixFinder | None:

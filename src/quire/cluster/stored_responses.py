@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 
+from quire.cluster.answering import Answering, error_of
 from quire.cluster.engines.calls import EngineCalls, PromptKV
 from quire.cluster.engines.metrics import Purpose
 from quire.cluster.engines.registry import DECODERS, Engine
@@ -20,9 +20,7 @@ PATH = "/v1/responses"
 _BUSY = (429, 503)
 
 
-async def answer_by_owner(
-    calls: EngineCalls, asked: EngineRequest, relay: Callable[[Engine, Answer], Awaitable[None]]
-) -> None:
+async def answer_by_owner(calls: EngineCalls, asked: EngineRequest, answering: Answering) -> None:
     """Ask all engines in turn, and relay the first answer other than 404.
 
     An engine without the response refuses before doing any work, so asking is cheap. Only when all have
@@ -31,11 +29,10 @@ async def answer_by_owner(
     Args:
         calls: sends requests to engines.
         asked: the request.
-        relay: sends an engine's answer to the client.
+        answering: sends an engine's answer to the client.
 
     Raises:
-        EngineRequestError: an engine that may have it did not answer.
-        ApiError: 503: an engine that may have it cannot be asked.
+        ApiError: an engine that may have it did not answer, or cannot be asked.
     """
     prompt = Prompt(b"")
     tried: list[Engine] = []
@@ -51,20 +48,20 @@ async def answer_by_owner(
                 elif answer.status in _BUSY and answer.is_whole:
                     busy = answer
                 else:
-                    await relay(engine, answer)
+                    await answering.answer_from(answer)
                     return
         except EngineRequestError as error:
             logger.warning("%s", error)
             failure = error
     if busy is not None:
-        await relay(tried[-1], busy)
+        await answering.answer_from(busy)
         return
     if failure is not None:
-        raise failure
+        raise error_of(failure)
     others = [engine for engine in calls.engines.of(DECODERS) if engine not in tried]
     if others or missing is None:
         raise _cannot_ask(others)
-    await relay(tried[-1], missing)
+    await answering.answer_from(missing)
 
 
 def _is_missing(answer: Answer) -> bool:

@@ -109,6 +109,12 @@ class RouterConfig:
         unit="seconds",
         help="Silence within an answer after which the engine times out, after at most twice that.",
     )
+    recovery_timeout: NonNegativeFloat = knob(
+        default=60.0,
+        unit="seconds",
+        help="Time that a request whose engine has failed waits for another one to be up. A stream that has "
+        "begun continues there.",
+    )
     health_interval: Timeout = knob(
         default=1.0,
         unit="seconds",

@@ -98,6 +98,7 @@ class RouterMetrics:
         self.not_tokenized = counter(
             "not_tokenized", "Number of prompts that could not be tokenized in time."
         )
+        self.continued = counter("continued_streams", "Number of times that an engine continued a stream.")
         self.broken = counter("broken_answers", "Number of answers that engines did not complete.")
 
     def count_prefix(self, prefix: CachedPrefix) -> None:

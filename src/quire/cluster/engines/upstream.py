@@ -15,6 +15,7 @@ from yarl import URL
 from quire.cluster.engines.registry import Engine
 from quire.config import RouterConfig
 from quire.errors import QuireError
+from quire.server.calls.stream_progress import PROGRESS
 from quire.server.wire.answers import EngineDescription
 
 MAX_WHOLE_ANSWER = 1 << 20
@@ -99,10 +100,11 @@ class Answer:
     def __init__(self, engine: Engine, response: aiohttp.ClientResponse, idle_timeout: float) -> None:
         self.status = response.status
         self.headers = [(name, value) for name, value in response.raw_headers if _is_passed_on(name)]
+        self.engine = engine
         self.is_stream = response.content_type == "text/event-stream"
+        self.has_progress = self.is_stream and PROGRESS in response.headers
         self.is_whole = False
         self.body = b""  # so far
-        self._engine = engine
         self._response = response
         self._idle_timeout = idle_timeout
         self._is_waiting = False  # for the next piece
@@ -119,7 +121,7 @@ class Answer:
         try:
             return await self._response.content.readany()
         except _FAILURES as error:
-            raise _failure(self._engine, error, "") from error
+            raise _failure(self.engine, error, "") from error
         finally:
             self._is_waiting = False
             self._has_moved = True
@@ -150,7 +152,7 @@ class Answer:
                         self._timer.cancel()
         except TimeoutError as error:
             reason = f"sent nothing for {self._idle_timeout:g} s"
-            raise EngineRequestError(self._engine, reason, timed_out=True) from error
+            raise EngineRequestError(self.engine, reason, timed_out=True) from error
 
     def _expire_if_silent(self, limit: asyncio.Timeout) -> None:
         loop = asyncio.get_running_loop()
