@@ -50,7 +50,7 @@ class FakeEngine:
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
         self.error_code: str | None = None  # of an answer that is an error
-        self.health = 200
+        self.health: int | None = 200  # status; None: it says nothing
         self.seen: list[Seen] = []
         self.got_one = asyncio.Event()
         self.lost_one = asyncio.Event()  # somebody has left before the answer was complete
@@ -94,6 +94,9 @@ class FakeEngine:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 seen = await _read_request(reader)
+                if seen.path == "/health" and self.health is None:
+                    await reader.read()
+                    return
                 if seen.path == "/health":
                     writer.write(_plain(self.health, b"{}"))
                     continue

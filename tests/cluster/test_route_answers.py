@@ -7,6 +7,8 @@ import httpx
 import pytest
 from fake_upstream import ANSWER, EVENTS, TIMEOUT, FakeEngine, check_health
 
+from quire.cluster.engines.registry import Engine, Role
+
 BODY = {"model": "m", "prompt": "Hi"}
 STREAM = {**BODY, "stream": True}
 FAULTS = [
@@ -81,6 +83,32 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(routed, clock, 
     assert len(events) == 2, "the event that was not complete is not sent"
     assert not other.seen
     assert b"quire_route_broken_answers_total 1.0" in router.metrics.exposition()
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize("fault", ["hangs", "hangs before the body"])
+async def test_another_engine_answers_in_place_of_one_of_which_nothing_is_heard(routed, fault, is_removed):
+    engine, other = FakeEngine(fault), FakeEngine()
+    http, router = await routed(engine=[engine], connect_timeout=0.05, health_interval=0.05)
+    answering = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    await engine.got_one.wait()
+    await other.start()
+    await router.add(Engine(other.url, Role.BOTH))
+    if is_removed:
+        await router.remove(router.engines.by_url[engine.url])
+    engine.health = None
+    answer = await answering
+    await other.stop()
+    assert (answer.status_code, answer.content) == (200, ANSWER)
+
+
+async def test_a_stream_of_an_engine_of_which_nothing_is_heard_ends(routed):
+    engine = FakeEngine("hangs in the body")
+    http, _ = await routed(engine=[engine], connect_timeout=0.05, health_interval=0.05)
+    answering = asyncio.create_task(http.post("/v1/completions", json=STREAM))
+    await engine.got_one.wait()
+    engine.health = None
+    assert "answers nothing any more" in (await answering).text
 
 
 async def test_a_long_answer_that_breaks_off_does_not_look_complete(routed):

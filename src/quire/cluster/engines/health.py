@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from quire.cluster.engines.registry import NOT_CHECKED, Engine, Role
-from quire.cluster.engines.upstream import Upstream
+from quire.cluster.engines.upstream import EngineRequestError, Upstream
 from quire.server.wire.answers import EngineDescription
 
 if TYPE_CHECKING:
@@ -34,13 +34,14 @@ class HealthChecks:
         self._feeds = feeds
         self._interval = interval
         self._tasks: dict[Engine, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()  # of removed engines that still have requests
 
     async def check(self, engine: Engine) -> None:
         """Check an engine now."""
-        failure = await self._upstream.check_health(engine)
+        before = engine.failure
+        failure = await self._failure_of(engine)
         if failure is None and (engine.role is Role.PREFILL or self._feeds is not None):
             await self._note(engine, await self._upstream.description(engine))
-        before = engine.failure
         if failure is None:
             engine.mark_up()
             if before is not None:
@@ -52,6 +53,20 @@ class HealthChecks:
             if before in (None, NOT_CHECKED):
                 logger.warning("%s is down: %s", engine.url, failure)
 
+    async def _failure_of(self, engine: Engine) -> str | None:
+        """Return why an engine is unusable, if it is; one that twice says nothing in time is lost."""
+        begun_at = asyncio.get_running_loop().time()
+        for _ in range(2):
+            try:
+                return await self._upstream.check_health(engine)
+            except EngineRequestError as error:
+                failure = error
+                engine.mark_down(str(error))
+                if not error.timed_out:
+                    return str(error)
+        engine.lose(begun_at)
+        return str(failure)
+
     async def watch(self, engine: Engine) -> None:
         """Start checking an engine; returns after the first check, or when `unwatch` is called."""
         checked = asyncio.Event()
@@ -60,10 +75,14 @@ class HealthChecks:
         await checked.wait()
 
     async def unwatch(self, engine: Engine) -> None:
-        """Stop checking an engine."""
+        """Stop checking an engine when it has no more requests, which it may still lose."""
         task = self._tasks.pop(engine)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        if engine.num_requests:
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+        else:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         if self._feeds is not None:
             await self._feeds.unfollow(engine)
 
@@ -71,20 +90,23 @@ class HealthChecks:
         """Stop checking all engines."""
         for engine in list(self._tasks):
             await self.unwatch(engine)
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         if self._feeds is not None:
             await self._feeds.close()
 
     async def _note(self, engine: Engine, description: EngineDescription | None) -> None:
         address = None if description is None else description.kv_transfer
         engine.kv_address = None if address is None else (address.host, address.port)
-        if self._feeds is not None:
+        if self._feeds is not None and engine in self._tasks:
             await self._feeds.follow(engine, description)
 
     async def _watch(self, engine: Engine, checked: asyncio.Event) -> None:
         await self.check(engine)
         checked.set()
         delay = self._interval
-        while True:
+        while engine in self._tasks or engine.num_requests:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await engine.doubted.wait()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import enum
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.cluster.prefixes.block_index import EngineBlocks
@@ -64,6 +64,8 @@ class Engine:
         self.num_waiting_bytes = 0  # of prompts not answered yet
         self.turn = 0  # order of the last choice
         self.doubted = asyncio.Event()  # requests a health check
+        self.is_lost = False  # nothing is heard of it any more
+        self._on_loss: set[Callable[[float], None]] = set()
 
     @property
     def state(self) -> EngineState:
@@ -91,11 +93,27 @@ class Engine:
     def mark_up(self) -> None:
         """Send requests again."""
         self.failure = None
+        self.is_lost = False
 
     def doubt(self, reason: str) -> None:
         """Send no requests until a health check, which is now due, succeeds."""
         self.mark_down(reason)
         self.doubted.set()
+
+    def lose(self, since: float) -> None:
+        """Give up the answers of which nothing has come since then, on the event loop's clock."""
+        self.is_lost = True
+        for give_up in list(self._on_loss):
+            give_up(since)
+
+    @contextlib.contextmanager
+    def calling_on_loss(self, give_up: Callable[[float], None]) -> Iterator[None]:
+        """Have `lose` call a function for the duration of the context."""
+        self._on_loss.add(give_up)
+        try:
+            yield
+        finally:
+            self._on_loss.remove(give_up)
 
     @contextlib.contextmanager
     def serving(self, num_bytes: int) -> Iterator[ServedRequest]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -38,6 +39,7 @@ _OF_ONE_CONNECTION = frozenset(
     }
 )
 
+_LOST = "answers nothing any more"
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
 
 Headers = CIMultiDict[str]
@@ -109,6 +111,7 @@ class Answer:
         self._idle_timeout = idle_timeout
         self._is_waiting = False  # for the next piece
         self._has_moved = True  # since the timer last fired
+        self._moved_at = math.inf  # on the event loop's clock
         self._timer: asyncio.TimerHandle | None = None
 
     async def next_piece(self) -> bytes:
@@ -125,6 +128,7 @@ class Answer:
         finally:
             self._is_waiting = False
             self._has_moved = True
+            self._moved_at = asyncio.get_running_loop().time()
 
     async def read_beginning(self) -> None:
         """Read as much as needed before answering the client."""
@@ -140,17 +144,25 @@ class Answer:
         One timer watches all pieces; a timer for each would cost more than passing the piece on.
 
         Raises:
-            EngineRequestError: the engine was silent for too long.
+            EngineRequestError: the engine was silent for too long, or is lost.
         """
+
+        def give_up(since: float) -> None:
+            if self._is_waiting and self._moved_at < since:
+                limit.reschedule(asyncio.get_running_loop().time())
+
         try:
             async with asyncio.timeout(None) as limit:
                 self._expire_if_silent(limit)
                 try:
-                    yield
+                    with self.engine.calling_on_loss(give_up):
+                        yield
                 finally:
                     if self._timer is not None:
                         self._timer.cancel()
         except TimeoutError as error:
+            if self.engine.is_lost:
+                raise EngineRequestError(self.engine, _LOST) from error
             reason = f"sent nothing for {self._idle_timeout:g} s"
             raise EngineRequestError(self.engine, reason, timed_out=True) from error
 
@@ -200,21 +212,30 @@ class Upstream:
         """
         url = URL(engine.url + asked.path, encoded=True)
         response: aiohttp.ClientResponse | None = None
+
+        def give_up(since: float) -> None:
+            if begun_at < since:
+                limit.reschedule(asyncio.get_running_loop().time())
+
+        begun_at = asyncio.get_running_loop().time()
         try:
             try:
-                async with asyncio.timeout(asked.timeout):
-                    response = await self._session.request(
-                        asked.method,
-                        url,
-                        headers=asked.headers,
-                        data=asked.body or None,
-                        allow_redirects=False,
-                    )
-                    if not _is_delimited(response):  # its end would look like a failure
-                        raise EngineRequestError(engine, "does not say where its answer ends")
-                    answer = Answer(engine, response, self._config.idle_timeout)
-                    await answer.read_beginning()
+                async with asyncio.timeout(asked.timeout) as limit:
+                    with engine.calling_on_loss(give_up):
+                        response = await self._session.request(
+                            asked.method,
+                            url,
+                            headers=asked.headers,
+                            data=asked.body or None,
+                            allow_redirects=False,
+                        )
+                        if not _is_delimited(response):  # its end would look like a failure
+                            raise EngineRequestError(engine, "does not say where its answer ends")
+                        answer = Answer(engine, response, self._config.idle_timeout)
+                        await answer.read_beginning()
             except _FAILURES as error:
+                if isinstance(error, TimeoutError) and engine.is_lost:
+                    raise EngineRequestError(engine, _LOST) from error
                 raise _failure(engine, error, f"did not answer within {asked.timeout:g} s") from error
             yield answer
         finally:
@@ -222,11 +243,12 @@ class Upstream:
                 response.close()
 
     async def check_health(self, engine: Engine) -> str | None:
-        """Return why an engine is unusable; None if it is healthy."""
-        try:
-            status, body = await self._get(engine, "/health")
-        except EngineRequestError as error:
-            return str(error)
+        """Return why an engine is unusable; None if it is healthy.
+
+        Raises:
+            EngineRequestError: it did not answer.
+        """
+        status, body = await self._get(engine, "/health")
         return None if status == 200 else f"/health answered {status}: {body[:200].decode(errors='replace')}"
 
     async def description(self, engine: Engine) -> EngineDescription | None:
