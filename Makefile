@@ -197,7 +197,7 @@ chaos: $(READY)  ## Let 100 faults strike engines under mixed streams, and compa
 
 soak-split: $(READY)  ## Let 200 faults strike prefill and decode engines behind a router, as root (an hour)
 	@PYTHONPATH=tests/support:tests/datadist:tests/cluster $(BIN)/python tests/cluster/split_soak.py \
-		--faults $(FAULTS) --seed $(SEED)
+		--faults $(FAULTS) --seed $(SEED) $(SOAK_SPLIT)
 
 SOAK_SECONDS := 1800
 soak-server: $(READY)  ## Let half an hour of mixed traffic and faults strike a server, and compare every answer

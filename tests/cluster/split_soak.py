@@ -1,10 +1,10 @@
-"""A served split under random faults: `make soak-split`, see docs/serving-split.md.
+"""Engines behind a router under random faults: `make soak-split`, see docs/serving-split.md.
 
-Two prefill engines, two decode engines and the router are machines of their own, network namespaces on this
-one. Clients ask without pause, streamed and not, for answers that are known beforehand from one engine.
-Meanwhile engines are killed, stopped for longer than a lease, cut off, and met by silence. Every answer must
-be right, tokens and log-probabilities, or end with an error that names its cause, in time; and when all is
-over, no engine may hold anything.
+Four engines and the router are machines of their own, network namespaces on this one: two engines prefill and
+two decode, or (`--alike`) all four do both. Clients ask without pause, streamed and not, for answers that are
+known beforehand from one engine. Meanwhile engines are killed, stopped for longer than a lease, cut off, and
+met by silence. Every answer must be right, tokens and log-probabilities, or end with an error that names its
+cause, in time; and when all is over, no engine may hold anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from network_namespaces import Machine, Network, enter, network_of, why_not_perm
 from quire import LLM, SamplingParams
 
 ROUTER = "router"
-ROLES = {"prefill1": "prefill", "prefill2": "prefill", "decode1": "decode", "decode2": "decode"}
+SPLIT = {"prefill1": "prefill", "prefill2": "prefill", "decode1": "decode", "decode2": "decode"}
+ALIKE = {f"engine{number}": "engine" for number in range(1, 5)}
 PORT, KV_PORT = 8000, 8100
 LEASE = 5.0  # seconds
 ANSWER_LIMIT = 90.0  # seconds that a client waits at most: three engines, each with its time limits
@@ -91,19 +92,30 @@ class Process:
         return self._log.read()[-4000:]
 
 
-class SplitUnderFaults:
+class EnginesUnderFaults:
     """The machines, what runs on them, and what clients have seen.
 
     Args:
+        roles: of the engines, by name.
+        num_clients: how many clients ask at a time.
         network: of machines for the router and every engine.
         expected: answers by prompt.
         rng: chooses faults.
     """
 
-    def __init__(self, network: Network, expected: dict[str, Expected], rng: random.Random) -> None:
+    def __init__(
+        self,
+        roles: dict[str, str],
+        num_clients: int,
+        network: Network,
+        expected: dict[str, Expected],
+        rng: random.Random,
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.longest = 0.0
+        self.longest_pause = 0.0  # between two events of a stream
+        self._roles = roles
         self.violations: list[str] = []
         self._network = network
         self._expected = expected
@@ -112,11 +124,11 @@ class SplitUnderFaults:
         machines = network.machines
         self.engines = {
             name: Process(machines[name], engine_arguments(machines[name], role))
-            for name, role in ROLES.items()
+            for name, role in roles.items()
         }
-        self.router = Process(machines[ROUTER], router_arguments(machines))
+        self.router = Process(machines[ROUTER], router_arguments(roles, machines))
         self._clients = [
-            threading.Thread(target=self._ask_without_pause, args=(number,)) for number in range(3)
+            threading.Thread(target=self._ask_without_pause, args=(number,)) for number in range(num_clients)
         ]
 
     def begin(self) -> None:
@@ -181,12 +193,12 @@ class SplitUnderFaults:
         except (OSError, http.client.HTTPException):
             return False
         up = [value for key, value in metrics.items() if key.startswith("quire_route_engine_up")]
-        return up == [1.0] * len(ROLES)
+        return up == [1.0] * len(self._roles)
 
     def _held(self) -> dict[str, dict[str, float]]:
         """Return what is not as in an engine that does nothing."""
         held = {}
-        for name in ROLES:
+        for name in self._roles:
             metrics = self._metrics(name)
             blocks = metrics["quire_kv_blocks"] - metrics["quire_kv_blocks_free"]
             figures = {"blocks": blocks, "leased": metrics["quire_kv_blocks_leased"]}
@@ -237,7 +249,14 @@ class SplitUnderFaults:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body | {"stream": streamed}), headers)
         response = connection.getresponse()
-        data = response.read().decode()
+        lines, read_at = [], time.monotonic()
+        for line in response:
+            now = time.monotonic()
+            if lines:
+                self.longest_pause = max(self.longest_pause, now - read_at)
+            lines.append(line)
+            read_at = now
+        data = b"".join(lines).decode()
         connection.close()
         if response.status != 200:
             return named_error(json.loads(data))
@@ -260,32 +279,30 @@ def named_error(answer: dict[str, Any]) -> str:
     message = answer["error"]["message"]
     if not message:
         return "an error without a message"
-    for name in (*ROLES, "10.83.0."):
+    for name in (*SPLIT, *ALIKE, "10.83.0."):
         message = message.replace(name, "")
     return "error: " + " ".join(message.split()[:14])
 
 
 def engine_arguments(machine: Machine, role: str) -> list[str]:
     """Return the arguments of `quire` for an engine."""
-    options = {
-        "--host": machine.address,
-        "--port": PORT,
-        "--role": role,
-        "--kv-transfer-host": machine.address,
-        "--kv-transfer-port": KV_PORT,
-        "--kv-transfer-token": "shared by all",
-        "--kv-transfer-timeout": LEASE,
-        "--kv-transports": "tcp",
-        "--num-threads": 1,
-        "--num-kv-blocks": 512,
-    }
+    options = {"--host": machine.address, "--port": PORT, "--num-threads": 1, "--num-kv-blocks": 512}
+    if role != "engine":
+        options |= {
+            "--role": role,
+            "--kv-transfer-host": machine.address,
+            "--kv-transfer-port": KV_PORT,
+            "--kv-transfer-token": "shared by all",
+            "--kv-transfer-timeout": LEASE,
+            "--kv-transports": "tcp",
+        }
     return ["serve", "mini", *(str(part) for pair in options.items() for part in pair)]
 
 
-def router_arguments(machines: dict[str, Machine]) -> list[str]:
+def router_arguments(roles: dict[str, str], machines: dict[str, Machine]) -> list[str]:
     """Return the arguments of `quire` for the router."""
     arguments = ["route", "--host", machines[ROUTER].address, "--port", str(PORT)]
-    for name, role in ROLES.items():
+    for name, role in roles.items():
         arguments += [f"--{role}", f"http://{machines[name].address}:{PORT}"]
     limits = {"min-prefill-bytes": 0, "prefill-timeout": 10, "first-byte-timeout": 20, "idle-timeout": 10}
     limits |= {"connect-timeout": 2, "health-interval": 0.5}
@@ -340,17 +357,17 @@ def expected_answers(rng: random.Random) -> dict[str, Expected]:
     }
 
 
-def soak(num_faults: int, seed: int) -> None:
+def soak(roles: dict[str, str], num_clients: int, num_faults: int, seed: int) -> None:
     """Let faults strike; print each before, and a summary at the end."""
     rng = random.Random(seed)
     expected = expected_answers(rng)
     kinds: Counter[str] = Counter()
-    with network_of(ROUTER, *ROLES, seed=seed) as network:
-        split = SplitUnderFaults(network, expected, rng)
+    with network_of(ROUTER, *roles, seed=seed) as network:
+        split = EnginesUnderFaults(roles, num_clients, network, expected, rng)
         try:
             split.begin()
             for number in range(num_faults):
-                kind, name = rng.choice(KINDS), rng.choice(list(ROLES))
+                kind, name = rng.choice(KINDS), rng.choice(list(roles))
                 print(f"{number}: {kind} {name}; so far {split.counts['right']} right", flush=True)
                 time.sleep(rng.uniform(0.1, 1.0))
                 split.strike(kind, name)
@@ -366,7 +383,10 @@ def soak(num_faults: int, seed: int) -> None:
     )
     for message, count in split.errors.most_common():
         print(f"  {count} x {message}")
-    print(f"nothing held at the end; no client waited for more than {split.longest:.1f} s")
+    print(
+        f"nothing held at the end; no client waited for more than {split.longest:.1f} s, no stream paused "
+        f"for more than {split.longest_pause:.1f} s"
+    )
 
 
 def main() -> None:
@@ -376,11 +396,13 @@ def main() -> None:
     )
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--alike", action="store_true", help="four engines that prefill and decode")
+    parser.add_argument("--clients", type=int, default=3, help="number of clients that ask at a time")
     options = parser.parse_args()
     reason = why_not_permitted()
     if reason is not None:
         sys.exit(reason)
-    soak(options.faults, options.seed)
+    soak(ALIKE if options.alike else SPLIT, options.clients, options.faults, options.seed)
 
 
 if __name__ == "__main__":
