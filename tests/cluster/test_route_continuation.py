@@ -22,6 +22,7 @@ from quire.server.http.server import HttpServer
 MESSAGES = [{"role": "user", "content": "Who is it?"}]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 CHAT, COMPLETIONS, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPONSES = "/v1/responses"
 BODIES = [
     (CHAT, {"messages": MESSAGES, "n": 2, "logprobs": True, "stop": ["er "], "temperature": 1.0}),
     (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}, "ignore_eos": True}),
@@ -133,7 +134,33 @@ def answer_of(answer):
     ]
 
 
-@settings(max_examples=25, deadline=None)
+def response_of(answer):
+    """The same of a stream of /v1/responses, whose events name each other's items."""
+    assert answer.status_code == 200, answer.text
+    events = [json.loads(block.rpartition("data: ")[2]) for block in answer.text.split("\n\n") if block]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    response = events[-1]["response"]
+    assert {event["response"]["id"] for event in events if "response" in event} == {response["id"]}
+    items = {item["id"] for item in response["output"]}
+    assert {event["item_id"] for event in events if "item_id" in event} <= items
+    kinds = [event["type"] for event in events if not event["type"].endswith(".delta")]
+    text = "".join(event["delta"] for event in events if event["type"].endswith(".delta"))
+    assert text == "".join(part["text"] for item in response["output"] for part in item["content"])
+    return kinds, text, response["status"], response["usage"]["output_tokens"]
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.integers(0, 12_000), min_size=1, max_size=2))
+def test_another_engine_continues_a_response(engines, cuts):
+    runner, servers = engines
+    body = {"model": "mini", "input": "Who is it?", "max_output_tokens": 24, "stream": True, "temperature": 0}
+    expected = response_of(runner.run(servers.direct.post(RESPONSES, json=body)))
+    servers.cuts[:] = cuts
+    assert response_of(runner.run(servers.routed.post(RESPONSES, json=body))) == expected
+    servers.cuts.clear()
+
+
+@settings(max_examples=15, deadline=None)
 @given(st.sampled_from(BODIES), st.lists(st.integers(0, 8000), min_size=1, max_size=2))
 def test_another_engine_continues_a_stream_wherever_it_breaks_off(engines, sent, cuts):
     runner, servers = engines

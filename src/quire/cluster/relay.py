@@ -21,6 +21,7 @@ _MAX_PIECE = 1 << 23  # bytes of an incomplete piece of a stream with progress
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _WITHOUT_BODY = (204, 304)
 _PROGRESS = PROGRESS.lower().encode()
+_UNAVAILABLE_CODES = ("aborted", "engine_asleep", "engine_dead")
 _OVERLOADED = "overloaded_error"  # Anthropic's word for `UNAVAILABLE`
 
 STOPPING = ApiError(
@@ -249,23 +250,27 @@ class _PieceReader:
         return lines[num_repeated:]
 
 
-class _Failure(msgspec.Struct):
+class _Failure(msgspec.Struct, frozen=True):
     type: str = ""
     message: str = ""
 
 
 class _FailureEvent(msgspec.Struct):
-    error: _Failure
+    error: _Failure = _Failure()
+    code: str = ""  # of an event of /v1/responses
+    message: str = ""
 
 
 def _unavailable(event: bytes) -> str:
     """Return why an engine cannot go on, if it says so in an event; else an empty text."""
-    _, _, data = event.partition(b"data: ")
+    _, _, data = event.partition(END)[0].partition(b"data: ")
     try:
-        failure = msgspec.json.decode(data, type=_FailureEvent).error
+        told = msgspec.json.decode(data, type=_FailureEvent)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
-    return failure.message if failure.type in (UNAVAILABLE, _OVERLOADED) else ""
+    if told.code in _UNAVAILABLE_CODES:
+        return told.message
+    return told.error.message if told.error.type in (UNAVAILABLE, _OVERLOADED) else ""
 
 
 def _end_of_events(data: bytes) -> int:

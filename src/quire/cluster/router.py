@@ -169,7 +169,7 @@ class Router:
                 raise ApiError(404, advice, code="route_not_found")
         asked = self._asked(request)
         async with self._ended_by_stop(request) as answering:
-            if request.path.startswith(stored_responses.PATH):
+            if stored_responses.needs_owner(request):
                 asked = dataclasses.replace(asked, body=request.body)
                 await stored_responses.answer_by_owner(self._calls, asked, answering)
             else:

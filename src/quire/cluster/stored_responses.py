@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from quire.cluster.answering import Answering, error_of
+from quire.cluster.client_request import ClientRequest
 from quire.cluster.engines.calls import EngineCalls, PromptKV
 from quire.cluster.engines.metrics import Purpose
 from quire.cluster.engines.registry import DECODERS, Engine
@@ -15,9 +16,15 @@ from quire.server.wire.errors import UNAVAILABLE, ApiError
 logger = logging.getLogger(__name__)
 
 PATH = "/v1/responses"
-"""Path of such requests; a new response may continue a stored one, too."""
 
 _BUSY = (429, 503)
+
+
+def needs_owner(request: ClientRequest) -> bool:
+    """Whether only the engine with a stored response can answer: not for a new one that continues none."""
+    is_new = request.path == PATH and request.scope["method"] == "POST"
+    refers = any(name in request.body for name in (b"previous_response_id", b"item_reference"))
+    return request.path.startswith(PATH) and (refers or not is_new)
 
 
 async def answer_by_owner(calls: EngineCalls, asked: EngineRequest, answering: Answering) -> None:

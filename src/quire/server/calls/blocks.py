@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import random
 import re
-import secrets
 import string
 from typing import TypeAlias
 
@@ -104,6 +104,7 @@ class AnswerReader:
         use: which tools the answer may call.
         reasoning: the reasoning that the answer may begin with; None: none.
         shows_reasoning: whether the client sees the reasoning.
+        seed: of the ids; another server makes the same with the same seed. None: a random one.
     """
 
     def __init__(
@@ -113,12 +114,14 @@ class AnswerReader:
         reasoning: ExpectedReasoning | None = None,
         *,
         shows_reasoning: bool = True,
+        seed: str | None = None,
     ) -> None:
         self._parser: AnswerParser | None = None
         self._must_call = use is not None and use.must_call
         if call_format is not None or reasoning is not None:
             self._parser = AnswerParser(call_format, {} if use is None else use.schemas, reasoning)
         self._shows_reasoning = shows_reasoning
+        self._ids = random.Random(seed)
         self._short_ids = call_format is not None and call_format.short_ids
         self._blocks: list[Block] = []
         self._is_open = False  # the last block
@@ -164,8 +167,12 @@ class AnswerReader:
     def new_call_id(self, prefix: str = "call_") -> str:
         """Return an id for a call, with the prefix unless the template needs short ids."""
         if self._short_ids:
-            return "".join(secrets.choice(_SHORT_ID_CHARACTERS) for _ in range(_SHORT_ID_LENGTH))
-        return prefix + secrets.token_hex(12)
+            return "".join(self._ids.choices(_SHORT_ID_CHARACTERS, k=_SHORT_ID_LENGTH))
+        return self.new_id(prefix, 12)
+
+    def new_id(self, prefix: str, num_bytes: int = 16) -> str:
+        """Return an id with a prefix and so many bytes in hexadecimal digits."""
+        return prefix + self._ids.randbytes(num_bytes).hex()
 
     def _parsed(self, new_text: str, completion: CompletionOutput) -> list[AnswerEvent]:
         if self._parser is None:

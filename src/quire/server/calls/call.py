@@ -24,7 +24,7 @@ from quire.server.calls.conversation import Conversation
 from quire.server.calls.logprobs import LogprobLimit, chat_logprobs
 from quire.server.calls.outputs import PREPARED_AT_ONCE, CallOutputs, OutputHook, OutputStream
 from quire.server.calls.request_start import REQUEST_START, arrival_time_of
-from quire.server.calls.stream_progress import PROGRESS, StreamProgress, StreamSoFar, stream_so_far
+from quire.server.calls.stream_progress import PROGRESS, StreamProgress, stream_so_far
 from quire.server.context import context_of, leniency_of, request_id_of, tenant_of
 from quire.server.metrics.request_timer import RequestTimer
 from quire.server.sampling_defaults import QUIRES_OWN
@@ -57,8 +57,6 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     operation: ClassVar[str] = "chat"  # OpenTelemetry's name of it
     stream_type: ClassVar[str] = SERVER_SENT_EVENTS
     """Media type of a stream."""
-    is_continuable: ClassVar[bool] = True
-    """Whether another server makes the same events from the same tokens."""
 
     def __init__(self, request: Request, body: BodyT) -> None:
         self._request = request
@@ -68,10 +66,10 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             self._context.require_model(body.model)
         self._begun_at = time.monotonic()
         self._request_id = request_id_of(request)
-        self._so_far = self._stream_so_far()
+        self._so_far = stream_so_far(request)
         start = None if self._so_far is None else self._so_far.start
         self._created = int(time.time()) if start is None else start.created
-        self._id = f"{self.id_prefix}-{self._request_id if start is None else start.request_id}"
+        self._id = f"{self.id_prefix}-{self._request_id}" if start is None else start.answer_id
         self._tenant = tenant_of(request)
         self._leniency = leniency_of(request)
         self._preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
@@ -92,31 +90,19 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
             self._params = self._params.with_checked(seed=start.seed)
         self._places = asyncio.Semaphore(self._max_live)
 
-    def _stream_so_far(self) -> StreamSoFar | None:
-        """Return the progress of the stream that the call continues, if it does.
-
-        Raises:
-            InvalidRequestError: the call cannot continue a stream.
-        """
-        so_far = stream_so_far(self._request)
-        if so_far is not None and not (self._body.stream and self.is_continuable):
-            raise InvalidRequestError(
-                f"{CONTINUATION} is for streams that can be continued", param=CONTINUATION
-            )
-        return so_far
-
     @functools.cached_property
     def _progress(self) -> StreamProgress | None:
         """Writes the stream's progress, if a router wants that and another server could continue it."""
-        params = self._params
         is_wanted = self._body.stream and PROGRESS in self._request.headers
+        if not (is_wanted and self._is_continuable()):
+            return None
+        return StreamProgress(self._id, self._created)
+
+    def _is_continuable(self) -> bool:
+        """Whether another server makes the same events from the same tokens."""
+        params = self._params
         is_one_sampling = not params.beam_width and params.num_sequences == params.n
-        if not (is_wanted and is_one_sampling and self.is_continuable) or params.prompt_logprobs is not None:
-            return None
-        if len(self._request_ids) > 1:
-            return None
-        shown_id = self._request_id if self._so_far is None else self._so_far.start.request_id
-        return StreamProgress(shown_id, self._created)
+        return is_one_sampling and params.prompt_logprobs is None and len(self._request_ids) == 1
 
     def _leave_out_unread_options(self) -> None:
         """Report options that the engine ignores.
@@ -160,6 +146,9 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         if started is not None and self._context.config.trust_request_start:
             options["arrival_time"] = arrival_time_of(started)
         if self._so_far is not None:
+            if not (self._body.stream and self._is_continuable()):
+                message = f"{CONTINUATION} is for streams that can be continued, of one prompt"
+                raise InvalidRequestError(message, param=CONTINUATION)
             options["outputs_so_far"] = self._so_far.outputs
         return {**options, "flow": self._engine_id, "before_submit": self._before_submit}
 
@@ -347,7 +336,7 @@ class ConversationCall(GenerationCall[BodyT]):
         Raises:
             InvalidRequestError: the model cannot call tools, or not as it must.
         """
-        self._conversation = Conversation(self._context, body, messages, self._params)
+        self._conversation = Conversation(self._context, body, messages, self._params, self._id)
         self._params = self._conversation.params
 
     @property

@@ -36,6 +36,7 @@ class Conversation:
         body: the body, with its tools.
         messages: messages in OpenAI's form.
         params: sampling parameters without those for tools; None: nothing is generated.
+        answer_id: of which the ids of the answer's parts are made; None: they are random.
 
     Raises:
         InvalidRequestError: the model cannot call tools, or tool_choice cannot be enforced.
@@ -47,8 +48,10 @@ class Conversation:
         body: ConversationBody,
         messages: list[dict[str, Any]],
         params: SamplingParams | None = None,
+        answer_id: str | None = None,
     ) -> None:
         self._context = context
+        self._answer_id = answer_id
         self._template = context.chat_template
         self._reasoning_format = context.reasoning_format
         call_format = context.tool_call_format
@@ -181,7 +184,11 @@ class Conversation:
         reader = self._readers.get(completion.index)
         if reader is None:
             reader = AnswerReader(
-                self._call_format, self._tool_use, self._reasoning, shows_reasoning=self._thinking.is_shown
+                self._call_format,
+                self._tool_use,
+                self._reasoning,
+                shows_reasoning=self._thinking.is_shown,
+                seed=None if self._answer_id is None else f"{self._answer_id}/{completion.index}",
             )
             self._readers[completion.index] = reader
         return reader

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 
 from quire.errors import InvalidRequestError
@@ -36,12 +38,12 @@ class StreamStart(msgspec.Struct, array_like=True, frozen=True):
     """What another server must know besides the request to make the same events.
 
     Args:
-        request_id: the request's id, of which the answer's is made.
+        answer_id: the answer's id.
         created: when the answer was begun, in seconds since the epoch.
         seed: the seed of the request's first completion.
     """
 
-    request_id: str
+    answer_id: Annotated[str, Meta(pattern=r"\A[!-~]{1,256}\Z")]
     created: int
     seed: int
 
@@ -81,12 +83,12 @@ class StreamProgress:
     """Writes the progress of one stream.
 
     Args:
-        request_id: as in `StreamStart`.
+        answer_id: as in `StreamStart`.
         created: as in `StreamStart`.
     """
 
-    def __init__(self, request_id: str, created: int) -> None:
-        self._request_id = request_id
+    def __init__(self, answer_id: str, created: int) -> None:
+        self._answer_id = answer_id
         self._created = created
         self._unsent: list[bytes] = []
         self._num_tokens: dict[int, int] = {}
@@ -94,9 +96,7 @@ class StreamProgress:
 
     def begin(self, processed: ProcessedRequest) -> None:
         """Note the engine's request, before its first output."""
-        self._unsent = [
-            _encode(StreamStart(self._request_id, self._created, processed.core_request.seeds[0]))
-        ]
+        self._unsent = [_encode(StreamStart(self._answer_id, self._created, processed.core_request.seeds[0]))]
 
     def note(self, prompt_index: int, output: RequestOutput) -> None:
         """Note an output, before the piece that is made of it."""

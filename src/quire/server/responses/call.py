@@ -58,13 +58,13 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
     effort_field = "reasoning.effort"
     other_fields: ClassVar[Mapping[str, str]] = {"max_tokens": "max_output_tokens"}
     _structure_field = "text.format"
-    is_continuable = False  # the ids of its items are random
 
     def __init__(
         self, request: Request, body: ResponsesRequest, items: Sequence[Item], keeping: Keeping | None
     ) -> None:
         super().__init__(request, body)
-        self._id = f"resp_{secrets.token_hex(16)}"  # clients may reuse the request's id
+        if self._so_far is None:
+            self._id = f"resp_{secrets.token_hex(16)}"  # clients may reuse the request's id
         self._keeping = keeping
         self._numbers = itertools.count()
         self._converse(body, messages_of(body.instructions, items))
@@ -88,6 +88,11 @@ class ResponsesCall(ConversationCall[ResponsesRequest]):
         async with contextlib.aclosing(self.events()) as pieces:
             async for events in pieces:
                 yield b"".join(map(named_event, events))
+
+    @override
+    def _is_continuable(self) -> bool:
+        """Whether another server makes the same events: the last ones repeat all log-probabilities."""
+        return super()._is_continuable() and self._params.logprobs is None and not self._body.background
 
     def queued_events(self) -> list[ResponseEvent]:
         """Return the events that precede `events` for a background response."""

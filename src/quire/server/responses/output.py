@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,14 +77,13 @@ class ResponseOutput:
 
     def _item_of(self, block: Block) -> tuple[OutputItem, OutputText | ReasoningText | None]:
         """Return the new item, and its new part."""
-        number = secrets.token_hex(16)
         if block.kind is BlockKind.TEXT:
-            return OutputMessage(id=f"msg_{number}", content=[]), OutputText(text="")
+            return OutputMessage(id=self._reader.new_id("msg_"), content=[]), OutputText(text="")
         self._unsent_logprobs = []
         if block.kind is BlockKind.REASONING:
-            return OutputReasoning(id=f"rs_{number}", content=[]), ReasoningText(text="")
-        call_id = self._reader.new_call_id()
-        return OutputCall(id=f"fc_{number}", call_id=call_id, name=block.name, arguments=""), None
+            return OutputReasoning(id=self._reader.new_id("rs_"), content=[]), ReasoningText(text="")
+        item_id, call_id = self._reader.new_id("fc_"), self._reader.new_call_id()
+        return OutputCall(id=item_id, call_id=call_id, name=block.name, arguments=""), None
 
     def _more(self, block: Block, text: str) -> ResponseEvent:
         if block.kind is BlockKind.CALL:
