@@ -314,8 +314,9 @@ class KVCacheManager:
         for group, window in self.pools.windows:
             first = self._num_left[group, slots]
             end = np.minimum(first_in_window(num_computed, window, self.block_size), bound)
-            first_lent = first_moved(num_prompt - 1, window, self.block_size)
-            end = np.minimum(end, np.where(lends_prompt, first_lent, end))
+            # What a lookup of the same prompt needs, which leaves out the last token, for its logits.
+            first_kept = first_moved(num_prompt - 1, window, self.block_size)
+            end = np.minimum(end, np.where(lends_prompt, first_kept, end))
             count = np.maximum(end - first, 0)
             if not count.any():
                 continue
@@ -323,13 +324,9 @@ class KVCacheManager:
             block_ids = self._tables[group, rows, index]
             self._tables[group, rows, index] = NULL_BLOCK
             self._num_left[group, slots] += count
-            # What a lookup of the same prompt needs, which leaves out the last token, for its logits.
-            found, of_row = (
-                np.repeat((num_prompt - 1) // self.block_size, count),
-                np.repeat(priorities, count),
-            )
-            follows = index >= first_moved(found * self.block_size, window, self.block_size)
-            follows &= index < found
+            follows = index >= np.repeat(first_kept, count)
+            follows &= index < np.repeat((num_prompt - 1) // self.block_size, count)
+            of_row = np.repeat(priorities, count)
             self.pools.release_in(group, block_ids[follows], of_row[follows])
             self.pools.release_in(group, block_ids[~follows], of_row[~follows], is_left=True)
 
