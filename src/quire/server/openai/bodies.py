@@ -7,7 +7,6 @@ with the type `Unsupported`, so that they are refused by name, or as `Ignored` i
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -134,8 +133,12 @@ class StreamOptions(StrictModel):
     )
 
 
-class StreamFields(GenerationBody):
-    """Fields of a body whose answer may be a stream."""
+_OPTIONS = body_fields(RequestOptions, exclude=("tenant", "tenant_weight"))
+_OptionFields = create_model("_OptionFields", __base__=GenerationBody, **_OPTIONS)
+
+
+class OptionFields(_OptionFields):  # type: ignore[valid-type, misc]
+    """Options of a request whose answer may be a stream."""
 
     stream: bool | None = Field(None, description="Send tokens as server-sent events as they are generated.")
     stream_options: StreamOptions | None = Field(None, description="Options for streaming; needs stream.")
@@ -158,26 +161,46 @@ class StreamFields(GenerationBody):
         """Whether each event of a stream carries the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-
-SharedFields = create_model(
-    "SharedFields",
-    __base__=StreamFields,
-    **body_fields(SamplingParams, exclude=_OTHERWISE_IN_BODIES),
-    **body_fields(RequestOptions, exclude=("tenant", "tenant_weight")),
-)
+    @override
+    def request_options(self) -> dict[str, Any]:
+        return {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
 
 
-class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
+_PARAMETERS = body_fields(SamplingParams, exclude=_OTHERWISE_IN_BODIES)
+_ParameterFields = create_model("_ParameterFields", __base__=StrictModel, **_PARAMETERS)
+
+
+class SharedSamplingFields(_ParameterFields):  # type: ignore[valid-type, misc]
+    """Sampling parameters that have one form in all bodies."""
+
+    logit_bias: LogitBias | None = optional_field(SamplingParams, "logit_bias")
+    structured_outputs: StructuredOutputs | None = optional_field(SamplingParams, "structured_outputs")
+
+    @classmethod
+    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
+        """Convert other servers' values for which Quire has another form."""
+        take_other_values(values)
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the given fields that have the same name in `SamplingParams`."""
+        names = limits_of(SamplingParams)
+        given = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = self.structured_outputs.params()
+        return given
+
+
+class GenerationRequest(SharedSamplingFields, OptionFields):
     """Fields that completions and chat share."""
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
-    logit_bias: LogitBias | None = optional_field(SamplingParams, "logit_bias")
     stop: Stop | None = optional_field(SamplingParams, "stop")
     use_beam_search: bool | None = Field(
         None,
         description="Use beam search with beam_width beams. If beam_width is not given: best_of or n beams.",
     )
-    structured_outputs: StructuredOutputs | None = optional_field(SamplingParams, "structured_outputs")
     user: ShortText | None = optional_field(RequestOptions, "tenant")
     return_token_ids: bool | None = Field(
         None, description="Return the token ids of the prompt and of the output."
@@ -195,8 +218,8 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
 
     @classmethod
     def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Convert other servers' values for which Quire has another form."""
-        take_other_values(values)
+        """Drop what has no effect in this body, besides what all bodies convert."""
+        super().adapt(values, leniency)
         if values.get("stream_options") is not None and not values.get("stream"):
             del values["stream_options"]
             leniency.ignore("stream_options")
@@ -210,18 +233,8 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
 
     @override
     def request_options(self) -> dict[str, Any]:
-        names = _OPTION_FIELDS.items()
-        return {name: value for name, own in names if (value := getattr(self, own)) is not None}
-
-    def shared_sampling_fields(self) -> dict[str, Any]:
-        """Return the given fields that have the same name in `SamplingParams`."""
-        names = _SHARED_SAMPLING_FIELDS
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.logit_bias is not None:
-            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        if self.structured_outputs is not None:
-            given["structured_outputs"] = self.structured_outputs.params()
-        return given
+        options = super().request_options()
+        return options if self.user is None else {**options, "tenant": self.user}
 
     def checked_params(self, fields: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
         """Return the sampling parameters: those given, and defaults for the others.
@@ -255,22 +268,6 @@ class GenerationRequest(SharedFields):  # type: ignore[valid-type, misc]
                 param="stream",
             )
         return params
-
-
-_OPTION_FIELDS = {  # fields of the body by those of `RequestOptions`
-    "tenant": "user",
-    **{
-        field.name: field.name
-        for field in dataclasses.fields(RequestOptions)
-        if field.name in GenerationRequest.model_fields
-    },
-}
-_CONVERTED_FIELDS = ("logit_bias", "structured_outputs")
-_SHARED_SAMPLING_FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(SamplingParams)
-    if field.name in GenerationRequest.model_fields and field.name not in _CONVERTED_FIELDS
-)
 
 
 class CompletionRequest(GenerationRequest):
@@ -310,9 +307,7 @@ class CompletionRequest(GenerationRequest):
 
     @override
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        fields = self.shared_sampling_fields()
-        if self.best_of is not None:
-            fields["best_of"] = self.best_of
+        fields = self.sampling_fields()
         fields.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
         if self.only_scores_prompt:
             fields["max_tokens"] = 1  # the engine samples at least one token; it is dropped
@@ -321,10 +316,8 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequestError(
                 "max_tokens is 0; it must be at least 1, or echo must be true", param="max_tokens"
             )
-        if self.logprobs is not None:
-            fields["logprobs"] = self.logprobs
-            if self.echo:
-                fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        if self.logprobs is not None and self.echo:
+            fields["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return self.checked_params(fields, defaults)
 
 
@@ -406,7 +399,7 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
 
     @override
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        fields = self.shared_sampling_fields()
+        fields = self.sampling_fields()
         structure = None if self.response_format is None else self.response_format.params()
         if structure is not None:
             if "structured_outputs" in fields:
@@ -423,8 +416,7 @@ class ChatCompletionRequest(PromptFields, GenerationRequest):
                     param="max_tokens",
                 )
             fields["max_tokens"] = newer
-        if self.logprobs:
-            fields["logprobs"] = self.top_logprobs or 0
-        elif self.top_logprobs is not None:
+        if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        fields["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         return self.checked_params(fields, defaults)

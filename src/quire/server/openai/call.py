@@ -95,7 +95,7 @@ class CompletionsCall(GenerationCall[RequestT]):
             sampling_params=_given_fields(dataclasses.replace(processed.params, seed=self._params.seed)),
             model=self._context.model_name,
             stream=bool(self._body.stream),
-            stream_options=self._body.stream_options and self._body.stream_options.model_dump(),
+            stream_options=None if (given := self._body.stream_options) is None else given.model_dump(),
             cache_salt=options.cache_salt or None,
             priority=options.priority,
             kv_transfer_params=options.kv_transfer_params,

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, create_model
 from starlette.requests import Request
@@ -14,14 +14,12 @@ from starlette.responses import Response
 from typing_extensions import override
 
 from quire.errors import InvalidRequestError
-from quire.request_options import RequestOptions
 from quire.request_output import CompletionOutput
 from quire.sampling_params import SamplingParams, TokenId
 from quire.server.calls.call import GenerationCall
 from quire.server.calls.logprobs import prompt_logprobs, token_id_logprobs
 from quire.server.calls.outputs import OutputStream, SequenceProgress, end_reason, usage_of
-from quire.server.calls.response_format import StructuredOutputs
-from quire.server.openai.bodies import LogitBias, StreamFields
+from quire.server.openai.bodies import OptionFields, SharedSamplingFields
 from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.wire.answers import (
     SSE_DONE,
@@ -30,43 +28,24 @@ from quire.server.wire.answers import (
     GeneratedTokensEvent,
     sse_event,
 )
-from quire.server.wire.leniency import Leniency
-from quire.server.wire.other_names import NAMES_IN_COMPLETIONS, take_other_values
-from quire.server.wire.strict_model import StrictModel, Unsupported, body_fields, optional_field
+from quire.server.wire.other_names import NAMES_IN_COMPLETIONS
+from quire.server.wire.strict_model import Unsupported, body_fields
 
-_PARAMETERS = body_fields(SamplingParams, exclude=("logit_bias", "structured_outputs"))
-_PlainFields = create_model("_PlainFields", __base__=StrictModel, **_PARAMETERS)
+_OwnFields = create_model(
+    "_OwnFields",
+    __base__=SharedSamplingFields,
+    **body_fields(SamplingParams, exclude=SharedSamplingFields.model_fields),
+)
 
 
-class SamplingFields(_PlainFields):  # type: ignore[valid-type, misc]
+class SamplingFields(_OwnFields):  # type: ignore[valid-type, misc]
     """Sampling parameters as a field of a body."""
 
     path_prefix = "sampling_params."
     names_of_other_servers = NAMES_IN_COMPLETIONS
 
-    logit_bias: LogitBias | None = optional_field(SamplingParams, "logit_bias")
-    structured_outputs: StructuredOutputs | None = optional_field(SamplingParams, "structured_outputs")
 
-    @classmethod
-    def adapt(cls, values: dict[str, Any], leniency: Leniency) -> None:
-        """Convert other servers' values for which Quire has another form."""
-        take_other_values(values)
-
-    def given(self) -> dict[str, Any]:
-        """Return the given fields of `SamplingParams`."""
-        given = {name: value for name in _PARAMETERS if (value := getattr(self, name)) is not None}
-        if self.logit_bias is not None:
-            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        if self.structured_outputs is not None:
-            given["structured_outputs"] = self.structured_outputs.params()
-        return given
-
-
-_OPTIONS = body_fields(RequestOptions, exclude=("tenant", "tenant_weight"))
-_OptionFields = create_model("_OptionFields", __base__=StreamFields, **_OPTIONS)
-
-
-class GenerateRequest(_OptionFields):  # type: ignore[valid-type, misc]
+class GenerateRequest(OptionFields):
     """Body of POST /inference/v1/generate, as /render returns it."""
 
     model: str | None = Field(None, description="The served model's name. Default: whichever is served.")
@@ -85,7 +64,7 @@ class GenerateRequest(_OptionFields):  # type: ignore[valid-type, misc]
 
     @override
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        params = defaults.params(self.parameters.given())
+        params = defaults.params(self.parameters.sampling_fields())
         if self.stream and (params.is_ranked or params.prompt_logprobs is not None):
             raise InvalidRequestError(
                 "stream is true, but prompt_logprobs and ranked completions (beam_width, best_of) are only "
@@ -93,10 +72,6 @@ class GenerateRequest(_OptionFields):  # type: ignore[valid-type, misc]
                 param="stream",
             )
         return params
-
-    @override
-    def request_options(self) -> dict[str, Any]:
-        return {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
 
 
 async def generate(request: Request, body: GenerateRequest) -> Response:
