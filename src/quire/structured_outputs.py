@@ -83,7 +83,7 @@ class StructuredOutputsParams:
     )
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) is not None]
+        given = [name for name in STRUCTURE_KINDS if getattr(self, name) is not None]
         if len(given) != 1 and (given or self.reasoning is None):
             raise _invalid_structure(
                 f"structured_outputs has {', '.join(given) or 'no field'}; it must have exactly one of json, "
@@ -102,7 +102,7 @@ class StructuredOutputsParams:
         """What must come after the reasoning; None: anything may."""
         if self.reasoning is None:
             return self
-        has_structure = any(getattr(self, name) is not None for name in _KINDS)
+        has_structure = any(getattr(self, name) is not None for name in STRUCTURE_KINDS)
         return dataclasses.replace(self, reasoning=None) if has_structure else None
 
     @property
@@ -111,7 +111,7 @@ class StructuredOutputsParams:
         return self.structure is not None and not (self.reasoning is not None and self.reasoning.is_open)
 
 
-_KINDS = ("json", "regex", "choice", "grammar")
+STRUCTURE_KINDS = ("json", "regex", "choice", "grammar")
 
 
 def _schema_text(schema: Any) -> str:

@@ -18,7 +18,7 @@ from quire.grammar.reasoning import Spelling
 from quire.schemas.json_schemas import enforceable_schema
 from quire.schemas.wide_numbers import SPACING, has_wide_numbers, json_rules
 from quire.step import IntArray
-from quire.structured_outputs import StructuredOutputsParams
+from quire.structured_outputs import STRUCTURE_KINDS, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -298,7 +298,7 @@ def _limits() -> LLParserLimits:
 
 def _refusal(spec: StructuredOutputsParams, reason: str) -> InvalidRequestError:
     """Return the error about a specification that cannot be compiled."""
-    kind = next(name for name in ("json", "regex", "choice", "grammar") if getattr(spec, name) is not None)
+    kind = next(name for name in STRUCTURE_KINDS if getattr(spec, name) is not None)
     hint = ""
     if spec.grammar is not None:
         read, other = ("GBNF (root ::= ...)", "Lark (start: ...)")

@@ -30,6 +30,7 @@ from quire.server.wire.answers import (
     TokenUsage,
     sse_event,
 )
+from quire.structured_outputs import STRUCTURE_KINDS
 
 _DEFAULTS = SamplingParams()
 
@@ -225,9 +226,8 @@ def _given_fields(params: SamplingParams) -> dict[str, Any]:
         if (value := getattr(params, field.name)) != getattr(_DEFAULTS, field.name)
     }
     if (structure := params.structured_outputs) is not None:
-        names = ("json", "regex", "choice", "grammar")
         given["structured_outputs"] = {
-            name: value for name in names if (value := getattr(structure, name)) is not None
+            name: value for name in STRUCTURE_KINDS if (value := getattr(structure, name)) is not None
         }
     return given
 
