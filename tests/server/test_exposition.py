@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from quire.server.metrics.exposition import TextWriter
+from quire.server.metrics.registry import TextWriter
 
 NUMBERS = st.floats() | st.integers(0, 2**60)
 LABELS = st.text(max_size=3) | st.sampled_from(['"', "\\", "\n", "\u2028", "a b 3"])

@@ -6,14 +6,15 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from quire.server.metrics.engine import EngineCollector
-from quire.server.metrics.exposition import TextWriter
 from quire.server.tenancy.metrics import TenantCollector
 
 if TYPE_CHECKING:
@@ -122,6 +123,60 @@ class Metrics:
         own = list(self.registry.collect())
         written = self._writer.write([*own, *self._vllm_metrics.renamed(own)])
         return written + generate_latest(self._tenant_registry) if of_tenants else written
+
+
+class TextWriter:
+    """Writes metrics as `prometheus_client` does, which takes four times as long.
+
+    As long as names and labels are those of the time before, only values are formatted: the rest of each line
+    is kept.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Any] = []
+        self._parts = [""]  # of the text, between values
+        self._order: list[int] = []  # the sample whose value follows each part
+
+    def write(self, metrics: Sequence[Metric]) -> bytes:
+        """Return metrics in the text format."""
+        samples = [sample for metric in metrics for sample in metric.samples]
+        keys = [[metric.name for metric in metrics], *((sample.name, sample.labels) for sample in samples)]
+        if keys != self._keys:
+            self._learn(metrics)
+            self._keys = keys
+        values = [floatToGoString(sample.value) for sample in samples]  # type: ignore[no-untyped-call]
+        lines = [start + values[index] for start, index in zip(self._parts[:-1], self._order, strict=True)]
+        return "".join([*lines, self._parts[-1]]).encode()
+
+    def _learn(self, metrics: Iterable[Metric]) -> None:
+        """Have the library write the numbers of samples in place of their values, and cut the text there."""
+        text = generate_latest(_Numbered(metrics)).decode()
+        self._parts, self._order, rest = [], [], ""
+        for line in filter(None, text.split("\n")):
+            if line.startswith("#"):
+                rest += line + "\n"
+                continue
+            start, _, number = line.rpartition(" ")
+            self._parts.append(f"{rest}{start} ")
+            self._order.append(int(float(number)))
+            rest = "\n"
+        self._parts.append(rest)
+
+
+class _Numbered(Collector):
+    """The metrics with the numbers of their samples as values."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        number = 0
+        for metric in self._metrics:
+            numbered = Metric(metric.name, metric.documentation, metric.type)
+            for sample in metric.samples:
+                numbered.samples.append(Sample(sample.name, sample.labels, number))
+                number += 1
+            yield numbered
 
 
 class BulkHistogram(Collector):
