@@ -1,10 +1,14 @@
-"""The endpoints for tokens in and out."""
+"""The endpoints for tokens in and out, and vLLM's rendering of prompts as tokens."""
 
 from __future__ import annotations
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
+from quire.server.openai.chat import ChatCall
+from quire.server.openai.completions import CompletionCall
 from quire.server.tokens.generate import GenerateRequest, generate
-from quire.server.tokens.render import render_chat_completion, render_completion
 from quire.server.tokens.tokenization import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -19,8 +23,21 @@ from quire.server.wire.answers import (
     RenderedRequest,
     TokenizerInfo,
     Tokens,
+    json_response,
 )
 from quire.server.wire.openapi import GENERATION_ERRORS, TOKENIZATION_ERRORS, Endpoint
+
+
+async def render_completion(request: Request, body: CompletionRequest) -> Response:
+    """Return the prompts of a completion as tokens: bodies of /inference/v1/generate."""
+    return json_response(await CompletionCall(request, body).rendered())
+
+
+async def render_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
+    """Return the prompt of a chat completion as tokens: a body of /inference/v1/generate."""
+    [rendered] = await ChatCall(request, body).rendered()
+    return json_response(rendered)
+
 
 TOKEN_ENDPOINTS = (
     Endpoint("POST", "/tokenize", tokenize, Tokens, body=TokenizeRequest, errors=TOKENIZATION_ERRORS),
