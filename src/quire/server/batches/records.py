@@ -114,7 +114,6 @@ class Records:
                 limit=limit,
                 after=after,
                 is_ascending=is_ascending,
-                condition="" if purpose is None else "AND purpose = :purpose",
                 purpose=purpose,
             )
 
@@ -204,11 +203,11 @@ def _page(
     limit: int,
     after: str | None,
     is_ascending: bool,
-    condition: str = "",
-    **parameters: str | None,
+    purpose: str | None = None,
 ) -> list[tuple[bytes]]:
     comparison, order = (">", "ASC") if is_ascending else ("<", "DESC")
-    values: dict[str, str | int | None] = {**parameters, "tenant": tenant, "limit": limit}
+    condition = "" if purpose is None else "AND purpose = :purpose"
+    values: dict[str, str | int | None] = {"tenant": tenant, "limit": limit, "purpose": purpose}
     if after is not None:
         query = f"SELECT number FROM {table} WHERE tenant = ? AND id = ?"
         row = database.execute(query, (tenant, after)).fetchone()
