@@ -6,7 +6,8 @@ The public names are imported when first used, so that `import quire` costs mill
 from __future__ import annotations
 
 from quire.lazy_attributes import lazy_attributes
-from quire.version import __version__ as __version__
+
+__version__ = "0.1.0"
 
 TYPE_CHECKING = False  # as in `quire.lazy_attributes`
 

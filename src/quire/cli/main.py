@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from typing_extensions import override
 
+from quire import __version__
 from quire.cli.manual import ManualCommand, ManualGroup
-from quire.version import __version__
 
 MANUAL = """
 Quire serves large language models: paged KV cache, continuous batching, one command.

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from quire import __version__
 from quire.config import ServerConfig
 from quire.errors import nearest_name
 from quire.server.anthropic.call import MESSAGE_ENDPOINTS
@@ -39,7 +40,6 @@ from quire.server.wire.answers import encode
 from quire.server.wire.errors import OPENAI_ERRORS, ApiError, as_api_error, error_shape_of
 from quire.server.wire.openapi import docs_page, openapi_document
 from quire.server.wire.paths import MONITORING_PATHS, CanonicalPath
-from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM

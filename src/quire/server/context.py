@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
+from quire import __version__
 from quire.config import ServerConfig
 from quire.dialogue.calls.tool_call_format import ToolCallFormat
 from quire.dialogue.formats import FORMATS, format_of_template
@@ -23,7 +24,6 @@ from quire.server.storage.response_store import ResponseStore
 from quire.server.tenancy.tenants import Tenant, Tenants
 from quire.server.wire.errors import ApiError
 from quire.server.wire.leniency import IgnoredNames, Leniency
-from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.front.async_llm import AsyncLLM

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from quire import __version__
 from quire.cli.bench.measurements import RequestRecord
 from quire.cli.console import in_flags
 from quire.errors import ConfigError
-from quire.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from quire import __version__
 from quire.kernels.devices.memory import map_large_pages
 from quire.models.checkpoints.gguf.location import find_gguf, parts_of
 from quire.models.checkpoints.safetensors import weight_files
-from quire.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -1,3 +1,0 @@
-"""The version of Quire."""
-
-__version__ = "0.1.0"
