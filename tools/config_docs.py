@@ -38,7 +38,7 @@ nearest known name. Of the environment, `quire serve` and `quire route` read `QU
   `quire kv save` has a tier in memory by default (`kv_tier`), and `quire kv restore` one on disk.
 - The fields of `TenantConfig` stand in the file of `--api-keys-file` ([tenants.md](tenants.md)).
 - `quire route` has those of `RouterConfig`, `ConnectionConfig` and `EdgeConfig` only
-  ([serving-split.md](serving-split.md)).
+  ([many-machines.md](many-machines.md)).
 - `WorkloadConfig`, `ArrivalConfig`, `TargetConfig` and `LatencyConfig` are for `quire bench`
   ([bench.md](bench.md)).
 - The flags of `CacheEvictionConfig` begin with `--eviction-`, those of `KVCrushConfig` with `--kvcrush-`,

@@ -1,4 +1,4 @@
-"""Engines behind a router under random faults: `make soak-split`, see docs/serving-split.md.
+"""Engines behind a router under random faults: `make soak-split`, see docs/many-machines.md.
 
 Four engines and the router are machines of their own, network namespaces on this one: two engines prefill and
 two decode, or (`--alike`) all four do both. Clients ask without pause, streamed and not, for answers that are
