@@ -26,7 +26,9 @@ PLAIN_SECONDS = 2.0
 ANSWER = json.dumps({"id": "cmpl-1", "choices": [{"index": 0, "text": " word" * 16}]}).encode()
 EVENT = b'data: {"id":"cmpl-0123456789","object":"text_completion","created":1700000000,"model":"fake",'
 EVENT += b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}],"written":%.7f}\n\n'
-STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+PROGRESS = b":[[0,[12345],null,null]]\n\n"  # with which another engine could continue
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Quire-Progress: 1\r\n"
+STREAM += b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 class Engine:
@@ -69,7 +71,7 @@ class Engine:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
 
     def _write_token(self, writer: asyncio.StreamWriter) -> None:
-        event = EVENT % time.monotonic()
+        event = EVENT % time.monotonic() + PROGRESS
         writer.write(b"%x\r\n%b\r\n" % (len(event), event))
         self._streams[writer] -= 1
         if not self._streams[writer]:

@@ -67,7 +67,7 @@ class Relay:
         """
         if not (self.has_begun and self._progress is not None):
             return dataclasses.replace(asked, body=body)
-        so_far = b"\n".join(self._progress.lines)
+        so_far = bytes(self._progress.lines)
         headers = asked.headers_for(f"part{self._progress.num_engines}")
         headers[CONTINUATION] = str(len(so_far))
         return dataclasses.replace(asked, body=body + so_far, headers=headers)
@@ -171,16 +171,19 @@ class _Progress:
     """How far a stream has come that another engine can continue.
 
     Attributes:
-        lines: what it has said about its progress.
+        lines: what it has said about its progress, joined by line feeds.
+        num_lines: number of these.
         num_events: events that have been passed on.
         num_engines: how many engines have worked on it.
+        is_too_long: whether there was more progress than another engine reads.
     """
 
     def __init__(self) -> None:
-        self.lines: list[bytes] = []
+        self.lines = bytearray()
+        self.num_lines = 0
         self.num_events = 0
         self.num_engines = 0
-        self._num_bytes = 0
+        self.is_too_long = False
 
     def reader(self) -> _PieceReader:
         """Return the reader for the answer of the next engine."""
@@ -190,15 +193,14 @@ class _Progress:
     def note(self, lines: list[bytes], num_events: int) -> None:
         """Note what is new in a piece, and how many events of it are passed on."""
         self.num_events += num_events
-        self._num_bytes += sum(map(len, lines)) + len(lines)
-        self.lines += lines
         if self.is_too_long:
+            return
+        self.num_lines += len(lines)
+        for line in lines:
+            self.lines += b"\n" + line if self.lines else line
+        if len(self.lines) > MAX_PROGRESS:
+            self.is_too_long = True
             self.lines.clear()
-
-    @property
-    def is_too_long(self) -> bool:
-        """Whether there is more progress than another engine reads."""
-        return self._num_bytes > MAX_PROGRESS
 
 
 class _PieceReader:
@@ -211,7 +213,7 @@ class _PieceReader:
     def __init__(self, progress: _Progress) -> None:
         self._progress = progress
         self._num_repeated_events = progress.num_events
-        self._num_repeated_lines = len(progress.lines)
+        self._num_repeated_lines = progress.num_lines
         self._tail = b""  # an incomplete event
         self._events: list[bytes] = []  # of an incomplete piece
         self._num_held = 0
