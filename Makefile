@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-ray test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -163,6 +163,10 @@ test-gpu: $(READY)  ## Test the kernels and the engine on a GPU (skips all where
 test-nixl: $(READY)  ## Test KV transfer over NIXL, which is installed on first use
 	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,cluster]"
 	@$(BIN)/pytest -q tests/datadist -k nixl
+
+test-ray: $(READY)  ## Test engines on Ray Serve, which is installed on first use (a minute)
+	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,ray]"
+	@$(BIN)/pytest -q tests/ray
 
 # NAMES="openai-3 anthropic" runs these only, and leaves the table as it is.
 NAMES :=

@@ -6,6 +6,7 @@ Its keys are the flags' names, with hyphens or underscores. The command line tak
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import types
 import typing
@@ -88,6 +89,42 @@ def read_config_file(file: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as YAML: {error!s:.300}") from None
     return values
+
+
+def named_values(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values given by name, as `read_config_file` returns those of a file.
+
+    Args:
+        given: values as YAML has them, by names with hyphens or underscores; text may stand for any of them.
+        kinds: type annotation by name, with underscores.
+
+    Raises:
+        ConfigError: a name is unknown or duplicate, or a value has a wrong type.
+    """
+    import yaml
+
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        key = name.replace("-", "_")
+        if key not in kinds:
+            raise ConfigError(f"no option has the name {name!r:.80}; {nearest_name(key, kinds)}")
+        if key in values:
+            raise ConfigError(f"{key} is there twice; leave one of them out")
+        try:
+            values[key] = _value(_node(value), kinds[key], key)
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ConfigError(f"{key} cannot be read: {error!s:.300}") from None
+    return values
+
+
+def _node(value: Any) -> yaml.Node:
+    """Return the node of a value; text is resolved as a YAML scalar, so that "4" is a number."""
+    import yaml
+
+    if isinstance(value, str):
+        tag = yaml.SafeLoader("").resolve(yaml.ScalarNode, value, (True, False))
+        return yaml.ScalarNode("text" if tag.endswith(":null") else tag, value)
+    return yaml.SafeDumper(io.StringIO()).represent_data(value)
 
 
 def _is_flag(parameter: inspect.Parameter) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import typer
 
 from quire.cli.bench_options import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
-from quire.cli.config_file import config_file_option
+from quire.cli.config_file import config_file_option, named_values
 from quire.cli.console import flag_name, in_flags, one_line_errors, parameter_name, usage_errors
 from quire.cli.manual import MOST_USED_PANEL
 from quire.config import (
@@ -34,6 +34,7 @@ from quire.config import (
     KVEventsConfig,
     KVTierConfig,
     KVTransferConfig,
+    RayConfig,
     RouterConfig,
     SchedulerConfig,
     ServerConfig,
@@ -66,6 +67,7 @@ PANELS: dict[type, str] = {
     ServerConfig: "HTTP server",
     TenantConfig: "Tenant in the key file",
     RouterConfig: "Router",
+    RayConfig: "Ray Serve",
     EdgeConfig: "How clients reach the server",
     BatchConfig: "Files and batches",
     ConnectionConfig: "Connections",
@@ -204,6 +206,36 @@ def config_options(
         return run
 
     return decorate
+
+
+def configs_of(
+    given: Mapping[str, Any], *classes: type, defaults: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """Return configurations built from values by the names of their flags, as a configuration file has them.
+
+    A name that several classes have sets it in each of them.
+
+    Args:
+        given: values by name, with hyphens or underscores; text may stand for a number or a truth value.
+        classes: the classes to build.
+        defaults: the caller's defaults where they differ from the fields'.
+
+    Raises:
+        ConfigError: a name is unknown or duplicate, or a value is invalid.
+    """
+    flags = {
+        cls: [_parameter(owner, field, limits, defaults or {}) for owner, field, limits in config_fields(cls)]
+        for cls in classes
+    }
+    kinds = {flag.name: typing.get_args(flag.annotation)[0] for own in flags.values() for flag in own}
+    values = named_values(given, kinds)
+    try:
+        return [
+            _build(cls, {flag.name: values.get(flag.name, flag.default) for flag in own})
+            for cls, own in flags.items()
+        ]
+    except typer.BadParameter as error:
+        raise ConfigError(f"{error.param_hint}: {error.message}") from None
 
 
 def _parameter(

@@ -39,12 +39,13 @@ GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 _Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(router: Router, log: AccessLog | None = None) -> ASGIApp:
+def create_app(router: Router, log: AccessLog | None = None, *, changes_engines: bool = True) -> ASGIApp:
     """Return the application that serves `router`, which must have been started.
 
     Args:
         router: the router to serve.
         log: access log; None: none.
+        changes_engines: whether clients may add, drain and remove engines.
     """
     config = router.config
     endpoints = _Endpoints(router)
@@ -62,8 +63,9 @@ def create_app(router: Router, log: AccessLog | None = None) -> ASGIApp:
         await (generation if is_generation else others)(scope, receive, send)
 
     public = _guarded(by_path, config, config.edge, config.api_key)
+    methods = ["GET", "POST", "DELETE"] if changes_engines else ["GET"]
     management = _guarded(
-        _routed(Route(ENGINES_PATH, _answering(endpoints.manage_engines), methods=["GET", "POST", "DELETE"])),
+        _routed(Route(ENGINES_PATH, _answering(endpoints.manage_engines), methods=methods)),
         config,
         dataclasses.replace(config.edge, cors_origins=()),  # other sites' pages may not change engines
         # Engines may be the ones to check clients' keys; changing the engines takes the engines' key.

@@ -32,6 +32,7 @@ from quire.config.fields import (
     stands_for,
 )
 from quire.config.kv import KVEventsConfig, KVTierConfig, KVTransferConfig
+from quire.config.ray import RayConfig
 from quire.config.router import RouterConfig, engine_url
 from quire.config.scheduler import SchedulerConfig
 from quire.config.server import ServerConfig
@@ -57,6 +58,7 @@ __all__ = [
     "KVEventsConfig",
     "KVTierConfig",
     "KVTransferConfig",
+    "RayConfig",
     "RouterConfig",
     "SchedulerConfig",
     "ScorePooling",

@@ -165,6 +165,7 @@ class EngineCore:
             device=device_name(config),
             cache_knob=cache_knob(config, plan),
             pooling=model_config.pooling,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 
     def add(self, request: EngineCoreRequest) -> None:

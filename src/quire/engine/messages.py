@@ -78,6 +78,7 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     `cache_knob`: the field that makes the KV cache too small for sequences as long as the model's maximum;
     empty: none does.
     `pooling`: how the model makes a row of a prompt if the request does not say; None: it generates.
+    `max_num_batched_tokens`: the most tokens of a step.
     """
 
     model: str
@@ -96,6 +97,7 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     device: str = "cpu"
     cache_knob: str = ""
     pooling: PoolingParams | None = None
+    max_num_batched_tokens: int = 0
 
     @functools.cached_property
     def max_prompt_len(self) -> int:

@@ -23,6 +23,7 @@ from quire.errors import (
     EngineAsleepError,
     EngineDeadError,
     QueueFullError,
+    QuireError,
     RequestTimeoutError,
 )
 from quire.front.batch import Output
@@ -90,6 +91,11 @@ class AsyncLLM:
         return self._requests.info
 
     @property
+    def failure(self) -> QuireError | None:
+        """Why the engine has ended for good; None while there is one, or another is being started."""
+        return self._requests.failure
+
+    @property
     def num_unfinished_requests(self) -> int:
         """Number of requests without a terminal output."""
         return len(self._requests.outputs)
@@ -106,6 +112,14 @@ class AsyncLLM:
         return RecoveryStats(
             engine.num_restarts, engine.num_hangs, resumption.num_resumed, resumption.num_quarantined
         )
+
+    def prompt_backlog(self) -> tuple[int, float]:
+        """Return the prompt tokens of requests without a first token, and the age of the oldest, seconds."""
+        live = self._requests.outputs.live_requests()
+        waiting = [state for state in live if state.first_token_time is None]
+        num_tokens = sum(len(state.processed.core_request.prompt_token_ids) for state in waiting)
+        now = time.monotonic()
+        return num_tokens, max((now - state.submit_time for state in waiting), default=0.0)
 
     async def wait_until_ready(self, on_progress: Callable[[int, int], None] | None = None) -> EngineInfo:
         """Wait until the engine accepts requests.

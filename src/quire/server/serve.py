@@ -63,7 +63,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         access_log(server_config.edge.access_log) as log,
     ):
         print(f"Loading {engine_config.model} ...", file=sys.stderr, flush=True)
-        engine_config = _with_events_topic(engine_config, server_config, listening)
+        port = server_config.port or listening.socket.getsockname()[1]
+        engine_config = with_events_topic(engine_config, server_config, port)
 
         from quire.front.async_llm import AsyncLLM  # slow: the engine process is already running
 
@@ -96,11 +97,16 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
         uvloop.run(_serve_until_stopped(llm, make_app, listening, monitoring, stop))
 
 
-def _with_events_topic(config: EngineConfig, server: ServerConfig, listening: Listener) -> EngineConfig:
-    """Return the configuration with a topic of KV events that names the server, unless there is one."""
+def with_events_topic(config: EngineConfig, server: ServerConfig, port: int) -> EngineConfig:
+    """Return the configuration with a topic of KV events that names the server, unless there is one.
+
+    Args:
+        config: the configuration of the server's engine.
+        server: the server's configuration.
+        port: the port that it listens on.
+    """
     host = socket.gethostname() if server.host in ("", "0.0.0.0", "::") else server.host
     model = server.served_model_name[0] if server.served_model_name else config.model
-    port = server.port or listening.socket.getsockname()[1]
     topic = config.kv_events.topic_of(f"{host}:{port}", model)
     return dataclasses.replace(config, kv_events=dataclasses.replace(config.kv_events, kv_events_topic=topic))
 
@@ -238,8 +244,12 @@ async def _watch_key_file(tenants: Tenants, hangup: asyncio.Event) -> None:
 
 
 async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
-    """After the first signal: refuse new requests, wait for running ones, abort the rest."""
     await stop.graceful.wait()
+    await drain(context, stop.immediate)
+
+
+async def drain(context: ServerContext, immediate: asyncio.Event) -> None:
+    """Refuse new requests, wait for running ones until `drain_timeout` or `immediate`, abort the rest."""
     calls, timeout = context.calls, context.config.drain_timeout
     calls.begin_drain()
     num_running = len(calls.request_ids)
@@ -247,7 +257,7 @@ async def _stop_gracefully(context: ServerContext, stop: StopSignals) -> None:
         announce_stop(num_running, timeout)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):
-            await finished_unless_set(stop.immediate, calls.wait_idle())
+            await finished_unless_set(immediate, calls.wait_idle())
     for request_id in calls.request_ids:
         context.llm.abort(request_id)
 

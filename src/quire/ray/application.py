@@ -1,0 +1,154 @@
+"""The application on Ray Serve: deployments of engines and of the ingress, from options by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from quire.cli.options import configs_of
+from quire.config import EdgeConfig, EngineConfig, EngineRole, RayConfig, RouterConfig, ServerConfig
+from quire.errors import ConfigError
+from quire.ray.ingress import QuireIngress
+from quire.ray.replica import QuireServer
+
+HEALTH_CHECK_PERIOD = 5.0
+"""Seconds between Ray's health checks of a replica."""
+
+HEALTH_CHECK_TIMEOUT = 30.0
+"""Seconds for a replica to answer Ray's health check; the front answers while the engine computes."""
+
+END_TIMEOUT = 10.0
+"""Seconds, after `drain_timeout`, for a replica to end before Ray kills it."""
+
+_NOT_HERE: Mapping[str, str] = {
+    **dict.fromkeys(("host", "port", "uds", "uds_access"), "clients connect to Ray Serve's proxies"),
+    **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), "Ray Serve's proxies speak TLS"),
+    **dict.fromkeys(("prefill", "decode", "engine"), "the ingress learns from Ray which engines there are"),
+    **dict.fromkeys(("kv_events_endpoint", "kv_events_replay_endpoint"), "each replica has ports of its own"),
+    **dict.fromkeys(("kv_transfer_host", "kv_transfer_port"), "each replica has a port of its own"),
+    "kv_events_data_parallel_rank": "each replica has ports of its own",
+    "role": "prefill_replicas and decode_replicas give replicas their roles",
+    "root_path": "Ray Serve's route_prefix takes its place",
+    "monitoring_port": "Ray Serve checks the health of replicas itself",
+    "access_log": "Ray Serve logs requests itself",
+    "engine_api_key": "engines ask for api_key",
+    "pass_client_keys": "api_keys_file decides it",
+    "batch_dir": "the ingress does not serve batches",
+}
+"""Options of `quire serve` and `quire route` that have no meaning on Ray Serve, and why."""
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """Return the application that Ray Serve runs: `serve run quire.ray:app model=mini num_replicas=4`.
+
+    Args:
+        args: options by name, with hyphens or underscores: those of `EngineConfig`, `ServerConfig`,
+            `RouterConfig` and `RayConfig`. Values are as YAML has them, or their text.
+
+    Raises:
+        ConfigError: an option is unknown, has no meaning on Ray Serve, or has an invalid value.
+    """
+    for name in args:
+        if (reason := _NOT_HERE.get(name.replace("-", "_"))) is not None:
+            raise ConfigError(f"the option {name} cannot be set on Ray Serve: {reason}; leave it out")
+    classes = (EngineConfig, ServerConfig, RouterConfig, RayConfig)
+    engine, server, router, ray = configs_of(args, *classes, defaults={"standby_engine": True})
+    if not ray.ingress_replicas:
+        return _engines(engine, server, ray, "Engine", num_replicas=ray.num_replicas)
+    router = _router_config(router, engine, server)
+    server = dataclasses.replace(server, edge=EdgeConfig())  # its clients are ingress replicas
+    if ray.prefill_replicas:
+        engines = [
+            _engines(engine, server, ray, "Prefill", "prefill", num_replicas=ray.prefill_replicas),
+            _engines(engine, server, ray, "Decode", "decode", num_replicas=ray.decode_replicas),
+        ]
+    else:
+        engines = [_engines(engine, server, ray, "Engine", num_replicas=ray.num_replicas)]
+    return _ingress(router, ray, engines)
+
+
+def build_app(**options: Any) -> serve.Application:
+    """Return the application of `app` with options as keyword arguments, for `serve.run`.
+
+    Raises:
+        ConfigError: an option is unknown, has no meaning on Ray Serve, or has an invalid value.
+    """
+    return app(options)
+
+
+def _router_config(router: RouterConfig, engine: EngineConfig, server: ServerConfig) -> RouterConfig:
+    """Return the configuration of the ingress: it reads the engines' KV events, and sends them their key."""
+    checks_tenants = bool(server.api_keys_file)
+    return dataclasses.replace(
+        router,
+        host="0.0.0.0",  # clients reach Ray's proxies, by whatever name
+        tokenizer=router.tokenizer or engine.tokenizer or engine.model,
+        api_key="" if checks_tenants else router.api_key,
+        pass_client_keys=checks_tenants,
+        engine_api_key=next(iter(server.api_key.split()), ""),
+    )
+
+
+def _engines(
+    engine: EngineConfig,
+    server: ServerConfig,
+    ray: RayConfig,
+    name: str,
+    role: EngineRole = "both",
+    *,
+    num_replicas: int,
+) -> serve.Application:
+    """Return a deployment of engines."""
+    cpus = ray.replica_cpus or max(engine.num_threads, engine.tensor_parallel_size)
+    engine = dataclasses.replace(engine, role=role, num_threads=engine.num_threads or math.ceil(cpus))
+    # The ranks of an engine are processes of one machine, so that they are one request for resources.
+    gpus = engine.tensor_parallel_size if engine.device == "cuda" else 0
+    scheduler = engine.scheduler
+    return (
+        serve.deployment(QuireServer if ray.ingress_replicas else serve.ingress()(QuireServer))
+        .options(
+            name=name,
+            num_replicas=None if ray.max_replicas else num_replicas,
+            autoscaling_config=_autoscaling(ray) if ray.max_replicas else None,
+            ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+            max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_queued_reqs,
+            request_router_config=RequestRouterConfig(
+                request_router_class="quire.ray.engine_list:EngineList", request_router_kwargs={"name": name}
+            )
+            if ray.ingress_replicas
+            else RequestRouterConfig(),
+            health_check_period_s=HEALTH_CHECK_PERIOD,
+            health_check_timeout_s=HEALTH_CHECK_TIMEOUT,
+            graceful_shutdown_timeout_s=server.drain_timeout + END_TIMEOUT,
+        )
+        .bind(engine, server)
+    )
+
+
+def _autoscaling(ray: RayConfig) -> AutoscalingConfig:
+    return AutoscalingConfig(
+        min_replicas=ray.num_replicas,
+        max_replicas=ray.max_replicas,
+        policy=AutoscalingPolicy(policy_function="quire.ray.autoscaling:LoadPolicy"),
+    )
+
+
+def _ingress(router: RouterConfig, ray: RayConfig, engines: Sequence[serve.Application]) -> serve.Application:
+    """Return the deployment of the ingress, which has those of the engines."""
+    return (
+        serve.deployment(serve.ingress()(QuireIngress))
+        .options(
+            name="Ingress",
+            num_replicas=ray.ingress_replicas,
+            max_ongoing_requests=router.max_in_flight,
+            health_check_period_s=HEALTH_CHECK_PERIOD,
+            health_check_timeout_s=HEALTH_CHECK_TIMEOUT,
+            graceful_shutdown_timeout_s=router.drain_timeout + END_TIMEOUT,
+        )
+        .bind(router, engines)
+    )
