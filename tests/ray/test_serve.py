@@ -1,0 +1,205 @@
+"""Engines on Ray Serve, on a cluster of one machine: placement, failures, draining, prefill and decode apart."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.server.http.listening import bound_socket
+
+ray = pytest.importorskip("ray", reason="Ray is not installed; make test-ray installs it")
+serve = pytest.importorskip("ray.serve", reason="Ray is not installed; make test-ray installs it")
+
+from quire.ray import build_app  # noqa: E402
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+PROMPTS = [f"Count to {number}, then tell a story about it." for number in range(2, 10)]
+LENGTH = 200  # tokens
+OPTIONS: dict[str, Any] = {"model": "mini", "max_num_seqs": 16, "cache_size": 0.05, "replica_cpus": 1}
+PATIENCE = 120.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """The tokens of one engine without a server."""
+    params = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
+    outputs = LLM("mini", cache_size=0.05).generate(PROMPTS, params)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The URL of Ray Serve's proxy on a cluster of this machine alone."""
+    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        serve.start(http_options={"port": port})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engines(url: str) -> str:
+    """The URL of an application with two engines."""
+    serve.run(build_app(**OPTIONS, num_replicas=2), name="engines", route_prefix="/")
+    wait_until(lambda: len(states(url)) == 2 and set(states(url).values()) == {"up"})
+    return url
+
+
+class Stream:
+    """A completion that is read in a thread: counts its pieces, and collects its tokens."""
+
+    def __init__(self, url: str, prompt: str) -> None:
+        self.tokens: list[int] = []
+        self.has_begun = threading.Event()
+        self._url = url
+        self._prompt = prompt
+
+    def read(self) -> list[int]:
+        try:
+            return self._read()
+        finally:
+            self.has_begun.set()
+
+    def _read(self) -> list[int]:
+        body = {
+            "model": "mini",
+            "prompt": self._prompt,
+            "max_tokens": LENGTH,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=PATIENCE) as answer:
+            for line in answer.iter_lines():
+                data = line.removeprefix("data: ")
+                if data and data != "[DONE]":
+                    event = json.loads(data)
+                    assert "error" not in event, event
+                    self.tokens += event["choices"][0].get("token_ids", [])
+                    self.has_begun.set()
+        return self.tokens
+
+
+@contextlib.contextmanager
+def streams(url: str) -> Iterator[list[Future[list[int]]]]:
+    """All prompts at once; entered when each stream has begun."""
+    reading = [Stream(url, prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        answers = [threads.submit(stream.read) for stream in reading]
+        for stream in reading:
+            assert stream.has_begun.wait(PATIENCE)
+        yield answers
+
+
+def states(url: str) -> dict[str, str]:
+    """The ingress's engines: their states by URL."""
+    answer = httpx.get(f"{url}/route/engines", timeout=PATIENCE)
+    return {engine["url"]: engine["state"] for engine in answer.json()["data"]}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def replicas_of(deployment: str) -> list[psutil.Process]:
+    """The processes of a deployment's replicas."""
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if (process.cmdline() or [""])[0].endswith(f":{deployment}")
+    ]
+
+
+def test_streams_through_the_ingress_are_those_of_an_engine(engines: str, expected: list[list[int]]) -> None:
+    with streams(engines) as answers:
+        assert [answer.result() for answer in answers] == expected
+    used = httpx.get(f"{engines}/metrics").text
+    assert used.count('purpose="answer"} 4.0') == 2, used
+
+
+def test_prompts_go_to_the_engine_that_has_their_blocks(engines: str) -> None:
+    """The ingress follows the KV events of all engines."""
+    lines = httpx.get(f"{engines}/metrics").text.splitlines()
+    followed = [line for line in lines if line.startswith("quire_route_engine_followed{")]
+    assert [line.rpartition(" ")[2] for line in followed] == ["1.0", "1.0"]
+
+
+def test_replicas_say_what_routers_and_autoscaling_read(engines: str) -> None:
+    handle = serve.get_deployment_handle("Engine", "engines")
+    [metadata, _] = handle.broadcast("record_replica_metadata").results()
+    assert metadata == {"url": metadata["url"], "role": "both", "model": "mini"}
+    stats = handle.record_routing_stats.remote().result()
+    events = stats.pop("kv_event_metadata")
+    assert stats.keys() == {"num_running", "num_waiting", "kv_cache_usage"}
+    assert events.pop("endpoint").startswith("tcp://")
+    assert events.pop("replay_endpoint").startswith("tcp://")
+    assert events == {"block_size": 16, "max_num_batched_tokens": 512, "dp_rank": 0}
+    load = handle.record_autoscaling_stats.remote().result()
+    assert load == {"queued_prompt_tokens": 0.0, "oldest_wait_seconds": 0.0, "kv_cache_usage": 0.0}
+
+
+def test_an_engine_process_that_dies_is_replaced_within_its_replica(
+    engines: str, expected: list[list[int]]
+) -> None:
+    before = states(engines)
+    with streams(engines) as answers:
+        for process in replicas_of("Engine")[0].children():
+            process.kill()
+        assert [answer.result() for answer in answers] == expected
+    assert states(engines).keys() == before.keys()
+
+
+def test_clients_do_not_change_engines(engines: str) -> None:
+    answer = httpx.post(f"{engines}/route/engines", json={"url": "http://127.0.0.1:1", "role": "both"})
+    assert answer.status_code == 405
+
+
+def test_a_replica_that_dies_is_replaced_by_ray(engines: str) -> None:
+    before = set(states(engines))
+    replicas_of("Engine")[0].kill()
+    wait_until(lambda: len(states(engines).keys() - before) == 1 and len(states(engines)) == 2)
+    wait_until(lambda: set(states(engines).values()) == {"up"})
+
+
+def test_scaling_down_loses_nothing(engines: str, expected: list[list[int]]) -> None:
+    with streams(engines) as answers:
+        serve.run(build_app(**OPTIONS, num_replicas=1), name="engines", route_prefix="/")
+        assert [answer.result() for answer in answers] == expected
+    wait_until(lambda: len(states(engines)) == 1)
+    with streams(engines) as answers:
+        assert [answer.result() for answer in answers] == expected
+
+
+def test_prompts_are_handed_over_below_a_prefix(url: str, expected: list[list[int]]) -> None:
+    app = build_app(**OPTIONS, prefill_replicas=1, decode_replicas=1, min_prefill_bytes=10)
+    serve.run(app, name="split", route_prefix="/split")
+    split = f"{url}/split"
+    wait_until(lambda: len(states(split)) == 2 and set(states(split).values()) == {"up"})
+    with streams(split) as answers:
+        assert [answer.result() for answer in answers] == expected
+    assert 'purpose="prefill"} 8.0' in httpx.get(f"{split}/metrics").text
+
+
+def test_an_engine_without_an_ingress_answers_itself(url: str, expected: list[list[int]]) -> None:
+    serve.run(build_app(**OPTIONS, ingress_replicas=0), name="alone", route_prefix="/alone")
+    with streams(f"{url}/alone") as answers:
+        assert [answer.result() for answer in answers] == expected
