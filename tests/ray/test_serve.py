@@ -1,4 +1,4 @@
-"""Engines on Ray Serve, on a cluster of one machine: placement, failures, draining, prefill and decode apart."""
+"""Engines on Ray Serve, on one machine: routing, failures, draining, prefill and decode apart."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from quire.cluster.app import create_app
 from quire.cluster.engines.registry import MAX_ENGINES, Engine, Role
 from quire.cluster.router import Router
 from quire.config import RouterConfig
-from quire.server.edge.middleware import RootPath
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -111,7 +110,7 @@ class QuireIngress:
 
 
 class _Application:
-    """ASGI application: the router's, for Ray, which starts and stops it and may prefix paths.
+    """ASGI application: the router's, for Ray, which has a lifespan and may prefix paths.
 
     Args:
         app: the router's application.
@@ -126,6 +125,8 @@ class _Application:
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
             return
-        prefix = scope.get("root_path", "")
-        app = RootPath(self._app, prefix=prefix) if prefix else self._app
-        await app(scope, receive, send)
+        if prefix := scope.get("root_path", ""):  # the route prefix, which engines do not know
+            path = scope["path"].removeprefix(prefix) or "/"
+            raw_path = scope["raw_path"].removeprefix(prefix.encode()) or b"/"
+            scope = {**scope, "root_path": "", "path": path, "raw_path": raw_path}
+        await self._app(scope, receive, send)
