@@ -125,6 +125,8 @@ def _engines(
             health_check_period_s=HEALTH_CHECK_PERIOD,
             health_check_timeout_s=HEALTH_CHECK_TIMEOUT,
             graceful_shutdown_timeout_s=server.drain_timeout + END_TIMEOUT,
+            # Updates stop an engine first, which needs no more room, unless there is only one.
+            max_surge_percent=100 if num_replicas == 1 else 0,
         )
         .bind(engine, server)
     )
@@ -149,6 +151,7 @@ def _ingress(router: RouterConfig, ray: RayConfig, engines: Sequence[serve.Appli
             health_check_period_s=HEALTH_CHECK_PERIOD,
             health_check_timeout_s=HEALTH_CHECK_TIMEOUT,
             graceful_shutdown_timeout_s=router.drain_timeout + END_TIMEOUT,
+            max_surge_percent=100,
         )
         .bind(router, engines)
     )
