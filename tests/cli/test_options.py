@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import config_docs
 from quire.cli.console import flag_name, in_flags, parameter_name
 from quire.cli.main import app
-from quire.cli.options import FLAG_TYPES, config_fields, config_options
+from quire.cli.options import FLAG_TYPES, config_fields, config_options, configs_of
 from quire.config import (
     AdaptiveRKVConfig,
     CacheEvictionConfig,
@@ -23,12 +23,14 @@ from quire.config import (
     KVEventsConfig,
     KVTierConfig,
     KVTransferConfig,
+    RouterConfig,
     SchedulerConfig,
     ServerConfig,
     SparseAttentionConfig,
     SpeculationConfig,
     SupervisionConfig,
 )
+from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 from quire.structured_outputs import StructuredOutputsParams
 
@@ -215,6 +217,66 @@ def test_what_cannot_be_parsed_is_a_usage_error(arguments: list[str], parts: lis
     result = CliRunner().invoke(app, ["generate", "hi", *arguments])
     assert result.exit_code == 2
     assert all(part in result.stderr for part in parts), result.stderr
+
+
+def test_configurations_are_built_from_values_by_name() -> None:
+    engine, server = configs_of(
+        {
+            "model": "some/model",
+            "max-num-seqs": "8",
+            "cache_size": 4,
+            "enable_prefix_caching": "false",
+            "weight_cache": "",
+            "tool-call-format": "hermes",
+            "served_model_name": ["a", "b"],
+            "override_generation_config": {"temperature": 0.5},
+        },
+        EngineConfig,
+        ServerConfig,
+        defaults={"standby_engine": True},
+    )
+    assert engine == EngineConfig(
+        model="some/model",
+        weight_cache="",
+        scheduler=SchedulerConfig(max_num_seqs=8, cache_size=4.0, enable_prefix_caching=False),
+        supervision=SupervisionConfig(standby_engine=True),
+    )
+    assert server == ServerConfig(
+        tool_call_format="hermes",
+        served_model_name=("a", "b"),
+        override_generation_config={"temperature": 0.5},
+    )
+
+
+def test_a_name_of_several_configurations_sets_it_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "secret")
+    server, router = configs_of({"max_body_bytes": "9"}, ServerConfig, RouterConfig)
+    assert (server.max_body_bytes, router.max_body_bytes) == (9, 9)
+    assert (server.port, router.port) == (8000, 8080)
+    assert (server.api_key, router.api_key) == ("secret", "secret")
+    [server] = configs_of({"api_key": "other"}, ServerConfig)
+    assert server.api_key == "other"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_num_seq": 3}, "no option has the name 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ({"max-num-seqs": 3, "max_num_seqs": 3}, "max_num_seqs is there twice"),
+        ({"max_num_seqs": "many"}, "max_num_seqs is 'many'; it must be a whole number"),
+        ({"max_num_seqs": 3.5}, "max_num_seqs is '3.5'; it must be a whole number"),
+        ({"max_num_seqs": True}, "max_num_seqs is 'true'; it must be a whole number"),
+        ({"max_num_seqs": {"a": [1]}}, "max_num_seqs is a list or a mapping; it must be a whole number"),
+        ({"model": None}, "model is 'null'; it must be text"),
+        ({"model": object()}, "model cannot be read"),
+        ({"max_num_seqs": 0}, "SchedulerConfig.max_num_seqs is 0; it must be at least 1"),
+        ({"override_generation_config": "x"}, "--override-generation-config: 'x' is not of the form"),
+    ],
+)
+def test_wrong_values_by_name_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        configs_of(given, EngineConfig, ServerConfig)
+    assert message in str(refusal.value)
 
 
 def test_messages_speak_of_flags():

@@ -17,10 +17,12 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.server.http.listening import bound_socket
 
-ray = pytest.importorskip("ray", reason="Ray is not installed; make test-ray installs it")
-serve = pytest.importorskip("ray.serve", reason="Ray is not installed; make test-ray installs it")
+pytest.importorskip("ray.serve", reason="Ray is not installed; make test-ray installs it")
 
-from quire.ray import build_app  # noqa: E402
+import ray
+from ray import serve
+
+from quire.ray import build_app
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -166,6 +168,25 @@ def test_an_engine_process_that_dies_is_replaced_within_its_replica(
             process.kill()
         assert [answer.result() for answer in answers] == expected
     assert states(engines).keys() == before.keys()
+
+
+def test_a_pause_keeps_requests_where_they_are(engines: str, expected: list[list[int]]) -> None:
+    handle = serve.get_deployment_handle("Engine", "engines")
+
+    def reconfigure(**user_config: Any) -> None:
+        handle.broadcast("reconfigure", user_config).results()
+
+    def num_queued() -> float:
+        loads = handle.broadcast("record_autoscaling_stats").results()
+        return sum(load["queued_prompt_tokens"] for load in loads)
+
+    reconfigure(paused=True)
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        answers = [threads.submit(Stream(engines, prompt).read) for prompt in PROMPTS]
+        wait_until(lambda: num_queued() > 20 * len(PROMPTS))
+        reconfigure()
+        assert [answer.result() for answer in answers] == expected
+    assert num_queued() == 0
 
 
 def test_clients_do_not_change_engines(engines: str) -> None:

@@ -12,6 +12,7 @@ import enum
 import functools
 import inspect
 import json
+import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -213,7 +214,8 @@ def configs_of(
 ) -> list[Any]:
     """Return configurations built from values by the names of their flags, as a configuration file has them.
 
-    A name that several classes have sets it in each of them.
+    A name that several classes have sets it in each of them. As for flags, environment variables set what is
+    not given.
 
     Args:
         given: values by name, with hyphens or underscores; text may stand for a number or a truth value.
@@ -227,8 +229,11 @@ def configs_of(
         cls: [_parameter(owner, field, limits, defaults or {}) for owner, field, limits in config_fields(cls)]
         for cls in classes
     }
-    kinds = {flag.name: typing.get_args(flag.annotation)[0] for own in flags.values() for flag in own}
-    values = named_values(given, kinds)
+    described = {flag.name: typing.get_args(flag.annotation) for own in flags.values() for flag in own}
+    variables = {name: info.envvar for name, (_, info) in described.items() if info.envvar}
+    kinds = {name: kind for name, (kind, _) in described.items()}
+    values = {name: os.environ[one] for name, one in variables.items() if one in os.environ}
+    values |= named_values(given, kinds)
     try:
         return [
             _build(cls, {flag.name: values.get(flag.name, flag.default) for flag in own})

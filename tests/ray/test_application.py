@@ -1,0 +1,101 @@
+"""The application that options by name make, without a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.config import EngineConfig, RouterConfig, ServerConfig
+from quire.errors import ConfigError
+
+pytest.importorskip("ray.serve", reason="Ray is not installed; make test-ray installs it")
+
+from quire.ray import app, build_app
+
+
+def deployments(**options: Any) -> dict[str, Any]:
+    """The deployments of an application by name."""
+    found = {}
+    waiting = [build_app(**options)]
+    while waiting:
+        deployment = waiting.pop()._bound_deployment
+        found[deployment.name] = deployment
+        if deployment.name == "Ingress":
+            waiting += deployment.init_args[1]
+    return found
+
+
+def test_one_engine_behind_an_ingress() -> None:
+    found = deployments(model="mini", max_num_seqs=8, max_num_queued_reqs=32, drain_timeout=20)
+    engine, ingress = found["Engine"], found["Ingress"]
+    config, server = engine.init_args
+    assert isinstance(config, EngineConfig)
+    assert isinstance(server, ServerConfig)
+    assert (config.model, config.role, config.num_threads) == ("mini", "both", 1)
+    assert config.supervision.standby_engine
+    assert (engine.num_replicas, engine.max_ongoing_requests) == (1, 40)
+    assert engine.ray_actor_options["num_cpus"] == 1
+    assert engine._deployment_config.graceful_shutdown_timeout_s == 30
+    router, [_] = ingress.init_args
+    assert isinstance(router, RouterConfig)
+    assert router.tokenizer == "mini"
+    assert ingress.max_ongoing_requests == router.max_in_flight
+
+
+def test_prefill_and_decode_are_deployments_of_their_own() -> None:
+    found = deployments(prefill_replicas="1", decode_replicas="3")
+    assert found.keys() == {"Ingress", "Prefill", "Decode"}
+    assert [found[name].num_replicas for name in ("Prefill", "Decode")] == [1, 3]
+    assert [found[name].init_args[0].role for name in ("Prefill", "Decode")] == ["prefill", "decode"]
+
+
+def test_ranks_are_reserved_together() -> None:
+    engine = deployments(tensor_parallel_size=2, device="cuda")["Engine"]
+    assert engine.ray_actor_options["num_cpus"] == 2
+    assert engine.ray_actor_options["num_gpus"] == 2
+
+
+def test_an_engine_is_scaled_by_its_load() -> None:
+    config = deployments(num_replicas=2, max_replicas=5)["Engine"]._deployment_config.autoscaling_config
+    assert (config.min_replicas, config.max_replicas) == (2, 5)
+    assert type(config.policy.get_policy()).__name__ == "type"
+
+
+def test_engines_ask_the_ingress_for_the_key_of_clients() -> None:
+    found = deployments(api_key="one two", allowed_hosts=["example.com"])
+    router, server = found["Ingress"].init_args[0], found["Engine"].init_args[1]
+    assert (router.api_key, router.engine_api_key, server.api_key) == ("one two", "one", "one two")
+    assert router.edge.allowed_hosts == ("example.com",)
+    assert server.edge.allowed_hosts == ()  # the ingress calls it by its address
+
+
+def test_engines_know_the_tenants() -> None:
+    router = deployments(api_key="admin", api_keys_file="keys.toml")["Ingress"].init_args[0]
+    assert (router.api_key, router.pass_client_keys, router.engine_api_key) == ("", True, "admin")
+
+
+def test_without_an_ingress_clients_reach_engines() -> None:
+    [engine] = deployments(ingress_replicas=0, allowed_hosts=["example.com"]).values()
+    assert engine.init_args[1].edge.allowed_hosts == ("example.com",)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cache_sise": "4"}, "no option has the name 'cache_sise'; did you mean 'cache_size'"),
+        (
+            {"port": "80"},
+            "the option port cannot be set on Ray Serve: clients connect to Ray Serve's proxies",
+        ),
+        ({"kv-events-endpoint": "x"}, "the option kv-events-endpoint cannot be set on Ray Serve"),
+        ({"prefill_replicas": 1}, "give both or neither"),
+        ({"prefill_replicas": 1, "decode_replicas": 1, "num_replicas": 2}, "leave them out"),
+        ({"prefill_replicas": 1, "decode_replicas": 1, "ingress_replicas": 0}, "need an ingress"),
+        ({"num_replicas": 3, "max_replicas": 2}, "below num_replicas 3"),
+    ],
+)
+def test_wrong_options_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        app(given)
+    assert message in str(refusal.value)

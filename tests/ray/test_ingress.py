@@ -1,0 +1,63 @@
+"""The ingress's engines are the replicas that Ray runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from quire.cluster.engines.registry import MAX_ENGINES, Engine
+from quire.ray.ingress import EngineUpdates
+
+
+class Router:
+    """A router that notes its changes."""
+
+    def __init__(self) -> None:
+        self.engines = SimpleNamespace(by_url={})
+        self.changes: list[str] = []
+
+    async def add(self, engine: Engine) -> None:
+        self.engines.by_url[engine.url] = engine
+        self.changes.append(f"+{engine.url} {engine.role}")
+
+    async def remove(self, engine: Engine) -> None:
+        del self.engines.by_url[engine.url]
+        self.changes.append(f"-{engine.url}")
+
+
+def replica(url: str, role: str = "both") -> dict[str, Any]:
+    return {"url": url, "role": role, "model": "mini"}
+
+
+async def test_replicas_come_and_go() -> None:
+    router: Any = Router()
+    updates = EngineUpdates(router)
+    updates.note("Prefill", [replica("a", "prefill")])
+    updates.note("Decode", [replica("b", "decode"), replica("c", "decode")])
+    await updates.apply()
+    assert router.changes == ["+a prefill", "+b decode", "+c decode"]
+    router.changes.clear()
+    updates.note("Decode", [replica("c", "decode"), replica("d", "decode")])
+    await updates.apply()
+    assert router.changes == ["-b", "+d decode"]
+    router.changes.clear()
+    updates.note("Decode", [replica("d", "decode"), replica("c", "decode")])
+    updates.note("Prefill", [])
+    await updates.apply()
+    assert router.changes == ["-a"]
+
+
+async def test_a_replica_that_says_nothing_is_none() -> None:
+    router: Any = Router()
+    updates = EngineUpdates(router)
+    updates.note("Engine", [{}, replica("a")])
+    await updates.apply()
+    assert router.changes == ["+a both"]
+
+
+async def test_the_router_takes_so_many_engines_and_no_more() -> None:
+    router: Any = Router()
+    updates = EngineUpdates(router)
+    updates.note("Engine", [replica(str(number)) for number in range(MAX_ENGINES + 3)])
+    await updates.apply()
+    assert len(router.engines.by_url) == MAX_ENGINES
