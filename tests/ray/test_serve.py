@@ -183,7 +183,7 @@ def test_a_pause_keeps_requests_where_they_are(engines: str, expected: list[list
     reconfigure(paused=True)
     with ThreadPoolExecutor(len(PROMPTS)) as threads:
         answers = [threads.submit(Stream(engines, prompt).read) for prompt in PROMPTS]
-        wait_until(lambda: num_queued() > 20 * len(PROMPTS))
+        wait_until(lambda: num_queued() > 0)
         reconfigure()
         assert [answer.result() for answer in answers] == expected
     assert num_queued() == 0
