@@ -39,6 +39,8 @@ nearest known name. Of the environment, `quire serve` and `quire route` read `QU
 - The fields of `TenantConfig` stand in the file of `--api-keys-file` ([tenants.md](tenants.md)).
 - `quire route` has those of `RouterConfig`, `ConnectionConfig` and `EdgeConfig` only
   ([many-machines.md](many-machines.md)).
+- On Ray Serve, `quire.ray` takes the fields of these and of `RayConfig`
+  ([many-machines.md](many-machines.md#ray-serve)).
 - `WorkloadConfig`, `ArrivalConfig`, `TargetConfig` and `LatencyConfig` are for `quire bench`
   ([bench.md](bench.md)).
 - The flags of `CacheEvictionConfig` begin with `--eviction-`, those of `KVCrushConfig` with `--kvcrush-`,

@@ -7,6 +7,7 @@ import httpx
 
 from certificates import certificate
 from logged import logged
+from quire.cluster.engines.registry import Engine, Role
 from quire.cluster.route import monitored, routing
 from quire.config import EdgeConfig, RouterConfig
 from quire.server.http.listening import bound_socket, listener, url_of
@@ -110,3 +111,14 @@ async def test_the_monitoring_port_answers_while_the_event_loop_is_blocked(route
             assert "quire_route_in_flight 0.0" in httpx.get(f"{url}/metrics").text
             router.calls.begin_drain()
             assert httpx.get(f"{url}/health").json()["status"] == "draining"
+
+
+async def test_an_engine_with_a_key_of_its_own_gets_no_other(routed, engine):
+    http, router = await routed(engine=[engine], engine_api_key="shared")
+    await router.remove(router.engines.by_url[engine.url])
+    await router.add(Engine(engine.url, Role.BOTH, key="own"))
+    body = {"model": "mini", "prompt": "hi"}
+    await http.post("/v1/completions", json=body, headers={"Authorization": "Bearer x", "x-api-key": "x"})
+    [seen] = engine.seen
+    assert seen.headers["authorization"] == "Bearer own"
+    assert "x-api-key" not in seen.headers

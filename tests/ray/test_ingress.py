@@ -25,8 +25,8 @@ class Router:
         self.changes.append(f"-{engine.url}")
 
 
-def replica(url: str, role: str = "both") -> dict[str, Any]:
-    return {"url": url, "role": role, "model": "mini"}
+def replica(url: str, role: str = "both", key: str = "") -> dict[str, Any]:
+    return {"url": url, "role": role, "model": "mini", "key": key}
 
 
 async def test_replicas_come_and_go() -> None:
@@ -45,6 +45,17 @@ async def test_replicas_come_and_go() -> None:
     updates.note("Prefill", [])
     await updates.apply()
     assert router.changes == ["-a"]
+
+
+async def test_a_new_replica_at_an_old_address_is_a_new_engine() -> None:
+    router: Any = Router()
+    updates = EngineUpdates(router)
+    updates.note("Engine", [replica("a", key="1")])
+    await updates.apply()
+    updates.note("Engine", [replica("a", key="2")])
+    await updates.apply()
+    assert router.changes == ["+a both", "-a", "+a both"]
+    assert router.engines.by_url["a"].key == "2"
 
 
 async def test_a_replica_that_says_nothing_is_none() -> None:

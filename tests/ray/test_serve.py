@@ -148,7 +148,11 @@ def test_prompts_go_to_the_engine_that_has_their_blocks(engines: str) -> None:
 def test_replicas_say_what_routers_and_autoscaling_read(engines: str) -> None:
     handle = serve.get_deployment_handle("Engine", "engines")
     [metadata, _] = handle.broadcast("record_replica_metadata").results()
-    assert metadata == {"url": metadata["url"], "role": "both", "model": "mini"}
+    url, key = metadata.pop("url"), metadata.pop("key")
+    assert metadata == {"role": "both", "model": "mini"}
+    with_key = {"Authorization": f"Bearer {key}"}
+    statuses = [httpx.get(f"{url}/v1/models", headers=headers).status_code for headers in ({}, with_key)]
+    assert statuses == [401, 200]  # only the ingress reaches an engine
     stats = handle.record_routing_stats.remote().result()
     events = stats.pop("kv_event_metadata")
     assert stats.keys() == {"num_running", "num_waiting", "kv_cache_usage"}

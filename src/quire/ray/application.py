@@ -128,7 +128,7 @@ def _engines(
             # Updates stop an engine first, which needs no more room, unless there is only one.
             max_surge_percent=100 if num_replicas == 1 else 0,
         )
-        .bind(engine, server)
+        .bind(engine, server, is_behind_ingress=bool(ray.ingress_replicas))
     )
 
 

@@ -39,12 +39,12 @@ class EngineUpdates:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._roles: dict[str, dict[str, Role]] = {}  # by deployment and URL
+        self._replicas: dict[str, Replicas] = {}  # by deployment
         self._changed = asyncio.Event()
 
     def note(self, name: str, replicas: Replicas) -> None:
         """Note which replicas of a deployment are running."""
-        self._roles[name] = {replica["url"]: Role(replica["role"]) for replica in replicas if replica}
+        self._replicas[name] = replicas
         self._changed.set()
 
     async def run(self) -> None:
@@ -56,11 +56,13 @@ class EngineUpdates:
 
     async def apply(self) -> None:
         """Remove the engines that have ended, whose running requests go on, and add new ones."""
-        roles = {url: role for of_one in self._roles.values() for url, role in of_one.items()}
+        replicas = [one for of_one in self._replicas.values() for one in of_one if one]
+        wanted = {one["url"]: Engine(one["url"], Role(one["role"]), one["key"]) for one in replicas}
         engines = self._router.engines.by_url
-        for engine in [one for url, one in engines.items() if url not in roles]:
-            await self._router.remove(engine)
-        new = [Engine(url, role) for url, role in roles.items() if url not in engines]
+        for url, engine in list(engines.items()):
+            if url not in wanted or engine.key != wanted[url].key:
+                await self._router.remove(engine)
+        new = [engine for url, engine in wanted.items() if url not in engines]
         room = MAX_ENGINES - len(engines)
         await asyncio.gather(*map(self._router.add, new[:room]))
 

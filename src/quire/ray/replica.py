@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -31,17 +32,21 @@ class QuireServer:
     Args:
         engine: configuration of the engine; ports and addresses are replaced by those of the replica.
         server: configuration of its HTTP server, which listens on a free port of the node's address.
+        is_behind_ingress: whether only the ingress, which gets a key of the replica, may call it; unless
+            `server` has keys of clients, which then come through the ingress.
 
     Raises:
         QuireError: the engine could not be built.
     """
 
     async def __init__(  # type: ignore[misc]
-        self, engine: EngineConfig, server: ServerConfig
+        self, engine: EngineConfig, server: ServerConfig, *, is_behind_ingress: bool = False
     ) -> None:
         raise_descriptor_limit()
+        is_open = is_behind_ingress and not (server.api_key or server.api_keys_file)
+        self._key = secrets.token_urlsafe() if is_open else ""
         self._host = ray.util.get_node_ip_address()
-        server = dataclasses.replace(server, host=self._host, port=0)
+        server = dataclasses.replace(server, host=self._host, port=0, api_key=self._key or server.api_key)
         async with contextlib.AsyncExitStack() as stack:
             bound = stack.enter_context(contextlib.closing(bound_socket(self._host, 0)))
             self._url = url_of(self._host, bound)
@@ -84,9 +89,9 @@ class QuireServer:
             raise failure
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Return where the ingress finds the engine, and its role."""
-        info = self._context.llm.info
-        return {"url": self._url, "role": info.role, "model": self._context.model_name}
+        """Return where the ingress finds the engine, with which key, and its role."""
+        role = self._context.llm.info.role
+        return {"url": self._url, "key": self._key, "role": role, "model": self._context.model_name}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the engine's load, and where it publishes its KV events, for Ray's `KVAwareRouter`."""

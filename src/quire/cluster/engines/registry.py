@@ -49,11 +49,13 @@ class Engine:
     Args:
         url: URL without a trailing slash.
         role: prefill, decode or both.
+        key: API key that this engine alone is sent, in place of any other; empty: none.
     """
 
-    def __init__(self, url: str, role: Role) -> None:
+    def __init__(self, url: str, role: Role, key: str = "") -> None:
         self.url = url
         self.role = role
+        self.key = key
         self.is_draining = False
         self.failure: str | None = NOT_CHECKED
         self.id = next(_ids)  # a new one after each failure, which may lose the cache

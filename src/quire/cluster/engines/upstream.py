@@ -225,7 +225,7 @@ class Upstream:
                         response = await self._session.request(
                             asked.method,
                             url,
-                            headers=asked.headers,
+                            headers=_with_key(asked.headers, engine.key) if engine.key else asked.headers,
                             data=asked.body or None,
                             allow_redirects=False,
                         )
@@ -272,6 +272,13 @@ class Upstream:
 def is_end_to_end(name: bytes) -> bool:
     """Return whether a header is end-to-end rather than hop-by-hop."""
     return name.lower() not in _OF_ONE_CONNECTION
+
+
+def _with_key(headers: Headers, key: str) -> Headers:
+    headers = headers.copy()
+    headers["Authorization"] = f"Bearer {key}"
+    headers.popall("X-Api-Key", None)
+    return headers
 
 
 def _is_passed_on(name: bytes) -> bool:
