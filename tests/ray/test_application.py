@@ -37,9 +37,9 @@ def test_one_engine_behind_an_ingress() -> None:
     assert (engine.num_replicas, engine.max_ongoing_requests) == (1, 40)
     assert engine.ray_actor_options["num_cpus"] == 1
     assert engine._deployment_config.graceful_shutdown_timeout_s == 30
-    router, [_] = ingress.init_args
+    router, [_], port = ingress.init_args
     assert isinstance(router, RouterConfig)
-    assert router.tokenizer == "mini"
+    assert (router.tokenizer, port) == ("mini", 0)
     assert ingress.max_ongoing_requests == router.max_in_flight
 
 
@@ -92,6 +92,7 @@ def test_without_an_ingress_clients_reach_engines() -> None:
         ({"prefill_replicas": 1}, "give both or neither"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "num_replicas": 2}, "leave them out"),
         ({"prefill_replicas": 1, "decode_replicas": 1, "ingress_replicas": 0}, "need an ingress"),
+        ({"ingress_replicas": 0, "ingress_port": 8001}, "none listens there"),
         ({"num_replicas": 3, "max_replicas": 2}, "below num_replicas 3"),
     ],
 )

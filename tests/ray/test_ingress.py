@@ -5,7 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from quire.cluster.engines.registry import MAX_ENGINES, Engine
+
+pytest.importorskip("ray.serve", reason="Ray is not installed; make test-ray installs it")
+
 from quire.ray.ingress import EngineUpdates
 
 

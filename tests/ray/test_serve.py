@@ -43,8 +43,7 @@ def expected() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The URL of Ray Serve's proxy on a cluster of this machine alone."""
-    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
+    port = free_port()
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
         serve.start(http_options={"port": port})
@@ -55,9 +54,16 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def engines(url: str) -> str:
+def ingress_port() -> int:
+    """The ingress's own port."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def engines(url: str, ingress_port: int) -> str:
     """The URL of an application with two engines."""
-    serve.run(build_app(**OPTIONS, num_replicas=2), name="engines", route_prefix="/")
+    app = build_app(**OPTIONS, num_replicas=2, ingress_port=ingress_port)
+    serve.run(app, name="engines", route_prefix="/")
     wait_until(lambda: len(states(url)) == 2 and set(states(url).values()) == {"up"})
     return url
 
@@ -115,6 +121,12 @@ def states(url: str) -> dict[str, str]:
     return {engine["url"]: engine["state"] for engine in answer.json()["data"]}
 
 
+def free_port() -> int:
+    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
+        port: int = bound.getsockname()[1]
+        return port
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
@@ -136,6 +148,11 @@ def test_streams_through_the_ingress_are_those_of_an_engine(engines: str, expect
         assert [answer.result() for answer in answers] == expected
     used = httpx.get(f"{engines}/metrics").text
     assert used.count('purpose="answer"} 4.0') == 2, used
+
+
+def test_the_ingress_listens_itself_too(engines: str, ingress_port: int, expected: list[list[int]]) -> None:
+    with streams(f"http://{ray.util.get_node_ip_address()}:{ingress_port}") as answers:
+        assert [answer.result() for answer in answers] == expected
 
 
 def test_prompts_go_to_the_engine_that_has_their_blocks(engines: str) -> None:
@@ -205,10 +222,23 @@ def test_a_replica_that_dies_is_replaced_by_ray(engines: str) -> None:
     wait_until(lambda: set(states(engines).values()) == {"up"})
 
 
-def test_scaling_down_loses_nothing(engines: str, expected: list[list[int]]) -> None:
+def test_scaling_down_loses_nothing(engines: str, ingress_port: int, expected: list[list[int]]) -> None:
+    app = build_app(**OPTIONS, num_replicas=1, ingress_port=ingress_port)
     with streams(engines) as answers:
-        serve.run(build_app(**OPTIONS, num_replicas=1), name="engines", route_prefix="/")
+        serve.run(app, name="engines", route_prefix="/")
         assert [answer.result() for answer in answers] == expected
+    wait_until(lambda: len(states(engines)) == 1)
+    with streams(engines) as answers:
+        assert [answer.result() for answer in answers] == expected
+
+
+def test_a_new_ingress_loses_nothing(engines: str, ingress_port: int, expected: list[list[int]]) -> None:
+    app = build_app(**OPTIONS, num_replicas=1, ingress_port=ingress_port, max_in_flight=99)
+    own = f"http://{ray.util.get_node_ip_address()}:{ingress_port}"
+    with streams(engines) as answers, streams(own) as others:
+        serve.run(app, name="engines", route_prefix="/")
+        assert [answer.result() for answer in answers] == expected
+        assert [answer.result() for answer in others] == expected
     wait_until(lambda: len(states(engines)) == 1)
     with streams(engines) as answers:
         assert [answer.result() for answer in answers] == expected

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
 from quire.config.fields import check_limits, config, knob
 from quire.errors import ConfigError
 from quire.limits import NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -35,6 +39,11 @@ class RayConfig:
         help="Number of ingress replicas, which choose an engine for each request. 0: none; Ray Serve's "
         "proxies choose, by the number of requests alone.",
     )
+    ingress_port: Annotated[int, Ge(0), Le(65535)] = knob(
+        default=0,
+        help="TCP port where ingress replicas also listen themselves, each at its machine's address: Ray "
+        "Serve's proxies add milliseconds to a token under load. 0: none.",
+    )
     replica_cpus: NonNegativeFloat = knob(
         default=0.0,
         unit="CPUs",
@@ -57,6 +66,11 @@ class RayConfig:
             raise ConfigError(
                 "RayConfig.ingress_replicas is 0, but prefill_replicas and decode_replicas need an ingress "
                 "that hands prompts over; set it to 1 or more"
+            )
+        if self.ingress_port and not self.ingress_replicas:
+            raise ConfigError(
+                f"RayConfig.ingress_port is {self.ingress_port}, but ingress_replicas is 0, so that none "
+                "listens there; set one of them to its default"
             )
         if self.max_replicas and self.max_replicas < self.num_replicas:
             raise ConfigError(

@@ -153,5 +153,5 @@ def _ingress(router: RouterConfig, ray: RayConfig, engines: Sequence[serve.Appli
             graceful_shutdown_timeout_s=router.drain_timeout + END_TIMEOUT,
             max_surge_percent=100,
         )
-        .bind(router, engines)
+        .bind(router, engines, ray.ingress_port)
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import ray
+from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -14,9 +16,8 @@ from quire.cluster.app import create_app
 from quire.cluster.engines.registry import MAX_ENGINES, Engine, Role
 from quire.cluster.router import Router
 from quire.config import RouterConfig
-
-if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
+from quire.server.http.listening import bound_socket
+from quire.server.http.server import HttpServer
 
 Replicas = Sequence[Mapping[str, Any]]
 """What running replicas say of themselves, see `QuireServer.record_replica_metadata`."""
@@ -73,10 +74,14 @@ class QuireIngress:
     Args:
         config: configuration of the router; it names no engines.
         engines: handles of the engines' deployments.
+        port: where it listens itself, beside Ray's proxies, at the node's address; 0: nowhere.
+
+    Raises:
+        ConfigError: it cannot listen there.
     """
 
     async def __init__(  # type: ignore[misc]
-        self, config: RouterConfig, engines: Sequence[DeploymentHandle]
+        self, config: RouterConfig, engines: Sequence[DeploymentHandle], port: int = 0
     ) -> None:
         async with contextlib.AsyncExitStack() as stack:
             self._router = Router(config)
@@ -94,11 +99,17 @@ class QuireIngress:
                 handle.options(method_name="check_health")  # from now on, Ray tells this process its replicas
             self._updating = asyncio.create_task(updates.run())
             stack.callback(self._updating.cancel)
+            self._app = create_app(self._router, changes_engines=False)
+            if port:
+                # During an update, the new replica listens there before the old one has ended.
+                bound = bound_socket(ray.util.get_node_ip_address(), port, shared=True)
+                stack.enter_context(contextlib.closing(bound))
+                await stack.enter_async_context(HttpServer(self._app, config.connections).serving(bound))
             self._running = stack.pop_all()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application: that of `quire route`."""
-        return _Application(create_app(self._router, changes_engines=False))
+        return _Application(self._app)
 
     async def check_health(self) -> None:
         """Return if it follows which engines there are; otherwise raise what went wrong."""
@@ -106,7 +117,11 @@ class QuireIngress:
             self._updating.result()
 
     async def __del__(self) -> None:
-        """Close it, after Ray has waited for its requests."""
+        """Close it, once its requests have ended or `drain_timeout` has passed."""
+        self._router.calls.begin_drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._router.config.drain_timeout):
+                await self._router.calls.wait_idle()
         self._router.stop_serving()
         await self._running.aclose()
 

@@ -93,8 +93,12 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """Return a socket bound to an address, not yet listening.
+
+    Args:
+        host, port: TCP address.
+        shared: whether others that say so, too, may listen there; each gets some of the connections.
 
     Raises:
         ConfigError: the address does not exist, is in use, or is not permitted.
@@ -104,6 +108,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound.bind(address)
         except BaseException:
             bound.close()
