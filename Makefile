@@ -166,7 +166,7 @@ test-nixl: $(READY)  ## Test KV transfer over NIXL, which is installed on first 
 
 test-ray: $(READY)  ## Test engines on Ray Serve, which is installed on first use (a minute)
 	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,ray]"
-	@$(BIN)/pytest -q tests/ray
+	@$(BIN)/pytest -q tests/ray_serve
 
 # NAMES="openai-3 anthropic" runs these only, and leaves the table as it is.
 NAMES :=

@@ -22,8 +22,16 @@ from quire.server.context import ServerContext
 from quire.server.http.connections import raise_descriptor_limit
 from quire.server.http.listening import bound_socket, url_of
 from quire.server.http.server import HttpServer
+from quire.server.http.stopping import cancelled_at_end
 from quire.server.monitoring.engine_probes import current_stats
-from quire.server.serve import close_state, drain, start_state, with_events_topic
+from quire.server.serve import (
+    close_state,
+    drain,
+    start_state,
+    tracing_of,
+    watch_key_file,
+    with_events_topic,
+)
 
 
 class QuireServer:
@@ -53,9 +61,11 @@ class QuireServer:
             llm = AsyncLLM(with_events_topic(self._own(engine), server, bound.getsockname()[1]))
             stack.push_async_callback(llm.shutdown)
             await llm.wait_until_ready()
-            self._app = create_app(llm, server)
+            self._app = create_app(llm, server, tracing=tracing_of(server))
             await start_state(self._app)
             stack.push_async_callback(close_state, self._app)
+            watching = watch_key_file(self._context.tenants, asyncio.Event())
+            await stack.enter_async_context(cancelled_at_end(watching))
             await stack.enter_async_context(HttpServer(self._app, server.connections).serving(bound))
             self._running = stack.pop_all()
 

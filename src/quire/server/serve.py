@@ -54,7 +54,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     """
     raise_descriptor_limit()  # before the engine process starts: it inherits the limit
     tenants = _tenants(server_config)
-    tracing = _tracing(server_config)
+    tracing = tracing_of(server_config)
     batch_directory = _batch_directory(server_config)
     with (
         started_ahead(),
@@ -130,8 +130,12 @@ def _tenants(config: ServerConfig) -> Tenants | None:
     return Tenants(config.api_key, config.api_keys_file)
 
 
-def _tracing(config: ServerConfig) -> Tracing | None:
-    """Return the tracing of calls, if configured."""
+def tracing_of(config: ServerConfig) -> Tracing | None:
+    """Return the tracing of calls, if configured.
+
+    Raises:
+        ConfigError: what it needs is not installed.
+    """
     if not config.otlp_traces_endpoint:
         return None
     try:
@@ -222,7 +226,7 @@ async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) 
     server = HttpServer(app, context.config.connections, listening.tls, app.state.access_log)
     async with (
         server.serving(listening.socket),
-        cancelled_at_end(_watch_key_file(context.tenants, stop.hangup)),
+        cancelled_at_end(watch_key_file(context.tenants, stop.hangup)),
     ):
         _announce(context, listening)
         stopping = asyncio.create_task(_stop_gracefully(context, stop))
@@ -237,8 +241,8 @@ async def _serve_engine(app: Starlette, listening: Listener, stop: StopSignals) 
         raise crashing.result()
 
 
-async def _watch_key_file(tenants: Tenants, hangup: asyncio.Event) -> None:
-    """Reload the key file when it changes, and on SIGHUP."""
+async def watch_key_file(tenants: Tenants, hangup: asyncio.Event) -> None:
+    """Reload the key file, if there is one, when it changes and when `hangup` is set."""
     if tenants.are_separate:
         await tenants.watch(hangup)
 
