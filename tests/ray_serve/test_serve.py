@@ -210,6 +210,17 @@ def test_a_pause_keeps_requests_where_they_are(engines: str, expected: list[list
     assert num_queued() == 0
 
 
+def test_a_client_that_leaves_frees_the_engine(engines: str) -> None:
+    body = {"model": "mini", "prompt": "hi", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{engines}/v1/completions", json=body, timeout=PATIENCE) as answer:
+        next(answer.iter_lines())
+    handle = serve.get_deployment_handle("Engine", "engines")
+    wait_until(
+        lambda: not any(stats["num_running"] for stats in handle.broadcast("record_routing_stats").results())
+    )
+    assert 'quire_route_answers_total{status="499"}' in httpx.get(f"{engines}/metrics").text
+
+
 def test_clients_do_not_change_engines(engines: str) -> None:
     answer = httpx.post(f"{engines}/route/engines", json={"url": "http://127.0.0.1:1", "role": "both"})
     assert answer.status_code == 405
