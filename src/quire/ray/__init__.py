@@ -5,7 +5,7 @@ Ray places engines, restarts them, scales and updates them, and has the proxies 
 engine replica (`replica.py`) is an engine with its front, which listens on a port of its own. It replaces an
 engine process that dies itself, and has Ray start another replica only when it gives up. An ingress replica
 (`ingress.py`) is the router of `quire route`: it learns from Ray which engines there are (`engine_list.py`),
-and from their KV events which prefixes they have cached. docs/serving-split.md has more.
+and from their KV events which prefixes they have cached. docs/many-machines.md has more.
 
 It needs the extra `ray`, which `import quire` does not import.
 """
