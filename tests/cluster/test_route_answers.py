@@ -89,7 +89,9 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(routed, clock, 
 @pytest.mark.parametrize("fault", ["hangs", "hangs before the body"])
 async def test_another_engine_answers_in_place_of_one_of_which_nothing_is_heard(routed, fault, is_removed):
     engine, other = FakeEngine(fault), FakeEngine()
-    http, router = await routed(engine=[engine], connect_timeout=0.05, health_interval=0.05)
+    http, router = await routed(
+        engine=[engine], connect_timeout=0.2, health_interval=0.05, recovery_timeout=60
+    )
     answering = asyncio.create_task(http.post("/v1/completions", json=BODY))
     await engine.got_one.wait()
     await other.start()
@@ -104,7 +106,7 @@ async def test_another_engine_answers_in_place_of_one_of_which_nothing_is_heard(
 
 async def test_a_stream_of_an_engine_of_which_nothing_is_heard_ends(routed):
     engine = FakeEngine("hangs in the body")
-    http, _ = await routed(engine=[engine], connect_timeout=0.05, health_interval=0.05)
+    http, _ = await routed(engine=[engine], connect_timeout=0.2, health_interval=0.05, recovery_timeout=60)
     answering = asyncio.create_task(http.post("/v1/completions", json=STREAM))
     await engine.got_one.wait()
     engine.health = None
