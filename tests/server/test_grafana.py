@@ -1,4 +1,4 @@
-"""The Grafana dashboard: whatever it asks for is something that a server exposes."""
+"""The Grafana dashboard: whatever it asks for is something that a server or a router exposes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.cluster.engines.metrics import Purpose, RouterMetrics
+from quire.cluster.engines.registry import CachedPrefix, Engine, PrefixSource, Role
 from quire.config import ServerConfig
+from quire.kv.connectors.stats import KVPeerStats
 from quire.server.app import create_app
 
 DASHBOARD = json.loads(
@@ -65,11 +68,23 @@ def expressions():
             yield f"variable {variable['name']}", name
 
 
+def router_in_use() -> RouterMetrics:
+    """Return the metrics of a router with an engine, each counter with its labels."""
+    engine = Engine("http://localhost:8001", Role.BOTH)
+    metrics = RouterMetrics([engine])
+    metrics.answers.labels("200").inc()
+    for counter in (metrics.requests, metrics.failures):
+        counter.labels(engine.url, Purpose.ANSWER).inc()
+    metrics.count_prefix(CachedPrefix(1, PrefixSource.TEXT))
+    return metrics
+
+
 @pytest.fixture
 async def exposed(llm, tmp_path):
-    """Labels by name of metric, as a server with tenants exposes them to an admin after a request."""
+    """Labels by name of metric, as a router exposes them, and a server with tenants to an admin, in use."""
     (tmp_path / "keys.toml").write_text('[tenants.root]\nkeys = ["root-key"]\nadmin = true\n')
     (tmp_path / "keys.toml").chmod(0o600)
+    llm.connector_stats = KVPeerStats()
     app = create_app(llm, ServerConfig(api_keys_file=str(tmp_path / "keys.toml")))
     headers = {"Authorization": "Bearer root-key"}
     transport = httpx.ASGITransport(app=app)
@@ -77,7 +92,7 @@ async def exposed(llm, tmp_path):
         await http.post("/v1/completions", json={"model": "fake", "prompt": "Hi"})
         text = (await http.get("/metrics")).text
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(text + router_in_use().exposition().decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
@@ -112,6 +127,14 @@ def test_panels_have_places_and_numbers_of_their_own():
     ]
     assert len(set(cells)) == len(cells)
     assert max(x for x, _ in cells) < 24
+
+
+def test_every_panel_is_about_the_servers_or_routers_that_are_chosen():
+    for where, expression in expressions():
+        if not where.startswith("variable"):
+            chosen = "router" if "quire_route_" in expression else "instance"
+            selected = expression.count(f'{{instance=~"${chosen}"')
+            assert selected == expression.count("quire_"), where
 
 
 @pytest.mark.parametrize(
