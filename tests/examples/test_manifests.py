@@ -160,7 +160,7 @@ def test_the_picker_is_configured_for_these_engines():
     [(_, render, _, rendering), *others] = engines()
     tokens = plugins["token-producer"]
     assert tokens["modelName"] == rendering.served_model_name[0]
-    assert tokens["vllm"]["url"] == f"http://localhost:{rendering.port}"
+    assert tokens["vllm"]["url"] == f"http://{rendering.host}:{rendering.port}"
     assert rendering.host == "127.0.0.1"
     assert "QUIRE_API_KEY" not in environment(render), "the EPP sends no key"
     precise = plugins["precise-prefix-cache-producer"]
@@ -197,9 +197,7 @@ def test_the_network_policy_lets_in_what_has_a_key_or_is_from_its_pods():
 @pytest.mark.parametrize("manifest", [LLM_D, KUBERAY], ids=["llm-d", "kuberay"])
 def test_every_variable_is_set_and_every_secret_is_created(manifest: str):
     for container in containers_within(list(yaml.safe_load_all(manifest))):
-        used = {
-            one.partition("$(")[2].partition(")")[0] for one in container.get("args", ()) if "$(" in one
-        }
+        used = {one.partition("$(")[2].partition(")")[0] for one in container.get("args", ()) if "$(" in one}
         assert used <= environment(container)
         for one in container.get("env", ()):
             if secret := one["valueFrom"].get("secretKeyRef"):
