@@ -10,9 +10,8 @@ import pytest
 import typer
 import yaml
 
-import quire.config
 from quire.cli import options
-from quire.config import EngineConfig, RouterConfig, ServerConfig
+from quire.config import EngineConfig, RayConfig, RouterConfig, ServerConfig
 
 KUBERNETES = Path(__file__).parents[2] / "examples" / "kubernetes"
 LLM_D = (KUBERNETES / "llm-d.yaml").read_text(encoding="utf-8")
@@ -216,13 +215,10 @@ def containers_within(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_the_application_on_ray_takes_every_argument_and_fits_its_workers():
-    ray_config = getattr(quire.config, "RayConfig", None)
-    if ray_config is None:
-        pytest.skip("quire.ray is not there")
     spec = yaml.safe_load(KUBERAY)["spec"]
     [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
     assert application["import_path"] == "quire.ray:app"
-    classes = (EngineConfig, ServerConfig, RouterConfig, ray_config)
+    classes = (EngineConfig, ServerConfig, RouterConfig, RayConfig)
     *_, server, _, ray = options.configs_of(application["args"], *classes)
     assert (ray.num_replicas, ray.ingress_replicas) == (2, 1)
     [group] = spec["rayClusterConfig"]["workerGroupSpecs"]
