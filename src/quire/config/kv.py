@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
 from quire.config.fields import check_limits, config, knob
 from quire.errors import ConfigError
@@ -15,21 +15,23 @@ from quire.limits import PositiveInt
 class KVTierConfig:
     """Second tier for the KV of prompts."""
 
-    kv_tier: Literal["", "memory", "disk"] = knob(
+    kv_tier: Literal["", "memory", "disk", "mooncake"] = knob(
         default="",
         help="Second tier for the KV of prompts, loaded when that is faster than recomputing: memory "
-        "(host memory), or disk, which outlives the engine. Empty: none.",
+        "(host memory), disk, which outlives the engine, or mooncake, a store that many engines share. "
+        "Empty: none.",
     )
     kv_tier_path: str = knob(
         default="auto",
         help="Directory of the disk tier; several engines may share it. auto: quire/kv in the user's cache "
         "directory.",
     )
-    kv_tier_size: Annotated[float, Gt(0), Le(10**6)] = knob(
+    kv_tier_size: Annotated[float, Ge(0), Le(10**6)] = knob(
         default=4.0,
         unit="GB",
         help="Maximum size of the tier in GB (10^9 bytes), on disk for all models together; the least "
-        "recently used blocks are removed first.",
+        "recently used blocks are removed first. With mooncake, host memory that this engine lends to the "
+        "store; 0: none.",
     )
     kv_tier_memory_size: Annotated[float, Ge(0), Le(10**6)] = knob(
         default=0.0,
@@ -44,12 +46,41 @@ class KVTierConfig:
         "stored at once.",
     )
 
+    kv_tier_store: str = knob(
+        default="",
+        help="Address of the Mooncake store's master, as HOST:PORT. Its clients read each other's memory at "
+        "kv_transfer_host.",
+    )
+    kv_tier_store_metadata: str = knob(
+        default="P2PHANDSHAKE",
+        help="Metadata server of the Mooncake store, such as http://HOST:8080/metadata. P2PHANDSHAKE: none.",
+    )
+    kv_tier_store_protocol: Literal["tcp", "rdma"] = knob(
+        default="tcp",
+        help="How the Mooncake store moves blocks between machines.",
+    )
+
     def __post_init__(self) -> None:
         check_limits(self)
+        self._check_store()
         if self.kv_tier_memory_size and self.kv_tier != "disk":
             raise ConfigError(
                 f"KVTierConfig.kv_tier_memory_size is {self.kv_tier_memory_size} GB in front of a disk tier, "
                 f"but kv_tier is {self.kv_tier!r}; set kv_tier to 'disk', or leave kv_tier_memory_size at 0"
+            )
+
+    def _check_store(self) -> None:
+        host, _, port = self.kv_tier_store.rpartition(":")
+        is_address = bool(host) and port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535
+        if self.kv_tier == "mooncake" and not is_address:
+            raise ConfigError(
+                f"KVTierConfig.kv_tier_store is {self.kv_tier_store!r}; kv_tier mooncake needs the "
+                "address of mooncake_master there, such as 10.0.0.1:50051"
+            )
+        if self.kv_tier_store and self.kv_tier != "mooncake":
+            raise ConfigError(
+                f"KVTierConfig.kv_tier_store is {self.kv_tier_store!r}, but kv_tier is {self.kv_tier!r}; set "
+                "kv_tier to 'mooncake', or leave kv_tier_store empty"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from quire.engine.memory.model_sizes import dtype_of
 from quire.errors import KVFileError
 from quire.kv.tiers.disk.checksum import checksum
 from quire.models.checkpoints.gguf.location import find_gguf, parts_of
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -64,19 +66,35 @@ def kv_fingerprint(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
 ) -> bytes:
     """Return a fingerprint of 16 bytes for this machine, with the weights identified by their files."""
-    from quire.kernels.dispatch import kernel_set
     from quire.models.checkpoints.weight_cache import cache_key
 
-    kernels = kernel_set(config.kernels)
-    instructions = kernels.weight_layout or kernels.name
-    if config.device == "cuda":
-        instructions += f" on {device_name(config)}"
     key = cache_key(
         model_path,
         kv=_parts(config, model_config, plan),
-        instruction_set=instructions,
+        instruction_set=_instruction_set(config),
     )
     return bytes.fromhex(key)
+
+
+def shared_kv_identity(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
+) -> bytes:
+    """Return what is equal on all machines that compute the same KV, bit for bit; reads all weights.
+
+    Raises:
+        KVFileError: the model's files are being replaced.
+    """
+    parts = loaded_kv_identity(model_files_key(model_path), config, model_path, model_config, plan)
+    versions = {"versions": f"{__version__} {version('torch')}", "instruction set": _instruction_set(config)}
+    return json.dumps(parts | versions, sort_keys=True).encode()
+
+
+def _instruction_set(config: EngineConfig) -> str:
+    from quire.kernels.dispatch import kernel_set
+
+    kernels = kernel_set(config.kernels)
+    instructions = kernels.weight_layout or kernels.name
+    return f"{instructions} on {device_name(config)}" if config.device == "cuda" else instructions
 
 
 def _parts(config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> dict[str, str]:

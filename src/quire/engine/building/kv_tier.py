@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.building.kv_identity import kv_fingerprint
+from quire.engine.building.kv_identity import kv_fingerprint, shared_kv_identity
 from quire.engine.memory.byte_sizes import GB
 from quire.errors import ConfigError
 from quire.kv.tiers.block_copier import BlockCopier
 from quire.kv.tiers.cached_tier import CachedTier
 from quire.kv.tiers.connector import TierConnector
-from quire.kv.tiers.disk.region import RegionLayout
+from quire.kv.tiers.disk.region import FINGERPRINT_BYTES, RegionLayout
 from quire.kv.tiers.disk.tier import DiskTier
+from quire.kv.tiers.mooncake.client import StoreClient
+from quire.kv.tiers.mooncake.tier import MooncakeTier
 from quire.kv.tiers.tier import BlockTier, MemoryTier
 
 if TYPE_CHECKING:
@@ -48,10 +51,12 @@ def _open(
     """Open the tier.
 
     Raises:
-        ConfigError: it does not hold a single block, or its directory cannot be used.
+        ConfigError: it does not hold a single block, its directory cannot be used, or Mooncake is missing.
     """
     tiering = config.kv_tiering
     capacity = round(tiering.kv_tier_size * GB)
+    if tiering.kv_tier == "mooncake":
+        return _mooncake(config, model_path, model_config, plan, bytes_per_block)
     if tiering.kv_tier == "memory":
         tier: BlockTier = MemoryTier(capacity, bytes_per_block, min_uses=tiering.kv_tier_min_uses)
     else:
@@ -71,6 +76,28 @@ def _open(
             f"{tier.bytes_per_place} bytes; raise it to at least {_gigabytes(tier.bytes_per_place)}"
         )
     return _with_memory(tier, tiering.kv_tier_memory_size) if tiering.kv_tier_memory_size else tier
+
+
+def _mooncake(
+    config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan, bytes_per_block: int
+) -> BlockTier:
+    if importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "KVTierConfig.kv_tier is 'mooncake', but Mooncake is not installed; pip install 'quire[mooncake]'"
+        )
+    tiering = config.kv_tiering
+    setup: dict[str, str | int] = {
+        "local_hostname": config.kv_transfer.kv_transfer_host,
+        "metadata_server": tiering.kv_tier_store_metadata,
+        "global_segment_size": round(tiering.kv_tier_size * GB),
+        "protocol": tiering.kv_tier_store_protocol,
+        "rdma_devices": "",  # all
+        "master_server_addr": tiering.kv_tier_store,
+    }
+    layout = RegionLayout(bytes(FINGERPRINT_BYTES), plan.block_size, bytes_per_block)
+    identity = functools.partial(shared_kv_identity, config, model_path, model_config, plan)
+    client = StoreClient(setup, layout.header_bytes + bytes_per_block)
+    return MooncakeTier(client, layout, identity, min_uses=tiering.kv_tier_min_uses)
 
 
 def _with_memory(tier: BlockTier, gigabytes: float) -> BlockTier:

@@ -51,6 +51,9 @@ REFRESH_INTERVAL = 5.0
 MAX_READ_TIME = 5.0
 """Seconds that one read takes when the disk hangs; nothing is loaded then."""
 
+SEARCH_PATIENCE = 0.5
+"""Seconds that a request waits at most to learn what a tier has that several machines share."""
+
 CLOSE_TIMEOUT = 30.0
 """Seconds that blocks which wait to be written have at shutdown."""
 
@@ -72,6 +75,8 @@ class _Lookup:
 
     num_local: int = 0  # tokens that the cache had when the request was last looked up
     prefers_loading: bool | None = None  # None: nothing was found yet
+    search: Future[None] | None = None
+    search_end: float = 0.0  # when it is waited for no longer
 
 
 class _Opened(NamedTuple):
@@ -150,16 +155,29 @@ class TierConnector(KVConnector):
         keys = self._keys_of(request)
         lookup = self._lookups.setdefault(request.request_id, _Lookup())
         lookup.num_local = num_computed_tokens
-        if num_computed_tokens % self._block_size or self._readers.max_run_time() > MAX_READ_TIME:
+        if (
+            num_computed_tokens % self._block_size
+            or not self._tier.is_readable
+            or self._readers.max_run_time() > MAX_READ_TIME
+        ):
             return 0, False
         first = num_computed_tokens // self._block_size
         # The last token is always computed, for its logits.
         end = min(len(keys), (request.num_tokens - 1) // self._block_size)
+        if first < end and self._tier.is_searched and self._is_searching(lookup, keys, range(first, end)):
+            return None, False
         num_blocks = self._tier.residents.count_leading(map(keys.__getitem__, range(first, end)))
         found = range(first, first + num_blocks)
         if not found or not self._prefers_loading(lookup, keys, found):
             return 0, False
         return num_blocks * self._block_size, True
+
+    def _is_searching(self, lookup: _Lookup, keys: SequenceKeys, blocks: range) -> bool:
+        """Return whether the tier is still looking for blocks of a prompt; begin that once for a request."""
+        if lookup.search is None:
+            lookup.search = self._tier.search([keys[index] for index in blocks])
+            lookup.search_end = self._clock() + SEARCH_PATIENCE
+        return not lookup.search.done() and self._clock() < lookup.search_end
 
     def _prefers_loading(self, lookup: _Lookup, keys: SequenceKeys, found: range) -> bool:
         """Return the cheaper choice: made once for a request, because it may be asked about in each step."""

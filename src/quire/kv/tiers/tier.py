@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 from typing_extensions import override
@@ -30,6 +31,14 @@ class BlockTier(ABC):
         self.bytes_per_block = bytes_per_block
         self.bytes_per_place = bytes_per_place
 
+    is_searched = False
+    """Whether `residents` has blocks of other processes only after a `search`."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether blocks can be read at present."""
+        return True
+
     @property
     def is_writable(self) -> bool:
         """Whether blocks can be stored."""
@@ -43,6 +52,10 @@ class BlockTier(ABC):
     def count_in_memory(self, keys: Iterable[BlockKey]) -> int:
         """Return how many of `keys` are in the memory in front of a slower tier."""
         return 0
+
+    def search(self, keys: Sequence[BlockKey]) -> Future[None]:
+        """Begin to look for the blocks of a prefix, so that `residents` has those that are there."""
+        raise NotImplementedError
 
     @abstractmethod
     def read(self, key: BlockKey, into: ByteArray) -> bool:

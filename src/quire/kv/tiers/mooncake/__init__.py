@@ -1,0 +1,1 @@
+"""A tier over a Mooncake store, which many engines share."""

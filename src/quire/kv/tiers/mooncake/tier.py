@@ -1,0 +1,190 @@
+"""A tier in a Mooncake store: a block is one value, which all engines with the same model find."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from hashlib import blake2b
+
+import numpy as np
+from typing_extensions import override
+
+from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.connectors.host_blocks import ByteArray
+from quire.kv.tiers.disk.region import FINGERPRINT_BYTES, RegionLayout
+from quire.kv.tiers.mooncake.client import CALL_TIMEOUT, SETUP_TIMEOUT, StoreClient, StoreError, StoreLane
+from quire.kv.tiers.residents import ResidentBlocks
+from quire.kv.tiers.tier import BlockTier
+from quire.kv.tiers.worker_threads import WorkerThreads
+
+MAX_KNOWN_BLOCKS = 65_536
+"""Blocks of the store that an engine remembers; some 50 MB."""
+
+
+class MooncakeTier(BlockTier):
+    """Keeps blocks in a store that many engines share and that evicts by itself.
+
+    `residents` are the blocks known to be there: those stored by this engine, and those that `search` has
+    found. A value is a region as on disk, header and payload. It is used only if its header is whole, names
+    the very block that is wanted, and vouches for the payload; one that is damaged is removed. After a
+    failure, the tier is neither read nor written during a back-off.
+
+    Args:
+        client: calls the store.
+        layout: layout of the values, with any fingerprint.
+        identity: returns what stands for all that the KV depends on, equal on all machines; may take seconds.
+        min_uses: uses of a block after which it is stored.
+    """
+
+    is_searched = True
+
+    def __init__(
+        self, client: StoreClient, layout: RegionLayout, identity: Callable[[], bytes], *, min_uses: int
+    ) -> None:
+        residents = ResidentBlocks(MAX_KNOWN_BLOCKS, min_uses)
+        super().__init__(residents, layout.payload_bytes, layout.region_bytes)
+        self._client = client
+        self._find_identity = identity
+        self._identity = b""  # of the KV; empty: not known yet
+        self._secret = b""  # of this engine, once it has forgotten everything
+        self._layout = layout
+        self._lock = threading.Lock()  # the layout belongs to the generation
+        self._is_full = False  # as of the last refresh
+        self._searches = WorkerThreads("kv-store-search", 1)
+        wait([self._searches.call(self._connect)], SETUP_TIMEOUT)
+
+    def _connect(self) -> None:
+        """Join the store; runs in the thread."""
+        try:
+            if not self._identity:
+                identity = self._find_identity()
+                with self._lock:
+                    self._identity = identity
+                    self._set_fingerprint()
+            self._client.connect()
+        except Exception as error:
+            self._client.note_failure(error)
+
+    def _set_fingerprint(self) -> None:
+        digest = blake2b(self._identity + self._secret, digest_size=FINGERPRINT_BYTES)
+        self._layout = replace(self._layout, fingerprint=digest.digest())
+
+    @property
+    @override
+    def is_readable(self) -> bool:
+        client = self._client
+        return (
+            bool(self._identity)
+            and client.is_connected
+            and not client.is_backing_off
+            and self._searches.max_run_time() <= CALL_TIMEOUT
+        )
+
+    @property
+    @override
+    def is_writable(self) -> bool:
+        return self.is_readable and not self._is_full
+
+    @override
+    def search(self, keys: Sequence[BlockKey]) -> Future[None]:
+        generation = self.residents.generation
+        return self._searches.call(functools.partial(self._search, keys, self._layout, generation))
+
+    def _search(self, keys: Sequence[BlockKey], layout: RegionLayout, generation: int) -> None:
+        """Note which blocks of a prefix the store has; runs in the thread."""
+        with self._client.lane() as lane:
+            answer = lane.call("exist", [_name(layout, key) for key in keys])
+            if any(number not in (0, 1) for number in answer):
+                raise StoreError(f"{min(answer)} in answer to a look-up")
+        for key, is_there in zip(keys, answer, strict=True):
+            place = self.residents.place_of(key)
+            if not is_there:
+                if place is not None:
+                    self.residents.drop(key, place)
+                return
+            if place is None:
+                place = self.residents.open_place(key, generation)
+                if place is None:
+                    return
+                self.residents.fill(key, place, generation)
+
+    @override
+    def read(self, key: BlockKey, into: ByteArray) -> bool:
+        layout, place = self._layout, self.residents.place_of(key)
+        if place is None or not self.is_readable:
+            return False
+        try:
+            with self._client.lane() as lane:
+                self._read(key, layout, into, lane)
+        except StoreError:
+            self.residents.drop(key, place)
+            return False
+        self._client.note_success()
+        return True
+
+    def _read(self, key: BlockKey, layout: RegionLayout, into: ByteArray, lane: StoreLane) -> None:
+        num_bytes = layout.header_bytes + layout.payload_bytes
+        name = _name(layout, key)
+        [num_read] = lane.call("get", [name], num_bytes)
+        if num_read < 0:
+            raise StoreError(f"error {num_read} in place of a block")
+        header = layout.parse(lane.memory[: layout.header_bytes].tobytes())
+        np.copyto(into, lane.memory[layout.header_bytes : num_bytes])
+        if num_read != num_bytes or header is None or header.key != key or not header.vouches_for(into):
+            lane.call("remove", [name])
+            raise StoreError(f"block {name} was damaged")
+
+    @override
+    def write(self, key: BlockKey, content: ByteArray, generation: int) -> bool:
+        with self._lock:
+            layout = self._layout
+            place = self.residents.open_place(key, generation) if self.is_writable else None
+        if place is None:
+            return False
+        code = -1
+        try:
+            with self._client.lane() as lane:
+                header = np.frombuffer(layout.header(key, 0, content), dtype=np.uint8)
+                lane.memory[: layout.header_bytes] = header
+                lane.memory[layout.header_bytes :][: len(content)] = content
+                [code] = lane.call("put", [_name(layout, key)], layout.header_bytes + len(content))
+        except StoreError:
+            pass
+        else:
+            self._is_full = code != 0
+        if code:
+            self.residents.free(place, generation)
+            return False
+        self._client.note_success()
+        self.residents.fill(key, place, generation)
+        return True
+
+    @override
+    def refresh(self) -> None:
+        """Connect again if need be."""
+        self._is_full = False
+        client = self._client
+        if not client.is_connected and not client.is_backing_off and not self._searches.max_run_time():
+            self._searches.submit(self._connect)
+
+    @override
+    def clear(self) -> None:
+        """Forget everything, and hide what is stored from now on from other engines, as a disk tier does."""
+        with self._lock:
+            self._secret = os.urandom(FINGERPRINT_BYTES)
+            self._set_fingerprint()
+            self.residents.clear()
+
+    @override
+    def close(self) -> None:
+        self.residents.clear()
+        self._client.close()
+        self._searches.close(CALL_TIMEOUT)
+
+
+def _name(layout: RegionLayout, key: BlockKey) -> str:
+    return f"quire@{layout.fingerprint.hex()}@{key.digest.hex()}"
