@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,7 +31,7 @@ SETUP_TIMEOUT = 10.0
 CALL_TIMEOUT = 2.0
 """Seconds after which a call has failed."""
 
-CLOSE_TIMEOUT = 5.0
+CLOSE_TIMEOUT = 3.0
 """Seconds that the process has to leave the store."""
 
 INITIAL_BACKOFF = 1.0
@@ -44,6 +43,13 @@ MAX_BACKOFF = 60.0
 
 class StoreError(Exception):
     """The store failed, did not answer in time, or answered what cannot be."""
+
+
+class ClientEndedError(StoreError):
+    """The process of the store's client has ended."""
+
+    def __init__(self) -> None:
+        super().__init__("the process of the store's client has ended")
 
 
 class StoreLane:
@@ -77,7 +83,7 @@ class StoreLane:
             self._connection.send_bytes(msgspec.msgpack.encode([operation, names, num_bytes]))
             return self.answer(len(names), CALL_TIMEOUT)
         except OSError as error:
-            raise StoreError("the process of the store's client has ended") from error
+            raise ClientEndedError from error
 
     def answer(self, num_numbers: int, timeout: float) -> list[int]:
         """Wait for numbers of the store.
@@ -88,25 +94,30 @@ class StoreLane:
         if not self._connection.poll(timeout):
             raise StoreError(f"no answer within {timeout:g} s")
         answer = self._receive()
-        if not isinstance(answer, list) or len(answer) != num_numbers:
-            raise StoreError(f"{answer!r:.200} in place of {num_numbers} numbers")
+        if isinstance(answer, str):
+            raise StoreError(answer)
+        if len(answer) != num_numbers:
+            raise StoreError(f"{len(answer)} answers to {num_numbers} questions")
         return answer
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
-    def _receive(self) -> Any:
+    def _receive(self) -> list[int] | str:
         try:
-            answer = msgspec.msgpack.decode(self._connection.recv_bytes())
+            content = self._connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise StoreError("the process of the store's client has ended") from error
+            raise ClientEndedError from error
         self._is_pending = False
-        return answer
+        return msgspec.msgpack.decode(content, type=list[int] | str)
 
 
 class StoreClient:
     """The client of a Mooncake store, which lends it memory of this machine. May be used by several threads.
+
+    Attributes:
+        is_connected: whether there is a process to call, as far as the last call has shown.
 
     Args:
         setup: what `MooncakeDistributedStore.setup` takes.
@@ -127,14 +138,10 @@ class StoreClient:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._lanes: list[StoreLane] = []  # those not in use
+        self.is_connected = False
         self._is_closed = False
         self._num_failures = 0  # in a row
         self._down_until = 0.0
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether there is a process to call."""
-        return self._process is not None and self._process.poll() is None
 
     @property
     def is_backing_off(self) -> bool:
@@ -160,12 +167,11 @@ class StoreClient:
                 their_ends.append(passed.enter_context(theirs).fileno())
             values = [memory, self._bytes_per_lane, json.dumps(self._setup), *their_ends]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "quire.kv.tiers.mooncake.process", *map(str, values)],
+                [sys.executable, "-P", "-m", "quire.kv.tiers.mooncake.process", *map(str, values)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[memory, *their_ends],
-                env={"GLOG_minloglevel": "2", **os.environ},
-                start_new_session=True,  # it outlives Ctrl-C until the engine closes it
+                env={"MC_LOG_LEVEL": "ERROR", **os.environ},
             )
         try:
             if self._is_closed:
@@ -177,6 +183,7 @@ class StoreClient:
             raise
         with self._lock:
             self._lanes = lanes
+            self.is_connected = True
 
     @contextlib.contextmanager
     def lane(self) -> Iterator[StoreLane]:
@@ -195,6 +202,8 @@ class StoreClient:
                 lanes.remove(lane)
             yield lane
         except StoreError as error:
+            if isinstance(error, ClientEndedError):
+                self.is_connected = False
             self.note_failure(error)
             raise
         finally:
@@ -221,6 +230,7 @@ class StoreClient:
 
     def _end_process(self) -> None:
         with self._lock:
+            self.is_connected = False
             for lane in self._lanes:
                 lane.close()
             self._lanes = []
