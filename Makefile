@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-ray test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-ray test-mooncake test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -167,6 +167,11 @@ test-nixl: $(READY)  ## Test KV transfer over NIXL, which is installed on first 
 test-ray: $(READY)  ## Test engines on Ray Serve, which is installed on first use (a minute)
 	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,ray]"
 	@$(BIN)/pytest -q tests/ray_serve
+
+# Mooncake's library needs libibverbs, also where there is no RDMA: apt-get install libibverbs1
+test-mooncake: $(READY)  ## Test the KV tier in a Mooncake store, which is installed on first use
+	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,mooncake]"
+	@$(BIN)/pytest -rs tests/kv/test_mooncake_tier.py tests/engine/test_mooncake.py tests/benchmarks/test_mooncake_store.py
 
 # NAMES="openai-3 anthropic" runs these only, and leaves the table as it is.
 NAMES :=

@@ -31,10 +31,10 @@ def open_llm(store: Path | None = None, **options) -> LLM:
         "kv_tier": "mooncake",
         "kv_tier_store": "127.0.0.1:50051",
         "kv_tier_store_metadata": str(store),
-        "kv_tier_size": 0.001,
+        "kv_tier_size": 0.02,
         "kv_tier_min_uses": 1,
     }
-    llm = LLM("mini", num_threads=1, num_kv_blocks=64, **(shared if store else {}), **options)
+    llm = LLM("mini", num_threads=1, num_kv_blocks=64, **{**(shared if store else {}), **options})
     check_after_every_step(core_of(llm))
     always_load(connector_of(llm))
     return llm
@@ -134,6 +134,8 @@ def test_what_is_missing_or_wrong_is_said(store, monkeypatch):
         LLM("mini", kv_tier="mooncake")
     with pytest.raises(ConfigError, match="kv_tier_store is 'a:1', but kv_tier is 'disk'"):
         LLM("mini", kv_tier="disk", kv_tier_store="a:1")
+    with pytest.raises(ConfigError, match=r"kv_tier_size is 0.001 GB; .* no less than 0\.016778 .* or 0"):
+        open_llm(store, kv_tier_size=0.001)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'quire\[mooncake\]'"):
         open_llm(store)

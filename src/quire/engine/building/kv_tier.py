@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from quire.kv.cache.paged_cache import PagedAttentionCache
     from quire.models.config import ModelConfig
 
+MIN_LENT_BYTES = 1 << 24
+"""Memory that a Mooncake store takes from an engine, at least."""
+
 
 def build_tier(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
@@ -86,10 +89,16 @@ def _mooncake(
             "KVTierConfig.kv_tier is 'mooncake', but Mooncake is not installed; pip install 'quire[mooncake]'"
         )
     tiering = config.kv_tiering
+    num_lent = round(tiering.kv_tier_size * GB)
+    if 0 < num_lent < MIN_LENT_BYTES:
+        raise ConfigError(
+            f"KVTierConfig.kv_tier_size is {tiering.kv_tier_size} GB; a Mooncake store takes no less than "
+            f"{_gigabytes(MIN_LENT_BYTES)} from an engine, or 0"
+        )
     setup: dict[str, str | int] = {
         "local_hostname": config.kv_transfer.kv_transfer_host,
         "metadata_server": tiering.kv_tier_store_metadata,
-        "global_segment_size": round(tiering.kv_tier_size * GB),
+        "global_segment_size": num_lent,
         "protocol": tiering.kv_tier_store_protocol,
         "rdma_devices": "",  # all
         "master_server_addr": tiering.kv_tier_store,

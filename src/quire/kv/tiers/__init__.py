@@ -1,6 +1,7 @@
-"""KV tiers in host memory or on disk, for prompts that come again after the cache has evicted them.
+"""KV tiers in memory, on disk or in a store, for prompts that come again after the cache has evicted them.
 
-`TierConnector` is the KV connector; a `BlockTier` is where its blocks are: `MemoryTier` or `DiskTier`.
+`TierConnector` is the KV connector; a `BlockTier` is where its blocks are: `MemoryTier`, `DiskTier` or
+`MooncakeTier`.
 
 The built-in connector, `TierConnector` (`kv/tiers/`), keeps prompts' blocks in a `BlockTier`: host memory, or
 a file, which a `CachedTier` may be in front of, whose blocks are in places of one mapping (`BlockMemory`).
@@ -12,6 +13,8 @@ one block at a time; a load that is cancelled is locked out of its blocks. What 
 `engine/building/assembly.py` gives it to every `TierConnector`. Other connectors have single blocks from
 `block_store` (`kv/connectors/host_blocks.py`), and wait for each. All that is CUDA's is in a `CopyDevice`
 (`kernels/devices/cuda_copies.py`), which `tests/support/late_device.py` stands in for. `LoadCosts` compares
-what loading and computing take. `save_kv` and `restore_kv` move one prompt's blocks between a tier and a
-file, in the writer's thread. docs/kv-tiers.md has the file format.
+what loading and computing take. A `MooncakeTier` has to `search` for blocks of other engines, for which a
+request waits a moment; the client of its store runs in a process (`mooncake/process.py`). `save_kv` and
+`restore_kv` move one prompt's blocks between a tier and a file, in the writer's thread. docs/kv-tiers.md has
+the file format.
 """

@@ -166,7 +166,7 @@ class StoreClient:
                 lanes.append(StoreLane(Connection(ours.detach()), part))
                 their_ends.append(passed.enter_context(theirs).fileno())
             values = [memory, self._bytes_per_lane, json.dumps(self._setup), *their_ends]
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "quire.kv.tiers.mooncake.process", *map(str, values)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -178,8 +178,8 @@ class StoreClient:
                 raise StoreError("the engine is being closed")
             lanes[0].answer(0, SETUP_TIMEOUT)
         except StoreError:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
             raise
         with self._lock:
             self._lanes = lanes

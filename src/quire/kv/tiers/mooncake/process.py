@@ -77,7 +77,7 @@ def _serve(store: Any, lane: Connection, address: int) -> None:
     while True:
         try:
             operation, names, num_bytes = msgspec.msgpack.decode(lane.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):  # the engine has closed it, or has ended
             return
         try:
             numbers = [int(number) for number in _call(store, operation, names, address, num_bytes)]
