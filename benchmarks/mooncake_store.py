@@ -83,6 +83,14 @@ def wait_until_stored(llm: LLM, num_blocks: int) -> None:
         time.sleep(0.01)
 
 
+def kill_in_mid_read(process: subprocess.Popen[bytes], llm: LLM, num_read: int) -> None:
+    """Kill a process when an engine has read another block than the first `num_read`; wait a minute for it."""
+    deadline = time.monotonic() + 60
+    while stats_of(llm).num_loaded_blocks == num_read and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    process.kill()
+
+
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(
@@ -117,7 +125,7 @@ def main() -> None:
         print(f"computed {seconds_computed:8.3f} s  {', '.join(f'{value:.3f}' for value in computed)}")
         print(f"read     {seconds_read:8.3f} s  {', '.join(f'{value:.3f}' for value in read)}")
         print(f"share    {seconds_read / seconds_computed:8.3f}    {num_read} blocks read")
-        killing = threading.Timer(seconds_read / 4, process.kill)
+        killing = threading.Thread(target=kill_in_mid_read, args=(process, second, num_read))
         killing.start()
         seconds, found = ask(second, prompts[-1])
         killing.join()

@@ -78,6 +78,15 @@ def test_the_store_outlives_the_engine_and_what_is_missing_is_computed_and_store
         assert len(blocks_in(store)) == 20
 
 
+def test_what_follows_a_cached_prefix_is_found(store, alone):
+    with open_llm(store, kv_tier_min_uses=2) as second, open_llm(store) as first:
+        second.generate([PROMPT[:165]], GREEDY)
+        answer(first)
+        wait_until_written(first)
+        assert answer(second) == alone
+        assert second.stats().num_loaded_tokens == 160
+
+
 @pytest.mark.formats
 @pytest.mark.first_case
 @pytest.mark.parametrize(

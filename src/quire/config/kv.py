@@ -45,7 +45,6 @@ class KVTierConfig:
         help="Number of requests that a prefix must occur in before the tier stores it. 1: each prompt is "
         "stored at once.",
     )
-
     kv_tier_store: str = knob(
         default="",
         help="Address of the Mooncake store's master, as HOST:PORT. Its clients read each other's memory at "
@@ -71,7 +70,7 @@ class KVTierConfig:
 
     def _check_store(self) -> None:
         host, _, port = self.kv_tier_store.rpartition(":")
-        is_address = bool(host) and port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535
+        is_address = host and port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535
         if self.kv_tier == "mooncake" and not is_address:
             raise ConfigError(
                 f"KVTierConfig.kv_tier_store is {self.kv_tier_store!r}; kv_tier mooncake needs the "

@@ -164,7 +164,7 @@ class TierConnector(KVConnector):
         first = num_computed_tokens // self._block_size
         # The last token is always computed, for its logits.
         end = min(len(keys), (request.num_tokens - 1) // self._block_size)
-        if first < end and self._tier.is_searched and self._is_searching(lookup, keys, range(first, end)):
+        if first < end and self._tier.is_searched and self._is_searching(lookup, keys, end):
             return None, False
         num_blocks = self._tier.residents.count_leading(map(keys.__getitem__, range(first, end)))
         found = range(first, first + num_blocks)
@@ -172,10 +172,13 @@ class TierConnector(KVConnector):
             return 0, False
         return num_blocks * self._block_size, True
 
-    def _is_searching(self, lookup: _Lookup, keys: SequenceKeys, blocks: range) -> bool:
-        """Return whether the tier is still looking for blocks of a prompt; begin that once for a request."""
+    def _is_searching(self, lookup: _Lookup, keys: SequenceKeys, end: int) -> bool:
+        """Return whether the tier is still looking for a prompt's blocks; begin that once for a request.
+
+        Those that the cache has are looked for, too: without them, the others could not be reached.
+        """
         if lookup.search is None:
-            lookup.search = self._tier.search([keys[index] for index in blocks])
+            lookup.search = self._tier.search([keys[index] for index in range(end)])
             lookup.search_end = self._clock() + SEARCH_PATIENCE
         return not lookup.search.done() and self._clock() < lookup.search_end
 

@@ -26,13 +26,13 @@ class BlockTier(ABC):
         bytes_per_place: that a place takes up.
     """
 
+    is_searched = False
+    """Whether `residents` has blocks of other processes only after a `search`."""
+
     def __init__(self, residents: ResidentBlocks, bytes_per_block: int, bytes_per_place: int) -> None:
         self.residents = residents
         self.bytes_per_block = bytes_per_block
         self.bytes_per_place = bytes_per_place
-
-    is_searched = False
-    """Whether `residents` has blocks of other processes only after a `search`."""
 
     @property
     def is_readable(self) -> bool:

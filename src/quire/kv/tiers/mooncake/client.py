@@ -60,9 +60,8 @@ class StoreLane:
         self._connection = connection
         self._is_pending = False
 
-    @property
-    def is_free(self) -> bool:
-        """Whether the last call has returned, in time or not; before that, the memory must not be used."""
+    def has_returned(self) -> bool:
+        """Return whether the last call has, in time or not; before that, the memory must not be used."""
         if self._is_pending and self._connection.poll():
             self._receive()
         return not self._is_pending
@@ -195,7 +194,7 @@ class StoreClient:
         lane: StoreLane | None = None
         try:
             with self._lock:
-                lane = next((lane for lane in self._lanes if lane.is_free), None)
+                lane = next((lane for lane in self._lanes if lane.has_returned()), None)
                 if lane is None:
                     raise StoreError("all calls hang")
                 lanes = self._lanes

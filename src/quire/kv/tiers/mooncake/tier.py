@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -23,6 +24,9 @@ from quire.kv.tiers.worker_threads import WorkerThreads
 
 MAX_KNOWN_BLOCKS = 65_536
 """Blocks of the store that an engine remembers; some 50 MB."""
+
+OBJECT_NOT_FOUND = -704
+"""What the store answers when it has evicted a block since it was looked up."""
 
 
 class MooncakeTier(BlockTier):
@@ -117,19 +121,21 @@ class MooncakeTier(BlockTier):
         layout, place = self._layout, self.residents.place_of(key)
         if place is None or not self.is_readable:
             return False
-        try:
-            with self._client.lane() as lane:
-                self._read(key, layout, into, lane)
-        except StoreError:
+        is_read = False
+        with contextlib.suppress(StoreError), self._client.lane() as lane:
+            is_read = self._read(key, layout, into, lane)
+        if is_read:
+            self._client.note_success()
+        else:
             self.residents.drop(key, place)
-            return False
-        self._client.note_success()
-        return True
+        return is_read
 
-    def _read(self, key: BlockKey, layout: RegionLayout, into: ByteArray, lane: StoreLane) -> None:
+    def _read(self, key: BlockKey, layout: RegionLayout, into: ByteArray, lane: StoreLane) -> bool:
         num_bytes = layout.header_bytes + layout.payload_bytes
         name = _name(layout, key)
         [num_read] = lane.call("get", [name], num_bytes)
+        if num_read == OBJECT_NOT_FOUND:
+            return False
         if num_read < 0:
             raise StoreError(f"error {num_read} in place of a block")
         header = layout.parse(lane.memory[: layout.header_bytes].tobytes())
@@ -137,6 +143,7 @@ class MooncakeTier(BlockTier):
         if num_read != num_bytes or header is None or header.key != key or not header.vouches_for(into):
             lane.call("remove", [name])
             raise StoreError(f"block {name} was damaged")
+        return True
 
     @override
     def write(self, key: BlockKey, content: ByteArray, generation: int) -> bool:
@@ -145,18 +152,14 @@ class MooncakeTier(BlockTier):
             place = self.residents.open_place(key, generation) if self.is_writable else None
         if place is None:
             return False
-        code = -1
-        try:
-            with self._client.lane() as lane:
-                header = np.frombuffer(layout.header(key, 0, content), dtype=np.uint8)
-                lane.memory[: layout.header_bytes] = header
-                lane.memory[layout.header_bytes :][: len(content)] = content
-                [code] = lane.call("put", [_name(layout, key)], layout.header_bytes + len(content))
-        except StoreError:
-            pass
-        else:
+        code: int | None = None
+        with contextlib.suppress(StoreError), self._client.lane() as lane:
+            num_bytes = layout.header_bytes + layout.payload_bytes
+            lane.memory[: layout.header_bytes] = np.frombuffer(layout.header(key, 0, content), np.uint8)
+            lane.memory[layout.header_bytes : num_bytes] = content
+            [code] = lane.call("put", [_name(layout, key)], num_bytes)
             self._is_full = code != 0
-        if code:
+        if code != 0:
             self.residents.free(place, generation)
             return False
         self._client.note_success()
