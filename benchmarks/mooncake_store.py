@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import socket
 import statistics
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from importlib.metadata import files
+from typing import Any
+from unittest import mock
 
 from kv_tiers import prompt_of
 from random_model import random_model
 
 from quire import LLM
-from quire.kv.connectors.stats import KVConnectorStats
+from quire.kv.tiers.mooncake.client import StoreLane
 from quire.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -40,11 +42,9 @@ def master() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     ]
     with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
         port, metrics_port = free.getsockname()[1], other.getsockname()[1]
-    options = [f"--rpc_port={port}", f"--metrics_port={metrics_port}", "--enable_metric_reporting=false"]
-    hosts = ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
-    process = subprocess.Popen(
-        [str(program.locate()), *options, *hosts], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    options = [f"--rpc_port={port}", f"--metrics_port={metrics_port}", "--rpc_address=127.0.0.1"]
+    command = [str(program.locate()), *options, "--metrics_host=127.0.0.1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while process.poll() is None:
             with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
@@ -68,27 +68,27 @@ def ask(llm: LLM, prompt: list[int]) -> tuple[float, list[int]]:
     return time.perf_counter() - started, output.outputs[0].token_ids
 
 
-def stats_of(llm: LLM) -> KVConnectorStats:
-    """Return what an engine has read and written."""
-    stats = llm.stats().kv_connector
-    assert isinstance(stats, KVConnectorStats)
-    return stats
-
-
 def wait_until_stored(llm: LLM, num_blocks: int) -> None:
     """Wait until a store has been sent as many blocks, for up to a minute."""
     deadline = time.monotonic() + 60
-    while stats_of(llm).num_written_blocks < num_blocks:
-        assert time.monotonic() < deadline, stats_of(llm)
+    while llm.stats().kv_connector.num_written_blocks < num_blocks:
+        assert time.monotonic() < deadline, llm.stats().kv_connector
         time.sleep(0.01)
 
 
-def kill_in_mid_read(process: subprocess.Popen[bytes], llm: LLM, num_read: int) -> None:
-    """Kill a process when an engine has read another block than the first `num_read`; wait a minute for it."""
-    deadline = time.monotonic() + 60
-    while stats_of(llm).num_loaded_blocks == num_read and time.monotonic() < deadline:
-        time.sleep(0.0005)
-    process.kill()
+@contextlib.contextmanager
+def killed_at_read(number: int, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill a process right before as many blocks have been read."""
+    call, numbers = StoreLane.call, itertools.count(1)
+
+    def call_or_kill(lane: StoreLane, operation: str, *arguments: Any) -> list[int]:
+        if operation == "get" and next(numbers) == number:
+            process.kill()
+            process.wait()
+        return call(lane, operation, *arguments)
+
+    with mock.patch.object(StoreLane, "call", call_or_kill):
+        yield
 
 
 def main() -> None:
@@ -101,8 +101,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="directory of a model; empty: random weights")
     options = parser.parse_args()
     prompts = [prompt_of(options.prompt_len, seed) for seed in range(options.rounds + 2)]
-    computed: list[float] = []
-    read: list[float] = []
+    computed, read, answers = [], [], []
     gigabytes = 0.15 * options.prompt_len / 1024 * len(prompts)
     with (
         random_model(options.model) as model,
@@ -110,7 +109,6 @@ def main() -> None:
         open_llm(model, address, gigabytes) as first,
         open_llm(model, address, 0) as second,
     ):
-        answers = []
         for prompt in prompts:
             seconds, answer = ask(first, prompt)
             computed.append(seconds)
@@ -121,18 +119,18 @@ def main() -> None:
             assert found == answer, "the store changed the answer"
             read.append(seconds)
         seconds_computed, seconds_read = (statistics.median(times[1:]) for times in (computed, read))
-        num_read = stats_of(second).num_loaded_blocks
+        num_read = second.stats().kv_connector.num_loaded_blocks
         print(f"computed {seconds_computed:8.3f} s  {', '.join(f'{value:.3f}' for value in computed)}")
         print(f"read     {seconds_read:8.3f} s  {', '.join(f'{value:.3f}' for value in read)}")
         print(f"share    {seconds_read / seconds_computed:8.3f}    {num_read} blocks read")
-        killing = threading.Thread(target=kill_in_mid_read, args=(process, second, num_read))
-        killing.start()
-        seconds, found = ask(second, prompts[-1])
-        killing.join()
+        with killed_at_read(options.prompt_len // 32, process):
+            seconds, found = ask(second, prompts[-1])
         assert found == answers[-1], "the store changed the answer"
-        stats = stats_of(second)
-        num_read = stats.num_loaded_blocks - num_read
-        print(f"killed   {seconds:8.3f} s  {num_read} blocks read, {stats.num_failed_reads} reads failed")
+        stats = second.stats().kv_connector
+        print(
+            f"killed   {seconds:8.3f} s  {stats.num_loaded_blocks - num_read} blocks read, "
+            f"{stats.num_failed_reads} reads failed"
+        )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import mooncake_store
 import pytest
 
@@ -21,4 +23,4 @@ def test_another_engine_reads_what_one_has_stored_until_the_master_dies(monkeypa
     mooncake_store.main()  # compares all answers
     report = capsys.readouterr().out
     assert " 21 blocks read" in report
-    assert "killed " in report
+    assert re.search(r" [1-4] blocks read, [3-6] reads failed", report), "the fourth read kills the master"

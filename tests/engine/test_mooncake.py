@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
-import quire.kv.tiers.mooncake.client as mooncake_client
 from engine_checks import check_after_every_step, core_of
 from insides import always_load, connector_of, wait_until_written
 from mooncake_faults import blocks_in, break_store, use_fake_mooncake
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
+from quire.kv.tiers import connector as tier_connector
+from quire.kv.tiers.mooncake import client as mooncake_client
+from quire.kv.tiers.mooncake import tier as mooncake_tier
+
+pytestmark = pytest.mark.processes
 
 PROMPT = list(range(100, 100 + 20 * 16 + 3))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
@@ -21,8 +25,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs
 def store(tmp_path, monkeypatch) -> Path:
     """A store's directory: one file for each block."""
     use_fake_mooncake(monkeypatch)
-    monkeypatch.setattr(mooncake_client, "CALL_TIMEOUT", 0.5)
-    monkeypatch.setattr(mooncake_client, "CLOSE_TIMEOUT", 0.5)
+    monkeypatch.setattr(mooncake_client, "CALL_TIMEOUT", 60.0)  # also on a busy machine
+    monkeypatch.setattr(mooncake_client, "SETUP_TIMEOUT", 60.0)
+    monkeypatch.setattr(mooncake_tier, "SETUP_TIMEOUT", 60.0)
+    monkeypatch.setattr(tier_connector, "SEARCH_PATIENCE", 60.0)
     return tmp_path
 
 
@@ -52,6 +58,7 @@ def alone() -> tuple[list[int], list[float]]:
         return answer(llm)
 
 
+@pytest.mark.representative
 def test_what_one_engine_computes_another_reads(store, alone):
     with open_llm(store) as first, open_llm(store) as second:
         assert answer(first) == alone
@@ -88,7 +95,6 @@ def test_what_follows_a_cached_prefix_is_found(store, alone):
 
 
 @pytest.mark.formats
-@pytest.mark.first_case
 @pytest.mark.parametrize(
     "options", [{"dtype": "float32"}, {"kv_cache_dtype": "int8"}, {"block_size": 32}], ids=str
 )
@@ -110,6 +116,7 @@ def test_what_was_forgotten_is_not_found_by_others_either(store, alone):
         assert second.stats().num_loaded_tokens == 0
 
 
+@pytest.mark.representative
 def test_a_store_that_lies_costs_time_but_changes_no_token(store, alone):
     with open_llm(store) as llm:
         answer(llm)
@@ -126,9 +133,13 @@ def test_a_store_that_lies_costs_time_but_changes_no_token(store, alone):
 @pytest.mark.parametrize(
     "faults", ["get=crash", "get=hang", "exist=hang", "put=raise exist=error", "setup=error"]
 )
-def test_no_fault_of_the_store_is_a_fault_of_a_request(store, alone, faults):
+def test_no_fault_of_the_store_is_a_fault_of_a_request(store, alone, faults, monkeypatch):
     with open_llm(store) as llm:
         answer(llm)
+    monkeypatch.setattr(mooncake_client, "CLOSE_TIMEOUT", 0.1)
+    if "hang" in faults:
+        monkeypatch.setattr(mooncake_client, "CALL_TIMEOUT", 0.2)
+        monkeypatch.setattr(tier_connector, "SEARCH_PATIENCE", 0.1)
     is_late = "setup" not in faults
     break_store(store, "" if is_late else faults)
     with open_llm(store) as llm:

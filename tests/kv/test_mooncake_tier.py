@@ -13,12 +13,16 @@ from quire.kv.tiers.mooncake import tier as mooncake_tier
 from quire.kv.tiers.mooncake.client import MAX_BACKOFF, StoreClient
 from quire.kv.tiers.mooncake.tier import MooncakeTier
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def patch():
     with pytest.MonkeyPatch.context() as patch:
         use_fake_mooncake(patch)
-        patch.setattr(mooncake_client, "CALL_TIMEOUT", 0.2)
+        patch.setattr(mooncake_client, "CALL_TIMEOUT", 60.0)  # also on a busy machine
+        patch.setattr(mooncake_client, "SETUP_TIMEOUT", 60.0)
+        patch.setattr(mooncake_tier, "SETUP_TIMEOUT", 60.0)
         yield patch
 
 
@@ -34,7 +38,7 @@ class Bench:
 
     def find(self, keys=KEYS) -> int:
         """Return how many of the first blocks are known to be there after a search."""
-        self.tier.search(keys).exception(10)
+        self.tier.search(keys).exception(60)
         return self.tier.residents.count_leading(keys)
 
     def recover(self) -> None:
@@ -47,7 +51,7 @@ class Bench:
         assert self.tier.is_readable
 
     def wait_for_searches(self) -> None:
-        self.tier._searches.call(lambda: None).result(20)
+        self.tier._searches.call(lambda: None).result(60)
 
     def close(self) -> None:
         self.tier.close()
@@ -68,6 +72,7 @@ def lasting(patch, tmp_path_factory):
     bench.close()
 
 
+@pytest.mark.representative
 def test_blocks_are_found_by_all_tiers_with_the_same_identity_and_by_no_others(bench, tmp_path):
     prefix = keys_of(0)
     assert all(write(bench.tier, key) for key in prefix)
@@ -85,6 +90,7 @@ def test_blocks_are_found_by_all_tiers_with_the_same_identity_and_by_no_others(b
     assert not same.tier.is_readable
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("fault", ["raise", "error", "text", "more", "empty", "huge"])
 def test_a_call_that_fails_begins_a_backoff_and_changes_nothing(lasting, fault):
     lasting.recover()
@@ -110,6 +116,7 @@ def damage(content: bytes) -> bytes:
     return content[:5000] + b"damage" + content[5006:]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "change",
     [damage, lambda content: content[:-1], lambda content: b"", lambda content: bytes(len(content))],
@@ -162,25 +169,29 @@ def test_a_full_store_is_read_and_not_written_until_the_next_refresh(bench):
     assert read(bench.tier, first)
 
 
-@pytest.mark.processes
-def test_calls_that_hang_are_bounded_and_take_no_others_memory(bench, patch):
-    patch.setattr(mooncake_client, "CLOSE_TIMEOUT", 0.1)
-    keys = keys_of(0)
+@pytest.mark.representative
+def test_calls_that_hang_take_bounded_time_and_the_client_is_replaced_in_the_end(bench, monkeypatch):
+    monkeypatch.setattr(mooncake_client, "CLOSE_TIMEOUT", 0.1)
+    keys = keys_of(0, 12)
     for key in keys:
-        write(bench.tier, key)
+        assert write(bench.tier, key)
     break_store(bench.store, "get=hang")
-    for _ in range(mooncake_client.NUM_LANES):
-        bench.now += MAX_BACKOFF
-        bench.find(keys)
-        assert not read(bench.tier, keys[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(mooncake_client, "CALL_TIMEOUT", 0.1)
+        for key in keys[: mooncake_client.MAX_HANGS]:
+            bench.now += MAX_BACKOFF
+            assert bench.tier.is_readable
+            assert not read(bench.tier, key)
+            assert not bench.tier.is_readable
     bench.now += MAX_BACKOFF
-    assert bench.find(keys[1:]) == 3, "what is known stays known"
-    assert not read(bench.tier, keys[1]), "no call is possible"
-    break_store(bench.store, "")
-    assert not bench.tier.is_readable
+    assert bench.client.is_connected
+    assert not read(bench.tier, keys[-1])
+    assert not bench.client.is_connected
+    bench.recover()
+    assert bench.find(keys) == 12
+    assert read(bench.tier, keys[0])
 
 
-@pytest.mark.processes
 @pytest.mark.first_case
 @pytest.mark.parametrize("operation", ["get", "put", "exist"])
 def test_after_a_crash_of_the_client_another_joins(bench, operation):
@@ -199,23 +210,22 @@ def test_after_a_crash_of_the_client_another_joins(bench, operation):
     assert read(bench.tier, first)
 
 
-@pytest.mark.processes
 @pytest.mark.first_case
 @pytest.mark.parametrize("fault", ["error", "raise", "hang", "crash"])
 @pytest.mark.parametrize(
     ("operation", "last_operation"), [("setup", "unregister_buffer"), ("register_buffer", "close")]
 )
 def test_a_store_that_cannot_be_joined_or_left_takes_bounded_time(
-    patch, tmp_path, operation, last_operation, fault
+    patch, monkeypatch, tmp_path, operation, last_operation, fault
 ):
-    patch.setattr(mooncake_client, "CLOSE_TIMEOUT", 0.1)
-    patch.setattr(mooncake_tier, "SETUP_TIMEOUT", 0.1 if fault == "hang" else 10.0)
-    patch.setattr(mooncake_client, "SETUP_TIMEOUT", 0.1 if fault == "hang" else 10.0)
+    monkeypatch.setattr(mooncake_client, "CLOSE_TIMEOUT", 0.1)
     break_store(tmp_path, f"{operation}={fault}")
-    bench = Bench(tmp_path)
+    with monkeypatch.context() as context:
+        if fault == "hang":
+            context.setattr(mooncake_client, "SETUP_TIMEOUT", 0.1)
+        bench = Bench(tmp_path)
     assert not bench.tier.is_readable
     assert not write(bench.tier, KEYS[0])
-    patch.setattr(mooncake_client, "SETUP_TIMEOUT", 10.0)
     bench.recover()
     assert write(bench.tier, KEYS[0])
     break_store(tmp_path, f"{last_operation}={fault}")

@@ -41,15 +41,19 @@ MAX_BACKOFF = 60.0
 """Maximum back-off in seconds."""
 
 
+MAX_HANGS = 7
+"""Failures in a row, two minutes, after which a process in which all calls hang is replaced."""
+
+
 class StoreError(Exception):
     """The store failed, did not answer in time, or answered what cannot be."""
 
 
 class ClientEndedError(StoreError):
-    """The process of the store's client has ended."""
+    """The process of the store's client has ended, or is to be replaced."""
 
     def __init__(self) -> None:
-        super().__init__("the process of the store's client has ended")
+        super().__init__("the process of the store's client has ended, or hangs")
 
 
 class StoreLane:
@@ -196,7 +200,7 @@ class StoreClient:
             with self._lock:
                 lane = next((lane for lane in self._lanes if lane.has_returned()), None)
                 if lane is None:
-                    raise StoreError("all calls hang")
+                    raise StoreError("all calls hang") if self._num_failures < MAX_HANGS else ClientEndedError
                 lanes = self._lanes
                 lanes.remove(lane)
             yield lane
