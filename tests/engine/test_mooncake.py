@@ -129,7 +129,7 @@ def test_a_store_that_lies_costs_time_but_changes_no_token(store, alone):
     assert len(blocks_in(store)) < 20, "what is damaged is removed"
 
 
-@pytest.mark.processes
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "faults", ["get=crash", "get=hang", "exist=hang", "put=raise exist=error", "setup=error"]
 )

@@ -9,6 +9,7 @@ until it succeeds or gives up after a minute. Then the first lane carries an emp
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -74,17 +75,15 @@ def _encode_error(error: Exception) -> bytes:
 
 
 def _serve(store: Any, lane: Connection, address: int) -> None:
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError):  # the engine has closed the lane, or has ended
+        while True:
             operation, names, num_bytes = msgspec.msgpack.decode(lane.recv_bytes())
-        except (EOFError, OSError):  # the engine has closed it, or has ended
-            return
-        try:
-            numbers = [int(number) for number in _call(store, operation, names, address, num_bytes)]
-            answer = msgspec.msgpack.encode(numbers)
-        except Exception as error:
-            answer = _encode_error(error)
-        lane.send_bytes(answer)
+            try:
+                numbers = [int(number) for number in _call(store, operation, names, address, num_bytes)]
+                answer = msgspec.msgpack.encode(numbers)
+            except Exception as error:
+                answer = _encode_error(error)
+            lane.send_bytes(answer)
 
 
 def _call(store: Any, operation: str, names: list[str], address: int, num_bytes: int) -> Any:
