@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire import __version__
 from quire.engine.devices import device_name
 from quire.engine.memory.model_sizes import dtype_of
 from quire.errors import KVFileError
 from quire.kv.tiers.disk.checksum import checksum
 from quire.models.checkpoints.gguf.location import find_gguf, parts_of
-from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
