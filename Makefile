@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-ray test-mooncake test-page clients mutants soak soak-tiers soak-datadist soak-split soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-ray test-mooncake test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -207,6 +207,11 @@ chaos: $(READY)  ## Let 100 faults strike engines under mixed streams, and compa
 soak-split: $(READY)  ## Let 200 faults strike prefill and decode engines behind a router, as root (an hour)
 	@PYTHONPATH=tests/support:tests/datadist:tests/cluster $(BIN)/python tests/cluster/split_soak.py \
 		--faults $(FAULTS) --seed $(SEED) $(SOAK_SPLIT)
+
+soak-ray: $(READY)  ## Let 200 faults strike engines on a Ray cluster of two machines, as root (three hours)
+	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,ray]"
+	@PYTHONPATH=tests/support:tests/datadist:tests/cluster $(BIN)/python -P tests/ray_serve/ray_soak.py \
+		--faults $(FAULTS) --seed $(SEED)
 
 SOAK_SECONDS := 1800
 soak-server: $(READY)  ## Let half an hour of mixed traffic and faults strike a server, and compare every answer

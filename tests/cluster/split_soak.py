@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
-import json
 import os
 import random
 import signal
@@ -23,25 +22,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import psutil
+from asking_clients import Clients, Expected, expected_answers
 from network_namespaces import Machine, Network, enter, network_of, why_not_permitted
-
-from quire import LLM, SamplingParams
 
 ROUTER = "router"
 SPLIT = {"prefill1": "prefill", "prefill2": "prefill", "decode1": "decode", "decode2": "decode"}
 ALIKE = {f"engine{number}": "engine" for number in range(1, 5)}
 PORT, KV_PORT = 8000, 8100
 LEASE = 5.0  # seconds
-ANSWER_LIMIT = 90.0  # seconds that a client waits at most: three engines, each with its time limits
 RECOVERY_LIMIT = 120.0  # seconds until all engines are up again after a fault
 KINDS = ("kill", "kill the engine process", "stop", "cut", "silence")
-NUM_PROMPTS = 24
-MAX_TOKENS = 24
-
-Expected = tuple[str, list[float]]
 
 
 class ViolationError(Exception):
@@ -111,31 +103,22 @@ class EnginesUnderFaults:
         expected: dict[str, Expected],
         rng: random.Random,
     ) -> None:
-        self.counts: Counter[str] = Counter()
-        self.errors: Counter[str] = Counter()
-        self.longest = 0.0
-        self.longest_pause = 0.0  # between two events of a stream
         self._roles = roles
-        self.violations: list[str] = []
         self._network = network
-        self._expected = expected
         self._rng = rng
-        self._stop = threading.Event()
         machines = network.machines
         self.engines = {
             name: Process(machines[name], engine_arguments(machines[name], role))
             for name, role in roles.items()
         }
         self.router = Process(machines[ROUTER], router_arguments(roles, machines))
-        self._clients = [
-            threading.Thread(target=self._ask_without_pause, args=(number,)) for number in range(num_clients)
-        ]
+        router = machines[ROUTER]
+        self.clients = Clients(num_clients, expected, router.namespace, (router.address, PORT), tuple(roles))
 
     def begin(self) -> None:
         """Wait until all is up, and let the clients ask."""
         self.wait_until_up()
-        for client in self._clients:
-            client.start()
+        self.clients.begin()
 
     def strike(self, kind: str, name: str) -> None:
         """Let a fault happen to an engine, and wait until all is up again."""
@@ -163,9 +146,8 @@ class EnginesUnderFaults:
 
     def end(self) -> None:
         """Let the clients finish, and check that nothing is held."""
-        self._stop.set()
-        for client in self._clients:
-            client.join()
+        self.clients.stop()
+        self.clients.join()
         deadline = time.monotonic() + 4 * LEASE
         while held := self._held():
             if time.monotonic() > deadline:
@@ -174,7 +156,7 @@ class EnginesUnderFaults:
 
     def close(self) -> None:
         """Kill everything."""
-        self._stop.set()
+        self.clients.stop()
         for process in (self.router, *self.engines.values()):
             process.kill()
 
@@ -214,74 +196,6 @@ class EnginesUnderFaults:
         )
         rows = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
         return {key: float(value) for key, value in rows}
-
-    # -- clients -------------------------------------------------------------------------------------------
-
-    def _ask_without_pause(self, number: int) -> None:
-        machine = self._network.machines[ROUTER]
-        enter(machine.namespace)
-        rng = random.Random(number)
-        while not self._stop.is_set():
-            prompt = rng.choice(list(self._expected))
-            began = time.monotonic()
-            try:
-                outcome = self._outcome(machine.address, prompt, streamed=rng.random() < 0.5)
-            except TimeoutError:
-                outcome = "no answer in time"
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                outcome = f"{type(error).__name__}: {error}"
-            self.longest = max(self.longest, time.monotonic() - began)
-            self._note(outcome)
-
-    def _note(self, outcome: str) -> None:
-        if outcome == "right":
-            self.counts["right"] += 1
-        elif outcome.startswith("error: "):
-            self.counts["error"] += 1
-            self.errors[outcome.removeprefix("error: ")] += 1
-        else:
-            self.violations.append(outcome)
-
-    def _outcome(self, address: str, prompt: str, *, streamed: bool) -> str:
-        """Return "right", or "error: " and what the answer says; anything else is a violation."""
-        body = {"model": "mini", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 1}
-        connection = http.client.HTTPConnection(address, PORT, timeout=ANSWER_LIMIT)
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body | {"stream": streamed}), headers)
-        response = connection.getresponse()
-        lines, read_at = [], time.monotonic()
-        for line in response:
-            now = time.monotonic()
-            if lines:
-                self.longest_pause = max(self.longest_pause, now - read_at)
-            lines.append(line)
-            read_at = now
-        data = b"".join(lines).decode()
-        connection.close()
-        if response.status != 200:
-            return named_error(json.loads(data))
-        events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {")]
-        answers = events if streamed else [json.loads(data)]
-        if "error" in answers[-1]:
-            return named_error(answers[-1])
-        if streamed and not data.rstrip().endswith("data: [DONE]"):
-            return "a stream ended without an end"
-        choices = [answer["choices"][0] for answer in answers if answer["choices"]]
-        text = "".join(choice["text"] for choice in choices)
-        logprobs = [
-            one for choice in choices if choice["logprobs"] for one in choice["logprobs"]["token_logprobs"]
-        ]
-        return "right" if (text, logprobs) == self._expected[prompt] else f"wrong: {text!r}"
-
-
-def named_error(answer: dict[str, Any]) -> str:
-    """Return what an error says, without what differs from one to the next."""
-    message = answer["error"]["message"]
-    if not message:
-        return "an error without a message"
-    for name in (*SPLIT, *ALIKE, "10.83.0."):
-        message = message.replace(name, "")
-    return "error: " + " ".join(message.split()[:14])
 
 
 def engine_arguments(machine: Machine, role: str) -> list[str]:
@@ -338,25 +252,6 @@ def in_namespace(namespace: str, function: Callable[[], str]) -> str:
     return results[0]
 
 
-def expected_answers(rng: random.Random) -> dict[str, Expected]:
-    """Return prompts of 60 to 700 tokens, and their answers by one engine."""
-    words = ["one", "two", "three", "seven", "nine", "ten", "red", "green", "blue", "small", "large", "old"]
-    prompts = [" ".join(rng.choices(words, k=rng.randint(40, 400))) for _ in range(NUM_PROMPTS)]
-    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=1)
-    with LLM("mini", num_threads=1, num_kv_blocks=512) as llm:
-        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
-    return {
-        prompt: (
-            output.text,
-            [
-                position[token].logprob
-                for position, token in zip(output.logprobs, output.token_ids, strict=True)
-            ],
-        )
-        for prompt, output in zip(prompts, outputs, strict=True)
-    }
-
-
 def soak(roles: dict[str, str], num_clients: int, num_faults: int, seed: int) -> None:
     """Let faults strike; print each before, and a summary at the end."""
     rng = random.Random(seed)
@@ -368,25 +263,17 @@ def soak(roles: dict[str, str], num_clients: int, num_faults: int, seed: int) ->
             split.begin()
             for number in range(num_faults):
                 kind, name = rng.choice(KINDS), rng.choice(list(roles))
-                print(f"{number}: {kind} {name}; so far {split.counts['right']} right", flush=True)
+                print(f"{number}: {kind} {name}; so far {split.clients.counts['right']} right", flush=True)
                 time.sleep(rng.uniform(0.1, 1.0))
                 split.strike(kind, name)
                 kinds[kind] += 1
-                if split.violations:
-                    raise ViolationError("; ".join(split.violations))
+                if split.clients.violations:
+                    raise ViolationError("; ".join(split.clients.violations))
             split.end()
         finally:
             split.close()
     print(f"{num_faults} faults: " + ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items())))
-    print(
-        f"{split.counts['right']} answers right, 0 wrong; {split.counts['error']} errors that name a cause:"
-    )
-    for message, count in split.errors.most_common():
-        print(f"  {count} x {message}")
-    print(
-        f"nothing held at the end; no client waited for more than {split.longest:.1f} s, no stream paused "
-        f"for more than {split.longest_pause:.1f} s"
-    )
+    print(f"{split.clients.report()}; nothing held at the end")
 
 
 def main() -> None:
