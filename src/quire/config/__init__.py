@@ -18,6 +18,7 @@ from quire.config.cache_eviction import (
 )
 from quire.config.chat_template import ChatTemplateConfig
 from quire.config.connections import ConnectionConfig
+from quire.config.dynamo import DynamoConfig
 from quire.config.edge import EdgeConfig, host_name
 from quire.config.engine import BUILT_IN_MODEL, EngineConfig, EngineRole
 from quire.config.fields import (
@@ -50,6 +51,7 @@ __all__ = [
     "ChatTemplateConfig",
     "Choice",
     "ConnectionConfig",
+    "DynamoConfig",
     "EdgeConfig",
     "EngineConfig",
     "EngineRole",
