@@ -22,7 +22,7 @@ LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-ray test-mooncake test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -172,6 +172,12 @@ test-ray: $(READY)  ## Test engines on Ray Serve, which is installed on first us
 test-mooncake: $(READY)  ## Test the KV tier in a Mooncake store, which is installed on first use
 	@$(BIN)/pip install -q -c constraints.txt -e ".[dev,mooncake]"
 	@$(BIN)/pytest -rs tests/kv/test_mooncake_tier.py tests/engine/test_mooncake.py tests/benchmarks/test_mooncake_store.py
+
+# Without its dependencies: it asks for a simulator, Redis and Kubernetes, which a worker does not import.
+test-dynamo: $(READY)  ## Test workers of NVIDIA Dynamo, which is installed on first use
+	@$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	@$(BIN)/pip install -q -c constraints.txt --no-deps ai-dynamo ai-dynamo-runtime
+	@$(BIN)/pytest -q tests/dynamo_worker
 
 # NAMES="openai-3 anthropic" runs these only, and leaves the table as it is.
 NAMES :=

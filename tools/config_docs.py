@@ -41,6 +41,8 @@ nearest known name. Of the environment, `quire serve` and `quire route` read `QU
   ([many-machines.md](many-machines.md)).
 - On Ray Serve, `quire.ray` takes the fields of these and of `RayConfig`
   ([many-machines.md](many-machines.md#ray-serve)).
+- A worker of NVIDIA Dynamo, `quire.dynamo`, takes those of `EngineConfig` and of `DynamoConfig`
+  ([many-machines.md](many-machines.md#nvidia-dynamo)).
 - `WorkloadConfig`, `ArrivalConfig`, `TargetConfig` and `LatencyConfig` are for `quire bench`
   ([bench.md](bench.md)).
 - The flags of `CacheEvictionConfig` begin with `--eviction-`, those of `KVCrushConfig` with `--kvcrush-`,

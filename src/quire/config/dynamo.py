@@ -18,7 +18,8 @@ class DynamoConfig:
     )
     component: str = knob(
         default="",
-        help="Dynamo component that the worker belongs to. Empty: prefill with role prefill, otherwise backend.",
+        help="Dynamo component that the worker belongs to. Empty: prefill with role prefill, otherwise "
+        "backend.",
     )
     served_model_name: str = knob(
         default="", help="Name under which Dynamo's front end serves the model. Empty: model."

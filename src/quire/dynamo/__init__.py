@@ -1,10 +1,10 @@
 """Quire as a worker of NVIDIA Dynamo: `python -m quire.dynamo model=mini discovery_backend=file`.
 
-Dynamo's front end has the HTTP API, the chat template and the tokenizer, and its router chooses a worker by the
-KV events that the engine publishes and by its load. The worker takes token ids and returns token ids:
-`engine.py` is Dynamo's `LLMEngine` over an `AsyncLLM`, and `translation.py` says the same in the other's words.
-Options are the flags of `quire serve` for the engine, and the fields of `DynamoConfig`. docs/many-machines.md has
-more.
+Dynamo's front end has the HTTP API, the chat template and the tokenizer, and its router chooses a worker by
+load and by the KV events that engines publish. A worker gets token ids and returns token ids: `engine.py` is
+Dynamo's `LLMEngine` over an `AsyncLLM`, and `translation.py` turns its requests and chunks into Quire's.
+Options are the flags of `quire serve` for the engine, and the fields of `DynamoConfig`.
+docs/many-machines.md has more.
 
 It needs the extra `dynamo`, which `import quire` does not import.
 """

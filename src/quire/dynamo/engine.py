@@ -43,10 +43,7 @@ _MODES = {
 }
 
 _NOT_HERE: Mapping[str, str] = {
-    **dict.fromkeys(
-        (field.name for field in dataclasses.fields(KVEventsConfig)),
-        "the worker passes KV events on to Dynamo",
-    ),
+    **{field.name: "the worker passes KV events on" for field in dataclasses.fields(KVEventsConfig)},
     "tokenizer": "Dynamo's front end has the model's own",
     "chat_template": "Dynamo's front end renders prompts; set custom_jinja_template",
 }
@@ -143,6 +140,8 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
                 params = self._defaults.params(sampling_fields(request, role))
                 token_ids = token_ids_to_list(request["token_ids"])
                 options = request_options(request, role)
+                if not self._llm.info.reads_priority:  # what Dynamo calls a hint; its router has read it
+                    options.pop("priority", None)
                 outputs = self._llm.generate(token_ids, params, request_id=request_id, **options)
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:

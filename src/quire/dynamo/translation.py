@@ -16,12 +16,19 @@ Chunk = dict[str, Any]
 """A `GenerateChunk` of Dynamo."""
 
 _SAMPLING_FIELDS = (
-    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p", "seed"
-)  # fmt: skip
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "min_p",
+    "seed",
+)
 _STOP_FIELDS = ("max_tokens", "min_tokens", "ignore_eos")
 
 # What Dynamo's front end does itself, and values that ask for nothing.
 _SAMPLING_IGNORED: Mapping[str, Any] = {
+    "n": (1,),  # Dynamo takes the end of one completion for that of all
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
@@ -29,8 +36,13 @@ _SAMPLING_IGNORED: Mapping[str, Any] = {
 }
 _STRUCTURE_IGNORED: Mapping[str, Any] = {"backend": ("auto", "llguidance")}
 _REQUEST_REFUSED = (
-    "multi_modal_data", "mm_processor_kwargs", "encoder_result", "prompt_embeds", "bootstrap_info", "batch_token_ids"
-)  # fmt: skip
+    "multi_modal_data",
+    "mm_processor_kwargs",
+    "encoder_result",
+    "prompt_embeds",
+    "bootstrap_info",
+    "batch_token_ids",
+)
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "cancelled"}
 
@@ -44,6 +56,8 @@ def sampling_fields(request: Mapping[str, Any], role: EngineRole) -> dict[str, A
     for name in _REQUEST_REFUSED:
         if request.get(name):
             raise _unsupported(name, request[name])
+    if (passed_on := _given(request, "extra_args").get("sampling_options")) is not None:
+        raise _unsupported("extra_args.sampling_options", passed_on)
     sampling = _given(request, "sampling_options")
     fields = {name: sampling.pop(name) for name in _SAMPLING_FIELDS if name in sampling}
     if (top_k := sampling.pop("top_k", None)) is not None:
@@ -54,9 +68,9 @@ def sampling_fields(request: Mapping[str, Any], role: EngineRole) -> dict[str, A
     stop = _given(request, "stop_conditions")
     stop.pop("stop", None)  # the front end looks for them in the text, and then stops the request
     fields |= {name: stop.pop(name) for name in _STOP_FIELDS if name in stop}
-    eos_ids = stop.pop("stop_token_ids_hidden", ())  # what the model's files say
-    stop_ids = [*stop.pop("stop_token_ids", ()), *stop.pop("stop_token_ids_visible", ())]
-    fields["stop_token_ids"] = stop_ids if fields.get("ignore_eos") else [*stop_ids, *eos_ids]
+    stop_ids = _token_ids(stop, "stop_token_ids") + _token_ids(stop, "stop_token_ids_visible")
+    eos_ids = _token_ids(stop, "stop_token_ids_hidden")  # what the model's files say
+    fields["stop_token_ids"] = stop_ids if fields.get("ignore_eos") else stop_ids + eos_ids
     _refuse_rest("stop_conditions", stop, {})
     output = _given(request, "output_options")
     if (logprobs := output.get("logprobs")) is not None:
@@ -65,7 +79,7 @@ def sampling_fields(request: Mapping[str, Any], role: EngineRole) -> dict[str, A
         raise _unsupported("output_options.prompt_logprobs", output["prompt_logprobs"])
     if role != "prefill":
         return fields
-    left_out = ("n", "min_tokens", "logprobs", "structured_outputs")
+    left_out = ("min_tokens", "logprobs", "structured_outputs")
     return {name: value for name, value in fields.items() if name not in left_out} | {"max_tokens": 1}
 
 
@@ -79,9 +93,13 @@ def request_options(request: Mapping[str, Any], role: EngineRole) -> dict[str, A
     if routing.get("lora_name"):
         raise _unsupported("routing.lora_name", routing["lora_name"])
     options: dict[str, Any] = {}
-    if priority := routing.get("priority"):
+    if (priority := routing.get("priority")) is not None:
+        if not isinstance(priority, int):
+            raise InvalidRequestError(
+                f"routing.priority is {priority!r:.80}; it must be a whole number", param="routing.priority"
+            )
         options["priority"] = -priority  # in Dynamo, higher is served first
-    if salt := routing.get("cache_salt") or routing.get("cache_namespace"):
+    if salt := routing.get("cache_salt"):
         options["cache_salt"] = salt
     if role == "prefill":
         options["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -105,7 +123,7 @@ class Chunks:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> Iterator[Chunk]:
-        """Yield the chunks of an output, at most one for each completion; failed ones have none at their end."""
+        """Yield the chunks of an output: none for what is not new, or for a completion that has failed."""
         for completion in output.outputs:
             if completion.index in self._ended or completion.finish_reason is FinishReason.ERROR:
                 continue
@@ -168,6 +186,15 @@ def _given(request: Mapping[str, Any], group: str) -> dict[str, Any]:
     """Return the fields of a group that are not null."""
     fields = _mapping(group, request.get(group) or {})
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _token_ids(stop: dict[str, Any], name: str) -> list[Any]:
+    """Take the token ids of that name out of `stop`; `SamplingParams` checks them."""
+    given = stop.pop(name, [])
+    if not isinstance(given, list):
+        name = f"stop_conditions.{name}"
+        raise InvalidRequestError(f"{name} is {given!r:.80}; it must be a list", param=name)
+    return given
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
