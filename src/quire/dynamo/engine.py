@@ -62,6 +62,7 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
         self._config = config
         self._name = served_model_name
         self._llm: AsyncLLM | None = None
+        self._publisher: Any = None
         self._closing = contextlib.AsyncExitStack()
         self._request_ids: defaultdict[str, set[str]] = defaultdict(set)  # the engine's, by context
         self._numbers = itertools.count()
@@ -145,6 +146,8 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
                 outputs = self._llm.generate(token_ids, params, request_id=request_id, **options)
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
+                        if self._llm is None and output.finished:
+                            raise EngineDeadError("the worker is shut down; the request can go on at another")
                         for chunk in chunks.of(output):
                             yield chunk
                         _raise_failure(output)
@@ -201,7 +204,7 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
         last = None
         while self._llm is not None:
             stats = self._llm.latest_stats
-            if stats is not None and stats is not last:
+            if self._publisher is not None and stats is not None and stats is not last:
                 last = stats
                 queried = stats.prefix_queried_tokens
                 snapshot = ComponentSnapshot(
