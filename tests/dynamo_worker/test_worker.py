@@ -32,7 +32,7 @@ from quire.dynamo import QuireEngine
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 OPTIONS = ("model=mini", "cache_size=0.05", "num_threads=1", "standby_engine=false")
-PATIENCE = 60.0  # seconds
+PATIENCE = 120.0  # seconds
 PROMPT = "Tell me a long story about a fox, a hound and a farmer. " * 6
 LENGTH = 24  # tokens
 

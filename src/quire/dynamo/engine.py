@@ -131,7 +131,8 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
             WorkerUnavailable: too many requests wait.
             QuireError: the request failed.
         """
-        assert self._llm is not None
+        if (llm := self._llm) is None:
+            raise EngineShutdown("the worker has not been started, or is shut down")
         role = "both" if is_probe(request) else self._config.role
         request_id = f"{context.id()}-{next(self._numbers)}"
         self._request_ids[context.id()].add(request_id)
@@ -141,9 +142,9 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
                 params = self._defaults.params(sampling_fields(request, role))
                 token_ids = token_ids_to_list(request["token_ids"])
                 options = request_options(request, role)
-                if not self._llm.info.reads_priority:  # what Dynamo calls a hint; its router has read it
+                if not llm.info.reads_priority:  # what Dynamo calls a hint; its router has read it
                     options.pop("priority", None)
-                outputs = self._llm.generate(token_ids, params, request_id=request_id, **options)
+                outputs = llm.generate(token_ids, params, request_id=request_id, **options)
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
                         if self._llm is None and output.finished:
@@ -159,9 +160,9 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
 
     @override
     async def abort(self, context: Any) -> None:
-        for request_id in tuple(self._request_ids.get(context.id(), ())):
-            assert self._llm is not None
-            self._llm.abort(request_id)
+        if self._llm is not None:
+            for request_id in self._request_ids.get(context.id(), ()):
+                self._llm.abort(request_id)
 
     @override
     async def is_quiescent(self) -> bool:
