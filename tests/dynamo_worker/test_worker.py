@@ -172,8 +172,13 @@ class Deployment:
         for number, role in enumerate(roles):
             self._start(f"worker-{number}", "quire.dynamo", *OPTIONS, f"role={role}")
         for number in range(len(roles)):
-            _wait_for(lambda number=number: "Serving mini" in self.log(f"worker-{number}"))
+            _wait_for(lambda number=number: self._serves(number))
         _wait_for(lambda: self._client.get("/models").json().get("data"))
+
+    def _serves(self, worker: int) -> bool:
+        log = self.log(f"worker-{worker}")
+        assert self._processes[worker + 1].poll() is None, log
+        return "Serving mini" in log
 
     def log(self, name: str) -> str:
         return (self._directory / name).read_text()
