@@ -83,13 +83,14 @@ def test_it_goes_on_as_if_nothing_had_happened(llm, kind):
         assert rest[name] == (tokens[cut:], logprobs[cut:], end, 0)
 
 
-def resumed(request: EngineCoreRequest, indices, outputs) -> EngineCoreRequest:
+def resumed(request: EngineCoreRequest, indices, outputs, *, was_accepted=True) -> EngineCoreRequest:
     return EngineCoreRequest(
         [request.sequence_ids[index] for index in indices],
         [request.seeds[index] for index in indices],
         request.prompt_token_ids,
         request.sampling_params,
         resumed_outputs=outputs,
+        was_accepted=was_accepted,
     )
 
 
@@ -104,7 +105,7 @@ def test_a_beam_search_begins_anew(llm):
 
 @pytest.mark.formats
 @pytest.mark.first_case
-def test_a_full_queue_takes_it_all_the_same(llm):
+def test_a_full_queue_takes_it_all_the_same_if_it_was_accepted(llm):
     core = core_of(llm)
     limit = llm.config.scheduler.max_num_queued_reqs
     for index in range(limit):
@@ -112,6 +113,8 @@ def test_a_full_queue_takes_it_all_the_same(llm):
     late = EngineCoreRequest(["late"], [1], [5], SamplingParams(max_tokens=1, seed=1))
     with pytest.raises(QueueFullError):
         core.add(late)
+    with pytest.raises(QueueFullError):  # another server's engine has begun it
+        core.add(resumed(late, [0], [[]], was_accepted=False))
     core.add(resumed(late, [0], [[]]))
     ended = core.finish(None, RequestStatus.FINISHED_ABORTED)
     assert len(ended) == limit + 1

@@ -53,8 +53,8 @@ def progress_of(answer):
 async def test_a_stream_continues_with_the_same_tokens_id_and_time(http):
     answer = await http.post(CHAT, json={**BODY, "stream": True}, headers={"X-Quire-Progress": "1"})
     lines = progress_of(answer)
-    assert len(lines) == 13
-    for num_lines in (1, 2, 7, 13):
+    assert len(lines) > 2
+    for num_lines in (1, 2, len(lines) // 2, len(lines)):
         again = await continued(http, lines[:num_lines])
         assert again.headers["X-Quire-Progress"] == "1"
         [start, *outputs] = progress_of(again)
