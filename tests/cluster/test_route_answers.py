@@ -183,7 +183,7 @@ async def test_prompts_that_begin_alike_go_to_one_engine_until_that_has_much_mor
     [favourite] = [one for one in engines if one.seen]
     [other] = [one for one in engines if one is not favourite]
     assert len(favourite.seen) == 6
-    with router.engines.by_url[favourite.url].serving(3000):
+    with router.engines.by_url[favourite.url].serving(15_000):
         await http.post("/v1/completions", json={"prompt": head})
     assert (len(favourite.seen), len(other.seen)) == (6, 1)
 

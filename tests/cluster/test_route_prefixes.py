@@ -185,7 +185,7 @@ async def test_the_longer_cached_prefix_wins_until_it_is_cleared(cluster):
 async def test_a_longer_queue_outweighs_what_is_cached(cluster):
     await cluster.cache(0, FOX)
     engine = cluster.router.engines.by_url[cluster.urls[0]]
-    with engine.serving(len(FOX)):
+    with engine.serving(5 * len(FOX)):
         assert await cluster.chosen(prompt=FOX) == 1
 
 

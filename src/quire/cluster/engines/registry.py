@@ -13,8 +13,11 @@ from quire.cluster.prefixes.block_index import EngineBlocks
 from quire.cluster.prefixes.memory import ChunksInFlight, PrefixMemory
 from quire.cluster.prompts import Prompt
 
-REQUEST_WEIGHT = 1024
-"""Prompt bytes that weigh as much as one running request."""
+REQUEST_WEIGHT = 512
+"""Bytes of a waiting prompt that weigh as much as one running request."""
+
+NEW_WEIGHT = 4
+"""How much more a byte that a prompt adds weighs than one that waits: its KV takes the place of others'."""
 
 MAX_ENGINES = 256
 
@@ -81,10 +84,13 @@ class Engine:
         """The state in words, with the reason if it is down."""
         return f"down ({self.failure})" if self.state is EngineState.DOWN else self.state.value
 
-    @property
-    def load(self) -> int:
-        """Its load, in bytes of prompts."""
-        return self.num_waiting_bytes + REQUEST_WEIGHT * self.num_requests
+    def cost(self, num_bytes: int) -> int:
+        """Return what a prompt with `num_bytes` to compute here costs it and other requests, in bytes.
+
+        Waiting prompts and running requests delay it; computing it delays each request that is here.
+        """
+        per_byte = NEW_WEIGHT + self.num_requests
+        return self.num_waiting_bytes + REQUEST_WEIGHT * self.num_requests + per_byte * num_bytes
 
     def mark_down(self, reason: str) -> None:
         """Send no requests until a health check succeeds."""
@@ -180,10 +186,7 @@ class Engines:
     def choose(
         self, roles: Collection[Role], prompt: Prompt, *, excluded: Collection[Engine] = ()
     ) -> Engine | None:
-        """Return the engine that will finish a prompt first; None if no engine is usable.
-
-        It is the one with the least load, to which the uncached part of the prompt is added.
-        """
+        """Return the engine where a prompt costs least; None if no engine is usable."""
         usable = [
             engine
             for engine in self.by_url.values()
@@ -192,7 +195,8 @@ class Engines:
         if not usable:
             return None
         cached = self._cached_prefixes(prompt, usable)
-        return min(usable, key=lambda engine: (engine.load - cached[engine].num_bytes, engine.turn))
+        size = len(prompt.content)
+        return min(usable, key=lambda one: (one.cost(size - cached[one].num_bytes), one.turn))
 
     def cached_prefix(self, prompt: Prompt, engine: Engine) -> CachedPrefix:
         """Return how much of a prompt an engine has cached."""
