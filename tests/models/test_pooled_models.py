@@ -36,7 +36,8 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
-from quire.models.families import ARCHITECTURES, FAMILIES, Family
+from quire.models.families import ARCHITECTURES, FAMILIES
+from quire.models.families.family import Family
 from quire.models.layer import LayerConfig
 from quire.scheduling.outputs import EngineCoreOutput
 

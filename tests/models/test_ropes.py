@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ModelError
-from quire.models.families import ARCHITECTURES, model_config
+from quire.models.families import ARCHITECTURES
+from quire.models.families.reading import model_config
 from quire.models.layers.attention import AttentionConfig
 from quire.models.rotary import inverse_frequencies
 

@@ -32,7 +32,8 @@ from quire.models.checkpoints.quantized.memory_formats import (
     with_stored_tensors,
 )
 from quire.models.config import ModelConfig
-from quire.models.families import FAMILIES, model_config
+from quire.models.families import FAMILIES
+from quire.models.families.reading import model_config
 
 _GGML_KINDS = {  # ggml's numbers: Q4_0, Q4_1, Q4_K; Q5_0, Q5_1, Q8_0, Q5_K, IQ4_NL; Q6_K
     **dict.fromkeys((2, 3, 12), StoredQuantization("int4", 32)),

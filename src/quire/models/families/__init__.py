@@ -1,0 +1,12 @@
+"""The families by name and by architecture; `reading.py` reads a config.json by them."""
+
+from __future__ import annotations
+
+from quire.models.families import gemma, llama, olmo, qwen
+from quire.models.families.family import Family
+
+FAMILIES: dict[str, Family] = {**llama.FAMILIES, **qwen.FAMILIES, **gemma.FAMILIES, **olmo.FAMILIES}
+
+ARCHITECTURES: dict[str, str] = {
+    architecture: name for name, family in FAMILIES.items() for architecture in family.architectures
+}

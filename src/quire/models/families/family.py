@@ -1,0 +1,151 @@
+"""What a family says of its checkpoints, and what families have in common.
+
+Most differ from Llama in a few fields; `common` reads what all share. Configs are read in the form that the
+hub's files have had since 2023 (`rope_theta`, `rope_scaling`) and in the newer one (`rope_parameters`, nested
+by layer type where there are two).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.errors import ModelError, nearest_name
+from quire.models.config import DTYPE_BYTES, ModelConfig, RopeConfig
+from quire.models.layer import LayerConfig
+from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.experts import ExpertsConfig
+from quire.models.layers.feed_forward import FeedForwardConfig
+from quire.models.ropes import HFConfig, read_rope
+
+NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "output": "lm_head.weight",
+    "layer": "model.layers.{}.",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+FOUR_NORM_NAMES = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Family:
+    """How to read one family's checkpoints.
+
+    `specialize` takes the config that `common` reads and returns it with what the family does otherwise. A
+    weight name belongs to the whole model ("embedding", "norm", "output", "layer"), to a layer's norms or,
+    where that differs from its own `weight_names`, to a sub-layer; these end before ".weight" or ".bias".
+    `defaults` count where config.json lacks an entry, `architectures` are its names there, `activation` is
+    the entry that names the activation, `model_type` stands in config.json if it is not the family's name,
+    `layer_types` are those that it may name, and `ropes` reads the sets of rotary frequencies for a head
+    size.
+    """
+
+    specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
+    weight_names: dict[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    architectures: tuple[str, ...] = ()
+    activation: str = "hidden_act"
+    model_type: str = ""
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
+
+
+def common(hf: HFConfig, architecture: str, family_name: str, family: Family) -> ModelConfig:
+    """Return what all families read alike."""
+    heads = hf["num_attention_heads"]
+    head_dim = hf.get("head_dim", 0) or hf["hidden_size"] // heads
+    if not head_dim:
+        raise ModelError(
+            f"config.json has num_attention_heads {heads} and hidden_size {hf['hidden_size']}, which leaves "
+            "no feature for a head; head_dim must say how many they have"
+        )
+    dtype = _stored_dtype(hf)
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=hf.get("num_key_value_heads", heads),
+        head_dim=head_dim,
+        rope=family.ropes(hf, head_dim)[0],
+        scale=head_dim**-0.5,
+    )
+    feed_forward = FeedForwardConfig(
+        inner_size=hf["intermediate_size"], activation=_activation(hf[family.activation])
+    )
+    return ModelConfig(
+        architecture=architecture,
+        family=family_name,
+        dtype=dtype,
+        embedding_dtype=hf.get("embedding_dtype", dtype),
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        layers=(LayerConfig((attention, feed_forward)),) * hf["num_hidden_layers"],
+        max_model_len=hf["max_position_embeddings"],
+        tie_word_embeddings=hf["tie_word_embeddings"],
+        norm_eps=hf["rms_norm_eps"],
+    )
+
+
+def _stored_dtype(hf: HFConfig) -> str:
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"config.json says dtype {dtype!r}; {nearest_name(str(dtype), DTYPE_BYTES)}")
+    return str(dtype)
+
+
+def _activation(name: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"config.json says activation {name!r}; {nearest_name(name, _ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def layer_windows(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[int]:
+    """Return the window of each layer: by `layer_types` where the config has them, else by `is_sliding`."""
+    window = hf.get("sliding_window", 0)
+    layers = range(hf["num_hidden_layers"])
+    types = hf.get("layer_types")
+    if types is not None:
+        return [window if types[i] == "sliding_attention" else 0 for i in layers]
+    return [window if is_sliding(i) else 0 for i in layers]
+
+
+def with_attention_biases(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Give projections of attention their biases, if `attention_bias` says so."""
+    bias = bool(hf.get("attention_bias", False))
+    return base.changed(AttentionConfig, qkv_bias=bias, output_bias=bias)
+
+
+def all_sliding(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Mistral, Mixtral and Phi-3: every layer has the window, if there is one."""
+    return base.changed(AttentionConfig, window=hf.get("sliding_window", 0))
+
+
+def with_experts(base: ModelConfig, has_experts: list[bool], **fields: Any) -> ModelConfig:
+    """Give some layers a mixture of experts in place of the feed-forward layer."""
+
+    def changed(layer: LayerConfig) -> LayerConfig:
+        attention, dense = layer.parts
+        assert isinstance(dense, FeedForwardConfig)
+        return LayerConfig((attention, ExpertsConfig(activation=dense.activation, **fields)))
+
+    layers = zip(base.layers, has_experts, strict=True)
+    return replace(base, layers=tuple(changed(layer) if has else layer for layer, has in layers))
+
+
+def with_two_ropes(base: ModelConfig, windows: list[int], two: tuple[RopeConfig, RopeConfig]) -> ModelConfig:
+    """Give layers their windows, and those with a window the second set of frequencies."""
+    full, sliding = two
+    ropes = [sliding if window else full for window in windows]
+    return base.changed(AttentionConfig, window=windows, rope=ropes)

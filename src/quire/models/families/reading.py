@@ -1,0 +1,128 @@
+"""Reading a parsed config.json by its family, and checking what it leads to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from quire.errors import ModelError, UnknownArchitectureError
+from quire.models.config import ModelConfig
+from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, check_entries, warn_once
+from quire.models.families import ARCHITECTURES, FAMILIES
+from quire.models.families.family import common
+from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.experts import ExpertsConfig
+from quire.models.ropes import HFConfig
+
+_COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+_DEFAULTS: dict[str, Any] = {
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+_WHERE_NULL_IS_NONE = frozenset(
+    {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+)
+
+
+def model_config(values: HFConfig) -> ModelConfig:
+    """Return what a parsed `config.json` describes, but for the quantization of stored weights.
+
+    Entries that Quire neither reads nor knows to be harmless are logged.
+
+    Raises:
+        UnknownArchitectureError: lists the architectures that Quire knows.
+        ModelError: a needed entry is missing or has a value that Quire does not compute.
+    """
+    check_entries(values)
+    architecture = (values.get("architectures") or ["(none)"])[0]
+    family_name = ARCHITECTURES.get(architecture)
+    if family_name is None:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UnknownArchitectureError(
+            f"config.json names the architecture {architecture}; Quire knows {known}"
+        )
+    family = FAMILIES[family_name]
+    hf = Entries(values, {**_DEFAULTS, **family.defaults}, _WHERE_NULL_IS_NONE)
+    _refuse_what_is_not_computed(values, family.layer_types)
+    try:
+        config = family.specialize(hf, common(hf, architecture, family_name, family))
+        _check_layer_types(hf, config)
+    except KeyError as error:
+        raise ModelError(f"config.json of this {architecture} has no entry {error}") from error
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ModelError(f"config.json of this {architecture} cannot be understood: {error}") from error
+    _check(config)
+    model_type = hf.get("model_type", family.model_type or family_name)
+    if model_type != (family.model_type or family_name):
+        warn_once(f"config.json has model_type {model_type!r:.100}, and is read as that of a {architecture}")
+    hf.warn_of_unread(f"config.json of this {architecture}")
+    return config
+
+
+def _refuse_what_is_not_computed(hf: HFConfig, layer_types: Sequence[str]) -> None:
+    if hf.get("use_bidirectional_attention") or not hf.get("is_causal", True):
+        raise ModelError("config.json asks for bidirectional attention; Quire serves causal decoders only")
+    if hf.get("per_layer_config"):
+        raise ModelError(
+            "config.json has a per_layer_config; layers that differ in other entries are not supported"
+        )
+    for name in _COUNTS:
+        if hf.get(name) is None:
+            raise ModelError(f"config.json has no {name}; it must be {RULES[name].describe()}")
+    types = hf.get("layer_types")
+    for layer_type in types or ():
+        if layer_type not in layer_types:
+            raise ModelError(
+                f"config.json names the layer type {layer_type!r}; known: {', '.join(layer_types)}"
+            )
+    if types is not None and len(types) != hf["num_hidden_layers"]:
+        raise ModelError(f"config.json has {len(types)} layer_types for {hf['num_hidden_layers']} layers")
+
+
+def _check_layer_types(hf: HFConfig, config: ModelConfig) -> None:
+    for layer, layer_type in enumerate(hf.get("layer_types") or ()):
+        attention = [part for part in config.layers[layer].parts if isinstance(part, AttentionConfig)]
+        window = max((part.window for part in attention), default=0)
+        if (layer_type == "sliding_attention") != (window > 0):
+            raise ModelError(
+                f"config.json says that layer {layer} is of type {layer_type}; by the architecture and the "
+                f"other entries, it has {f'a window of {window} tokens' if window else 'no window'}"
+            )
+
+
+def _check(config: ModelConfig) -> None:
+    if config.pooling is not None and config.pooling.pooling_type is None:
+        raise ModelError(f"the pooling of the family {config.family} has no pooling_type; it must have one")
+    factors = [config.embedding_scale, *(rope.factor for rope in config.ropes)]
+    for part in dict.fromkeys(config.parts):
+        if isinstance(part, ExpertsConfig):
+            _check_experts(part, config.num_layers)
+        if isinstance(part, AttentionConfig):
+            factors.append(part.scale)
+            if part.num_heads % part.num_kv_heads:
+                raise ModelError(
+                    f"{part.num_heads} attention heads cannot share {part.num_kv_heads} key-value heads "
+                    "evenly"
+                )
+    for factor in factors:
+        if not math.isfinite(factor):
+            raise ModelError(f"config.json leads to a factor of {factor}; it must be finite")
+
+
+def _check_experts(experts: ExpertsConfig, num_layers: int) -> None:
+    if num_layers * experts.num_experts > MAX_LAYERS_TIMES_EXPERTS:
+        raise ModelError(
+            f"{num_layers} layers of {experts.num_experts} experts exceed the limit of "
+            f"{MAX_LAYERS_TIMES_EXPERTS} in total"
+        )
+    if experts.experts_per_token > experts.num_experts:
+        raise ModelError(
+            f"each token goes to {experts.experts_per_token} experts, but there are only "
+            f"{experts.num_experts}"
+        )
