@@ -266,12 +266,9 @@ def test_what_comes_after_a_step_cannot_lose_its_outputs(engine, monkeypatch, ca
         def take(self):
             return ["an event"]
 
-    class Publisher:
-        publish = faulty
-
     monkeypatch.setattr(CacheWarmer, "resume", faulty)
     monkeypatch.setattr(engine.core, "_kv_events", Events())
-    monkeypatch.setattr(engine.core, "_publisher", Publisher())
+    monkeypatch.setattr(engine.core, "_publish_events", faulty)
     engine.loop.handle(request("a"))
     engine.run()
     assert engine.reasons == {"a": "length"}

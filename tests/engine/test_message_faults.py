@@ -141,10 +141,9 @@ def test_statistics_of_a_connector_that_nobody_could_read_are_left_out(engine, s
     assert engine.reasons == {"a": "length"}
     assert engine.core.stats().kv_connector is None
     assert "could not report its statistics" in caplog.text
-    monkeypatch.setattr(engine.core, "_publisher", Connector())
     engine.loop.handle(request("b"))
     assert [output.request_id for output in engine.core.shutdown()] == ["b"]
-    assert "the publisher of KV events could not be closed" in caplog.text
+    assert "the KV connector could not be closed" in caplog.text
 
 
 class Mute(Exception):  # noqa: N818

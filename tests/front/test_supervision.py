@@ -10,11 +10,22 @@ import msgspec
 import pytest
 
 from quire import EngineConfig
-from quire.config import SupervisionConfig
-from quire.engine.messages import EngineInfo, ErrorInfo, Ready, Starting, StartupFailed, StepOutputs
+from quire.config import KVEventsConfig, SupervisionConfig
+from quire.engine.kv_events import KVEventSubscriber
+from quire.engine.messages import (
+    EngineInfo,
+    ErrorInfo,
+    KVEvents,
+    Ready,
+    Starting,
+    StartupFailed,
+    StepOutputs,
+    encode,
+)
 from quire.errors import CrashLoopError, EngineDeadError
 from quire.front.process import supervision
 from quire.front.process.supervision import LATE, EngineCrashed, EngineSupervisor, EngineSuspended
+from quire.kv.blocks.events import AllBlocksCleared, BlockRemoved
 from quire.scheduling.outputs import EngineCoreOutput
 from quire.status import FinishReason
 
@@ -75,9 +86,13 @@ class Waiting:
 
 
 class Scene:
-    def __init__(self, **fields):
+    def __init__(self, kv_events=None, **fields):
         self.now = 1000.0
-        config = EngineConfig(record_path="/calls", supervision=SupervisionConfig(**fields))
+        config = EngineConfig(
+            record_path="/calls",
+            supervision=SupervisionConfig(**fields),
+            kv_events=kv_events or KVEventsConfig(),
+        )
         self.supervisor = EngineSupervisor(config, "/model", read_clock=lambda: self.now)
         self.waiting = Waiting()
         self.supervisor.watch_for(self.waiting)
@@ -134,6 +149,33 @@ def test_an_engine_that_dies_is_replaced_each_time_later(scene):
     with pytest.raises(EngineDeadError, match="shut down"):
         one.supervisor.receive(0)
     assert one.supervisor.next_due is None
+
+
+def test_kv_events_of_all_engines_are_one_sequence_with_a_clearing_between_them(scene):
+    anywhere = "tcp://127.0.0.1:*"
+    one = scene(kv_events=KVEventsConfig(kv_events_endpoint=anywhere, kv_events_replay_endpoint=anywhere))
+    removed = [BlockRemoved(block_hashes=[number], medium="GPU") for number in range(4)]
+
+    def publish(event):
+        assert one.hears(KVEvents(msgspec.Raw(encode([event])))) == []
+
+    [ready] = one.hears(Ready(INFO))
+    ports = ready.info.kv_events_ports
+    with contextlib.closing(KVEventSubscriber(*(f"tcp://127.0.0.1:{port}" for port in ports))) as subscriber:
+        publish(removed[1])
+        batches = []
+        while not batches:  # until the subscription has taken hold
+            publish(removed[0])
+            batches = subscriber.receive(0.02)
+        one.crash()
+        one.pass_time(0)
+        assert one.hears(Ready(INFO)) == [ready]
+        for event in removed[2:]:
+            publish(event)
+        while batches[-1].events != [removed[3]]:
+            batches += subscriber.receive()
+    events = [event for batch in batches for event in batch.events if event != removed[0]]
+    assert events == [AllBlocksCleared(), removed[1], AllBlocksCleared(), *removed[2:]]
 
 
 def test_an_engine_is_suspended_and_resumed(scene):

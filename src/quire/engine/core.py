@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from quire.config import EngineConfig, KVEventsConfig, SchedulerConfig
+from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.building import kv_peers
 from quire.engine.building.assembly import (
     build_context,
@@ -28,7 +27,6 @@ from quire.engine.building.kv_identity import loaded_kv_identity, model_files_ke
 from quire.engine.building.measurement import explaining_shortage, measure
 from quire.engine.building.runner import ProgressCallback, build_runner, load_models
 from quire.engine.devices import device_name, on_one_device, watched_memory
-from quire.engine.kv_events import KVEventPublisher
 from quire.engine.memory.cache_warming import CacheWarmer
 from quire.engine.memory.checks import cache_knob
 from quire.engine.memory.eviction import refuse_model_beside_eviction
@@ -38,7 +36,7 @@ from quire.engine.owned_requests import OwnedRequests
 from quire.engine.stepping import OverlappedStepper, SerialStepper, describe_failure
 from quire.errors import EngineDeadError, InvalidRequestError, KVFileError
 from quire.grammar.trials import TriedGrammars
-from quire.kv.blocks.events import KVEventCollector
+from quire.kv.blocks.events import KVCacheEvent, KVEventCollector
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
 from quire.kv.tiers.connector import TierConnector
@@ -69,6 +67,7 @@ class EngineCore:
         model_path: directory of the model that `config.model` names.
         on_progress: called with (bytes read, total bytes) while the weights load.
         num_blocks_before: KV blocks of the engine that this one replaces; 0: it replaces none.
+        publish_events: publishes the KV events of a step; None: they are not collected.
 
     Raises:
         QuireError: the model cannot be read, or does not fit into memory, or a rank cannot be started.
@@ -81,6 +80,7 @@ class EngineCore:
         *,
         on_progress: ProgressCallback | None = None,
         num_blocks_before: int = 0,
+        publish_events: Callable[[list[KVCacheEvent]], None] | None = None,
     ) -> None:
         started = time.monotonic()
         config = on_one_device(config)
@@ -99,8 +99,8 @@ class EngineCore:
         # Some rotary embeddings depend on the maximum sequence length.
         model_config = dataclasses.replace(model_config, max_model_len=plan.max_model_len)
         self._scheduler_config = config.scheduler
-        self._kv_events = KVEventCollector() if config.kv_events.kv_events_endpoint else None
-        self._publisher = _publisher(config.kv_events, config.model)
+        self._kv_events = None if publish_events is None else KVEventCollector()
+        self._publish_events = publish_events
         context = build_context(config, model_path, model_config, plan, self._kv_events)
         self._connector = context.connector
         self._grammars = context.grammars
@@ -159,7 +159,6 @@ class EngineCore:
             load_seconds=time.monotonic() - started,
             role=config.role,
             kv_transfer_address=kv_peers.lending_address(self._connector),
-            kv_events_ports=None if self._publisher is None else self._publisher.tcp_ports,
             reads_priority=self.scheduler.reads_priority,
             reads_kv_transfer_params=not isinstance(self._connector, TierConnector | None),
             device=device_name(config),
@@ -247,7 +246,7 @@ class EngineCore:
         is_busy = self.has_unfinished_requests()
         if is_failed and is_busy:
             self._add_probe()
-        if self._publisher is not None:
+        if self._kv_events is not None:
             self._publish_kv_events()
         if not is_busy:
             self._resume_warming()
@@ -404,8 +403,6 @@ class EngineCore:
             self._grammars.close()
         if self._connector is not None:
             _close(self._connector.close, "the KV connector")
-        if self._publisher is not None:
-            _close(self._publisher.close, "the publisher of KV events")
         self._close_ranks()
         return outputs
 
@@ -434,10 +431,10 @@ class EngineCore:
             logger.exception("could not touch the memory of the next KV blocks")
 
     def _publish_kv_events(self) -> None:
-        if self._kv_events is not None and self._publisher is not None:
+        if self._kv_events is not None and self._publish_events is not None:
             try:
                 if events := self._kv_events.take():
-                    self._publisher.publish(events)
+                    self._publish_events(events)
             except Exception:  # a step's outputs matter more than its events
                 logger.exception("the KV events of a step could not be published")
 
@@ -447,17 +444,6 @@ def _close(close: Callable[[], None], what: str) -> None:
         close()
     except Exception:
         logger.exception("%s could not be closed", what)
-
-
-def _publisher(config: KVEventsConfig, model: str) -> KVEventPublisher | None:
-    if not config.kv_events_endpoint:
-        return None
-    return KVEventPublisher(
-        config.kv_events_endpoint,
-        config.kv_events_replay_endpoint,
-        topic=config.topic_of(socket.gethostname(), model),
-        data_parallel_rank=config.kv_events_data_parallel_rank,
-    )
 
 
 def _refuse_if_never_queued(request: EngineCoreRequest, n: int, config: SchedulerConfig) -> None:

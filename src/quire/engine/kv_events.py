@@ -17,11 +17,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from socket import socketpair
+from socket import gethostname, socketpair
 
 import msgspec
 import zmq
 
+from quire.config import EngineConfig
 from quire.errors import ConfigError
 from quire.kv.blocks.events import AllBlocksCleared, KVCacheEvent, KVEventBatch
 
@@ -35,12 +36,13 @@ LINGER = 100
 """Milliseconds that `close` waits for queued batches to be sent."""
 
 Socket = zmq.Socket[bytes]
+_Batch = tuple[float, Sequence[KVCacheEvent] | msgspec.Raw, int | None]  # encoded as `KVEventBatch` is
 
 
 class KVEventPublisher:
     """Publishes batches from its own thread; `publish` never blocks.
 
-    The first batch clears all blocks: what subscribers knew of an engine before this one is gone.
+    The first batch clears all blocks: what subscribers knew of a publisher before this one is gone.
 
     Args:
         endpoint: ZeroMQ address of the live socket, such as `tcp://*:5557`.
@@ -72,7 +74,7 @@ class KVEventPublisher:
         self._rank = data_parallel_rank
         self._clock = clock
         self._next_number = 0
-        self._queue: deque[tuple[int, KVEventBatch]] = deque()
+        self._queue: deque[tuple[int, _Batch]] = deque()
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)  # (number, batch), encoded
         self._buffer_steps = buffer_steps
         self._encode = msgspec.msgpack.Encoder().encode
@@ -98,6 +100,23 @@ class KVEventPublisher:
         self._thread = threading.Thread(target=self._run, name="quire-kv-events", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def of(cls, config: EngineConfig) -> KVEventPublisher | None:
+        """Return the publisher of an engine's events; None: they are not to be published.
+
+        Raises:
+            ConfigError: an address cannot be bound.
+        """
+        events = config.kv_events
+        if not events.kv_events_endpoint:
+            return None
+        return cls(
+            events.kv_events_endpoint,
+            events.kv_events_replay_endpoint,
+            topic=events.topic_of(gethostname(), config.model),
+            data_parallel_rank=events.kv_events_data_parallel_rank,
+        )
+
     @property
     def tcp_ports(self) -> tuple[int, int] | None:
         """Ports of the live and of the replay socket, if both are bound to one; None if not."""
@@ -107,7 +126,7 @@ class KVEventPublisher:
         live, replay = (int(endpoint.rpartition(":")[2]) for endpoint in endpoints)
         return live, replay
 
-    def publish(self, events: Sequence[KVCacheEvent]) -> None:
+    def publish(self, events: Sequence[KVCacheEvent] | msgspec.Raw) -> None:
         """Publish the events of one step, if there are any. If the queue is full, the batch is lost.
 
         Subscribers detect a lost batch by the gap in the sequence numbers.
@@ -121,7 +140,7 @@ class KVEventPublisher:
                 logger.warning("KV events arrive faster than they can be published; some are lost")
             self.num_dropped += 1
             return
-        self._queue.append((number, KVEventBatch(self._clock(), list(events), self._rank)))
+        self._queue.append((number, (self._clock(), events, self._rank)))
         self._wake_thread()
 
     def close(self) -> None:
@@ -182,7 +201,7 @@ class KVEventPublisher:
             if self._replay and self._replay in ready:
                 self._answer_replay(self._replay)
 
-    def _send_batch(self, number: int, batch: KVEventBatch) -> None:
+    def _send_batch(self, number: int, batch: _Batch) -> None:
         """Send a batch; one that cannot be encoded is lost, which subscribers see by its number."""
         try:
             message = (number.to_bytes(8, "big"), self._encode(batch))

@@ -71,7 +71,8 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
 
     `num_blocks` counts the KV blocks that keep all tokens; `kv_cache_bytes` include those of sliding windows.
     `kv_transfer_address` is where peers read the KV of prompts, IPv4 address and port; None: it lends none.
-    `kv_events_ports` are the TCP ports of KV events, live and replayed; None: they do not have one each.
+    `kv_events_ports` are the TCP ports of KV events, live and replayed; None: they do not have one each. The
+    front fills them in.
     `reads_priority`: whether any policy does; if none does, requests with a priority are refused.
     `reads_kv_transfer_params`: whether a KV connector may; if none does, they have no effect.
     `device`: a readable name of what the model runs on.
@@ -312,8 +313,22 @@ class EngineFailed(msgspec.Struct, tag=8, array_like=True, gc=False):
     reason: str
 
 
+class KVEvents(msgspec.Struct, tag=9, array_like=True, gc=False):
+    """The KV events of one step, encoded: the front publishes them, across all engines that it starts."""
+
+    events: msgspec.Raw
+
+
 FromEngine = (
-    Starting | LoadProgress | Ready | StartupFailed | StepOutputs | RequestRefused | Reply | EngineFailed
+    Starting
+    | LoadProgress
+    | Ready
+    | StartupFailed
+    | StepOutputs
+    | RequestRefused
+    | Reply
+    | EngineFailed
+    | KVEvents
 )
 
 _CALLS = (GetStats, ResetPrefixCache, Explain, SaveKV, RestoreKV, SetPauseState)

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quire.config import EngineConfig
 from quire.engine.building.runner import ProgressCallback
 from quire.engine.core import EngineCore
+from quire.engine.kv_events import KVEventPublisher
 from quire.engine.loop import EngineLoop
 from quire.engine.messages import (
     EngineInfo,
@@ -47,9 +50,17 @@ class InProcessClient:
     ) -> None:
         self.next_due = None  # the engine only runs when called
         self._outbox: list[FromEngine] = []
-        core = EngineCore(config, model_path, on_progress=on_progress)
+        self._publisher = publisher = KVEventPublisher.of(config)
+        try:
+            core = EngineCore(
+                config, model_path, on_progress=on_progress, publish_events=publisher and publisher.publish
+            )
+        except BaseException:
+            self._close_publisher()
+            raise
         self._loop: EngineLoop | None = EngineLoop(core, self._outbox.append)
-        self._outbox.append(Ready(core.info))
+        ports = None if publisher is None else publisher.tcp_ports
+        self._outbox.append(Ready(msgspec.structs.replace(core.info, kv_events_ports=ports)))
 
     @property
     def core(self) -> EngineCore:
@@ -83,6 +94,11 @@ class InProcessClient:
         """Abort all requests and release the model and its memory."""
         self.send(Shutdown())
         self._loop = None
+        self._close_publisher()
+
+    def _close_publisher(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
 
 
 class Session:

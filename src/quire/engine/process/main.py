@@ -38,6 +38,7 @@ from quire.engine.messages import (
     EngineStart,
     ErrorInfo,
     FromEngine,
+    KVEvents,
     LoadProgress,
     Ready,
     Starting,
@@ -57,6 +58,7 @@ from quire.state_directory import state_directory
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
+    from quire.kv.blocks.events import KVCacheEvent
 
 logger = logging.getLogger(__name__)
 
@@ -286,11 +288,15 @@ def _build_core(start: EngineStart, connection: Connection) -> EngineCore:
             next_report = now + PROGRESS_INTERVAL
             connection.send(LoadProgress(done, total))
 
+    def publish(events: list[KVCacheEvent]) -> None:
+        connection.send(KVEvents(msgspec.Raw(encode(events))))
+
     return EngineCore(
         start.config,
         Path(start.model_path),
         on_progress=report,
         num_blocks_before=start.num_blocks_before,
+        publish_events=publish if start.config.kv_events.kv_events_endpoint else None,
     )
 
 

@@ -13,12 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from quire.config import EngineConfig, SupervisionConfig
-from quire.engine.messages import FromEngine, Ready, StartupFailed, StepOutputs, ToEngine
+from quire.engine.kv_events import KVEventPublisher
+from quire.engine.messages import FromEngine, KVEvents, Ready, StartupFailed, StepOutputs, ToEngine
 from quire.errors import CrashLoopError, EngineDeadError
 from quire.front.interrupt import interruptible
 from quire.front.process.client import SHUTDOWN_TIMEOUT, EngineProcess
 from quire.front.process.standby import StandbyKeeper
+from quire.kv.blocks.events import AllBlocksCleared
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +100,9 @@ class CrashHistory:
 class EngineSupervisor:
     """An engine in a process of its own, replaced by another when it dies or hangs.
 
+    It publishes the KV events of all its engines, so that addresses and numbers stay, and what a dead one had
+    cached is cleared.
+
     The first engine is not replaced if it dies before it is ready, as its configuration is at fault: the
     caller gets the reason. Not thread-safe. In a fork, which must not end the engine and lacks zmq's threads,
     nothing is sent and nothing is closed.
@@ -107,6 +114,9 @@ class EngineSupervisor:
 
     Attributes:
         num_hangs: engines killed because they did not finish a step.
+
+    Raises:
+        ConfigError: an address for KV events cannot be bound, or no process can be connected.
     """
 
     def __init__(
@@ -134,6 +144,9 @@ class EngineSupervisor:
         self._events = select.epoll()
         is_standby_wanted = config.supervision.standby_engine and not self._is_final
         self._standby = StandbyKeeper(self._events, is_wanted=is_standby_wanted)
+        self._publisher = KVEventPublisher.of(config)
+        if self._publisher is not None:
+            weakref.finalize(self, _close, os.getpid(), self._publisher)
         self._process: EngineProcess | None = EngineProcess(config, model_path)
         self._watch(self._process)
 
@@ -239,6 +252,8 @@ class EngineSupervisor:
         self.retire()
         if self._process is not None:
             self._forget(self._process, timeout)
+        if self._publisher is not None:
+            self._publisher.close()
 
     # -- death and replacement -----------------------------------------------------------------------------
 
@@ -246,6 +261,8 @@ class EngineSupervisor:
         """Clean up after a dead engine, and plan the next start; raise if there is none."""
         reason = self._reason or how
         self._forget(process)
+        if self._publisher is not None:
+            self._publisher.publish([AllBlocksCleared()])
         if self._is_suspended:
             return EngineSuspended()
         if self._is_final or not self._has_been_ready:
@@ -315,15 +332,20 @@ class EngineSupervisor:
             case Ready(info):
                 self._is_ready = self._has_been_ready = True
                 self._num_blocks = self._num_blocks or info.num_blocks
+                if self._publisher is not None:
+                    message.info = msgspec.structs.replace(info, kv_events_ports=self._publisher.tcp_ports)
                 self._standby.schedule_start(self._last_message)
             case StartupFailed(error) if self._has_been_ready:
                 self._reason = f"the engine could not be built: {error.message}"
+            case KVEvents(events) if self._publisher is not None:
+                self._publisher.publish(events)
             case StepOutputs(outputs) if any(output.new_token_ids or output.pooled for output in outputs):
                 self._history.note_output()
 
     def _is_internal(self, message: FromEngine) -> bool:
-        """Whether a message stays internal: a replacement that fails to start counts as a crash."""
-        return isinstance(message, StartupFailed) and self._has_been_ready
+        """Whether a message stays internal: KV events; a replacement that fails to start, a crash."""
+        is_crash = isinstance(message, StartupFailed) and self._has_been_ready
+        return is_crash or isinstance(message, KVEvents)
 
     def _hangs_at(self) -> float | None:
         """Return when the engine counts as hung unless something arrives; None: never."""
@@ -383,3 +405,8 @@ class EngineSupervisor:
             f"the engine process {process.pid} has requests, but has not finished a step for {limit:g} s "
             "(watchdog_timeout)"
         )
+
+
+def _close(owner: int, publisher: KVEventPublisher) -> None:
+    if os.getpid() == owner:  # a fork has no thread that publishes
+        publisher.close()

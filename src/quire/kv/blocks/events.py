@@ -65,7 +65,7 @@ class BlockRemoved(msgspec.Struct, tag=True, kw_only=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """No block can be found any more; also the first event of every engine."""
+    """No block can be found any more; also the first event of a server, and what follows a dead engine."""
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
