@@ -169,7 +169,7 @@ async def test_other_requests_are_passed_on(routed, engine):
     refused = await http.get("/v1/models", headers={"X-Mine": b"\xe9"})
     assert (refused.status_code, len(engine.seen)) == (400, 2)
     assert "x-mine" in refused.json()["error"]["message"]
-    for path in ("requests", "files", "batches"):
+    for path in ("requests", "kv_transfers/x"):
         refused = await http.get(f"/v1/{path}")
         assert (refused.status_code, len(engine.seen)) == (404, 2)
 

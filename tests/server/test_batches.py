@@ -500,6 +500,24 @@ async def test_a_directory_belongs_to_one_server(tmp_path):
         BatchDirectory(str(tmp_path / "file"))
 
 
+async def test_ids_tell_their_directory_also_after_a_restart(llm, tmp_path):
+    ids = []
+    for name in ("a", "b", "a"):
+        async with serving(llm, tmp_path / name) as client:
+            ids.append((await uploaded(client, b"x")).id)
+    async with serving(llm, tmp_path / "a") as client:
+        assert [file.id async for file in client.files.list(order="asc")] == ids[::2]
+        await client.files.delete(ids[2])
+        codes = {ids[1]: "kept_elsewhere", ids[2]: "file_not_found", "file-" + "g" * 32: "file_not_found"}
+        for file_id, code in codes.items():
+            with pytest.raises(openai.NotFoundError) as caught:
+                await client.files.retrieve(file_id)
+            assert caught.value.code == code
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.batches.retrieve(ids[1].replace("file-", "batch_"))
+        assert caught.value.code == "kept_elsewhere"
+
+
 KEYS = """
 [tenants.a]
 keys = ["key-a"]

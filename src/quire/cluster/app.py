@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -13,11 +13,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.client_request import ClientRequest
 from quire.cluster.engines.metrics import RouterMetrics
 from quire.cluster.engines_endpoint import change_engine, list_engines, remove_engine
+from quire.cluster.owners import FILES
 from quire.cluster.relay import STOPPING
 from quire.cluster.router import Router
 from quire.config import EdgeConfig, RouterConfig
@@ -54,6 +55,7 @@ def create_app(router: Router, log: AccessLog | None = None, *, changes_engines:
         *(Route(path, _answering(endpoints.health)) for path in READINESS_PATHS),
         Route("/live", _answering(endpoints.live)),
         Route("/metrics", _answering(endpoints.metrics)),
+        Route(FILES, _Relayed(router, router.upload, is_streamed=True), methods=["POST"]),
         Route("/v1/{rest:path}", _Relayed(router, router.pass_on)),
     )
 
@@ -117,19 +119,32 @@ class _Relayed:
     Args:
         router: sends requests to engines.
         answer: the router's method that answers a request.
+        is_streamed: whether engines get the body as it arrives, rather than when it is complete.
     """
 
-    def __init__(self, router: Router, answer: Callable[[ClientRequest], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        answer: Callable[[ClientRequest], Awaitable[None]],
+        *,
+        is_streamed: bool = False,
+    ) -> None:
         self._router = router
         self._answer = answer
+        self._is_streamed = is_streamed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         request: ClientRequest | None = None
         try:
             with self._router.serving():
-                body = await _body(Request(scope, receive), self._router)
-                request = ClientRequest(scope, send, body)
+                if self._is_streamed:
+                    arriving = _ArrivingBody(receive)
+                    request = ClientRequest(scope, send, b"", arriving.pieces())
+                    receive = arriving.receive
+                else:
+                    body = await _body(Request(scope, receive), self._router)
+                    request = ClientRequest(scope, send, body)
                 await unless_disconnected(receive, self._unless_stopped(request))
             return
         except ClientGoneError:
@@ -150,6 +165,34 @@ class _Relayed:
             if not self._router.is_stopping:
                 raise  # the client has left
             raise STOPPING from None
+
+
+class _ArrivingBody:
+    """A body that one task receives, while it waits for the client to leave, and another passes on.
+
+    Args:
+        receive: ASGI's receive.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._arrived: asyncio.Queue[Message] = asyncio.Queue(1)
+
+    async def receive(self) -> Message:
+        """Return ASGI's next message, once what came before it has been taken."""
+        message = await self._receive()
+        if message["type"] == "http.request":
+            await self._arrived.put(message)
+        return message
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body; it does not end if the client leaves first."""
+        has_more = True
+        while has_more:
+            message = await self._arrived.get()
+            has_more = message.get("more_body", False)
+            if piece := message.get("body", b""):
+                yield piece
 
 
 class _Endpoints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import urllib.parse
+from collections.abc import AsyncIterator
 
 from starlette.types import Scope, Send
 
@@ -19,12 +20,13 @@ _ASCII = "".join(map(chr, range(0x21, 0x7F)))
 
 @dataclasses.dataclass(slots=True)
 class ClientRequest:
-    """A request whose body has been read.
+    """A request whose body has been read, or is passed on as it arrives.
 
     Args:
         scope: the request's ASGI scope.
         send: ASGI's send, for the answer.
         body: the request's body.
+        pieces: the body as it arrives; None: it has been read.
         is_answered: whether the whole answer has been sent.
         start: time of arrival, in seconds since the epoch.
     """
@@ -32,6 +34,7 @@ class ClientRequest:
     scope: Scope
     send: Send
     body: bytes
+    pieces: AsyncIterator[bytes] | None = None
     is_answered: bool = False
     start: float = dataclasses.field(default_factory=time.time)
 

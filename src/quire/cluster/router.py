@@ -9,7 +9,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster import stored_responses
+from quire.cluster import files, owners
 from quire.cluster.answering import Answering
 from quire.cluster.client_request import ClientRequest
 from quire.cluster.engines.calls import EngineCalls
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 _OWN_AFFAIRS = {
     "/v1/requests": "ask an engine directly for its requests",
     "/v1/kv_transfers": "the router releases KV on engines itself",
-    "/v1/files": "ask an engine directly for its files",
-    "/v1/batches": "send batches to an engine directly",
 }
 
 
@@ -169,11 +167,27 @@ class Router:
                 raise ApiError(404, advice, code="route_not_found")
         asked = self._asked(request)
         async with self._ended_by_stop(request) as answering:
-            if stored_responses.needs_owner(request):
+            if files.is_list(request):
+                await files.answer_list(self._calls, asked, request, answering)
+            elif owners.needs_owner(request):
                 asked = dataclasses.replace(asked, body=request.body)
-                await stored_responses.answer_by_owner(self._calls, asked, answering)
+                named = owners.named_in(request)
+                await owners.answer_by_owner(self._calls, asked, named, answering.answer_from)
             else:
                 await answering.answer(asked, OtherBody(request.body))
+
+    async def upload(self, request: ClientRequest) -> None:
+        """Have a decode engine store a file, which is passed on as it arrives.
+
+        Raises:
+            InvalidRequestError: a header is not UTF-8.
+            ApiError: no engine answered.
+        """
+        assert request.pieces is not None
+        timeout = self.config.connections.body_timeout + self.config.first_byte_timeout
+        asked = dataclasses.replace(self._asked(request), body=request.pieces, timeout=timeout)
+        async with self._ended_by_stop(request) as answering:
+            await files.upload(self._calls, asked, answering)
 
     @contextlib.asynccontextmanager
     async def _ended_by_stop(self, request: ClientRequest) -> AsyncIterator[Answering]:

@@ -53,14 +53,15 @@ class EngineRequest:
     """A request to an engine.
 
     Args:
-        method, path, headers, body: parts of the request; the path may have a query.
+        method, path, headers: parts of the request; the path may have a query.
+        body: its body; or the pieces of one, which arrive while the request is sent.
         timeout: seconds until the first byte of a stream, or the end of any other answer.
     """
 
     method: str
     path: str
     headers: Headers
-    body: bytes
+    body: bytes | AsyncIterator[bytes]
     timeout: float
 
     def headers_for(self, suffix: str) -> Headers:

@@ -7,6 +7,9 @@ from typing import Literal
 import msgspec
 from msgspec import Raw, Struct
 
+KEPT_ELSEWHERE = "kept_elsewhere"
+"""Error code: the id of a file or batch was made for the directory of another server."""
+
 BatchStatus = Literal[
     "validating",
     "failed",

@@ -11,6 +11,7 @@ from quire.server.wire.strict_model import Ignored, StrictModel
 
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 Cursor = Annotated[str, Field(max_length=128)]
+Time = Annotated[int, Field(ge=0, lt=1 << 40)]
 
 
 class FileUpload(BaseModel):
@@ -35,6 +36,7 @@ class BatchQuery(BaseModel):
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     after: Cursor | None = None
+    from_time: Time | None = None
 
 
 class FileQuery(BaseModel):
@@ -42,5 +44,6 @@ class FileQuery(BaseModel):
 
     limit: Annotated[int, Field(ge=1, le=10_000)] = 1_000
     after: Cursor | None = None
+    from_time: Time | None = None
     order: Literal["asc", "desc"] = "desc"
     purpose: Annotated[str, Field(max_length=64)] | None = None

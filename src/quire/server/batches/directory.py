@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -20,19 +21,27 @@ T = TypeVar("T")
 
 _MAX_WAITING = 1024  # jobs
 _FILE_ID = re.compile(r"file-[0-9a-z]+(-output|-errors)?")
+_ID = re.compile(r"(?:file-|batch_)([0-9a-f]{8})[0-9a-f]{24}(?:-output|-errors)?")
+_KEY_BYTES = 4
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DirectoryInUseError(ConfigError):
+    """Another server uses the directory of files and batches."""
 
 
 class BatchDirectory:
     """A directory that this server owns until it is closed. Files are named by ids that the server makes.
 
-    Disk access happens in one thread, a bounded part at a time.
+    Each directory has a key, which all ids that are made for it begin with. Disk access happens in one
+    thread, a bounded part at a time.
 
     Args:
         path: path of the directory, created if missing.
 
     Raises:
-        ConfigError: it cannot be used, or another server uses it.
+        ConfigError: it cannot be used.
+        DirectoryInUseError: another server uses it.
     """
 
     def __init__(self, path: str) -> None:
@@ -49,12 +58,26 @@ class BatchDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise ConfigError(f"BatchConfig.batch_dir {path!r} is used by another server") from None
+            raise DirectoryInUseError(f"BatchConfig.batch_dir {path!r} is used by another server") from None
+        try:
+            self._key = _key_in(self._lock)
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"BatchConfig.batch_dir {path!r} cannot be used: {error}") from error
 
     @property
     def database_path(self) -> Path:
         """Path of the database of files."""
         return self._path / "batches.sqlite"
+
+    def new_id(self, prefix: str) -> str:
+        """Return a new id of a file or batch, which cannot be guessed."""
+        return f"{prefix}{self._key}{secrets.token_hex(16 - _KEY_BYTES)}"
+
+    def is_elsewhere(self, given_id: str) -> bool:
+        """Return whether an id was made for another directory."""
+        match = _ID.fullmatch(given_id)
+        return match is not None and match[1] != self._key
 
     def path_of(self, file_id: str) -> Path:
         """Return the path of the file with this id, made by this server."""
@@ -90,6 +113,16 @@ class BatchDirectory:
     def close(self) -> None:
         """Release the directory to other servers."""
         os.close(self._lock)
+
+
+def _key_in(lock: int) -> str:
+    """Return the key of a directory, which is in its lock file."""
+    key = os.pread(lock, 2 * _KEY_BYTES, 0).decode("ascii", "replace")
+    if not re.fullmatch(f"[0-9a-f]{{{2 * _KEY_BYTES}}}", key):
+        key = secrets.token_hex(_KEY_BYTES)
+        os.pwrite(lock, key.encode(), 0)
+        os.fsync(lock)
+    return key
 
 
 def opened_directory(config: ServerConfig) -> BatchDirectory | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from starlette.responses import FileResponse, Response
 
 from quire.errors import InvalidRequestError
 from quire.server.batches.answers import (
+    KEPT_ELSEWHERE,
     Batch,
     BatchList,
     DeletedFile,
@@ -50,7 +50,7 @@ async def create_file(request: Request) -> Response:
 
     limit = batches.config.max_file_bytes
     boundary = boundary_of(request, limit)
-    file_id = f"file-{secrets.token_hex(16)}"
+    file_id = batches.directory.new_id("file-")
     form = UploadForm(boundary, batches.directory.path_of(file_id), limit)
     async with _uploading(batches, tenant, form) as has_grown:
         await receive_form(request, form, batches.directory, has_grown)
@@ -79,6 +79,7 @@ async def list_files(request: Request) -> Response:
         tenant_of(request).name,
         limit=limit + 1,
         after=query.after,
+        from_time=query.from_time,
         is_ascending=query.order == "asc",
         purpose=query.purpose,
     )
@@ -117,7 +118,7 @@ async def delete_file(request: Request) -> Response:
             409, "a batch that has not ended reads the file; cancel that first", code="file_in_use"
         )
     if not await batches.records.delete_file(tenant, file.id):
-        raise _no_file(file.id)
+        raise _missing(batches, "file", file.id)
     batches.stored.note(tenant, -file.bytes)
     path = batches.directory.path_of(file.id)
     try:
@@ -132,14 +133,14 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
     batches, tenant = _batches_of(request), tenant_of(request).name
     file = await batches.records.get_file(tenant, body.input_file_id)
     if file is None:
-        raise _no_file(body.input_file_id, "input_file_id")
+        raise _missing(batches, "file", body.input_file_id, "input_file_id")
     if file.purpose != "batch":
         raise InvalidRequestError(
             f"the file {file.id!r} has the purpose {file.purpose}; it must be batch", param="input_file_id"
         )
     now = int(time.time())
     batch = Batch(
-        id=f"batch_{secrets.token_hex(16)}",
+        id=batches.directory.new_id("batch_"),
         endpoint=body.endpoint,
         input_file_id=file.id,
         completion_window=body.completion_window,
@@ -155,7 +156,9 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
 async def list_batches(request: Request) -> Response:
     """List batches, the newest first."""
     batches, tenant, query = _batches_of(request), tenant_of(request).name, read_query(request, BatchQuery)
-    found = await batches.records.list_batches(tenant, limit=query.limit + 1, after=query.after)
+    found = await batches.records.list_batches(
+        tenant, limit=query.limit + 1, after=query.after, from_time=query.from_time
+    )
     page = [_current(batches, tenant, batch) for batch in found[: query.limit]]
     return json_response(
         BatchList(
@@ -236,9 +239,10 @@ def _note_without_effect(names: Iterable[str], leniency: Leniency) -> None:
 
 
 async def _file(request: Request, file_id: str) -> FileObject:
-    file = await _batches_of(request).records.get_file(tenant_of(request).name, file_id)
+    batches = _batches_of(request)
+    file = await batches.records.get_file(tenant_of(request).name, file_id)
     if file is None:
-        raise _no_file(file_id)
+        raise _missing(batches, "file", file_id)
     return file
 
 
@@ -246,7 +250,7 @@ async def _batch(request: Request) -> Batch:
     batches, tenant, batch_id = _batches_of(request), tenant_of(request).name, request.path_params["batch_id"]
     batch = await batches.records.get_batch(tenant, batch_id)
     if batch is None:
-        raise ApiError(404, f"there is no batch {batch_id!r:.200}", code="batch_not_found")
+        raise _missing(batches, "batch", batch_id)
     return _current(batches, tenant, batch)
 
 
@@ -267,8 +271,10 @@ def _batches_of(request: Request) -> Batches:
     return batches
 
 
-def _no_file(file_id: str, param: str | None = None) -> ApiError:
-    return ApiError(404, f"there is no file {file_id!r:.200}", param=param, code="file_not_found")
+def _missing(batches: Batches, kind: str, given_id: str, param: str | None = None) -> ApiError:
+    """Return the answer to an unknown id; the code says whether another directory may have it."""
+    code = KEPT_ELSEWHERE if batches.directory.is_elsewhere(given_id) else f"{kind}_not_found"
+    return ApiError(404, f"there is no {kind} {given_id!r:.200}", param=param, code=code)
 
 
 _ERRORS = {

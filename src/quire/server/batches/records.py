@@ -91,7 +91,14 @@ class Records:
         )
 
     async def list_files(
-        self, tenant: str, *, limit: int, after: str | None, is_ascending: bool, purpose: str | None
+        self,
+        tenant: str,
+        *,
+        limit: int,
+        after: str | None,
+        from_time: int | None = None,
+        is_ascending: bool,
+        purpose: str | None,
     ) -> list[FileObject]:
         """Return files in the order of their creation, at most `limit`.
 
@@ -99,6 +106,7 @@ class Records:
             tenant: the tenant's name.
             limit: maximum number.
             after: id of the file before the first one returned; None: start at the beginning.
+            from_time: start at the first file that was created then, or after that in this order.
             is_ascending: whether the oldest comes first rather than the newest.
             purpose: purpose of the files; None: any.
 
@@ -113,6 +121,7 @@ class Records:
                 tenant,
                 limit=limit,
                 after=after,
+                from_time=from_time,
                 is_ascending=is_ascending,
                 purpose=purpose,
             )
@@ -165,21 +174,33 @@ class Records:
         )
         return None if row is None else _decode_batch(row[0])
 
-    async def list_batches(self, tenant: str, *, limit: int, after: str | None) -> list[Batch]:
+    async def list_batches(
+        self, tenant: str, *, limit: int, after: str | None, from_time: int | None = None
+    ) -> list[Batch]:
         """Return batches, the newest first, at most `limit`.
 
         Args:
             tenant: the tenant's name.
             limit: maximum number.
             after: id of the batch before the first one returned; None: start at the newest.
+            from_time: start at the newest batch that was created by then.
 
         Raises:
             ApiError: 404: there is no batch `after`.
         """
-        rows = await self._database.run(
-            lambda database: _page(database, "batches", tenant, limit=limit, after=after, is_ascending=False)
-        )
-        return [_decode_batch(row[0]) for row in rows]
+
+        def rows(database: sqlite3.Connection) -> list[tuple[bytes]]:
+            return _page(
+                database,
+                "batches",
+                tenant,
+                limit=limit,
+                after=after,
+                from_time=from_time,
+                is_ascending=False,
+            )
+
+        return [_decode_batch(row[0]) for row in await self._database.run(rows)]
 
     async def unfinished_batches(self) -> list[tuple[str, Batch]]:
         """Return the batches that have not ended, with their tenants, the oldest first."""
@@ -202,6 +223,7 @@ def _page(
     *,
     limit: int,
     after: str | None,
+    from_time: int | None,
     is_ascending: bool,
     purpose: str | None = None,
 ) -> list[tuple[bytes]]:
@@ -215,6 +237,14 @@ def _page(
             raise ApiError(404, f"after is {after!r}, which does not exist", param="after")
         condition += f" AND number {comparison} :first"
         values["first"] = row[0]
+    if from_time is not None:
+        first = (
+            f"SELECT number FROM {table} WHERE tenant = :tenant AND "
+            f"json_extract(CAST(description AS TEXT), '$.created_at') {comparison}= :from_time "
+            f"ORDER BY number {order} LIMIT 1"
+        )
+        condition += f" AND number {comparison}= ({first})"
+        values["from_time"] = from_time
     return database.execute(
         f"SELECT description FROM {table} WHERE tenant = :tenant {condition} ORDER BY number {order} "
         "LIMIT :limit",
