@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import EngineConfig, RouterConfig, ServerConfig
+from quire.config import BatchConfig, EngineConfig, RouterConfig, ServerConfig
 from quire.errors import ConfigError
 
 pytest.importorskip("ray.serve", reason="Ray is not installed; make test-ray installs it")
@@ -48,6 +48,16 @@ def test_prefill_and_decode_are_deployments_of_their_own() -> None:
     assert found.keys() == {"Ingress", "Prefill", "Decode"}
     assert [found[name].num_replicas for name in ("Prefill", "Decode")] == [1, 3]
     assert [found[name].init_args[0].role for name in ("Prefill", "Decode")] == ["prefill", "decode"]
+
+
+def test_deployments_have_directories_of_their_own() -> None:
+    found = deployments(prefill_replicas=1, decode_replicas=1, batch_dir="/batches", max_file_bytes=9)
+    batches = {name: found[name].init_args[1].batches for name in ("Prefill", "Decode")}
+    assert batches == {
+        "Prefill": BatchConfig(),
+        "Decode": BatchConfig(batch_dir="/batches/Decode", max_file_bytes=9),
+    }
+    assert found["Decode"]._deployment_config.max_surge_percent == 0  # a new replica gets its directory
 
 
 def test_ranks_are_reserved_together() -> None:
@@ -94,6 +104,9 @@ def test_without_an_ingress_clients_reach_engines() -> None:
         ({"prefill_replicas": 1, "decode_replicas": 1, "ingress_replicas": 0}, "need an ingress"),
         ({"ingress_replicas": 0, "ingress_port": 8001}, "none listens there"),
         ({"num_replicas": 3, "max_replicas": 2}, "below num_replicas 3"),
+        ({"batch_dir": "batches"}, "it must be absolute"),
+        ({"batch_dir": "/batches", "ingress_replicas": 0}, "needs an ingress"),
+        ({"batch_dir": "/batches", "max_replicas": 2}, "leave one of them out"),
     ],
 )
 def test_wrong_options_are_refused(given: dict[str, Any], message: str) -> None:

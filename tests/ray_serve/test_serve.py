@@ -60,9 +60,10 @@ def ingress_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def engines(url: str, ingress_port: int) -> str:
+def engines(url: str, ingress_port: int, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The URL of an application with two engines."""
-    app = build_app(**OPTIONS, num_replicas=2, ingress_port=ingress_port)
+    batch_dir = tmp_path_factory.mktemp("batches")
+    app = build_app(**OPTIONS, num_replicas=2, ingress_port=ingress_port, batch_dir=str(batch_dir))
     serve.run(app, name="engines", route_prefix="/")
     wait_until(lambda: len(states(url)) == 2 and set(states(url).values()) == {"up"})
     return url
@@ -228,9 +229,26 @@ def test_clients_do_not_change_engines(engines: str) -> None:
 
 def test_a_replica_that_dies_is_replaced_by_ray(engines: str) -> None:
     before = set(states(engines))
+    files = [uploaded(engines) for _ in range(2)]  # with an engine each
     replicas_of("Engine")[0].kill()
-    wait_until(lambda: len(states(engines).keys() - before) == 1 and len(states(engines)) == 2)
-    wait_until(lambda: set(states(engines).values()) == {"up"})
+    seen = {status_of(engines, file_id) for file_id in files}
+    while len(states(engines).keys() - before) < 1 or set(states(engines).values()) != {"up"}:
+        seen |= {status_of(engines, file_id) for file_id in files}
+    assert seen <= {200, 502, 503}
+    assert len(states(engines)) == 2
+    assert [status_of(engines, file_id) for file_id in files] == [200, 200]
+
+
+def uploaded(url: str) -> str:
+    """Upload a file; return its id."""
+    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": bytes(1 << 20)}}
+    file_id: str = httpx.post(f"{url}/v1/files", **form, timeout=PATIENCE).json()["id"]
+    return file_id
+
+
+def status_of(url: str, file_id: str) -> int:
+    """Return the status of the answer about a file."""
+    return httpx.get(f"{url}/v1/files/{file_id}", timeout=PATIENCE).status_code
 
 
 def test_scaling_down_loses_nothing(engines: str, ingress_port: int, expected: list[list[int]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,15 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from quire.cli.options import configs_of
-from quire.config import EdgeConfig, EngineConfig, EngineRole, RayConfig, RouterConfig, ServerConfig
+from quire.config import (
+    BatchConfig,
+    EdgeConfig,
+    EngineConfig,
+    EngineRole,
+    RayConfig,
+    RouterConfig,
+    ServerConfig,
+)
 from quire.errors import ConfigError
 from quire.ray.ingress import QuireIngress
 from quire.ray.replica import QuireServer
@@ -38,7 +47,6 @@ _NOT_HERE: Mapping[str, str] = {
     "access_log": "Ray Serve logs requests itself",
     "engine_api_key": "engines ask for api_key",
     "pass_client_keys": "api_keys_file decides it",
-    "batch_dir": "the ingress does not serve batches",
 }
 """Options of `quire serve` and `quire route` that have no meaning on Ray Serve, and why."""
 
@@ -58,6 +66,8 @@ def app(args: dict[str, Any]) -> serve.Application:
             raise ConfigError(f"the option {name} cannot be set on Ray Serve: {reason}; leave it out")
     classes = (EngineConfig, ServerConfig, RouterConfig, RayConfig)
     engine, server, router, ray = configs_of(args, *classes, defaults={"standby_engine": True})
+    if server.batches.batch_dir:
+        _check_batch_dir(server.batches.batch_dir, ray)
     if not ray.ingress_replicas:
         return _engines(engine, server, ray, "Engine", num_replicas=ray.num_replicas)
     router = _router_config(router, engine, server)
@@ -94,6 +104,24 @@ def _router_config(router: RouterConfig, engine: EngineConfig, server: ServerCon
     )
 
 
+def _check_batch_dir(path: str, ray: RayConfig) -> None:
+    if not os.path.isabs(path):
+        raise ConfigError(
+            f"BatchConfig.batch_dir is {path!r}; it must be absolute, as Ray's processes have working "
+            "directories of their own"
+        )
+    if not ray.ingress_replicas:
+        raise ConfigError(
+            "BatchConfig.batch_dir needs an ingress, which finds the engine that has a file; set "
+            "RayConfig.ingress_replicas to 1 or more, or leave it out"
+        )
+    if ray.max_replicas:
+        raise ConfigError(
+            f"RayConfig.max_replicas is {ray.max_replicas}, but an engine that autoscaling ends would take "
+            "its files below batch_dir along; leave one of them out"
+        )
+
+
 def _engines(
     engine: EngineConfig,
     server: ServerConfig,
@@ -109,6 +137,10 @@ def _engines(
     # The ranks of an engine are processes of one machine, so that they are one request for resources.
     gpus = engine.tensor_parallel_size if engine.device == "cuda" else 0
     scheduler = engine.scheduler
+    batches = server.batches
+    if batches.batch_dir:
+        batches = dataclasses.replace(batches, batch_dir=os.path.join(batches.batch_dir, name))
+    server = dataclasses.replace(server, batches=BatchConfig() if role == "prefill" else batches)
     return (
         serve.deployment(QuireServer if ray.ingress_replicas else serve.ingress()(QuireServer))
         .options(
@@ -125,8 +157,9 @@ def _engines(
             health_check_period_s=HEALTH_CHECK_PERIOD,
             health_check_timeout_s=HEALTH_CHECK_TIMEOUT,
             graceful_shutdown_timeout_s=server.drain_timeout + END_TIMEOUT,
-            # Updates stop an engine first, which needs no more room, unless there is only one.
-            max_surge_percent=100 if num_replicas == 1 else 0,
+            # Updates stop an engine first, which needs no more room and has its directory of files taken
+            # over, unless there is only one.
+            max_surge_percent=100 if num_replicas == 1 and not batches.batch_dir else 0,
         )
         .bind(engine, server, is_behind_ingress=bool(ray.ingress_replicas))
     )

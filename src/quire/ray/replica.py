@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
+import os
 import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -18,6 +20,7 @@ from quire.config import EngineConfig, KVEventsConfig, ServerConfig
 from quire.errors import ConfigError
 from quire.front.async_llm import AsyncLLM
 from quire.server.app import create_app
+from quire.server.batches.directory import BatchDirectory, DirectoryInUseError
 from quire.server.context import ServerContext
 from quire.server.http.connections import raise_descriptor_limit
 from quire.server.http.listening import bound_socket, url_of
@@ -58,10 +61,11 @@ class QuireServer:
         async with contextlib.AsyncExitStack() as stack:
             bound = stack.enter_context(contextlib.closing(bound_socket(self._host, 0)))
             self._url = url_of(self._host, bound)
+            directory = _free_directory(server.batches.batch_dir)
             llm = AsyncLLM(with_events_topic(self._own(engine), server, bound.getsockname()[1]))
             stack.push_async_callback(llm.shutdown)
             await llm.wait_until_ready()
-            self._app = create_app(llm, server, tracing=tracing_of(server))
+            self._app = create_app(llm, server, tracing=tracing_of(server), batch_directory=directory)
             await start_state(self._app)
             stack.push_async_callback(close_state, self._app)
             watching = watch_key_file(self._context.tenants, asyncio.Event())
@@ -165,6 +169,20 @@ class QuireServer:
 
     def _own_address(self, port: int) -> str:
         return f"tcp://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+
+
+def _free_directory(path: str) -> BatchDirectory | None:
+    """Open the first directory below `path` that no other replica uses, which an ended one may have left.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if not path:
+        return None
+    for number in itertools.count():
+        with contextlib.suppress(DirectoryInUseError):
+            return BatchDirectory(os.path.join(path, str(number)))
+    raise AssertionError
 
 
 class _RunTimeConfig(msgspec.Struct, forbid_unknown_fields=True):
