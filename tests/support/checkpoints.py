@@ -57,6 +57,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("MistralConfig", {"sliding_window": 12, "head_dim": 24}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 24,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "max_position_embeddings": 512,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "gemma": ("GemmaConfig", {"head_dim": 24, "tie_word_embeddings": True}),
@@ -162,7 +180,8 @@ def make_tokenizer(
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def _randomize(model: torch.nn.Module, *, seed: int) -> None:
+def randomize(model: torch.nn.Module, *, seed: int) -> None:
+    """Fill a model with random weights, norms and biases, too."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
@@ -187,7 +206,7 @@ def make_model(family: str, *, seed: int = 0, dtype: str = "float32", **override
     config = getattr(transformers, class_name)(**{**_COMMON, **differences, **overrides})
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config)
-    _randomize(model, seed=seed)
+    randomize(model, seed=seed)
     model.generation_config.eos_token_id = config.eos_token_id
     # Not model.to(dtype): that would round the rotary frequencies too, which loading a checkpoint does not.
     for parameter in model.parameters():

@@ -137,7 +137,8 @@ class Decoder:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         positions, last = batch.positions_on(self.kernels.device), batch.last_position
         angles = [table.rows(positions, last=last) for table in self._rotary]
-        step = Step((batch, *batch.others), angles, kv)
+        scales = [table.query_scale(positions) for table in self._rotary]
+        step = Step((batch, *batch.others), angles, scales, kv)
         buffers = self._workspace.step(len(token_ids))
         normed, out = buffers[0].values()
         kernels, eps, scale = self.kernels, self.config.norm_eps, self.config.residual_scale

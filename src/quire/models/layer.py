@@ -197,6 +197,7 @@ class Step:
 
     batches: Sequence[AttentionBatch]  # of each cache group, alike but for where its blocks are
     angles: Sequence[Angles]  # of each of the model's `ropes`
+    query_scales: Sequence[torch.Tensor | None]  # of each of them, [T, 1, 1] float32; None: 1
     kv: Sequence[KVLayer]  # of each layer; of those without KV, nothing to touch
 
 

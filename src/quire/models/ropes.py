@@ -6,6 +6,7 @@ Where two places say something, that counts which does in `transformers`: of `ro
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +39,20 @@ def read_rope(hf: HFConfig, head_dim: int) -> RopeConfig:
     values = _one_set(hf)
     _refuse_partial(values)
     return _rope(hf, values, head_dim, original=hf.get("original_max_position_embeddings"))
+
+
+def read_rope_of_scaled_queries(hf: HFConfig, head_dim: int) -> RopeConfig:
+    """Return those of a model whose queries grow with their position, if `llama_4_scaling_beta` says so.
+
+    Raises:
+        ModelError: see `read_rope`.
+    """
+    values = _one_set(hf)
+    _refuse_partial(values)
+    beta = values.pop("llama_4_scaling_beta", 0.0)
+    values.pop("max_position_embeddings", None)  # published there, and has no effect
+    rope = _rope(hf, values, head_dim, original=hf.get("original_max_position_embeddings"))
+    return dataclasses.replace(rope, query_beta=float(beta))
 
 
 def read_partial_rope(hf: HFConfig, head_dim: int) -> RopeConfig:

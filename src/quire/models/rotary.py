@@ -30,6 +30,8 @@ class RotaryTable:
         self._device = device
         self._cos = torch.empty(0, len(self._frequencies), device=device)
         self._sin = torch.empty(0, len(self._frequencies), device=device)
+        self._rope = rope
+        self._query_scale = torch.empty(0, 1, 1, device=device)
 
     def rows(self, positions: torch.Tensor, *, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos, sin), each [T, rotary_dim / 2] float32.
@@ -42,17 +44,35 @@ class RotaryTable:
             self._grow(last + 1)
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
+    def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return what queries are multiplied by, [T, 1, 1] float32; None: 1.
+
+        Args:
+            positions: those of the last call of `rows`, or of earlier ones.
+        """
+        return self._query_scale.index_select(0, positions) if self._rope.query_beta else None
+
     def _grow(self, needed: int) -> None:
         starts = range(len(self._cos), max(needed, len(self._cos) * 2), CHUNK)
         angles = [
             torch.arange(start, start + CHUNK, dtype=torch.float32)[:, None] * self._frequencies
             for start in starts
         ]
+        if self._rope.query_beta:
+            self._grow_query_scale(starts)
         scale = self._attention_factor
         cos = torch.cat([chunk.cos() * scale for chunk in angles])
         sin = torch.cat([chunk.sin() * scale for chunk in angles])
         self._cos = torch.cat([self._cos, to_device(cos, self._device)])
         self._sin = torch.cat([self._sin, to_device(sin, self._device)])
+
+    def _grow_query_scale(self, starts: range) -> None:
+        beta, original = self._rope.query_beta, self._rope.original_max_len
+        chunks = [
+            1 + beta * (torch.arange(start, start + CHUNK) // original).float().log1p() for start in starts
+        ]
+        grown = to_device(torch.cat(chunks)[:, None, None], self._device)
+        self._query_scale = torch.cat([self._query_scale, grown])
 
 
 def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:

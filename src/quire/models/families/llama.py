@@ -15,7 +15,7 @@ from quire.models.families.family import (
 )
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
-from quire.models.ropes import HFConfig, read_partial_rope
+from quire.models.ropes import HFConfig, read_partial_rope, read_rope_of_scaled_queries
 
 _FUSED_NAMES = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
 _MIXTRAL_NAMES = {
@@ -70,6 +70,26 @@ FAMILIES: dict[str, Family] = {
         NAMES,
         {"num_key_value_heads": 8, "sliding_window": 4096},
         architectures=("MistralForCausalLM",),
+    ),
+    "ministral3": Family(
+        all_sliding,
+        NAMES,
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        ropes=lambda hf, head_dim: (read_rope_of_scaled_queries(hf, head_dim),),
+        architectures=("Ministral3ForCausalLM",),
     ),
     "mixtral": Family(
         _mixtral,

@@ -207,6 +207,7 @@ class Attention(SubLayer):
         config, kv = self._config, step.kv[self._kv_layer]
         batch = step.batches[kv.group]
         cos, sin = (None, None) if self._rope is None else step.angles[self._rope]
+        query_scale = None if self._rope is None else step.query_scales[self._rope]
         qkv = self.qkv(inputs, out=buffers["qkv"])
         if config.kv_source is None:
             query = self._kernels.rotary_and_write_kv(
@@ -224,6 +225,8 @@ class Attention(SubLayer):
             query = self._kernels.rotary(
                 qkv, head_dim=config.head_dim, cos=cos, sin=sin, norm=self._q_norm, eps=self._eps
             )
+        if query_scale is not None:
+            query.mul_(query_scale)
         attended = self._kernels.paged_attention(
             query,
             kv,
