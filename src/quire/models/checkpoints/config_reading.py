@@ -34,6 +34,7 @@ from quire.models.checkpoints.quantized.memory_formats import (
 from quire.models.config import ModelConfig
 from quire.models.families import FAMILIES
 from quire.models.families.reading import model_config
+from quire.models.families.wrappers import decoder_entries
 
 _GGML_KINDS = {  # ggml's numbers: Q4_0, Q4_1, Q4_K; Q5_0, Q5_1, Q8_0, Q5_K, IQ4_NL; Q6_K
     **dict.fromkeys((2, 3, 12), StoredQuantization("int4", 32)),
@@ -56,7 +57,7 @@ def read_model_config(path: Path) -> ModelConfig:
         if values is None:
             raise ModelError(f"{path} holds no config.json; is it a Hugging Face model directory?")
         config = model_config(values)
-        quantization = values.get("quantization_config") or {}
+        quantization = decoder_entries(values).get("quantization_config") or {}
         stored = describe_quantization(quantization)
         config = dataclasses.replace(
             _as_tied_in_files(path, config),

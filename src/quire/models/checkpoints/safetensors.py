@@ -15,10 +15,11 @@ from quire.kernels.layers.weights import Weight
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
-from quire.models.checkpoints.names import published_name
+from quire.models.checkpoints.names import is_of_other_part, published_name
 from quire.models.checkpoints.quantized.formats import formats_of
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
 from quire.models.embedding import EncodedRows
+from quire.models.families.wrappers import decoder_entries, is_wrapper
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What decoding can raise over parts whose shapes and types were not foreseen.
@@ -36,7 +37,9 @@ class SafetensorsWeights:
     def __init__(self, path: Path) -> None:
         self._path = path
         config = path / "config.json"
-        self._formats = formats_of(entry(read_json(config) or {}, "quantization_config", dict, config) or {})
+        values = read_json(config) or {}
+        self._is_wrapper = is_wrapper(values)
+        self._formats = formats_of(entry(decoder_entries(values), "quantization_config", dict, config) or {})
         self._places: dict[str, tuple[Any, str]] = {}  # file and stored name of each tensor
         with contextlib.ExitStack() as files:
             for name in weight_files(path):
@@ -66,8 +69,10 @@ class SafetensorsWeights:
         return (name,) if form is None else tuple(f"{_stem(name)}.{part}" for part in form.needed)
 
     def is_ignored(self, name: str) -> bool:
-        """See `WeightStore`: buffers, parts of quantized matrices, and zero biases added by GPTQ tools."""
-        if name.endswith(_DERIVED_SUFFIXES):
+        """See `WeightStore`: buffers, unused parts of quantized matrices, zero biases that GPTQ tools add,
+        and vision and audio of a multimodal model.
+        """
+        if name.endswith(_DERIVED_SUFFIXES) or (self._is_wrapper and is_of_other_part(name)):
             return True
         form = self._format(name)
         if form is None:

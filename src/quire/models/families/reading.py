@@ -11,6 +11,7 @@ from quire.models.config import ModelConfig
 from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, check_entries, warn_once
 from quire.models.families import ARCHITECTURES, FAMILIES
 from quire.models.families.family import common
+from quire.models.families.wrappers import WRAPPERS, architecture_of, decoder_entries
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
 from quire.models.ropes import HFConfig
@@ -39,14 +40,15 @@ def model_config(values: HFConfig) -> ModelConfig:
         UnknownArchitectureError: lists the architectures that Quire knows.
         ModelError: a needed entry is missing or has a value that Quire does not compute.
     """
-    check_entries(values)
-    architecture = (values.get("architectures") or ["(none)"])[0]
-    family_name = ARCHITECTURES.get(architecture)
-    if family_name is None:
-        known = ", ".join(sorted(ARCHITECTURES))
+    architecture = architecture_of(values)
+    if architecture not in ARCHITECTURES and architecture not in WRAPPERS:
+        known = ", ".join(sorted((*ARCHITECTURES, *WRAPPERS)))
         raise UnknownArchitectureError(
             f"config.json names the architecture {architecture}; Quire knows {known}"
         )
+    values = decoder_entries(values)
+    check_entries(values)
+    family_name = ARCHITECTURES[architecture_of(values)]
     family = FAMILIES[family_name]
     hf = Entries(values, {**_DEFAULTS, **family.defaults}, _WHERE_NULL_IS_NONE)
     _refuse_what_is_not_computed(values, family.layer_types)

@@ -1,0 +1,146 @@
+"""Multimodal architectures: the decoder of text in each, as if it were a model by itself.
+
+Such a config.json describes the decoder in `text_config`. Its weights have a prefix
+(`quire.models.checkpoints.names`); those of vision and audio are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import UnknownArchitectureError
+from quire.models.config_entries import RULES, check_entry
+from quire.models.families import ARCHITECTURES, FAMILIES
+from quire.models.ropes import HFConfig
+
+_OF_OTHER_PARTS = ("_config", "_token_id", "_token_index")
+_MROPE_ENTRIES = ("mrope_section", "mrope_interleaved")
+_LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_TEXT_DEFAULTS: dict[str, dict[str, Any]] = {  # by type of decoder: text_configs leave out what is usual
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+    "llama": _LLAMA,
+    "mistral": _LLAMA | {"intermediate_size": 14336, "max_position_embeddings": 131072},
+    "qwen2": _LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
+}
+_AS_QWEN2 = {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_window_layers": 80}
+
+
+@dataclass(slots=True, frozen=True)
+class _Wrapper:
+    """A multimodal architecture.
+
+    Args:
+        text_type: model type of a decoder that names none.
+        is_tied: whether its output layer is the embedding where the config does not say; the files decide.
+        is_flat: whether old configs have the decoder's entries beside `vision_config`.
+    """
+
+    text_type: str
+    is_tied: bool = False
+    is_flat: bool = False
+
+
+WRAPPERS: dict[str, _Wrapper] = {
+    "Gemma3ForConditionalGeneration": _Wrapper("gemma3_text", is_tied=True),
+    "Idefics3ForConditionalGeneration": _Wrapper("llama"),
+    "InternVLForConditionalGeneration": _Wrapper("qwen2", is_tied=True),
+    "LlavaForConditionalGeneration": _Wrapper("llama"),
+    "LlavaNextForConditionalGeneration": _Wrapper("llama"),
+    "LlavaOnevisionForConditionalGeneration": _Wrapper("qwen2"),
+    "Mistral3ForConditionalGeneration": _Wrapper("mistral", is_tied=True),
+    "Qwen2VLForConditionalGeneration": _Wrapper("qwen2_vl_text", is_flat=True),
+    "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl_text", is_flat=True),
+    "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl_text"),
+    "SmolVLMForConditionalGeneration": _Wrapper("llama"),
+    "VoxtralForConditionalGeneration": _Wrapper("llama"),
+}
+_TEXT_TYPES: dict[str, tuple[str, dict[str, Any]]] = {  # architecture by itself, and what differs in defaults
+    "qwen2_vl_text": ("Qwen2ForCausalLM", _AS_QWEN2),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", _AS_QWEN2),
+    "qwen3_vl_text": ("Qwen3ForCausalLM", {"rope_theta": 5e5}),
+    **{
+        FAMILIES[name].model_type or name: (
+            architecture,
+            _TEXT_DEFAULTS.get(FAMILIES[name].model_type or name, {}),
+        )
+        for architecture, name in ARCHITECTURES.items()
+    },
+}
+
+
+def is_wrapper(values: HFConfig) -> bool:
+    """Return whether a parsed config.json is that of a multimodal model."""
+    return architecture_of(values) in WRAPPERS
+
+
+def architecture_of(values: HFConfig) -> str:
+    """Return the architecture that a parsed config.json names first.
+
+    Raises:
+        ModelError: the entry is no list of texts.
+    """
+    check_entry("config.json has architectures", values.get("architectures"), RULES["architectures"])
+    return str((values.get("architectures") or ["(none)"])[0])
+
+
+def decoder_entries(values: HFConfig) -> HFConfig:
+    """Return the entries of a model's decoder; those of a model without other parts are returned unchanged.
+
+    Raises:
+        UnknownArchitectureError: Quire does not have the decoder; the message lists those that it has.
+        ModelError: `text_config` is no object.
+    """
+    wrapper = WRAPPERS.get(architecture_of(values))
+    if wrapper is None:
+        return values
+    check_entry("config.json has text_config", values.get("text_config"), RULES["text_config"])
+    text = values.get("text_config") or (values if wrapper.is_flat else {})
+    named = text.get("model_type")
+    text_type = wrapper.text_type if named is None or text is values else named
+    if not isinstance(text_type, str) or text_type not in _TEXT_TYPES:
+        raise UnknownArchitectureError(
+            f"config.json names the architecture {architecture_of(values)} with a decoder of the model type "
+            f"{text_type!r:.100}; Quire knows {', '.join(sorted(_TEXT_TYPES))}"
+        )
+    architecture, defaults = _TEXT_TYPES[text_type]
+    family = ARCHITECTURES[architecture]
+    own = {key: value for key, value in text.items() if not key.endswith(_OF_OTHER_PARTS)}
+    own = defaults | {key: value for key, value in own.items() if value is not None or key not in defaults}
+    for name in ("dtype", "torch_dtype", "quantization_config"):
+        if values.get(name) is not None or name in text:
+            own[name] = values.get(name) or text.get(name)
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(own.get(name), dict):
+            own[name] = _with_one_position(own[name])
+    is_tied = values.get("tie_word_embeddings")
+    return own | {
+        "architectures": [architecture],
+        "model_type": FAMILIES[family].model_type or family,
+        "tie_word_embeddings": (wrapper.is_tied if is_tied is None else is_tied)
+        or own.get("tie_word_embeddings", False),
+    }
+
+
+def _with_one_position(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings of text, whose tokens have one position in time, height and width."""
+    kept = {key: value for key, value in rope.items() if key not in _MROPE_ENTRIES}
+    return {
+        key: "default" if key in ("type", "rope_type") and value == "mrope" else value
+        for key, value in kept.items()
+    }

@@ -1,0 +1,298 @@
+"""Decoders of multimodal models: equal to `transformers` for text, however files name weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import make_tokenizer, randomize
+from paged_harness import generate, random_prompts
+from quire.errors import ModelError, UnknownArchitectureError
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.loading import load_decoder
+from quire.models.families import ARCHITECTURES
+from quire.models.families.reading import model_config
+from quire.models.families.wrappers import WRAPPERS, decoder_entries
+from quire.models.weights import count_parameters
+
+NUM_NEW = 24
+TEXT: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+VISION = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 64}
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+YARN = {
+    "type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+# architecture: (config class, entries of the decoder, of vision or audio, and others)
+SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3Config",
+        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20, "num_hidden_layers": 6},
+        {**VISION, "image_size": 28, "patch_size": 14},
+        {"mm_tokens_per_image": 4},
+    ),
+    "Mistral3ForConditionalGeneration": (
+        "Mistral3Config",
+        {"model_type": "ministral3", "head_dim": 24, "rope_parameters": YARN},
+        {**VISION, "image_size": 28, "patch_size": 14, "head_dim": 16},
+        {"tie_word_embeddings": False},
+    ),
+    "mistral-small": (
+        "Mistral3Config",
+        {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+        {**VISION, "image_size": 28, "patch_size": 14, "head_dim": 16},
+        {"tie_word_embeddings": False},
+    ),
+    "Qwen2VLForConditionalGeneration": (
+        "Qwen2VLConfig",
+        {"rope_parameters": MROPE},
+        {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+        {"tie_word_embeddings": True},
+    ),
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen2_5_VLConfig", {"rope_parameters": MROPE}, QWEN_VISION, {}),
+    "Qwen3VLForConditionalGeneration": (
+        "Qwen3VLConfig",
+        {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+        {"tie_word_embeddings": True},
+    ),
+    "LlavaForConditionalGeneration": (
+        "LlavaConfig",
+        {"model_type": "llama"},
+        {**VISION, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},
+        {},
+    ),
+    "SmolVLMForConditionalGeneration": (
+        "SmolVLMConfig",
+        {"model_type": "llama"},
+        {**VISION, "image_size": 28, "patch_size": 14},
+        {},
+    ),
+    "InternVLForConditionalGeneration": (
+        "InternVLConfig",
+        {"model_type": "qwen2"},
+        {**VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+        {"tie_word_embeddings": False},
+    ),
+    "VoxtralForConditionalGeneration": (
+        "VoxtralConfig",
+        {"model_type": "llama", "head_dim": 16},
+        {**VISION, "hidden_size": 16, "num_mel_bins": 8, "max_source_positions": 8},
+        {},
+    ),
+}
+
+
+def _model(name: str) -> Any:
+    import transformers
+
+    class_name, text, other, beside = SHAPES[name]
+    kind = getattr(transformers, class_name)
+    part = "audio_config" if "Voxtral" in name else "vision_config"
+    config = kind(text_config={**TEXT, **text}, **{part: other}, **beside)
+    config._attn_implementation = "eager"
+    architecture = name if name in WRAPPERS else "Mistral3ForConditionalGeneration"
+    model = getattr(transformers, architecture)._from_config(config)
+    randomize(model, seed=0)
+    return model.float().eval()
+
+
+def _decoder_of(model: Any) -> Any:
+    return model.model.text_model if hasattr(model.model, "text_model") else model.model.language_model
+
+
+def _expected_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens])).logits[0].float()
+
+
+def _save(model: Any, directory: Path) -> None:
+    model.save_pretrained(directory)
+    make_tokenizer(directory)
+
+
+@pytest.mark.formats
+@pytest.mark.first_case
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_greedy_tokens_and_logits_of_text_equal_transformers(name: str, tmp_path: Path) -> None:
+    model = _model(name)
+    _save(model, tmp_path)
+    decoder = load_decoder(tmp_path, read_model_config(tmp_path))
+    body = sum(parameter.numel() for parameter in _decoder_of(model).parameters())
+    is_tied = getattr(model.config, "tie_word_embeddings", False)
+    output = 0 if is_tied else model.get_output_embeddings().weight.numel()
+    assert count_parameters(decoder.config) == body + output
+    prompts = random_prompts([1, 5, 43], vocab_size=384)
+    whole = generate(decoder, prompts, num_new=NUM_NEW)
+    chunked = generate(decoder, prompts, num_new=NUM_NEW, chunk=7, seed=1)
+    for prompt, one, other in zip(prompts, whole, chunked, strict=True):
+        expected = _expected_logits(model, prompt + one.token_ids[:-1])[len(prompt) - 1 :]
+        assert one.token_ids == expected.argmax(-1).tolist()
+        assert other.token_ids == one.token_ids
+        torch.testing.assert_close(one.logits, expected, atol=1e-4, rtol=0)
+
+
+def _renamed(directory: Path, prefixes: dict[str, str]) -> None:
+    file = directory / "model.safetensors"
+    renamed = {}
+    for name, tensor in load_file(file).items():
+        old = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
+        renamed[prefixes.get(old, "") + name.removeprefix(old)] = tensor
+    save_file(renamed, file, {"format": "pt"})
+
+
+NAMINGS = {
+    "of the decoder as a model": {
+        "model.language_model.": "language_model.model.",
+        "language_model.": "language_model.",
+        "lm_head.": "language_model.lm_head.",
+        "model.vision_tower.": "vision_tower.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+    },
+    "of all parts in a model": {
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    },
+    "of the decoder alone": {"language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
+}
+
+
+@pytest.mark.parametrize("naming", list(NAMINGS))
+def test_every_naming_of_weights_is_read(naming: str, tmp_path: Path) -> None:
+    model = _model("mistral-small")
+    _save(model, tmp_path)
+    config = read_model_config(tmp_path)
+    prompt = random_prompts([9], vocab_size=384)
+    expected = generate(load_decoder(tmp_path, config), prompt, num_new=4)[0]
+    _renamed(tmp_path, NAMINGS["of the decoder as a model"])
+    _renamed(tmp_path, NAMINGS[naming])
+    again = generate(load_decoder(tmp_path, read_model_config(tmp_path)), prompt, num_new=4)[0]
+    assert torch.equal(again.logits, expected.logits)
+
+
+def test_another_tensor_is_no_part_to_pass_over(tmp_path: Path) -> None:
+    model = _model("mistral-small")
+    _save(model, tmp_path)
+    _renamed(tmp_path, {"language_model.model.norm.": "language_model.model.layers.0.normal."})
+    _renamed(tmp_path, {"model.language_model.norm.": "model.language_model.layers.0.normal."})
+    with pytest.raises(ModelError, match=r"lacks model\.norm\.weight"):
+        load_decoder(tmp_path, read_model_config(tmp_path))
+
+
+def test_vision_belongs_to_wrappers_only(tmp_path: Path) -> None:
+    model = _model("LlavaForConditionalGeneration")
+    _save(model, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(decoder_entries(values)))
+    with pytest.raises(ModelError, match=r"multi_modal_projector.* LlamaForCausalLM .*does not have"):
+        load_decoder(tmp_path, read_model_config(tmp_path))
+
+
+# text_configs as they are published, with what their classes leave to their defaults.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "LlavaForConditionalGeneration": {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", list(PUBLISHED))
+def test_what_a_text_config_leaves_out_is_as_in_transformers(
+    architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import transformers
+
+    published = PUBLISHED[architecture]
+    config_class = getattr(transformers, SHAPES[architecture][0])
+    complete = config_class(text_config=dict(published)).to_dict()
+    values = {"architectures": [architecture], "torch_dtype": "float16", "text_config": published}
+    assert model_config(values) == model_config(
+        {**complete, "architectures": [architecture], "dtype": "float16"}
+    )
+    assert not caplog.records
+
+
+def test_an_old_config_has_the_decoder_beside_vision(caplog: pytest.LogCaptureFixture) -> None:
+    flat = {
+        **TEXT,
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "image_token_id": 5,
+        "model_type": "qwen2_5_vl",
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 8},
+        "vision_start_token_id": 6,
+    }
+    config = model_config(flat)
+    text = {name: flat[name] for name in (*TEXT, "rms_norm_eps", "rope_theta")}
+    assert config == model_config(
+        {
+            "architectures": flat["architectures"],
+            "dtype": "bfloat16",
+            "text_config": {**text, "model_type": "qwen2_5_vl_text", "tie_word_embeddings": True},
+        }
+    )
+    assert (config.ropes[0].kind, config.tie_word_embeddings) == ("default", True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"text_config": ["x"]}, ModelError, "text_config .* must be an object"),
+        ({"text_config": {"model_type": "phi"}}, UnknownArchitectureError, "model type 'phi'; Quire knows"),
+        ({"text_config": {"model_type": ["x"]}}, UnknownArchitectureError, r"model type \['x'\]"),
+        ({"text_config": {"hidden_size": "8"}}, ModelError, "hidden_size '8'"),
+        ({"architectures": ["Florence2ForConditionalGeneration"]}, UnknownArchitectureError, "Florence2"),
+        ({"architectures": [["x"]]}, ModelError, "architectures"),
+    ],
+)
+def test_other_wrappers_are_refused_by_name(
+    changes: dict[str, Any], error: type[ModelError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        model_config({"architectures": ["LlavaForConditionalGeneration"], "text_config": TEXT, **changes})
+
+
+def test_the_refusal_lists_wrappers_and_decoders() -> None:
+    with pytest.raises(UnknownArchitectureError) as caught:
+        model_config({"architectures": ["xyz"]})
+    assert all(name in str(caught.value) for name in (*ARCHITECTURES, *WRAPPERS))
