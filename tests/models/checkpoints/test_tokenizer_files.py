@@ -25,7 +25,10 @@ TEXTS = [
     "cat [PAD]<image>the<pad>the<bos>the<|endoftext|>the",
     "e\u0301 é 12 cat's\n\n the",
 ]
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "smollm3", "granite", "olmo2")
+MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "smollm3", "granite", "olmo2"),
+    *("gemma3", "mistral3", "ministral3", "qwen2_5_vl", "qwen3_vl", "llava", "smolvlm", "gpt_oss"),
+)
 CLASSES = (
     "LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "Qwen2Tokenizer",
     "Qwen2TokenizerFast", "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast",

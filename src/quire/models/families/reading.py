@@ -41,14 +41,17 @@ def model_config(values: HFConfig) -> ModelConfig:
         ModelError: a needed entry is missing or has a value that Quire does not compute.
     """
     architecture = architecture_of(values)
-    if architecture not in ARCHITECTURES and architecture not in WRAPPERS:
+    values = decoder_entries(values)
+    family_name = ARCHITECTURES.get(architecture_of(values))
+    if family_name is None:
+        inside = (
+            f" with a decoder of the type {values['model_type']!r:.100}" if architecture in WRAPPERS else ""
+        )
         known = ", ".join(sorted((*ARCHITECTURES, *WRAPPERS)))
         raise UnknownArchitectureError(
-            f"config.json names the architecture {architecture}; Quire knows {known}"
+            f"config.json names the architecture {architecture}{inside}; Quire knows {known}"
         )
-    values = decoder_entries(values)
     check_entries(values)
-    family_name = ARCHITECTURES[architecture_of(values)]
     family = FAMILIES[family_name]
     hf = Entries(values, {**_DEFAULTS, **family.defaults}, _WHERE_NULL_IS_NONE)
     _refuse_what_is_not_computed(values, family.layer_types)

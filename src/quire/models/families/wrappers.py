@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.errors import UnknownArchitectureError
 from quire.models.config_entries import RULES, check_entry
 from quire.models.families import ARCHITECTURES, FAMILIES
 from quire.models.ropes import HFConfig
 
 _OF_OTHER_PARTS = ("_config", "_token_id", "_token_index")
+_OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 _MROPE_ENTRIES = ("mrope_section", "mrope_interleaved")
 _LLAMA = {
     "vocab_size": 32000,
@@ -102,8 +102,9 @@ def architecture_of(values: HFConfig) -> str:
 def decoder_entries(values: HFConfig) -> HFConfig:
     """Return the entries of a model's decoder; those of a model without other parts are returned unchanged.
 
+    A decoder of a type that Quire does not have keeps the architecture of the whole.
+
     Raises:
-        UnknownArchitectureError: Quire does not have the decoder; the message lists those that it has.
         ModelError: `text_config` is no object.
     """
     wrapper = WRAPPERS.get(architecture_of(values))
@@ -111,29 +112,23 @@ def decoder_entries(values: HFConfig) -> HFConfig:
         return values
     check_entry("config.json has text_config", values.get("text_config"), RULES["text_config"])
     text = values.get("text_config") or (values if wrapper.is_flat else {})
-    named = text.get("model_type")
-    text_type = wrapper.text_type if named is None or text is values else named
-    if not isinstance(text_type, str) or text_type not in _TEXT_TYPES:
-        raise UnknownArchitectureError(
-            f"config.json names the architecture {architecture_of(values)} with a decoder of the model type "
-            f"{text_type!r:.100}; Quire knows {', '.join(sorted(_TEXT_TYPES))}"
-        )
-    architecture, defaults = _TEXT_TYPES[text_type]
-    family = ARCHITECTURES[architecture]
-    own = {key: value for key, value in text.items() if not key.endswith(_OF_OTHER_PARTS)}
-    own = defaults | {key: value for key, value in own.items() if value is not None or key not in defaults}
-    for name in ("dtype", "torch_dtype", "quantization_config"):
-        if values.get(name) is not None or name in text:
-            own[name] = values.get(name) or text.get(name)
+    text_type = wrapper.text_type if text is values else text.get("model_type") or wrapper.text_type
+    architecture, defaults = _TEXT_TYPES.get(str(text_type), (architecture_of(values), {}))
+    family = FAMILIES.get(ARCHITECTURES.get(architecture, ""))
+    own = {
+        name: value for name, value in text.items() if name in _OF_BOTH or not name.endswith(_OF_OTHER_PARTS)
+    }
+    own = defaults | {name: value for name, value in own.items() if value is not None or name not in defaults}
+    own |= {name: values[name] for name in _OF_BOTH if values.get(name) is not None}
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(own.get(name), dict):
             own[name] = _with_one_position(own[name])
     is_tied = values.get("tie_word_embeddings")
+    is_tied = wrapper.is_tied if is_tied is None else is_tied
     return own | {
         "architectures": [architecture],
-        "model_type": FAMILIES[family].model_type or family,
-        "tie_word_embeddings": (wrapper.is_tied if is_tied is None else is_tied)
-        or own.get("tie_word_embeddings", False),
+        "model_type": text_type if family is None else family.model_type or ARCHITECTURES[architecture],
+        "tie_word_embeddings": is_tied or own.get("tie_word_embeddings", False),
     }
 
 

@@ -21,8 +21,16 @@ _END = "<|endoftext|>"
 # Class by model, where tokenizer_config.json names none or a wrong one.
 _OF_MODELS = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("mistral", "mixtral", "phi3", "granite", "olmo2", "olmo3"), ""),
+    **dict.fromkeys(
+        ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"), "Qwen2Tokenizer"
+    ),
+    **dict.fromkeys(
+        (
+            *("mistral", "mixtral", "mistral3", "ministral3", "voxtral", "llava", "llava_next", "smolvlm"),
+            *("phi3", "granite", "olmo2", "olmo3"),
+        ),
+        "",
+    ),
 }
 _OVERRIDES_FILE = "qwen2"  # published files name the wrong class
 

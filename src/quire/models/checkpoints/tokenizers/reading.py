@@ -18,6 +18,7 @@ from quire.models.checkpoints.model_files import MAX_TEMPLATE_BYTES, find_file, 
 from quire.models.checkpoints.special_ids import special_ids
 from quire.models.checkpoints.tokenizers.classes import tokenizer_class
 from quire.models.checkpoints.tokenizers.special_tokens import SETTINGS_FILE, read_special_tokens
+from quire.models.families.wrappers import decoder_entries
 from quire.models.text.tokenizer import DEFAULT_TEMPLATING, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -68,7 +69,7 @@ def eos_ids_of_configs(path: Path, vocab_size: int) -> list[int]:
         token_id
         for name in ("generation_config.json", "config.json")
         for token_id in special_ids(
-            (read_json(path / name) or {}).get("eos_token_id"),
+            decoder_entries(read_json(path / name) or {}).get("eos_token_id"),
             source=f"{path / name}: eos_token_id",
             vocab_size=vocab_size,
         )
@@ -77,7 +78,8 @@ def eos_ids_of_configs(path: Path, vocab_size: int) -> list[int]:
 
 def _from_directory(path: Path, templating: ChatTemplateConfig, extra_eos_ids: Sequence[int]) -> Tokenizer:
     settings = read_json(path / SETTINGS_FILE) or {}
-    model_config = read_json(path / "config.json") or {}
+    whole = read_json(path / "config.json") or {}
+    model_config = {**decoder_entries(whole), "model_type": whole.get("model_type")}
     backend, special_tokens = _as_in_transformers(path, settings, model_config)
     vocab_size = max(_num_ids(backend), _int_or_0(model_config.get("vocab_size")))
     eos_token, bos_token = special_tokens.get("eos_token"), special_tokens.get("bos_token")
