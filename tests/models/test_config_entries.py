@@ -120,6 +120,17 @@ def test_entries_of_no_class_are_named_once(caplog: pytest.LogCaptureFixture) ->
     assert "does not read: depth, residual_multiplier, use_alibi" in record.message
 
 
+def test_what_an_architecture_does_not_use_may_have_any_value() -> None:
+    plain = _saved("LlamaForCausalLM")
+    unused = {
+        "num_local_experts": 0,
+        "sliding_window_pattern": "LLLG",
+        "sliding_window": [8, 0],
+        "num_experts": 0,
+    }
+    assert model_config({**plain, **unused}) == model_config(plain)
+
+
 def test_another_type_of_model_than_its_architecture_is_named(caplog: pytest.LogCaptureFixture) -> None:
     for model_type in ("mistral", None, "ministral"):
         model_config(_saved("MistralForCausalLM", model_type=model_type))

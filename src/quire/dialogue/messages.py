@@ -107,8 +107,8 @@ def _part(part: Any, path: str) -> dict[str, str]:
     if kind not in ("text", "refusal"):
         found = f"the type {kind!r:.80}" if isinstance(part, Mapping) else f"the value {part!r:.80}"
         raise _refusal(
-            f"{path} has {found}; its type must be text: images, audio, video and files are not supported, as "
-            "only the text decoders of multimodal models are served"
+            f"{path} has {found}; its type must be text: images, audio, video and files are not supported, "
+            "as only the text decoders of multimodal models are served"
         )
     return {"type": "text", "text": _text(part, kind, path)}
 

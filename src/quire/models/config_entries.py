@@ -242,10 +242,13 @@ HARMLESS = frozenset(
 class Entries(Mapping[str, Any]):
     """A model's config entries, with a record of which were read; null counts as missing.
 
+    Entries are checked when they are read: what a model does not use may have any value.
+
     Args:
         values: as they are in the file.
         defaults: values of missing entries.
         nullable: entries with a default for which null means none.
+        rules: what the values of some entries must be.
     """
 
     def __init__(
@@ -253,16 +256,25 @@ class Entries(Mapping[str, Any]):
         values: Mapping[str, Any],
         defaults: Mapping[str, Any] = MappingProxyType({}),
         nullable: Set[str] = frozenset(),
+        rules: Mapping[str, _Rule] = MappingProxyType({}),
     ) -> None:
         self._given = {key: value for key, value in values.items() if value is not None}
         missing = {key: value for key, value in defaults.items() if not (key in nullable and key in values)}
         self._values = missing | self._given
+        self._rules = rules
         self._read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        """Return an entry, which counts as read from now on."""
+        """Return an entry, which counts as read from now on.
+
+        Raises:
+            ModelError: it is of a wrong type or out of range.
+        """
         self._read.add(key)
-        return self._values[key]
+        value = self._values[key]
+        if key in self._rules:
+            check_entry(f"config.json has {key}", value, self._rules[key])
+        return value
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of all entries."""
@@ -298,13 +310,14 @@ def warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def check_entries(values: Mapping[str, Any]) -> None:
-    """Check every entry of a config.json that Quire reads; null counts as missing.
+def check_objects(values: Mapping[str, Any]) -> None:
+    """Check the objects in a config.json, and what Quire reads in rotary settings; null counts as missing.
 
     Raises:
         ModelError: an entry is of a wrong type or out of range.
     """
-    _check_all("", values, RULES)
+    for name in ("rope_scaling", "rope_parameters", "quantization_config"):
+        check_entry(f"config.json has {name}", values.get(name), RULES[name])
     for name in ("rope_scaling", "rope_parameters"):
         _check_rope(name, values.get(name) or {})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.errors import ModelError, UnknownArchitectureError
 from quire.models.config import ModelConfig
-from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, check_entries, warn_once
+from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, check_objects, warn_once
 from quire.models.families import ARCHITECTURES, FAMILIES
 from quire.models.families.family import common
 from quire.models.families.wrappers import WRAPPERS, architecture_of, decoder_entries
@@ -51,10 +51,10 @@ def model_config(values: HFConfig) -> ModelConfig:
         raise UnknownArchitectureError(
             f"config.json names the architecture {architecture}{inside}; Quire knows {known}"
         )
-    check_entries(values)
+    check_objects(values)
     family = FAMILIES[family_name]
-    hf = Entries(values, {**_DEFAULTS, **family.defaults}, _WHERE_NULL_IS_NONE)
-    _refuse_what_is_not_computed(values, family.layer_types)
+    hf = Entries(values, {**_DEFAULTS, **family.defaults}, _WHERE_NULL_IS_NONE, RULES)
+    _refuse_what_is_not_computed(hf, family.layer_types)
     try:
         config = family.specialize(hf, common(hf, architecture, family_name, family))
         _check_layer_types(hf, config)
