@@ -53,7 +53,7 @@ struct CachePart {
 // Queries and keys of each row are normalized if there are weights, and rotated by the angles of the row's token; keys and
 // values then go to the row's place in the cache. All of it is rounded to `type` and written back to `qkv` on the way.
 struct RotaryCall {
-  void* qkv;  // [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values
+  void* qkv;  // [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values, unless the keys are the values
   DType type;
   int64_t num_rows;
   int64_t row_stride;

@@ -74,6 +74,7 @@ void write_heads(const RotaryCall& call, const T* heads, const CachePart& part, 
 template <class T>
 void rotate_and_write_rows(const RotaryCall& call, ThreadPool& pool) {
   const int64_t num_rotated = call.num_heads + call.num_kv_heads;
+  const bool has_values = call.values.numbers != call.keys.numbers;
   for_each_row(pool, call.num_rows, (num_rotated + call.num_kv_heads) * call.head_dim, [&](int64_t row) {
     T* queries = static_cast<T*>(call.qkv) + row * call.row_stride;
     T* keys = queries + call.num_heads * call.head_dim;
@@ -86,7 +87,7 @@ void rotate_and_write_rows(const RotaryCall& call, ThreadPool& pool) {
       }
     }
     write_heads(call, keys, call.keys, row);
-    write_heads(call, values, call.values, row);
+    if (has_values) write_heads(call, values, call.values, row);
   });
 }
 

@@ -32,6 +32,8 @@ class KernelSet(ABC):
     """Chooses tokens where the logits are."""
     takes_any_value_size: ClassVar[bool] = False
     """Whether heads of values may have other sizes than those of queries and keys."""
+    takes_keys_as_values: ClassVar[bool] = True
+    """Whether keys may be the values, too."""
     device: torch.device = HOST
     """Where all tensors are that these kernels take or return, but for those of an `AttentionBatch`."""
 
@@ -170,8 +172,8 @@ class KernelSet(ABC):
         """Normalize and rotate queries and keys, and write keys and values to the cache.
 
         Args:
-            qkv: [T, (heads + kv_heads) * head_dim + kv_heads * value_dim]: queries, keys, values; changed in
-                place.
+            qkv: [T, (heads + kv_heads) * head_dim + kv_heads * value_dim]: queries, keys, and values unless
+                keys are the values; changed in place.
             kv: the layer's cache.
             batch: where each token goes.
             heads: what `qkv` consists of.

@@ -118,7 +118,7 @@ class ReferenceKernels(KernelSet):
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        size, value_size = heads.head_dim, heads.value_dim or heads.head_dim
+        size, value_size = heads.head_dim, heads.value_size
         sizes = [heads.num_heads * size, heads.num_kv_heads * size, heads.num_kv_heads * value_size]
         query, key, value = torch.split(qkv, sizes, dim=-1)
         for states, norm in ((query, q_norm), (key, k_norm)):
@@ -129,7 +129,7 @@ class ReferenceKernels(KernelSet):
         if cos is not None and sin is not None:
             for states in (query, key):
                 states.copy_(apply_rotary(states, cos, sin))
-        write_kv(key, value.view(len(value), -1, value_size), kv, batch)
+        write_kv(key, value.view(len(value), heads.num_kv_heads, value_size), kv, batch)
         return query
 
     @override
@@ -184,11 +184,16 @@ def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv: KVLayer, batch: AttentionBatch) -> None:
-    """Write the step's keys and values [T, kv_heads, head_dim] to their places, in place."""
+    """Write the step's keys and values [T, kv_heads, head_dim] to their places, in place.
+
+    Nothing is written of the values if keys are the values.
+    """
     places = batch.slot_blocks, batch.slot_offsets
-    stored = [_as_stored(states, kv) for states in (key, value)]
-    pages = (kv.key_pages, kv.key_scales), (kv.value_pages, kv.value_scales)
-    for (numbers, scales), (number_pages, scale_pages) in zip(stored, pages, strict=True):
+    parts = [(key, kv.key_pages, kv.key_scales)]
+    if kv.value_pages is not kv.key_pages:
+        parts.append((value, kv.value_pages, kv.value_scales))
+    stored = [_as_stored(states, kv) for states, *_ in parts]
+    for (numbers, scales), (_, number_pages, scale_pages) in zip(stored, parts, strict=True):
         number_pages.movedim(0, 2)[places] = numbers.to(number_pages.dtype)
         if scales is not None and scale_pages is not None:
             scale_pages.movedim(0, 2)[places] = scales

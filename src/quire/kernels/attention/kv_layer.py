@@ -12,6 +12,8 @@ from quire.kernels.attention.kv_quantizers import PageQuantizer
 class KVLayer(Protocol):
     """Keys and values of one layer; `quire.kv.PagedAttentionCacheView` is one.
 
+    Where keys serve as values, too, pages and scales of values are those of keys, the same tensors.
+
     The features of a head are adjacent, and values lie as keys do; other strides are free. Places that were
     never written may hold anything.
     """

@@ -31,12 +31,17 @@ class HeadLayout:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    value_dim: int = 0  # features of a head of values; 0: as of queries and keys
+    value_dim: int | None = None  # features of a head of values; None: as of keys; 0: keys are the values
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def value_size(self) -> int:
+        """Features of a head of values beside its keys."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -35,6 +35,7 @@ class NativeLayer:
                 "both of one shape"
             )
         self.shape = keys.shape
+        self.keys_are_values = values is keys
         self.num_kv_heads, self.num_blocks, self.block_size, self.head_dim = keys.shape
         self.native = _native.KVLayer(
             TYPE_NUMBERS[keys.dtype],

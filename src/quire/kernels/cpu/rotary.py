@@ -63,11 +63,13 @@ class RotaryLayer:
         self.native, self.shape = layer.native, layer.shape
         if heads.num_heads < 1:
             raise ValueError(f"there are {heads.num_heads} query heads; there must be at least 1")
-        if heads.value_dim not in (0, heads.head_dim):
+        if heads.value_size != (0 if layer.keys_are_values else heads.head_dim):
             raise ValueError(
-                f"{heads} has values of another size than keys, which native kernels do not compute"
+                f"{heads} has values of another size than keys, which native kernels do not compute, or than "
+                "in the cache"
             )
-        self.width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        self.width = (heads.num_heads + heads.num_kv_heads) * heads.head_dim
+        self.width += heads.num_kv_heads * heads.value_size
         self.heads, self.q_norm, self.k_norm = heads, q_norm, k_norm
         self.q_norm_address, self.k_norm_address = address(q_norm), address(k_norm)
         self.q_norm_size = _norm_size("q_norm", q_norm, heads.num_heads, heads.head_dim)

@@ -44,10 +44,11 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def check_layer(name: str, spec: KVLayerSpec, dtype: str) -> None:
     """Raise ValueError unless a cache of `dtype` can hold what a layer keeps; names field and value."""
-    for field in ("num_kv_heads", "key_head_dim", "value_head_dim"):
+    for field in ("num_kv_heads", "key_head_dim"):
         check_positive(f"{name}.{field}", getattr(spec, field))
-    if not is_whole(spec.window) or spec.window < 0:
-        raise ValueError(f"{name}.window is {spec.window!r}; it must be at least 0")
+    for field in ("value_head_dim", "window"):
+        if not is_whole(getattr(spec, field)) or getattr(spec, field) < 0:
+            raise ValueError(f"{name}.{field} is {getattr(spec, field)!r}; it must be at least 0")
     for field in ("key_head_dim", "value_head_dim"):
         if dtype == "int8" and getattr(spec, field) % SCALE_BYTES:
             raise ValueError(

@@ -37,7 +37,7 @@ class KVLayerSpec:
     Args:
         num_kv_heads: heads of keys and values.
         key_head_dim: features of one head of keys.
-        value_head_dim: features of one head of values.
+        value_head_dim: features of one head of values; 0: a head's key is its value, too, and kept once.
         window: tokens that the layer sees, itself included; 0: all.
     """
 
@@ -106,7 +106,7 @@ class HeadsLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """Where one layer lies in a page."""
+    """Where one layer lies in a page; its values may be its keys."""
 
     keys: HeadsLayout
     values: HeadsLayout
@@ -139,7 +139,9 @@ class PageLayout:
                 placed.append(None)
                 continue
             keys = _place(end, spec.num_kv_heads, format_of(spec.key_head_dim), page_size)
-            values = _place(_end(keys), spec.num_kv_heads, format_of(spec.value_head_dim), page_size)
+            values = keys
+            if spec.value_head_dim:
+                values = _place(_end(keys), spec.num_kv_heads, format_of(spec.value_head_dim), page_size)
             end = _end(values)
             alignment = max(alignment, keys.format.alignment, values.format.alignment)
             placed.append(LayerLayout(keys, values))

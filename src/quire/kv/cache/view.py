@@ -43,7 +43,7 @@ class PagedAttentionCacheView(TensorData):
         layer_index: number of the layer.
         key_pages: (num_kv_heads, num_pages, page_size, head_dim), a tensor, or an array of numpy, whose
             memory is then that of the view. Places that were never written may hold anything.
-        value_pages: likewise.
+        value_pages: likewise; of a layer whose keys are its values, `key_pages` themselves.
         kv_pages_sharding: how the pages are divided among devices; None: as `metadata` says.
         key_scales: (num_kv_heads, num_pages, page_size, ...) of a quantizer that has scales.
         value_scales: likewise.
@@ -151,13 +151,16 @@ class PagedAttentionCacheView(TensorData):
         layout = layers[layer_index if len(layers) > 1 else 0]
         if layout is None:
             return cls(metadata, layer_index)
+        keys = values = memory.numbers(layout.keys), memory.scales(layout.keys)
+        if layout.values is not layout.keys:
+            values = memory.numbers(layout.values), memory.scales(layout.values)
         return cls(
             metadata,
             layer_index,
-            memory.numbers(layout.keys),
-            memory.numbers(layout.values),
-            key_scales=memory.scales(layout.keys),
-            value_scales=memory.scales(layout.values),
+            keys[0],
+            values[0],
+            key_scales=keys[1],
+            value_scales=values[1],
             quantizer=quantizer,
         )
 
@@ -287,7 +290,7 @@ class PagedAttentionCacheView(TensorData):
         if tensors is not None:
             if not self.is_initialized:
                 raise ValueError(f"layer {self.layer_index} has no tensors to write to {tensors}")
-            save_tensors(tensors, self._tensors(), data)
+            save_tensors(tensors, self._kept_tensors(), data)
         return data
 
     @classmethod
@@ -320,7 +323,7 @@ class PagedAttentionCacheView(TensorData):
         if tensors is None:
             return bare
         view = cls.init(None, metadata, bare.layer_index, own, sharding)
-        load_tensors(tensors, view._tensors(), bare.to_dict())
+        load_tensors(tensors, view._kept_tensors(), bare.to_dict())
         return view
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -328,6 +331,13 @@ class PagedAttentionCacheView(TensorData):
             name: getattr(self, name) for name in ("key_pages", "value_pages", "key_scales", "value_scales")
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _kept_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, those of keys once if they are the values, too."""
+        tensors = self._tensors()
+        if self.value_pages is not self.key_pages:
+            return tensors
+        return {name: tensor for name, tensor in tensors.items() if name.startswith("key")}
 
     def _arguments(self) -> dict[str, Any]:
         tensors = self._tensors() if self.is_initialized else {}
