@@ -17,7 +17,7 @@ namespace quire {
 constexpr int kTileTokens = 64;
 constexpr int kSpanTokens = 1024;
 constexpr int kHeadDimMultiple = 16;
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 576;
 constexpr int64_t kMaxPartialBytes = int64_t{64} << 20;  // spans whose states would take more are no tasks of their own
 constexpr int kMaxStride = 64;                           // of KeySelection
 constexpr int kBlockRows = 128;  // rows that are taken through the tiles together, unless one token alone has more
@@ -114,7 +114,7 @@ struct KeySelection {
   float threshold;
 };
 
-// One layer's part of the cache.
+// One layer's part of the cache. The keys may be the values, too.
 struct KVLayer {
   DType type;
   int64_t num_kv_heads;

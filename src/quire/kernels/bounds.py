@@ -12,7 +12,7 @@ INTERMEDIATES = 4  # queries, keys or values, scores, sums
 
 # The native attention, see native/src/attention.h and native/src/kernels/attention_scratch.h.
 HEAD_DIM_MULTIPLE = 16
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 LANES = 16
 SPAN = 1024  # tokens
 BLOCK_ROWS = 128  # that a task has, unless one token alone has more

@@ -66,7 +66,7 @@ SPAN: int = 1024
 
 HEAD_DIM_MULTIPLE: int = 16
 
-MAX_HEAD_DIM: int = 256
+MAX_HEAD_DIM: int = 576
 
 MAX_SPAN_BYTES: int = 67108864
 
