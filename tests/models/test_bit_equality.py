@@ -24,6 +24,16 @@ VARIANTS += [
     for quantization in ("int8", "int4")
 ]
 VARIANTS += [("qwen3", dtype, "none", "reference") for dtype in ("float32", "bfloat16")]
+VARIANTS += [
+    ("minicpm3", dtype, quantization, kernels)
+    for kernels, dtype, quantization in (
+        ("native", "float32", "none"),
+        ("native", "bfloat16", "none"),
+        ("native", "bfloat16", "int4"),
+        ("reference", "float32", "none"),
+        ("reference", "bfloat16", "none"),
+    )
+]
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids="-".join)

@@ -137,6 +137,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "scale_emb": 3,
+            "dim_model_base": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {

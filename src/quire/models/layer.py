@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
@@ -185,6 +185,14 @@ class LayerLoader(Protocol):
             field: of the matrix.
             is_quantized: whether the quantization that was asked for applies.
             is_summed: whether ranks have parts of its inputs, so that their results are summed.
+        """
+
+    def linears(self, field: str, matrices: Callable[[torch.Tensor], Iterable[torch.Tensor]]) -> list[Linear]:
+        """Return the dense layers of matrices that are made of one, in the model's type.
+
+        Args:
+            field: of the matrix.
+            matrices: returns those of its rows in floating point.
         """
 
     def experts(self, gate_up: str, down: str, mixture: Mixture) -> Experts:

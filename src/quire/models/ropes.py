@@ -70,6 +70,15 @@ def read_partial_rope(hf: HFConfig, head_dim: int) -> RopeConfig:
     return _rope(hf, values, head_dim, original=hf.get("original_max_position_embeddings"))
 
 
+def read_score_factor(hf: HFConfig) -> float:
+    """Return what DeepSeek's yarn multiplies scores by, besides the head size's own scale."""
+    values = _one_set(hf)
+    mscale_all_dim, factor = values.get("mscale_all_dim"), values.get("factor") or 1.0
+    if _kind(values) == "default" or not mscale_all_dim or factor <= 1:
+        return 1.0
+    return float((0.1 * mscale_all_dim * math.log(factor) + 1) ** 2)
+
+
 def read_two_ropes(hf: HFConfig, head_dim: int, *, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
     """Return those of layers with full attention and those of layers with a window.
 

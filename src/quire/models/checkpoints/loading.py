@@ -19,6 +19,7 @@ from quire.kernels.interface import KernelSet
 from quire.kernels.layers.act_order import linear_in_order
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.linear import Linear
+from quire.kernels.layers.weights import dequantize
 from quire.models.checkpoints.cached_weights import CachedWeights
 from quire.models.checkpoints.checkpoint import Checkpoint
 from quire.models.checkpoints.weight_cache import WeightCache, cache_key
@@ -188,6 +189,13 @@ class _Loader:
     def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
         linear = self._linear(field, self._quantization if is_quantized else "none")
         return linear if self.parallel is None or not is_summed else RowParallelLinear(linear, self.parallel)
+
+    def linears(self, field: str, matrices: Callable[[torch.Tensor], Iterable[torch.Tensor]]) -> list[Linear]:
+        sources = self._specs[self.index, field].sources
+        rows = torch.cat([dequantize(part) for part in self._checkpoint.matrix(sources)])
+        made = [self.kernels.linear([each], **self._how_held) for each in matrices(rows)]
+        self._release(sources)
+        return made
 
     def experts(self, gate_up: str, down: str, mixture: Mixture) -> Experts:
         gate_ups, downs = (self._specs[self.index, field].sources for field in (gate_up, down))

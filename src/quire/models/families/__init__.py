@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from quire.models.families import gemma, llama, olmo, qwen
+from quire.models.families import deepseek, gemma, llama, olmo, qwen
 from quire.models.families.family import Family
 
-FAMILIES: dict[str, Family] = {**llama.FAMILIES, **qwen.FAMILIES, **gemma.FAMILIES, **olmo.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **llama.FAMILIES,
+    **qwen.FAMILIES,
+    **gemma.FAMILIES,
+    **olmo.FAMILIES,
+    **deepseek.FAMILIES,
+}
 
 ARCHITECTURES: dict[str, str] = {
     architecture: name for name, family in FAMILIES.items() for architecture in family.architectures

@@ -27,7 +27,15 @@ _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
 }
 _WHERE_NULL_IS_NONE = frozenset(
-    {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+    {
+        "num_key_value_heads",
+        "sliding_window",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "q_lora_rank",
+        "scale_depth",
+        "dim_model_base",
+    }
 )
 
 

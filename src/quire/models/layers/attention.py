@@ -57,6 +57,11 @@ class AttentionConfig(SubLayerConfig):
         return self.value_dim or self.head_dim
 
     @property
+    def output_size(self) -> int:
+        """Features that the output projection reads."""
+        return self.num_heads * self.value_size
+
+    @property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
@@ -71,9 +76,9 @@ class AttentionConfig(SubLayerConfig):
     @override
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
         kv_heads = shard.kv_heads(self.num_heads, self.num_kv_heads)
-        query = _section(self.num_heads, self.head_dim, shard.query_heads(self.num_heads))
-        key = _section(self.num_kv_heads, self.head_dim, kv_heads)
-        value = _section(self.num_kv_heads, self.value_size, kv_heads)
+        query = head_section(self.num_heads, self.head_dim, shard.query_heads(self.num_heads))
+        key = head_section(self.num_kv_heads, self.head_dim, kv_heads)
+        value = head_section(self.num_kv_heads, self.value_size, kv_heads)
         sections = {"q": query} if self.kv_source is not None else {"q": query, "k": key, "v": value}
         if self.qk_norm:
             for name, section in list(sections.items())[:2]:
@@ -90,7 +95,7 @@ class AttentionConfig(SubLayerConfig):
         if self.qkv_bias:
             biases = tuple((f"{name}.bias", (size,)) for name, size in sizes.items())
             yield LayerWeight("qkv_bias", biases, sections=rows)
-        attended = _section(self.num_heads, self.value_size, shard.query_heads(self.num_heads))
+        attended = head_section(self.num_heads, self.value_size, shard.query_heads(self.num_heads))
         output = (("o.weight", (hidden_size, attended[0])),)
         yield LayerWeight("attention_output", output, axis=1, sections=(attended,), is_quantized=True)
         if self.output_bias:
@@ -137,7 +142,7 @@ class AttentionConfig(SubLayerConfig):
             scratch += key_selection_bytes(step.scheduler, self, step.max_model_len, step.num_threads)
         if not step.on_gpu and not step.is_native:
             scratch += step.tokens * (self.buffers()["qkv"][0] + attended) * _FLOAT32_BYTES
-        return max(scratch, step.product_bytes(attended))
+        return max(scratch, step.product_bytes(self.output_size))
 
     @override
     def load(self, loader: LayerLoader) -> Attention:
@@ -149,7 +154,7 @@ def attention_of(model: ModelConfig) -> list[AttentionConfig]:
     return [part for part in model.parts if isinstance(part, AttentionConfig)]
 
 
-def _section(total: int, size: int, held: Sequence[int]) -> Section:
+def head_section(total: int, size: int, held: Sequence[int]) -> Section:
     """Return the rows of `total` heads of `size` features, and those of the heads that are held."""
     return total * size, tuple(range(head * size, (head + 1) * size) for head in held)
 
@@ -179,7 +184,7 @@ class Attention(SubLayer):
         self._eps = loader.model.norm_eps
         self._kv_layer = loader.index if whole.kv_source is None else whole.kv_source
         self._rope = None if whole.rope is None else loader.ropes.index(whole.rope)
-        self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
+        self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.value_size)
         self._q_norm, self._k_norm = loader.norm("q_norm"), loader.norm("k_norm")
         if whole.qk_norm == "full" and loader.parallel is not None:
             assert self._q_norm is not None
