@@ -7,8 +7,9 @@ is written beside it.
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 ARCHITECTURES = {
-    "llama": "llama",
-    "llama-3.1": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma": "gemma",
-    "phi3": "phi3",
+    **{name: name for name in ("qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "granite", "smollm3")},
+    **dict.fromkeys(("llama", "llama-3.1", "mixtral"), "llama"),
+    **dict.fromkeys(("olmo2", "olmo3"), "olmo2"),
+    "qwen3_moe": "qwen3moe",
 }
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+_NOT_QUANTIZED = ("ffn_gate_inp",)
+_WITH_OFFSET = ("gemma", "gemma2", "gemma3")
+_INTERLEAVED = ("llama", "granite", "smollm3")
 
 
 def write_gguf(
@@ -87,15 +72,21 @@ def write_gguf(
         _add_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()))
     if family == "llama-3.1":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config["rope_parameters"], config))
+    names = gguf.get_tensor_name_map(_ENUMS[ARCHITECTURES[family]], config["num_hidden_layers"])
     floats = {}
-    for name, weight in load_file(checkpoint / "model.safetensors").items():
-        array = _as_llama_cpp(family, name, weight.numpy(), config)
+    for parts in _merged(load_file(checkpoint / "model.safetensors")):
+        arrays = [_as_llama_cpp(family, name, weight.numpy(), config) for name, weight in parts.items()]
+        name = _EXPERT.sub(r"\1.\3", next(iter(parts)))
         own_kind = next((own for part, own in (other_kinds or {}).items() if part in name), kind)
-        quantization = gguf.GGMLQuantizationType[own_kind if weight.ndim == 2 else "F32"]
-        stored = gguf.quants.quantize(array, quantization)
-        writer.add_tensor(_gguf_name(name), stored, raw_dtype=quantization)
+        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored_name is not None
+        is_float = arrays[0].ndim == 1 or any(part in stored_name for part in _NOT_QUANTIZED)
+        quantization = gguf.GGMLQuantizationType["F32" if is_float else own_kind]
+        stored = gguf.quants.quantize(arrays[0] if len(parts) == 1 else np.stack(arrays), quantization)
+        writer.add_tensor(stored_name, stored, raw_dtype=quantization)
         exact = gguf.quants.dequantize(stored, quantization)
-        floats[name] = torch.from_numpy(_back(family, name, exact, config).copy())
+        for part, array in zip(parts, exact if len(parts) > 1 else [exact], strict=True):
+            floats[part] = torch.from_numpy(_back(family, part, array, config).copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -104,10 +95,24 @@ def write_gguf(
     return file, twin
 
 
+_ENUMS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def _merged(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Return the weights of each tensor of a GGUF file, which has those of all experts in one, in order."""
+    tensors: dict[str, dict[int, tuple[str, torch.Tensor]]] = {}
+    for name, weight in weights.items():
+        expert = _EXPERT.fullmatch(name)
+        key, number = (name, 0) if expert is None else (f"{expert[1]}.{expert[3]}", int(expert[2]))
+        tensors.setdefault(key, {})[number] = (name, weight)
+    return [dict(parts[number] for number in sorted(parts)) for parts in tensors.values()]
+
+
 def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], rotated_features: int) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -122,8 +127,33 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], rotated_featu
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    _add_rest(writer, config, rope)
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
+
+
+def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Add what only some architectures have."""
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if config["model_type"] == "olmo3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    adders: dict[str, Callable[[Any], None]] = {
+        "num_experts": writer.add_expert_count,
+        "num_local_experts": writer.add_expert_count,
+        "num_experts_per_tok": writer.add_expert_used_count,
+        "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+    }
+    given = {adder: config[name] for name, adder in adders.items() if config.get(name) is not None}
+    for adder, value in given.items():  # transformers writes the number of experts by two names
+        adder(value)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, published: dict[str, Any]) -> None:
@@ -156,18 +186,10 @@ def _llama3_factors(rope: dict[str, Any], config: dict[str, Any]) -> np.ndarray[
     return np.array(factors, dtype=np.float32)
 
 
-def _gguf_name(name: str) -> str:
-    stem, _, last = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        number, _, rest = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{number}.{_NAMES[rest]}.{last}"
-    return f"{_NAMES[stem]}.{last}"
-
-
 def _as_llama_cpp(
     family: str, name: str, array: np.ndarray[Any, Any], config: dict[str, Any]
 ) -> np.ndarray[Any, Any]:
-    if family == "gemma" and name.endswith("norm.weight"):
+    if family in _WITH_OFFSET and name.endswith("norm.weight"):
         return array + np.float32(1)
     heads = _rotated_heads(family, name, config)
     if heads:
@@ -178,7 +200,7 @@ def _as_llama_cpp(
 def _back(
     family: str, name: str, array: np.ndarray[Any, Any], config: dict[str, Any]
 ) -> np.ndarray[Any, Any]:
-    if family == "gemma" and name.endswith("norm.weight"):
+    if family in _WITH_OFFSET and name.endswith("norm.weight"):
         return array - np.float32(1)
     heads = _rotated_heads(family, name, config)
     if heads:
@@ -188,6 +210,6 @@ def _back(
 
 def _rotated_heads(family: str, name: str, config: dict[str, Any]) -> int:
     """Return the heads whose rows llama.cpp interleaves, or 0."""
-    if ARCHITECTURES[family] != "llama" or not any(part in name for part in ("q_proj", "k_proj")):
+    if ARCHITECTURES[family] not in _INTERLEAVED or not any(part in name for part in ("q_proj", "k_proj")):
         return 0
     return int(config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])

@@ -40,7 +40,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 24},
+    "gemma3": {
+        "query_pre_attn_scalar": 24,
+        "num_hidden_layers": 7,
+        "layer_types": [f"{kind}_attention" for kind in (*["sliding"] * 5, "full", "sliding")],
+    },
     "phi3": {},
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
+    "olmo2": {},
+    "olmo3": {},
+    "granite": {},
+    "mixtral": {},
+    "qwen3_moe": {"mlp_only_layers": []},
 }
 
 
@@ -133,6 +145,24 @@ def test_the_memory_that_a_file_will_take_is_known_from_its_header(
         embedding = len(decoder.embedding) * config.hidden_size * 2
     planned = weight_bytes(config, config.dtype, quantization, 128)
     assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.01)
+
+
+def test_the_memory_of_experts_is_known_from_the_header(tmp_path: Path, packed_bytes: list[int]) -> None:
+    path = make_checkpoint(
+        "qwen3_moe", tmp_path / "model", **WIDE, moe_intermediate_size=64, mlp_only_layers=[]
+    )
+    file, _ = write_gguf(path, "qwen3_moe", "Q4_0", other_kinds={"down_proj": "Q8_0"})
+    config = read_model_config(file)
+    load_decoder(file, config, options=WeightOptions(kernels="native"))
+    planned = weight_bytes(config, config.dtype, "none", 128)
+    assert planned == pytest.approx(sum(packed_bytes), rel=0.05)  # kernels fill up the router's few rows
+
+
+def test_fewer_experts_than_the_metadata_say_are_named(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3_moe", tmp_path / "model", num_hidden_layers=1, mlp_only_layers=[])
+    file, _ = write_gguf(path, "qwen3_moe", "F32", expert_count=7)
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_gate_(exps|inp)\.weight in .* has shape \[6"):
+        load_decoder(file, read_model_config(file))
 
 
 @pytest.fixture
@@ -412,19 +442,29 @@ def test_other_versions_are_refused(q4_file: Path, tmp_path: Path) -> None:
         GGUFFile(old)
 
 
-def test_unknown_architectures_and_kinds_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "bert.gguf"
-    writer = gguf.GGUFWriter(path, "bert")
+@pytest.mark.parametrize(
+    ("architecture", "number", "message"),
+    [
+        ("bert", 19, "the architecture bert; Quire reads llama, qwen2, qwen3, qwen3moe, gemma"),
+        ("qwen3", 19, r"output\.weight in .* is of the ggml type IQ1_S; Quire reads F32, F16, Q4_0"),
+        ("qwen3", 33, "is of the ggml type number 33, which has no name; Quire reads"),
+        ("qwen3", 2, "has rows of 100 numbers; Q4_0 has blocks of 32"),
+    ],
+)
+def test_what_is_not_read_is_named(architecture: str, number: int, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tensor_info("output.weight", (2, 100), np.dtype(np.float32), 800)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="the architecture bert; Quire reads llama, qwen2"):
-        read_gguf_config(path)
-    checkpoint = make_checkpoint("qwen3", tmp_path / "model", **WIDE)
-    file, _ = write_gguf(checkpoint, "qwen3", "MXFP4")
-    with pytest.raises(ModelError, match="is of ggml type 39; Quire reads F32, F16, Q4_0"):
-        load_decoder(file, read_model_config(file))
+    header = path.read_bytes()
+    kind = header.rindex(struct.pack("<IQ", 0, 0))  # of its only tensor: type and place
+    path.write_bytes(header[:kind] + struct.pack("<IQ", number, 0) + bytes(900))
+    for read in (read_gguf_config, Checkpoint):
+        with pytest.raises(ModelError, match=message):
+            read(path)
 
 
 def test_nothing_in_the_config_needs_torch(q4_file: Path) -> None:

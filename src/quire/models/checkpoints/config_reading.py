@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.config import read_gguf_config
 from quire.models.checkpoints.gguf.location import find_gguf
-from quire.models.checkpoints.gguf.names import gguf_name
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.names import published_name
@@ -36,10 +35,10 @@ from quire.models.families import FAMILIES
 from quire.models.families.reading import model_config
 from quire.models.families.wrappers import decoder_entries
 
-_GGML_KINDS = {  # ggml's numbers: Q4_0, Q4_1, Q4_K; Q5_0, Q5_1, Q8_0, Q5_K, IQ4_NL; Q6_K
-    **dict.fromkeys((2, 3, 12), StoredQuantization("int4", 32)),
-    **dict.fromkeys((6, 7, 8, 13, 20), StoredQuantization("grouped_int8", 32)),
-    14: StoredQuantization("grouped_int8", 16),
+_GGML_TYPES: dict[str, StoredQuantization] = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), StoredQuantization("int4", 32)),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0", "IQ4_NL"), StoredQuantization("grouped_int8", 32)),
+    "Q6_K": StoredQuantization("grouped_int8", 16),
 }
 _COMPARED_BYTES = 1 << 20  # bytes compared at a time, to stay in a CPU cache
 
@@ -66,19 +65,14 @@ def read_model_config(path: Path) -> ModelConfig:
         )
         headers = _headers(path, stored_names(config)) if quantization else {}
         return with_stored_tensors(config, quantization, headers) if headers else config
-    values, kinds = read_gguf_config(gguf)
+    values, type_of = read_gguf_config(gguf)
     try:
         config = model_config(values)
     except ModelError as error:
         raise ModelError(f"the metadata of {gguf}, taken as a config.json: {error}") from error
-    return _with_ggml_kinds(config, kinds)
-
-
-def _with_ggml_kinds(config: ModelConfig, kinds: Mapping[str, int]) -> ModelConfig:
-    """Return `config` with the memory formats of its matrices, by the ggml types of the file's tensors."""
     found = {
         (spec.layer, spec.field): joined(
-            [_GGML_KINDS.get(kinds.get(gguf_name(source.name), -1), FLOATS) for source in spec.sources]
+            [_GGML_TYPES.get(type_of(source.name), FLOATS) for source in spec.sources]
         )
         for spec in matrix_specs(config)
     }

@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from quire.errors import ModelError
-from quire.models.checkpoints.gguf.file import GGUFFile, read_gguf
+from quire.models.checkpoints.gguf.architectures import Architecture, architecture_of
+from quire.models.checkpoints.gguf.file import GGUFFile, read_gguf, type_name
 from quire.models.config_entries import ROPE_RULES, RULES, Entries, check_entry
 from quire.models.ropes import ROTATED_FEATURES
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-}
-_KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "max_position_embeddings": "context_length",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "sliding_window": "attention.sliding_window",
-}
 _NEEDED = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _ROPE_KEYS = {
     "dimension_count": RULES["head_dim"],
@@ -51,7 +34,8 @@ _ONLY = {  # neutral values of parameters that llama.cpp supports and Quire does
     "attention.causal": (True,),
 }
 _HARMLESS = ("rope.scaling.finetuned", "attention.layer_norm_epsilon")
-_CHANGES_NUMBERS = re.compile(r"rope\..*|attention\..*|.*_scale|.*_softcapping|expert_count")
+_CHANGES_NUMBERS = re.compile(r"rope\..*|attention\..*|.*_scale|.*_softcapping|expert_.*")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies, as in Llama 3.1
 _LONG_ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 ROPE_TENSORS = (_ROPE_FACTORS, *_LONG_ROPE_FACTORS.values())
@@ -61,42 +45,25 @@ _EMBEDDING_DTYPES = _DTYPES | {30: "bfloat16"}
 _FLOAT32 = 0
 
 
-def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the equivalent of config.json for a GGUF file, and the ggml type of each tensor.
+def read_gguf_config(path: Path) -> tuple[dict[str, Any], Callable[[str], str]]:
+    """Return the equivalent of config.json for a GGUF file, and a function that returns a weight's ggml type.
+
+    The function takes a weight's name in a Hugging Face checkpoint; the type of a missing one is "".
 
     Raises:
-        ModelError: the file cannot be read, or the architecture is not one that Quire reads from GGUF.
+        ModelError: see `read_gguf`; or the metadata say what Quire does not compute.
     """
     file = read_gguf(path)
-    architecture = str(file.entry("general.architecture", str))
-    if architecture not in _ARCHITECTURES:
-        raise ModelError(
-            f"{path} holds the architecture {architecture:.100}; Quire reads {', '.join(_ARCHITECTURES)} "
-            "from GGUF files"
-        )
+    name = file.metadata["general.architecture"]
+    architecture = architecture_of(file.metadata, path)
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{path} lacks token_embd.weight; is it a language model, and all of it?")
-    prefix = f"{architecture}."
+    prefix = f"{name}."
     metadata = Entries(
         {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     )
-    values = {}
-    for name, key in _KEYS.items():
-        if key in metadata:
-            value = values[name] = metadata[key]
-            check_entry(f"{path}: {prefix}{key} is", value, RULES[name])
-    for name in _NEEDED:
-        if name not in values:
-            raise ModelError(
-                f"{path} has no {architecture}.{_KEYS[name]}; it must be {RULES[name].describe()}"
-            )
-    layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
-    if values.get("num_hidden_layers") != len(layers):
-        raise ModelError(
-            f"{path} says that it has {values.get('num_hidden_layers')} layers and holds tensors of "
-            f"{len(layers)}"
-        )
-    values["architectures"] = [_ARCHITECTURES[architecture]]
+    values = _entries(file, architecture, metadata)
+    values["architectures"] = [architecture.hf_name]
     values["vocab_size"] = next(iter(file.tensors["token_embd.weight"].shape), 0)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
@@ -104,17 +71,53 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     kind = _matrix_kind(file)
     values["dtype"] = _DTYPES.get(kind, "bfloat16")
     values["embedding_dtype"] = _EMBEDDING_DTYPES.get(file.tensors["token_embd.weight"].kind, "")
-    for name in ("bos_token_id", "eos_token_id"):
-        values[name] = file.metadata.get(f"tokenizer.ggml.{name}")
+    for token in ("bos_token_id", "eos_token_id"):
+        values[token] = file.metadata.get(f"tokenizer.ggml.{token}")
     # llama.cpp's defaults, which differ from transformers'
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     head_dim = values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"] or None)
     value_length = metadata.get("attention.value_length", head_dim)
-    if head_dim is not None and value_length != head_dim:
-        raise _refusal(file, "attention.value_length", value_length, f"{head_dim}, as of keys,")
+    if head_dim is not None:
+        if value_length != head_dim:
+            raise _refusal(file, "attention.value_length", value_length, f"{head_dim}, as of keys,")
+        values |= architecture.finish(values)
     values |= _rope(file, metadata, values)
     _refuse_others(file, metadata)
-    return values, {name: tensor.kind for name, tensor in file.tensors.items()}
+
+    def type_of(weight: str) -> str:
+        info = file.tensors.get(architecture.tensor(weight)[0])
+        return "" if info is None else type_name(info.kind)
+
+    return values, type_of
+
+
+def _entries(file: GGUFFile, architecture: Architecture, metadata: Entries) -> dict[str, Any]:
+    """Return the entries of config.json that keys of the metadata stand for."""
+    name = file.metadata["general.architecture"]
+    values: dict[str, Any] = {}
+    for entry, key in architecture.keys.items():
+        value = metadata.get(key)
+        if value is None:
+            continue
+        if entry == "sliding_window_pattern" and isinstance(value, list):
+            values["layer_types"] = [_LAYER_TYPES[is_sliding is True] for is_sliding in value]
+            continue
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]  # of each layer
+        values[entry] = value
+        check_entry(f"{file.path}: {name}.{key} is", value, RULES[entry])
+    for entry in _NEEDED:
+        if entry not in values:
+            raise ModelError(
+                f"{file.path} has no {name}.{architecture.keys[entry]}; it must be {RULES[entry].describe()}"
+            )
+    layers = {tensor.split(".")[1] for tensor in file.tensors if tensor.startswith("blk.")}
+    if values.get("num_hidden_layers") != len(layers):
+        raise ModelError(
+            f"{file.path} says that it has {values.get('num_hidden_layers')} layers and holds tensors of "
+            f"{len(layers)}"
+        )
+    return values
 
 
 def _matrix_kind(file: GGUFFile) -> int:
@@ -149,13 +152,14 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         # llama.cpp stores a factor to the paper's value; a config.json has the product.
         times = (attention_factor or 1) * (entry("scaling.yarn_attn_factor") or 1)
         scaling["attention_factor"] = times * (0.1 * math.log(max(factor, 1)) + 1)
+        scaling["original_max_position_embeddings"] = original
     elif attention_factor not in (None, 1):
         raise _refusal(file, "rope.scaling.attn_factor", attention_factor, f"with the type {kind}, 1")
     if kind != "none" and not factors:
         scaling["factor"] = factor
     return {
         ROTATED_FEATURES: entry("dimension_count"),
-        "original_max_position_embeddings": original,
+        "original_max_position_embeddings": original if factors else None,
         "rope_scaling": scaling,
     }
 
@@ -180,7 +184,7 @@ def _refusal(file: GGUFFile, key: str, value: Any, known: str) -> ModelError:
 def _floats(file: GGUFFile, name: str) -> list[float]:
     info = file.tensors[name]
     if info.kind != _FLOAT32:
-        raise ModelError(f"{name} in {file.path} is of ggml type {info.kind}; float32 is needed")
+        raise ModelError(f"{name} in {file.path} is of the ggml type {type_name(info.kind)}; F32 is needed")
     if len(info.shape) != 1 or info.shape[0] > _MAX_ROPE_FACTORS:
         raise ModelError(
             f"{name} in {file.path} has shape {list(info.shape)}; at most {_MAX_ROPE_FACTORS} numbers in one "

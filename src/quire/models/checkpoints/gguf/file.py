@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import ModelError
+from quire.models.checkpoints.gguf.architectures import architecture_of
 from quire.models.checkpoints.gguf.location import parts_of
 
 _MAGIC = b"GGUF"
@@ -49,11 +50,24 @@ _ALIGNMENT = 32  # bytes, where a file does not say
 _FAULTS = (OSError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError, struct.error)
 
 
-# (numbers, bytes) of a block of the kinds of tensors that Quire reads, by ggml's number.
 BLOCKS = {
     **{0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34)},
     **{12: (256, 144), 13: (256, 176), 14: (256, 210), 20: (32, 18), 30: (1, 2)},
 }
+"""(numbers, bytes) of a block of the types of tensors that Quire reads, by ggml's number."""
+
+_TYPE_NAMES = {
+    **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),
+    **dict(enumerate(("Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"), 6)),
+    **dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS"), 16)),
+    **dict(enumerate(("I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16"), 24)),
+    **{34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0"},
+}
+
+
+def type_name(kind: int) -> str:
+    """Return the name of a type of tensors by ggml's number."""
+    return _TYPE_NAMES.get(kind, f"number {kind}, which has no name")
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -66,11 +80,18 @@ class TensorInfo:
     data: mmap.mmap
 
 
+def num_bytes(info: TensorInfo) -> int:
+    """Return the bytes of a tensor of a type that Quire reads."""
+    block_size, block_bytes = BLOCKS[info.kind]
+    return math.prod(info.shape) // block_size * block_bytes
+
+
 def read_gguf(path: Path) -> GGUFFile:
     """Return the GGUF file at `path`, with the tensors of all parts if it is split.
 
     Raises:
-        ModelError: a file cannot be read, or the parts are not those of one model.
+        ModelError: a file cannot be read, the parts are not those of one model, or Quire does not read its
+            architecture or the type of a tensor.
     """
     file, *others = (GGUFFile(part) for part in parts_of(path))
     for number, other in enumerate(others, start=1):
@@ -89,7 +110,21 @@ def read_gguf(path: Path) -> GGUFFile:
         raise ModelError(
             f"{path} promises {promised!r:.50} tensors; its {len(others) + 1} parts hold {len(file.tensors)}"
         )
+    architecture_of(file.metadata, path)
+    for name, info in file.tensors.items():
+        _check_type(f"{name:.1000} in {path}", info)
     return file
+
+
+def _check_type(where: str, info: TensorInfo) -> None:
+    if info.kind not in BLOCKS:
+        known = ", ".join(map(type_name, BLOCKS))
+        raise ModelError(f"{where} is of the ggml type {type_name(info.kind)}; Quire reads {known}")
+    block_size, _ = BLOCKS[info.kind]
+    if info.shape and info.shape[-1] % block_size:
+        raise ModelError(
+            f"{where} has rows of {info.shape[-1]} numbers; {type_name(info.kind)} has blocks of {block_size}"
+        )
 
 
 class GGUFFile:
@@ -162,8 +197,7 @@ class GGUFFile:
                     f"tensor {name} begins at byte {info.start}, within {last}, which ends at {end}"
                 )
             if info.kind in BLOCKS:
-                block_size, block_bytes = BLOCKS[info.kind]
-                end, last = info.start + math.prod(info.shape) // block_size * block_bytes, name
+                end, last = info.start + num_bytes(info), name
             if max(end, info.start) > len(self.data):
                 raise ValueError(f"it ends within {name}; it was cut short")
 

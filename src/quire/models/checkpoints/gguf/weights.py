@@ -6,6 +6,7 @@ quantized kinds are 8 bits in groups of 32 or 16.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Set
 from pathlib import Path
@@ -13,11 +14,11 @@ from pathlib import Path
 import torch
 
 from quire.errors import ModelError
-from quire.kernels.layers.weights import GroupedWeight, Weight
+from quire.kernels.layers.weights import Weight, with_tensors
+from quire.models.checkpoints.gguf.architectures import architecture_of
 from quire.models.checkpoints.gguf.blocks import KINDS, Kind
 from quire.models.checkpoints.gguf.config import ROPE_TENSORS
-from quire.models.checkpoints.gguf.file import TensorInfo, read_gguf
-from quire.models.checkpoints.gguf.names import gguf_name
+from quire.models.checkpoints.gguf.file import TensorInfo, num_bytes, read_gguf
 from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.embedding import EncodedRows
 
@@ -31,7 +32,7 @@ class GGUFWeights:
 
     def __init__(self, path: Path) -> None:
         self._file = read_gguf(path)
-        self._architecture: str = self._file.entry("general.architecture", str) or ""
+        self._architecture = architecture_of(self._file.metadata, path)
 
     def close(self) -> None:
         """See `WeightStore`. The mapping lives as long as its tensors."""
@@ -42,7 +43,7 @@ class GGUFWeights:
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         """See `WeightStore`."""
-        return (gguf_name(name),)
+        return (self._architecture.tensor(name)[0],)
 
     def is_ignored(self, name: str) -> bool:
         """See `WeightStore`: the rotary embedding's factors are read with the config."""
@@ -50,15 +51,16 @@ class GGUFWeights:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         """See `WeightStore`."""
+        stored, _ = self._architecture.tensor(name)
         kind, octets = self._blocks(name, shape)
         try:
             kind.check(octets)
         except ValueError as error:
-            raise ModelError(f"{gguf_name(name)} in {self._file.path} cannot be read: {error}") from error
+            raise ModelError(f"{stored} in {self._file.path} cannot be read: {error}") from error
         weight = kind.decode(octets)
         if isinstance(weight, torch.Tensor):
             weight = weight.view(shape)
-        return self._as_published(gguf_name(name), weight)
+        return self._as_published(stored, weight)
 
     def encoded_embedding(self, name: str, shape: tuple[int, ...]) -> EncodedRows | None:
         """See `WeightStore`."""
@@ -67,62 +69,56 @@ class GGUFWeights:
 
     def release(self, name: str) -> None:
         """See `WeightStore`."""
-        stored = gguf_name(name)
-        info = self._file.tensors[stored]
-        drop_pages(self._bytes(info, self._kind(stored, info)))
+        drop_pages(self._bytes(self._info(name)))
 
     def _blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Kind, torch.Tensor]:
         """Return the kind of a weight, and its bytes [rows, blocks, block_bytes]."""
-        stored = gguf_name(name)
-        info = self._file.tensors[stored]
+        info = self._info(name)
         if info.shape != shape:
+            stored, _ = self._architecture.tensor(name)
             raise ModelError(
                 f"{stored} in {self._file.path} has shape {list(info.shape)}; its metadata ask for "
                 f"{list(shape)}"
             )
-        kind = self._kind(stored, info)
-        return kind, self._bytes(info, kind).view(math.prod(shape[:-1]), -1, kind.block_bytes)
+        kind = KINDS[info.kind]
+        return kind, self._bytes(info).view(math.prod(shape[:-1]), -1, kind.block_bytes)
 
-    def _kind(self, name: str, info: TensorInfo) -> Kind:
-        kind = KINDS.get(info.kind)
-        if kind is None:
-            known = ", ".join(known.name for known in KINDS.values())
-            raise ModelError(f"{name} in {self._file.path} is of ggml type {info.kind}; Quire reads {known}")
-        if info.shape[-1] % kind.block_size:
+    def _info(self, name: str) -> TensorInfo:
+        """Return the place of a weight: of a tensor, or of one expert's part of it."""
+        stored, expert = self._architecture.tensor(name)
+        info = self._file.tensors[stored]
+        if expert is None:
+            return info
+        if len(info.shape) != 3 or expert >= info.shape[0]:
             raise ModelError(
-                f"{name} in {self._file.path} has rows of {info.shape[-1]} numbers; {kind.name} has blocks "
-                f"of {kind.block_size}"
+                f"{stored} in {self._file.path} has shape {list(info.shape)}; its metadata ask for three "
+                f"dimensions and more than {expert} experts"
             )
-        return kind
+        part = dataclasses.replace(info, shape=info.shape[1:])
+        return dataclasses.replace(part, start=info.start + expert * num_bytes(part))
 
-    def _bytes(self, info: TensorInfo, kind: Kind) -> torch.Tensor:
-        num_bytes = math.prod(info.shape) // kind.block_size * kind.block_bytes
-        return torch.frombuffer(info.data, dtype=torch.uint8, offset=info.start, count=num_bytes)
+    def _bytes(self, info: TensorInfo) -> torch.Tensor:
+        return torch.frombuffer(info.data, dtype=torch.uint8, offset=info.start, count=num_bytes(info))
 
     def _as_published(self, name: str, weight: Weight) -> Weight:
         """Undo changes of llama.cpp's conversion in some architectures."""
-        if self._architecture == "gemma" and name.endswith("norm.weight"):
+        if self._architecture.norms_include_offset and name.endswith("norm.weight"):
             assert isinstance(weight, torch.Tensor)
-            return weight.float() - 1.0  # the file's norm weights include the offset
-        if self._architecture == "llama" and name.rpartition(".")[0].endswith(("attn_q", "attn_k")):
-            return self._halves(weight, "head_count" if "attn_q" in name else "head_count_kv")
+            return weight.float() - 1.0
+        if self._architecture.has_adjacent_pairs and name.rpartition(".")[0].endswith(("attn_q", "attn_k")):
+            return self._halves(weight)
         return weight
 
-    def _halves(self, weight: Weight, count: str) -> Weight:
+    def _halves(self, weight: Weight) -> Weight:
         """Reorder each head's rows so that rotated pairs are half a head apart, not adjacent."""
         metadata = self._file.metadata
-        heads = metadata.get(f"llama.attention.{count}") or metadata["llama.attention.head_count"]
-        if isinstance(weight, GroupedWeight):
-            return GroupedWeight(
-                _deinterleave(weight.values, heads),
-                _deinterleave(weight.scales, heads),
-                _deinterleave(weight.zeros, heads),
-                weight.bits,
-            )
-        assert isinstance(weight, torch.Tensor)
-        return _deinterleave(weight, heads)
+        prefix = metadata["general.architecture"]
+        head_dim = metadata.get(f"{prefix}.attention.key_length") or (
+            metadata[f"{prefix}.embedding_length"] // metadata[f"{prefix}.attention.head_count"]
+        )
+        return with_tensors(weight, lambda rows: _deinterleave(rows, head_dim))
 
 
-def _deinterleave(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+def _deinterleave(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,203 @@
+"""llama.cpp's architectures: how their files say what a Hugging Face checkpoint says.
+
+Names and keys: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelError
+
+_MODEL_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+_MIXTRAL_NAMES = {
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+}
+_FOUR_NORM_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_LAYER_PREFIX = "model.layers."
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<rest>.*)")
+
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+}
+_EXPERT_KEYS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "norm_topk_prob": "expert_weights_norm",
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Architecture:
+    """An architecture of GGUF files, and the Hugging Face architecture that computes the same.
+
+    `names` are the layers' tensors by their names in a Hugging Face checkpoint, without the layer; `keys` the
+    metadata's keys by the entries of config.json, and `finish` returns entries that follow from others.
+    """
+
+    hf_name: str
+    names: dict[str, str] = field(default_factory=lambda: _LAYER_NAMES)
+    keys: dict[str, str] = field(default_factory=lambda: _KEYS)
+    finish: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
+    norms_include_offset: bool = False  # norm weights are 1 more than in the checkpoint
+    has_adjacent_pairs: bool = False  # the features that are rotated together are neighbours
+
+    def tensor(self, name: str) -> tuple[str, int | None]:
+        """Return the tensor that holds a weight, and which expert's part of it; None: the whole.
+
+        For `model.layers.3.mlp.experts.7.up_proj.weight` that is `blk.3.ffn_up_exps.weight` and 7.
+
+        Raises:
+            KeyError: the architecture has no such tensor.
+        """
+        if name in _MODEL_NAMES:
+            return _MODEL_NAMES[name], None
+        layer, _, rest = name.removeprefix(_LAYER_PREFIX).partition(".")
+        stem, _, kind = rest.rpartition(".")
+        expert = _EXPERT.fullmatch(stem)
+        if expert is not None:
+            stem = f"{expert['experts']}.{expert['rest']}"
+        return f"blk.{layer}.{self.names[stem]}.{kind}", None if expert is None else int(expert["number"])
+
+
+def _gemma_scale(layers_of_27b: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Files do not say how Gemma scales its scores: by the head's size, and in the 27B models otherwise."""
+
+    def finish(values: Mapping[str, Any]) -> dict[str, Any]:
+        is_27b = values["num_hidden_layers"] == layers_of_27b
+        size = values["hidden_size"] / values["num_attention_heads"] if is_27b else values["head_dim"]
+        return {"query_pre_attn_scalar": size}
+
+    return finish
+
+
+def _granite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """0 means that there is no factor."""
+    factors = {name: values.get(name) or 1.0 for name in ("embedding_multiplier", "residual_multiplier")}
+    return factors | {
+        "attention_multiplier": values.get("attention_multiplier") or values["head_dim"] ** -0.5
+    }
+
+
+def _olmo3(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": {"sliding_attention": {"rope_theta": values.get("rope_theta", 1e4)}}}
+
+
+_LLAMA = Architecture("LlamaForCausalLM", has_adjacent_pairs=True)
+_OLMO2 = Architecture("Olmo2ForCausalLM", names=_LAYER_NAMES | _FOUR_NORM_NAMES)
+_GEMMA2 = Architecture(
+    "Gemma2ForCausalLM",
+    names=_LAYER_NAMES | _FOUR_NORM_NAMES,
+    keys=_KEYS
+    | {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    finish=_gemma_scale(46),
+    norms_include_offset=True,
+)
+_WINDOW_PATTERN = {"sliding_window_pattern": "attention.sliding_window_pattern"}
+ARCHITECTURES = {
+    "llama": _LLAMA,
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        keys=_KEYS | _EXPERT_KEYS,
+        finish=lambda values: {"norm_topk_prob": values.get("norm_topk_prob", True)},
+    ),
+    "gemma": Architecture("GemmaForCausalLM", norms_include_offset=True),
+    "gemma2": _GEMMA2,
+    "gemma3": replace(
+        _GEMMA2,
+        hf_name="Gemma3ForCausalLM",
+        keys=_GEMMA2.keys | _WINDOW_PATTERN | {"rope_local_base_freq": "rope.freq_base_swa"},
+        finish=_gemma_scale(62),
+    ),
+    "phi3": Architecture("Phi3ForCausalLM"),
+    "smollm3": replace(_LLAMA, hf_name="SmolLM3ForCausalLM"),
+    "olmo2": _OLMO2,
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        keys=_KEYS
+        | {
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "attention_multiplier": "attention.scale",
+            "logits_scaling": "logit_scale",
+        },
+        finish=_granite,
+        has_adjacent_pairs=True,
+    ),
+}
+_WITH = {  # where the metadata have a key that says something
+    ("llama", "expert_count"): replace(
+        _LLAMA,
+        hf_name="MixtralForCausalLM",
+        names=_LAYER_NAMES | _MIXTRAL_NAMES,
+        keys=_KEYS | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+    ),
+    ("olmo2", "attention.sliding_window"): replace(
+        _OLMO2, hf_name="Olmo3ForCausalLM", keys=_KEYS | _WINDOW_PATTERN, finish=_olmo3
+    ),
+}
+
+
+def architecture_of(metadata: Mapping[str, Any], path: Path) -> Architecture:
+    """Return the architecture that the metadata of the file at `path` name.
+
+    Raises:
+        ModelError: Quire does not read it; the message lists those that it reads.
+    """
+    name = str(metadata.get("general.architecture"))
+    for (with_key, key), architecture in _WITH.items():
+        if with_key == name and metadata.get(f"{name}.{key}"):
+            return architecture
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{path} holds the architecture {name:.100}; Quire reads {known} from GGUF files")
+    return ARCHITECTURES[name]
