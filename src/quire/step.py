@@ -106,6 +106,17 @@ class EvictionData:
     num_blocks: IntArray  # 0 for most rows
 
 
+@dataclasses.dataclass(slots=True, frozen=True)
+class StateCopies:
+    """States of recurrent layers that a step copies, see `quire.kv.blocks.checkpoints`: [N, 2] each.
+
+    The state of a request that starts or resumes without either begins with zeros, as it has no tokens then.
+    """
+
+    restored: IntArray  # (checkpoint, slot), before any token of the step is computed
+    saved: IntArray  # (slot, checkpoint), after all of them
+
+
 class NumScheduledTokens(Mapping[str, int]):
     """`{request id: tokens this step}`, a view over the arrays, built when first asked for."""
 
@@ -161,6 +172,7 @@ class SchedulerOutput:
     evictions: EvictionData | None = None  # None: nothing is ever evicted
     pending_structured_output_tokens: bool = False  # whether a mask depends on tokens of steps in flight
     num_drafts_wanted: IntArray | None = None  # [R] most tokens to propose after each row; None: nothing
+    state_copies: StateCopies | None = None  # None: no layer is recurrent
     kv_connector_metadata: object | None = None  # from the connector's scheduler side to its worker side
 
     @property

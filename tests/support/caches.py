@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData
+from quire.kv.cache.state_cache import StateCache
+from quire.kv.cache.state_layout import StateLayout
 from quire.models.config import ModelConfig
 
 
@@ -25,3 +27,15 @@ def cache_of(model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.
         model.kv_layers, page_size=block_size, dtype=dtype, num_pages=num_blocks
     )
     return PagedAttentionCache.init_cache(None, metadata)
+
+
+def states_of(model: ModelConfig, num_slots: int, dtype: torch.dtype) -> StateCache | None:
+    """Return states for a model's recurrent layers that hold no numbers; None: there are no such layers."""
+    layout = StateLayout.of(model.state_layers, str(dtype).removeprefix("torch."))
+    if not layout.bytes_per_state:
+        return None
+    states = StateCache(layout, num_slots=num_slots, num_checkpoints=0, device=torch.device("cpu"))
+    for layer in states.layers:
+        for part in layer.values():
+            part.fill_(torch.nan)
+    return states

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import torch
 
-from caches import cache_of
-from quire.kernels.attention.batch import AttentionBatch
+from caches import cache_of, states_of
+from quire.kernels.attention.batch import AttentionBatch, StepStates
 from quire.models.decoder import Decoder
 
 
@@ -31,6 +31,7 @@ class PagedHarness:
         self.block_size = block_size
         self.kv_cache = cache_of(config, num_blocks, block_size, decoder.dtype)
         self.kv_cache.tensor.view(torch.uint8).fill_(0xFF)  # not a number, in any type of floats
+        self.states = states_of(config, len(lengths), decoder.dtype)
         free = iter(np.random.default_rng(seed).permutation(num_blocks))
         self.block_tables = np.full((len(lengths), max(needed) + 1), 2**31 - 1, dtype=np.int32)
         for row, count in enumerate(needed):
@@ -43,6 +44,7 @@ class PagedHarness:
             np.array([len(ids) for ids in token_ids]),
             self.block_tables[sequences],
             self.block_size,
+            states=self.states and StepStates(np.array(sequences, dtype=np.int64), self.states.layers),
         )
         flat = torch.tensor([token for ids in token_ids for token in ids])
         return self.decoder.forward(flat, self.kv_cache.views, batch)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le, Lt
 
@@ -32,11 +31,6 @@ class SchedulerConfig(SettableConfig):
             by `EngineConfig`.
     """
 
-    UNSUPPORTED: ClassVar[Mapping[str, Any]] = {  # no model has linear attention
-        "num_linear_attention_blocks": 0,
-        "cache_interval_multiplier": None,
-    }
-
     max_num_batched_tokens: NonNegativeInt = knob(
         default=0,
         unit="tokens",
@@ -57,6 +51,20 @@ class SchedulerConfig(SettableConfig):
         default=0.0,
         unit="GB",
         help="Size of the KV cache in GB (10^9 bytes). 0, with num_kv_blocks 0: sized from the free memory.",
+    )
+    num_linear_attention_blocks: NonNegativeInt = knob(
+        default=0,
+        unit="states",
+        help="Number of states of recurrent layers (linear attention, state-space layers, short "
+        "convolutions): one for each of max_num_seqs, the others are kept for the prefix cache. 0: four for "
+        "each sequence are kept, if they fit into a quarter of the free memory.",
+    )
+    cache_interval_multiplier: PositiveInt | None = knob(
+        default=None,
+        unit="blocks",
+        help="Number of KV blocks of a prompt after which the state of recurrent layers is kept for the "
+        "prefix cache, beside the one at its end. None: the number of KV blocks whose size is that of a "
+        "state, from 8 to 256.",
     )
     enable_prefix_caching: bool = knob(
         default=True, help="Keep computed blocks for later requests with the same prefix."

@@ -30,9 +30,18 @@ def keeps_all_tokens(config: EngineConfig) -> bool:
         return True
     if config.kv_connector and not CONNECTORS.class_of(config.kv_connector).by_group:
         return True
+    return not knows_groups(config)
+
+
+def knows_groups(config: EngineConfig) -> bool:
+    """Return whether the scheduler knows of cache groups and states: one of the user's own need not.
+
+    Raises:
+        ConfigError: the class of the scheduler cannot be used.
+    """
     from quire.scheduling.scheduler import Scheduler
 
-    return not issubclass(SCHEDULERS.class_of(config.scheduler_cls), Scheduler)
+    return issubclass(SCHEDULERS.class_of(config.scheduler_cls), Scheduler)
 
 
 def stages_kv(config: EngineConfig) -> bool:

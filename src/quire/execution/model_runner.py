@@ -26,10 +26,11 @@ from quire.execution.sampling.prompt_logprobs import NO_PROMPT_LOGPROBS, PromptL
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sparse_prefill import SparsePrefill
 from quire.execution.step_graphs import Capture, StepGraphs, StepLogits
-from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch, StepStates
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.devices.device import array_to_device
 from quire.kv.cache.paged_cache import PagedAttentionCache, views_of_layers
+from quire.kv.cache.state_cache import StateCache
 from quire.kv.connectors.interface import KVConnector
 from quire.step import (
     NO_TOKEN,
@@ -64,6 +65,7 @@ class ModelRunner:
         sparse_attention: which keys the tokens of prompts leave out; None: none.
         eviction: which KV blocks sequences evict; None: they keep all. Not beside a connector, a proposer, or
             more than one cache.
+        states: of recurrent layers, by slot, and checkpoints; None: there are no such layers.
         capture: captures what the device is asked for, for decode steps and for others of up to
             `max_captured_tokens`; None: nothing is captured, nor is it beside eviction and a connector that
             works layer by layer. Steps that leave out keys are not captured, nor those of models that are
@@ -85,6 +87,7 @@ class ModelRunner:
         connector: KVConnector | None = None,
         eviction: CacheEvictionConfig | None = None,
         sparse_attention: SparseAttentionConfig | None = None,
+        states: StateCache | None = None,
         capture: Capture | None = None,
     ) -> None:
         self._model = model
@@ -96,6 +99,7 @@ class ModelRunner:
                 "need all layers in one"
             )
         self._kv = views_of_layers(kv_caches)
+        self._states = states
         self._block_size = block_size
         self._vocab_size = model.config.vocab_size
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
@@ -253,12 +257,14 @@ class ModelRunner:
             # A plan that was lost is sent again: discard the first attempt.
             self._clear(self._batch.finish(new.request_id))
             self._open(self._batch.admit(new))
-        if output.forks:
-            self._batch.fork(output.forks)
+        self._batch.fork(output.forks)
         for resumed in output.scheduled_cached_reqs.resumed:
             self._open(self._batch.resume(resumed))
         if len(output.scheduled_cached_reqs.slots):
             self._batch.extend_block_tables(output.scheduled_cached_reqs)
+        if self._states is not None and output.state_copies is not None:
+            self._states.fork(np.array([(fork.parent_slot, fork.slot) for fork in output.forks], np.int32))
+            self._states.restore(output.state_copies.restored)
         self._batch.drop_withdrawn_tokens(output)
         if len(output.chosen_tokens.slots):
             self._batch.choose_last_tokens(output.chosen_tokens)
@@ -348,7 +354,10 @@ class ModelRunner:
         if self._evictor is not None:
             self._evictor.begin(batch.key_scores)
             hook = self._evictor
-        return self._model.forward(token_ids, self._kv, batch, hook=hook)
+        hidden = self._model.forward(token_ids, self._kv, batch, hook=hook)
+        if self._states is not None and output.state_copies is not None:
+            self._states.save(output.state_copies.saved)
+        return hidden
 
     def _input_ids(self, encoded: Int64Array) -> torch.Tensor:
         """Return the token ids of a step on the device, [T] both."""
@@ -368,6 +377,8 @@ class ModelRunner:
         options: dict[str, Any] = {"num_computed_tokens": output.num_computed_tokens}
         if self._evictor is not None and output.evictions is not None:
             options = self._evictor.batch_options(output, output.evictions, skipped_keys)
+        if self._states is not None:
+            options["states"] = StepStates(output.slots.astype(np.int64), self._states.layers)
         tables = self._batch.block_tables(output.slots)
         return AttentionBatch.build(
             num_tokens=output.num_tokens,

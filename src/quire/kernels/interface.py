@@ -34,6 +34,8 @@ class KernelSet(ABC):
     """Whether heads of values may have other sizes than those of queries and keys."""
     takes_keys_as_values: ClassVar[bool] = True
     """Whether keys may be the values, too."""
+    has_recurrence: ClassVar[bool] = False
+    """Whether layers with a state can be computed."""
     device: torch.device = HOST
     """Where all tensors are that these kernels take or return, but for those of an `AttentionBatch`."""
 
@@ -245,6 +247,35 @@ class KernelSet(ABC):
         Returns:
             [T, heads, head_dim], in the query's type; sums are in float32.
         """
+
+    def causal_conv(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        bias: torch.Tensor | None = None,
+        activation: str = "",
+    ) -> torch.Tensor:
+        """Convolve each feature over the tokens of its sequence with K taps of its own.
+
+        A token is computed from itself and the K - 1 before it, in float32, the oldest first. With
+        `has_recurrence` only.
+
+        Args:
+            rows: [T, n].
+            weight: [K, n] float32, that of the oldest token first.
+            state: [states, K - 1, n] in the rows' type: the inputs before the step, the oldest first; those
+                of the step's sequences are brought up to date. `batch.states` says which they are.
+            batch: the step.
+            bias: [n] float32.
+            activation: silu, or empty for none.
+
+        Returns:
+            [T, n] in the rows' type.
+        """
+        raise NotImplementedError
 
 
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

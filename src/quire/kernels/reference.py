@@ -33,6 +33,7 @@ from quire.kernels.layers.linear import (
     OneDnnLinear,
     quantization_of,
 )
+from quire.kernels.layers.recurrence import causal_conv
 from quire.kernels.layers.weights import Weight
 from quire.kernels.sampling.host_choice import HostChoice
 from quire.kernels.sampling.row_scans import ReferenceScans
@@ -44,6 +45,7 @@ class ReferenceKernels(KernelSet):
 
     name = "reference"
     takes_any_value_size = True
+    has_recurrence = True
     sampling: ClassVar[TokenChoice] = HostChoice(ReferenceScans())
     weight_layout = None
 
@@ -159,6 +161,20 @@ class ReferenceKernels(KernelSet):
                 output = query.new_empty(*query.shape[:2], attended.shape[-1])
             output.index_copy_(0, work.query_rows, attended.to(query.dtype))
         return query.new_empty(query.shape) if output is None else output
+
+    @override
+    def causal_conv(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        bias: torch.Tensor | None = None,
+        activation: str = "",
+    ) -> torch.Tensor:
+        total = causal_conv(rows, weight, state, batch, bias=bias)
+        return (_ACTIVATIONS[activation](total) if activation else total).to(rows.dtype)
 
 
 def seen_blocks(query: torch.Tensor, kv: KVLayer, batch: AttentionBatch, scores: Scores) -> SeenBlocks | None:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from quire.kv.cache.page_layout import KVLayerSpec
+from quire.kv.cache.state_layout import StateSpec
 from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.pooling_params import PoolingParams
 
@@ -71,6 +72,16 @@ class ModelConfig:
     def kv_layers(self) -> tuple[KVLayerSpec | None, ...]:
         """The KV of each layer per token; None: the layer has none."""
         return tuple(layer.kv for layer in self.layers)
+
+    @property
+    def state_layers(self) -> tuple[StateSpec | None, ...]:
+        """What each layer keeps of a sequence, however long that is; None: nothing."""
+        return tuple(layer.state for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer is recurrent."""
+        return any(self.state_layers)
 
     @property
     def kv_specs(self) -> tuple[KVLayerSpec, ...]:

@@ -152,6 +152,15 @@ RULES: dict[str, _Rule] = {
     "rope_parameters": _OBJECT,
     "partial_rotary_factor": _Number(0, 1, has_least=False),
     "original_max_position_embeddings": _LENGTH,
+    "norm_eps": _Number(0, 1),
+    "tie_embedding": _BOOLEAN,
+    "full_attn_idxs": _ListOf(_Integer(0, _LAYERS), _LAYERS),
+    "conv_L_cache": _Integer(2, 64),
+    "conv_bias": _BOOLEAN,
+    "block_ff_dim": _Integer(1, 1 << 20),
+    "block_auto_adjust_ff_dim": _BOOLEAN,
+    "block_multiple_of": _Integer(1, 1 << 16),
+    "block_ffn_dim_multiplier": _Number(0, 64, has_least=False),
 }
 
 ROPE_RULES: dict[str, _Rule] = {

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.kernels.layers.experts import Experts, Mixture
     from quire.kernels.layers.linear import Linear
     from quire.kv.cache.page_layout import KVLayerSpec
+    from quire.kv.cache.state_layout import StateSpec
     from quire.models.config import ModelConfig, RopeConfig
     from quire.models.parallel import TensorParallel
     from quire.models.shard import Shard
@@ -110,6 +111,11 @@ class SubLayerConfig(ABC):
         return None
 
     @property
+    def state(self) -> StateSpec | None:
+        """What it keeps of a sequence, however long that is; None: nothing."""
+        return None
+
+    @property
     def rope(self) -> RopeConfig | None:
         """The rotary frequencies whose angles it needs."""
         return None
@@ -146,7 +152,7 @@ class SubLayerConfig(ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """A layer of a checkpoint: its sub-layers, in order. At most one of them writes KV."""
+    """A layer of a checkpoint: its sub-layers, in order. At most one writes KV, and one keeps a state."""
 
     parts: tuple[SubLayerConfig, ...]
 
@@ -154,6 +160,11 @@ class LayerConfig:
     def kv(self) -> KVLayerSpec | None:
         """Its KV per token; None: it has none."""
         return next((part.kv for part in self.parts if part.kv is not None), None)
+
+    @property
+    def state(self) -> StateSpec | None:
+        """What it keeps of a sequence; None: nothing."""
+        return next((part.state for part in self.parts if part.state is not None), None)
 
     def changed(self, kind: type[Any], **changes: Any) -> LayerConfig:
         """Return a layer whose sub-layers of `kind` have other values in some fields."""
@@ -177,6 +188,9 @@ class LayerLoader(Protocol):
 
     def norm(self, field: str) -> torch.Tensor | None:
         """Return a norm's weight in float32, with the model's `norm_offset`; None: there is none."""
+
+    def tensor(self, field: str) -> torch.Tensor | None:
+        """Return a tensor in float32; None: there is none."""
 
     def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
         """Return the dense layer of a matrix, with the bias `<field>_bias` if there is one.
@@ -207,6 +221,12 @@ class Step:
     angles: Sequence[Angles]  # of each of the model's `ropes`
     query_scales: Sequence[torch.Tensor | None]  # of each of them, [T, 1, 1] float32; None: 1
     kv: Sequence[KVLayer]  # of each layer; of those without KV, nothing to touch
+
+    def state(self, layer: int) -> Mapping[str, torch.Tensor]:
+        """Return a recurrent layer's tensors of all states, by the names of its `StatePart`s."""
+        states = self.batches[0].states
+        assert states is not None
+        return states.layers[layer]
 
 
 class SubLayer(ABC):

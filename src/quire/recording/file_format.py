@@ -15,6 +15,7 @@ import numpy as np
 
 from quire.config import SchedulerConfig
 from quire.errors import QuireError
+from quire.kv.blocks.checkpoints import StateSlots
 from quire.recording.calls import Call
 from quire.recording.compilations import Compiled
 from quire.recording.recorded_context import Answer
@@ -34,6 +35,7 @@ class Header(msgspec.Struct):
     """How the scheduler was built; `vocab_size` is None without grammars.
 
     `windows` are the further cache groups: window, number of blocks, and whether their memory is reserved.
+    `states` are those of recurrent layers.
     """
 
     version: int
@@ -46,6 +48,7 @@ class Header(msgspec.Struct):
     has_reserved_blocks: bool
     windows: list[tuple[int, int, bool]]
     answers: list[Answer]
+    states: StateSlots | None = None
 
 
 class _Version(msgspec.Struct):

@@ -84,6 +84,7 @@ class RecordingScheduler(SchedulerInterface):
             has_reserved_blocks=context.commit_blocks is not None,
             windows=[(each.window, each.num_blocks, each.commit is not None) for each in context.windows],
             answers=self._context_recorder.end(),
+            states=context.states,
         )
         self._writer: RecordingWriter | None = _writer(path, header)
 

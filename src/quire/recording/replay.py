@@ -199,6 +199,7 @@ def _silent_context(header: Header) -> SchedulerContext:
             WindowBlocks(window, num_blocks, silence.commit if is_reserved else None)
             for window, num_blocks, is_reserved in header.windows
         ),
+        states=header.states,
     )
 
 

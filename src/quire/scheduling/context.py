@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from quire.grammar.interface import GrammarBackend
+from quire.kv.blocks.checkpoints import StateSlots
 from quire.kv.blocks.events import KVEventSink
 from quire.kv.blocks.groups import WindowBlocks
 from quire.kv.connectors.interface import KVConnector
@@ -32,6 +33,7 @@ class SchedulerContext:
         commit_blocks: given a number of further blocks of reserved memory, returns how many may be used now;
             None: the whole cache may be used from the start.
         windows: the blocks of cache groups that give back what is before a window, by falling window.
+        states: those of recurrent layers; None: there are no such layers.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -42,3 +44,4 @@ class SchedulerContext:
     draft_length: Callable[[int], int] = no_drafts
     commit_blocks: Callable[[int], int] | None = None
     windows: tuple[WindowBlocks, ...] = ()
+    states: StateSlots | None = None

@@ -233,6 +233,8 @@ class Scheduler(SchedulerInterface):
             self._slots.preempt_if_running(slot)
         self.accounts.holdings.break_pins()
         self.accounts.kv.pools.forget_contents()
+        if self.accounts.states is not None:
+            self.accounts.states.pool.forget_contents()
         return True
 
     @property

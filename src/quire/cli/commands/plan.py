@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from quire.engine.memory.plan import MemoryPlan
+    from quire.engine.memory.state_sizes import StateSizes
 
 SHORT_LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -120,6 +121,7 @@ def as_dict(name: str, architecture: str, plan: MemoryPlan) -> dict[str, Any]:
         "architecture": architecture,
         **{name: getattr(plan, name) for name in _PLAN_FIELDS},
         **({"window_groups": window_groups(plan)} if plan.windows else {}),
+        **({"states": state_sizes(plan.states)} if plan.states is not None else {}),
         "max_sequences": {str(length): plan.max_sequences_at(length) for length in shown_lengths(plan)},
     }
 
@@ -138,6 +140,16 @@ def window_groups(plan: MemoryPlan) -> list[dict[str, int]]:
     ]
 
 
+def state_sizes(states: StateSizes) -> dict[str, int]:
+    """Return the sizes of the states of recurrent layers, as plain data."""
+    return {
+        "num_slots": states.num_slots,
+        "num_checkpoints": states.num_checkpoints,
+        "bytes_per_state": states.layout.bytes_per_state,
+        "state_bytes": states.num_bytes,
+    }
+
+
 def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) -> Table:
     """Return the table of `device`'s memory by use."""
     from quire.engine.memory.byte_sizes import format_bytes
@@ -153,6 +165,9 @@ def memory_table(name: str, architecture: str, plan: MemoryPlan, device: str) ->
     for group in window_groups(plan):
         details = f"of it, {group['num_blocks']:,} blocks for {group['num_layers']} layers"
         rows.append((f"  window {group['window']:,}", group["kv_bytes"], details))
+    if plan.states is not None:
+        details = f"{plan.states.num_slots:,} of sequences, {plan.states.num_checkpoints:,} checkpoints"
+        rows.append(("States", plan.state_bytes, details))
     if plan.score_bytes:
         rows.append(("Scores", plan.score_bytes, "of cache eviction, at most"))
     if plan.staged_bytes:

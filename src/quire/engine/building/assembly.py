@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.engine.building.kv_peers import build_peers, cached_block_events
 from quire.engine.building.kv_tier import build_tier, gpu_copier
-from quire.engine.custom_classes import CONNECTORS, SCHEDULERS
+from quire.engine.custom_classes import CONNECTORS, SCHEDULERS, knows_groups
 from quire.engine.ranks.group import RankGroup
 from quire.errors import ConfigError, ModelError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
@@ -66,6 +66,16 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "SchedulerConfig.use_cache_eviction": scheduler.use_cache_eviction,
         }
         _refuse_set(of_generating, f"{model.architecture} makes a row of each prompt and generates nothing")
+    if model.has_states:
+        of_states: dict[str, object] = {
+            "SpeculationConfig.speculative_method": "" if method == "none" else method,
+            "SchedulerConfig.use_cache_eviction": scheduler.use_cache_eviction,
+            "EngineConfig.tensor_parallel_size": config.tensor_parallel_size
+            * (config.tensor_parallel_size > 1),
+            "EngineConfig.scheduler_cls": config.scheduler_cls * (not knows_groups(config)),
+        }
+        why = f"{model.architecture} has recurrent layers, beside whose states that is not supported"
+        _refuse_set(of_states | config.moves_kv_by, why)
     if not model.is_causal or not model.kv_specs:
         of_kv: dict[str, object] = {"SchedulerConfig.use_sparse_attention": scheduler.use_sparse_attention}
         of_kv |= config.moves_kv_by
@@ -160,6 +170,7 @@ class CacheGrowth:
 
     Args:
         spare_bytes: memory to leave free.
+        reserved_bytes: memory that others have allocated, and not written to yet.
         read_available: returns the bytes currently available to this process.
         clock: returns seconds.
     """
@@ -168,13 +179,14 @@ class CacheGrowth:
         self,
         spare_bytes: int,
         *,
+        reserved_bytes: int = 0,
         read_available: Callable[[], int] = available_memory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spare_bytes = spare_bytes
         self._read_available = read_available
         self._clock = clock
-        self._available_at_start = read_available()
+        self._available_at_start = read_available() - reserved_bytes
         self._granted_bytes = 0
         self._short_until = clock()
 
@@ -199,7 +211,7 @@ def commits_of_groups(config: EngineConfig, plan: MemoryPlan) -> list[Callable[[
     if config.device == "cuda" or config.scheduler.num_kv_blocks or config.scheduler.cache_size:
         return [None] * len(plan.kv_caches)
     spare_bytes = int(plan.available_bytes * RESERVED_SHARE) + plan.activation_bytes
-    growth = CacheGrowth(spare_bytes * plan.num_ranks)
+    growth = CacheGrowth(spare_bytes * plan.num_ranks, reserved_bytes=plan.state_bytes)
     return [
         functools.partial(growth.grant, size * plan.num_ranks) if size else None
         for size in plan.group_sizes.bytes_per_block
@@ -224,6 +236,9 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerCo
         for window, cache, commit, events in zip(plan.windows, plan.kv_caches[1:], others, sinks, strict=True)
     ]
     context = dataclasses.replace(context, commit_blocks=commit_blocks, windows=tuple(windows))
+    if plan.states is not None:
+        states = plan.states.for_scheduler(config.scheduler, plan.kv_bytes_per_block)
+        context = dataclasses.replace(context, states=states)
     scheduler_cls = scheduler_class(config)
     size = {"num_blocks": plan.num_blocks, "max_model_len": plan.max_model_len}
     if not config.record_path:

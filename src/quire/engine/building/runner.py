@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quire.execution.model_runner import ModelRunner
     from quire.execution.step_graphs import Capture
     from quire.kv.cache.paged_cache import PagedAttentionCache
+    from quire.kv.cache.state_cache import StateCache
     from quire.kv.connectors.interface import KVConnector
     from quire.models.config import ModelConfig
     from quire.models.decoder import Decoder
@@ -97,6 +98,7 @@ def build_runner(
         connector=connector,
         eviction=scheduler.cache_eviction_config if scheduler.use_cache_eviction else None,
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
+        states=_states(models, plan),
         capture=_capture(config, models.target),
     )
     runner.max_captured_tokens = max_captured_tokens
@@ -113,6 +115,21 @@ def _kv_caches(models: LoadedModels, plan: MemoryPlan) -> tuple[PagedAttentionCa
     from quire.engine.ranks.leading import leading_caches
 
     return leading_caches(groups, device, models.ranks)
+
+
+def _states(models: LoadedModels, plan: MemoryPlan) -> StateCache | None:
+    """Return memory for the states of the target model's recurrent layers; None: it has none."""
+    from quire.kv.cache.state_cache import StateCache
+
+    sizes = plan.states
+    if sizes is None:
+        return None
+    return StateCache(
+        sizes.layout,
+        num_slots=sizes.num_slots,
+        num_checkpoints=sizes.num_checkpoints,
+        device=models.target.kernels.device,
+    )
 
 
 def _capture(config: EngineConfig, model: Model | Decoder) -> Capture | None:

@@ -23,9 +23,17 @@ def check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
             f"{format_bytes(plan.available_bytes)} of memory is available{of_rank}; "
             "use a smaller model, a narrower EngineConfig.dtype, or EngineConfig.quantization"
         )
-    takers = "the weights"
+    if plan.states is not None and plan.state_bytes > free:
+        raise ConfigError(
+            f"the states of recurrent layers take {format_bytes(plan.state_bytes)}, "
+            f"{format_bytes(plan.states.layout.bytes_per_state)} for each of the {plan.states.num_states}, "
+            f"but the weights leave {format_bytes(free)}; lower SchedulerConfig.max_num_seqs"
+            f"{' or num_linear_attention_blocks' if config.scheduler.num_linear_attention_blocks else ''}"
+        )
+    free -= plan.state_bytes
+    takers = "the weights" if plan.states is None else "weights and states"
     if plan.is_measured:
-        takers = "weights and activations"
+        takers = f"{takers} and activations"
         free = max(0, free - plan.activation_bytes - plan.staged_bytes)
     if plan.kv_bytes > free:
         raise ConfigError(

@@ -19,12 +19,14 @@ from quire.engine.memory.checks import check_fits
 from quire.engine.memory.eviction import eviction_bytes, score_bytes_per_token
 from quire.engine.memory.group_sizes import GroupSizes, blocks_for
 from quire.engine.memory.model_sizes import ModelSizes, has_float8, has_native, model_sizes
+from quire.engine.memory.state_sizes import StateSizes
 from quire.errors import ConfigError
 from quire.kernels import bounds
 from quire.kernels.devices.cores import usable_cores
 from quire.kernels.size_classes import wide_size_class
 from quire.kv.blocks.groups import CacheGroup, cache_groups
 from quire.kv.cache.metadata import PagedAttentionCacheMetaData
+from quire.kv.cache.state_layout import StateLayout
 from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.tiers.block_copier import num_staged_blocks
 from quire.models.config import DTYPE_BYTES
@@ -76,6 +78,7 @@ class MemoryPlan:
     max_num_seqs: int
     max_model_len: int
     model_max_len: int
+    states: StateSizes | None = None  # of recurrent layers
     num_ranks: int = 1
     is_measured: bool = False  # `activation_bytes`
     stages_kv: bool = False  # blocks pass through a buffer of the device on their way to a KV tier
@@ -134,13 +137,18 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, activations, KV cache, the scores of cache eviction and staged blocks together."""
+        """Weights, activations, KV cache, states, scores of cache eviction and staged blocks together."""
         return self.taken_bytes + self.kv_bytes + self.score_bytes
 
     @property
     def taken_bytes(self) -> int:
         """Bytes that do not depend on the size of the KV cache."""
-        return self.weight_bytes + self.activation_bytes + self.staged_bytes
+        return self.weight_bytes + self.activation_bytes + self.staged_bytes + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of recurrent layers."""
+        return 0 if self.states is None else self.states.num_bytes
 
     @property
     def blocks_text(self) -> str:
@@ -319,6 +327,10 @@ def _plan_at(
         is_measured=measured_bytes is not None,
         stages_kv=stages_kv(config),
     )
+    layout = StateLayout.of(target.model.state_layers, target.dtype)
+    if layout.bytes_per_state:
+        free = available_bytes - empty.taken_bytes
+        empty = dataclasses.replace(empty, states=StateSizes.of(scheduler, layout, free))
     return empty.with_blocks(empty.group_sizes.num_blocks(_num_blocks(config, empty)))
 
 

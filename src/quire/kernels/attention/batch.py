@@ -6,7 +6,7 @@ Everything that depends on the step but not on the layer is computed once here a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -22,6 +22,20 @@ from quire.kernels.size_classes import DECODE_SIZES, SizeClasses
 from quire.step import Int64Array
 
 NO_BLOCK = -1  # of padding rows
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class StepStates:
+    """The states of recurrent layers that a step's sequences work on.
+
+    Args:
+        numbers: [S] int64, of each sequence's state. What it holds counts unless the sequence has no tokens
+            before the step.
+        layers: of each layer, its tensors of all states by name, [states, ...] each.
+    """
+
+    numbers: Int64Array
+    layers: Sequence[Mapping[str, torch.Tensor]]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -45,6 +59,7 @@ class AttentionBatch:
     num_cached_tokens: Int64Array  # [S], before this step
     num_tokens: Int64Array  # [S], in this step, each at least 1
     block_tables: npt.NDArray[np.int32]  # [S, max_blocks]
+    states: StepStates | None = None  # None: no layer is recurrent
     key_scores: KeyScores | None = None  # what attention reports; None: nothing
     skipped_keys: SkippedKeys | None = None  # in layers without a window; None: none
     key_selection: KeySelection | None = None  # see there; None: all tokens see all keys
@@ -69,6 +84,7 @@ class AttentionBatch:
         skipped_keys: SkippedKeys | None = None,
         key_selection: KeySelection | None = None,
         other_tables: Sequence[npt.NDArray[Any]] = (),
+        states: StepStates | None = None,
     ) -> Self:
         """Return the batch of one step.
 
@@ -87,6 +103,7 @@ class AttentionBatch:
                 score.
             key_selection: which tokens see only selected keys.
             other_tables: the block tables [S, B] of cache groups 1 and up.
+            states: of recurrent layers; None: there are no such layers.
 
         Raises:
             ValueError: a sequence skips keys and scores.
@@ -123,6 +140,7 @@ class AttentionBatch:
             num_cached_tokens=cached,
             num_tokens=counts,
             block_tables=tables,
+            states=states,
             key_scores=key_scores,
             skipped_keys=skipped_keys,
             key_selection=key_selection,

@@ -61,6 +61,7 @@ class NativeKernels(KernelSet):
     """
 
     name = "native"
+    has_recurrence = True
     sampling: ClassVar[TokenChoice] = HostChoice(NativeScans())
 
     @property
@@ -242,6 +243,17 @@ class NativeKernels(KernelSet):
             None if batch.key_scores is None else native_key_scores(batch.key_scores),
         )
         return out
+
+    @override
+    def causal_conv(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        **options: Any,
+    ) -> torch.Tensor:
+        return _REFERENCE.causal_conv(rows, weight, state, batch, **options)
 
 
 @checked_once

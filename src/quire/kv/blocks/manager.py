@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.blocks.block_hash import BlockKey, SequenceKeys, root_digest
 from quire.kv.blocks.block_pools import BlockPools
+from quire.kv.blocks.checkpoints import CheckpointPool
 from quire.kv.blocks.groups import NULL_BLOCK, first_in_window, first_moved
 from quire.request import Request
 from quire.step import BoolArray, Int64Array, IntArray
@@ -29,6 +30,9 @@ class Prefix:
     of each group that another request writes to and that must be copied. `is_held` says that each of
     `block_ids` already has a reference for this request. The next `num_shared` blocks are those of the
     request in slot `owner`, which computes them in the step that is being planned.
+
+    With recurrent layers, their state behind the prefix is in `checkpoint`, and the cache has the first
+    `num_findable` blocks, which may be more.
     """
 
     block_ids: IntArray  # [G, blocks]
@@ -37,6 +41,8 @@ class Prefix:
     is_held: bool = False
     owner: int | None = None
     num_shared: int = 0
+    checkpoint: int = -1
+    num_findable: int = 0
 
     @property
     def is_cached(self) -> bool:
@@ -63,6 +69,7 @@ class KVCacheManager:
         max_num_seqs: slots.
         max_model_len: longest sequence in tokens.
         enable_prefix_caching: False keeps no content: a finished request's blocks are blank at once.
+        checkpoints: of the states of recurrent layers; None: there are no such layers.
     """
 
     def __init__(
@@ -73,8 +80,10 @@ class KVCacheManager:
         max_num_seqs: int,
         max_model_len: int,
         enable_prefix_caching: bool,
+        checkpoints: CheckpointPool | None = None,
     ) -> None:
         self.block_size = block_size
+        self._checkpoints = checkpoints
         self.pools = pools
         self.enable_prefix_caching = enable_prefix_caching
         self.no_prefix = Prefix(np.empty((len(pools), 0), dtype=np.int32), 0)
@@ -120,13 +129,36 @@ class KVCacheManager:
         keys = self._keys.get(request_id)
         return () if keys is None else keys.digests(start, end)
 
+    def key(self, request_id: str, index: int) -> BlockKey | None:
+        """Return the key of a request's full block number `index`; None: it is not known."""
+        keys = self._keys.get(request_id)
+        return None if keys is None or index >= len(keys) else keys[index]
+
     def find_prefix(self, request_id: str, token_ids: IntArray) -> Prefix:
         """Return what is cached of the start of a request's tokens ([tokens]). Changes nothing.
 
-        At most the blocks before the last token: that one is always computed, for its logits.
+        At most the blocks before the last token: that one is always computed, for its logits. With recurrent
+        layers it ends at a checkpoint.
         """
         block_ids, _ = self.find_full_blocks(request_id, token_ids[:-1])
-        return Prefix(block_ids, block_ids.shape[1] * self.block_size)
+        num_findable, checkpoint = block_ids.shape[1], -1
+        if self._checkpoints is not None:
+            block_ids, checkpoint = self._before_checkpoint(request_id, token_ids, block_ids)
+        num_tokens = block_ids.shape[1] * self.block_size
+        return Prefix(block_ids, num_tokens, checkpoint=checkpoint, num_findable=num_findable)
+
+    def _before_checkpoint(
+        self, request_id: str, token_ids: IntArray, block_ids: IntArray
+    ) -> tuple[IntArray, int]:
+        """Return the blocks of the longest prefix that ends at a checkpoint, and that; -1: there is none."""
+        assert self._checkpoints is not None
+        while num_found := block_ids.shape[1]:
+            num_blocks, checkpoint = self._checkpoints.find(self._keys[request_id], num_found)
+            if num_blocks == num_found:
+                return block_ids, checkpoint
+            # Groups with windows may lack blocks that were left before the end of the longer prefix.
+            block_ids, _ = self.find_full_blocks(request_id, token_ids[: num_blocks * self.block_size])
+        return block_ids, -1
 
     def count_findable(self, request_id: str, start: int, end: int) -> int:
         """Return how many blocks the first group has of these digests, from number `start` up to `end`."""

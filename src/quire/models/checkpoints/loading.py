@@ -179,10 +179,14 @@ class _Loader:
         return VocabularyParallelLinear(output, self.parallel, self.model.vocab_size)
 
     def norm(self, field: str) -> torch.Tensor | None:
+        weight = self.tensor(field)
+        return None if weight is None else weight + self.model.norm_offset
+
+    def tensor(self, field: str) -> torch.Tensor | None:
         spec = self._specs.get((self.index, field))
         if spec is None:
             return None
-        weight = self._checkpoint.tensor(spec.sources[0]).float() + self.model.norm_offset
+        weight = self._checkpoint.tensor(spec.sources[0]).float()
         self._release(spec.sources)
         return weight.to(self.kernels.device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.models.families import deepseek, gemma, llama, olmo, qwen
+from quire.models.families import deepseek, gemma, lfm2, llama, olmo, qwen
 from quire.models.families.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -11,6 +11,7 @@ FAMILIES: dict[str, Family] = {
     **gemma.FAMILIES,
     **olmo.FAMILIES,
     **deepseek.FAMILIES,
+    **lfm2.FAMILIES,
 }
 
 ARCHITECTURES: dict[str, str] = {

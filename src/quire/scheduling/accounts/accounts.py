@@ -8,6 +8,7 @@ from quire.config import SchedulerConfig
 from quire.grammar.manager import GrammarManager
 from quire.kv.blocks.block_pool import BlockPool
 from quire.kv.blocks.block_pools import BlockPools
+from quire.kv.blocks.checkpoints import CheckpointPool
 from quire.kv.blocks.manager import KVCacheManager
 from quire.kv.blocks.retention import RETENTIONS
 from quire.kv.eviction.lengths import eviction_lengths
@@ -20,6 +21,7 @@ from quire.scheduling.accounts.kv_holdings import KVHoldings
 from quire.scheduling.accounts.outbox import Outbox
 from quire.scheduling.accounts.remote_loads import RemoteLoads
 from quire.scheduling.accounts.running_slots import RunningSlots
+from quire.scheduling.accounts.sequence_states import SequenceStates
 from quire.scheduling.accounts.step_sharing import StepSharing
 from quire.scheduling.accounts.steps_in_flight import Fences, StepsInFlight
 from quire.scheduling.accounts.suspects import Suspects
@@ -64,14 +66,19 @@ class Accounts:
             pool_of(one.num_blocks, commit=one.commit, events=one.events, has_window=True)
             for one in context.windows
         ]
+        checkpoints = None if context.states is None else CheckpointPool(context.states.num_checkpoints)
         self.kv = KVCacheManager(
             BlockPools(pools, [one.window for one in context.windows], config.block_size),
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
+            checkpoints=checkpoints,
         )
         self.running = RunningSlots(config.max_num_seqs, max_model_len)
+        self.states: SequenceStates | None = None  # of recurrent layers
+        if context.states is not None and checkpoints is not None:
+            self.states = SequenceStates(context.states, checkpoints, self.kv, self.running)
         self.beams = BeamGroups()
         self.grammars = GrammarManager(
             context.grammars,

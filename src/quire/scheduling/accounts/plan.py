@@ -19,6 +19,7 @@ class Plan:
             each, and the block of each group, [G, blocks].
         chosen: (slot, token id) of tokens that the scheduler chose itself.
         block_copies: (from, to), [G] each.
+        restored: (checkpoint, slot) of states that requests begin with.
     """
 
     def __init__(self, budget: int, no_blocks: IntArray, throttles_prefills: bool = False) -> None:
@@ -31,6 +32,7 @@ class Plan:
         self.forks: list[ForkData] = []
         self.chosen: list[tuple[int, int]] = []
         self.block_copies: list[tuple[IntArray, IntArray]] = []
+        self.restored: list[tuple[int, int]] = []
         self.admission_closed = False  # a request was preempted, or the first one waits for blocks
 
     @property

@@ -99,7 +99,7 @@ class AdmissionPhase:
             if not num_external:
                 prefix = self._with_filling(request, prefix)
             num_computed = prefix.num_tokens + num_external
-            chunk = self.step_mix.first_chunk(self._num_wanted(request, num_computed), budget)
+            chunk = self.step_mix.first_chunk(self._num_wanted(request, prefix, num_computed), budget)
             if not chunk:
                 break
             candidate = self._candidate(request, prefix, num_computed + (0 if is_async else chunk))
@@ -126,9 +126,11 @@ class AdmissionPhase:
     def _is_live(self, request_id: str) -> bool:
         return self.accounts.running.slot_of(request_id) is not None or request_id in self.accounts.waiting
 
-    def _num_wanted(self, request: Request, num_computed: int) -> int:
+    def _num_wanted(self, request: Request, prefix: Prefix, num_computed: int) -> int:
         """Return how many tokens a request could start with after `num_computed` that are there."""
         wanted = request.num_tokens - num_computed
+        if self.accounts.states is not None:
+            return min(wanted, self.accounts.states.first_chunk_bound(request, prefix))
         if self.accounts.eviction is None:
             return wanted
         return min(wanted, self.accounts.eviction.first_chunk_bound(request, num_computed))
@@ -176,8 +178,8 @@ class AdmissionPhase:
         """
         accounts = self.accounts
         running = accounts.running
-        if accounts.eviction is not None:  # it would lack the scores that the leader has of its prompt
-            return None
+        if accounts.eviction is not None or accounts.states is not None:
+            return None  # it would lack the scores that the leader has of its prompt, or the state
         slot = running.slot_of(request.shares_prompt_with) if request.shares_prompt_with else None
         if slot is None or running.awaits_first_token[slot] or request.output_token_ids:
             return None
@@ -193,7 +195,8 @@ class AdmissionPhase:
 
     def _with_filling(self, request: Request, prefix: Prefix) -> Prefix:
         """Add the blocks that this step fills, unless the request begins with a load or a leader's prompt."""
-        return self.accounts.sharing.extended(request, prefix) if prefix.is_cached else prefix
+        may_follow = prefix.is_cached and self.accounts.states is None  # whose state is not there yet
+        return self.accounts.sharing.extended(request, prefix) if may_follow else prefix
 
     def _ask_connector(self, request: Request, prefix: Prefix) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded (None: ask later), and whether they are waited for."""
@@ -400,6 +403,10 @@ class AdmissionPhase:
         self._give_blocks(admitted)
         admitted = self._start_loads(admitted)
         for one in admitted:
+            if self.accounts.states is not None:
+                self.accounts.states.enter(one.slot, one.request, one.prefix)
+                if one.prefix.checkpoint >= 0:
+                    plan.restored.append((one.prefix.checkpoint, one.slot))
             table = self.accounts.kv.table(one.slot)
             if one.prefix.copy_from is not None:
                 plan.block_copies.append((one.prefix.copy_from, table[:, one.prefix.num_full]))

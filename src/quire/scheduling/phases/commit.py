@@ -33,6 +33,11 @@ class CommitPhase:
         samples = num_computed + num_tokens >= num_known
         eviction, in_flight = accounts.eviction, accounts.in_flight
         evictions = None if eviction is None else eviction.apply(slots, num_computed + num_tokens)
+        state_copies = None
+        if accounts.states is not None:
+            state_copies = accounts.states.copies(
+                in_flight.next_step, plan.restored, slots, num_computed + num_tokens
+            )
         finished_req_ids, preempted_req_ids = accounts.outbox.take_for_runner()
         output = SchedulerOutput(
             step=in_flight.next_step,
@@ -50,6 +55,7 @@ class CommitPhase:
             chosen_tokens=ChosenTokens(*np.array(plan.chosen, dtype=np.int32).reshape(-1, 2).T),
             block_copies=np.array(plan.block_copies, dtype=np.int32).reshape(-1, 2, len(accounts.kv.pools)),
             evictions=evictions,
+            state_copies=state_copies,
             pending_structured_output_tokens=bool(in_flight)
             and bool((running.has_grammar[slots] & samples & (running.num_pending[slots] > 0)).any()),
             num_drafts_wanted=None if in_flight.await_tokens else self.drafting.wanted(slots, samples),

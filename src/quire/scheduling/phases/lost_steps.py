@@ -43,6 +43,8 @@ class LostSteps:
         # Beams may have been placed by a step that had no tokens left for them.
         for slot in (*step.slots[is_innocent].tolist(), *step.chosen_tokens.slots.tolist()):
             self.slots.preempt_if_running(slot)
+        if self.accounts.states is not None:
+            self.accounts.states.void(step.step)
         self.accounts.outbox.requeue(step, self._has_no_slot)
         self.accounts.holdings.cancel_loads_again(step.step)
 

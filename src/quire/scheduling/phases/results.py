@@ -98,6 +98,9 @@ class ResultsPhase:
             self._end_pooled(results, computed)
         self._advance_grammars(results)
         self._cache_full_blocks(results)
+        if accounts.states is not None:
+            failed = [slot for slot, end in results.ended.items() if end.error is not None]
+            accounts.states.land(scheduler_output.step, failed)
         self.beam_phase.take(results.slots, computed)
         self._take_drafts(results, scheduler_output, computed)
         outputs = self._outputs(results, computed)

@@ -70,6 +70,8 @@ class RunningPhase:
             wanted[running.num_computed[slots] + 1 < known] = 0
         if accounts.eviction is not None:
             wanted = accounts.eviction.limit_chunks(slots, wanted)
+        if accounts.states is not None:
+            wanted = accounts.states.limit_chunks(slots, wanted)
         chunk_limit = accounts.config.long_prefill_token_threshold or plan.budget
         wanted = accounts.flow_shares.bound(slots, np.minimum(np.maximum(wanted, 0), chunk_limit))
         left_before = plan.budget - (np.cumsum(wanted) - wanted)

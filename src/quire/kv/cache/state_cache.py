@@ -1,0 +1,68 @@
+"""The memory of the states of recurrent layers, see `quire.kv.cache.state_layout`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from quire.kv.cache.page_layout import NUMBER_BYTES
+from quire.kv.cache.page_memory import allocate
+from quire.kv.cache.state_layout import PlacedPart, StateLayout
+from quire.step import IntArray
+
+LayerStates = Mapping[str, torch.Tensor]
+"""One layer's parts of all states, by name: [states, *shape] each. Empty: the layer keeps none."""
+
+
+class StateCache:
+    """States one after the other: those that running sequences work on, by slot, and then checkpoints.
+
+    The memory is not initialized: a sequence begins with zeros whatever its state holds.
+
+    Attributes:
+        layers: each layer's parts of all states.
+
+    Args:
+        layout: what lies where in a state.
+        num_slots: sequences that run at once.
+        num_checkpoints: further states.
+        device: whose memory it is.
+    """
+
+    def __init__(
+        self, layout: StateLayout, *, num_slots: int, num_checkpoints: int, device: torch.device
+    ) -> None:
+        self._num_slots = num_slots
+        num_states = num_slots + num_checkpoints
+        memory = allocate(num_states * layout.bytes_per_state, device)
+        self._states = memory[: num_states * layout.bytes_per_state].view(num_states, layout.bytes_per_state)
+        self.layers: list[LayerStates] = [
+            {placed.part.name: self._part(placed) for placed in layer} for layer in layout.layers
+        ]
+
+    def _part(self, placed: PlacedPart) -> torch.Tensor:
+        shape = placed.part.shape
+        num_bytes = math.prod(shape) * NUMBER_BYTES[placed.dtype]
+        span = self._states[:, placed.offset : placed.offset + num_bytes]
+        return span.view(getattr(torch, placed.dtype)).view(len(span), *shape)
+
+    def restore(self, copies: IntArray) -> None:
+        """Copy checkpoints to slots: (checkpoint, slot), [N, 2]."""
+        self._copy(copies[:, 0] + self._num_slots, copies[:, 1])
+
+    def save(self, copies: IntArray) -> None:
+        """Copy the states of slots to checkpoints: (slot, checkpoint), [N, 2]."""
+        self._copy(copies[:, 0], copies[:, 1] + self._num_slots)
+
+    def fork(self, copies: IntArray) -> None:
+        """Copy states of slots to other slots, each as it was before: (from, to), [N, 2]."""
+        if len(copies):
+            sources, targets = torch.from_numpy(copies.astype("int64")).unbind(1)
+            self._states[targets] = self._states[sources]
+
+    def _copy(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy states, none of which is source and target, one after the other: it takes no memory."""
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self._states[target] = self._states[source]

@@ -1,0 +1,81 @@
+"""LFM2: short convolutions, and attention in some layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.models.config import ModelConfig
+from quire.models.families.family import NAMES, Family
+from quire.models.layer import LayerConfig
+from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.feed_forward import FeedForwardConfig
+from quire.models.layers.short_conv import ShortConvConfig
+from quire.models.ropes import HFConfig
+
+_LFM2_NAMES = {
+    "norm": "model.embedding_norm.weight",
+    "attention_norm": "operator_norm",
+    "mlp_norm": "ffn_norm",
+    "q_norm": "self_attn.q_layernorm",
+    "k_norm": "self_attn.k_layernorm",
+    "o": "self_attn.out_proj",
+    "gate": "feed_forward.w1",
+    "up": "feed_forward.w3",
+    "down": "feed_forward.w2",
+}
+_OF_TRAINING = (
+    "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
+    "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc",
+)  # fmt: skip
+
+
+def _lfm2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    for name in _OF_TRAINING:  # or said elsewhere, too
+        hf.get(name)
+    conv = ShortConvConfig(size=base.hidden_size, num_taps=hf["conv_L_cache"], bias=bool(hf["conv_bias"]))
+    layers = range(base.num_layers)
+    attending = set(hf.get("full_attn_idxs") or ())
+    types = hf.get("layer_types")
+    if types is not None:
+        attending = {layer for layer in layers if types[layer] != "conv"}
+    base = base.changed(AttentionConfig, qk_norm="head")
+    base = base.changed(FeedForwardConfig, inner_size=_inner_size(hf))
+    attention, feed_forward = base.layers[0].parts
+    return replace(
+        base,
+        norm_eps=hf["norm_eps"],
+        tie_word_embeddings=hf.get("tie_embedding", base.tie_word_embeddings),
+        layers=tuple(
+            LayerConfig((attention if layer in attending else conv, feed_forward)) for layer in layers
+        ),
+    )
+
+
+def _inner_size(hf: HFConfig) -> int:
+    size = int(hf.get("block_ff_dim", hf["intermediate_size"]))
+    if not hf["block_auto_adjust_ff_dim"]:
+        return size
+    multiple = int(hf["block_multiple_of"])
+    size = int(hf["block_ffn_dim_multiplier"] * (2 * size // 3))
+    return -(-size // multiple) * multiple
+
+
+FAMILIES: dict[str, Family] = {
+    "lfm2": Family(
+        _lfm2,
+        NAMES | _LFM2_NAMES,
+        {
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "norm_eps": 1e-5,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+        },
+        architectures=("Lfm2ForCausalLM",),
+        layer_types=("full_attention", "conv"),
+    ),
+}

@@ -1,0 +1,204 @@
+"""Models whose layers keep a state: the answers of transformers, whatever becomes of the state."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from checkpoints import make_checkpoint
+from quire.config import EngineConfig, KVTierConfig, SchedulerConfig, SpeculationConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import EngineCoreRequest
+from quire.errors import ConfigError
+from quire.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+LENGTHS = 90, 7, 41, 33
+MAX_TOKENS = 14
+SCHEDULER = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+    "block_size": BLOCK_SIZE,
+    "num_kv_blocks": 240,
+    "cache_interval_multiplier": 4,
+}
+
+
+class Engine:
+    """An engine in this process, whose accounts are checked after each step."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        fields = {name: options.pop(name) for name in list(options) if hasattr(EngineConfig, name)}
+        scheduler = SchedulerConfig(**{**SCHEDULER, **options})
+        self.core = EngineCore(
+            EngineConfig(model=str(path), dtype="float32", scheduler=scheduler, **fields), path
+        )
+        self._names = itertools.count()
+
+    @property
+    def stats(self) -> Any:
+        return self.core.scheduler.make_stats()
+
+    @property
+    def checkpoints(self) -> Any:
+        return self.core.scheduler.accounts.states.pool
+
+    def answers(self, prompts: list[np.ndarray], **params: Any) -> list[list[Any]]:
+        """Return each prompt's answer, tokens and log-probabilities; the prompts run together."""
+        fields = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 0, **params}
+        answers: dict[str, list[Any]] = {}
+        for prompt in prompts:
+            names = [str(next(self._names)) for _ in range(fields.get("n", 1))]
+            answers |= {name: [] for name in names}
+            self.core.add(
+                EngineCoreRequest(names, [*range(len(names))], prompt.tolist(), SamplingParams(**fields))
+            )
+        while self.core.has_unfinished_requests():
+            for output in self.core.step()[0]:
+                assert output.error is None
+                chosen = output.logprobs or []
+                answers[output.request_id] += [(one.token_ids[0], one.logprobs[0]) for one in chosen]
+            self.core.scheduler.check_invariants()
+        return list(answers.values())
+
+
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(5, 90, length) for length in LENGTHS]
+
+
+def tokens(answers: list[list[Any]]) -> list[list[int]]:
+    return [[token for token, _ in answer] for answer in answers]
+
+
+@pytest.fixture(scope="module", params=["lfm2"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / request.param
+    return make_checkpoint(request.param, directory, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[list[Any]]:
+    """The answers of an engine that keeps no state for later, each request alone."""
+    engine = Engine(path, enable_prefix_caching=False)
+    answers = [engine.answers([prompt])[0] for prompt in prompts()]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    for prompt, answer in zip(prompts(), tokens(answers), strict=True):
+        generated = model.generate(
+            torch.from_numpy(prompt)[None], do_sample=False, max_new_tokens=MAX_TOKENS, eos_token_id=None
+        )
+        assert answer == generated[0, len(prompt) :].tolist()
+    return answers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_steps": True},
+        {"max_num_batched_tokens": 1},
+        {"max_num_batched_tokens": 7},
+        {"num_kv_blocks": 32, "max_num_seqs": 3},
+        {"num_linear_attention_blocks": 5},
+        {"num_linear_attention_blocks": 4},
+        {"dynamic_split_fuse": False, "max_num_batched_tokens": 128},
+    ],
+    ids=["plain", "overlapped", "token by token", "small steps", "preempted", "few", "none", "whole prompts"],
+)
+def test_answers_have_the_same_bits_whatever_is_restored(path, expected, options):
+    engine = Engine(path, **options)
+    for _ in range(3):
+        assert engine.answers(prompts()) == expected
+    assert [engine.answers([prompt])[0] for prompt in prompts()] == expected
+
+
+def test_preempted_requests_go_on_behind_checkpoints(path, expected):
+    engine = Engine(path, num_kv_blocks=28, max_num_seqs=3)
+    assert engine.answers(prompts()) == expected
+    assert engine.stats.num_preemptions
+    assert engine.stats.resumed_hit_tokens
+
+
+def test_a_prompt_sent_again_is_found_up_to_its_last_full_block(path):
+    engine = Engine(path, num_linear_attention_blocks=40)
+    engine.answers(prompts())
+    before = engine.stats.prefix_hit_tokens
+    engine.answers(prompts())
+    found = [(length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in LENGTHS]
+    assert engine.stats.prefix_hit_tokens - before == sum(found)
+
+
+def test_a_conversation_is_found_up_to_the_last_full_block_of_the_answer(path):
+    engine = Engine(path)
+    prompt = prompts()[2]
+    answer = engine.answers([prompt])[0]
+    longer = np.concatenate((prompt, tokens([answer])[0], [11, 12, 13]))
+    before = engine.stats.prefix_hit_tokens
+    repeated = engine.answers([longer])
+    # The last token of the answer was never computed.
+    found = (len(prompt) + MAX_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert engine.stats.prefix_hit_tokens - before == found
+    assert repeated == Engine(path, enable_prefix_caching=False).answers([longer])
+
+
+def test_a_fork_is_found_from_the_second_time_on(path):
+    engine = Engine(path, cache_interval_multiplier=256)
+    shared, *others = prompts()
+    ways = [np.concatenate((shared[:70], other)) for other in others]
+    expected = Engine(path, enable_prefix_caching=False)
+    found = []
+    for way in [shared, *ways]:
+        before = engine.stats.prefix_hit_tokens
+        assert engine.answers([way]) == expected.answers([way])
+        found.append(engine.stats.prefix_hit_tokens - before)
+    assert found == [0, 0, 68, 68]
+
+
+def test_several_answers_to_a_prompt(path):
+    sampled = {"temperature": 1.0, "seed": 3, "n": 3}
+    alone = [Engine(path).answers([prompt], **sampled) for prompt in prompts()[:2]]
+    together = Engine(path).answers(prompts()[:2], **sampled)
+    assert together == [*alone[0], *alone[1]]
+    assert len({str(answer) for answer in together}) == 6
+
+
+def test_beams_go_on_from_the_states_of_those_that_they_continue(path):
+    beams = {"beam_width": 4, "n": 4, "logprobs": None}
+    engine = Engine(path)
+    first, again = ([engine.hypotheses(prompt, **beams) for prompt in prompts()] for _ in range(2))
+    assert first == again
+    for prompt, hypotheses in zip(prompts(), first, strict=True):
+        for tokens, logprob in hypotheses:
+            scored = engine.answers([np.concatenate((prompt, tokens))], max_tokens=1, prompt_logprobs=0)
+            assert logprob == pytest.approx(sum(engine.prompt_logprobs[-len(tokens) :]), abs=1e-3)
+
+
+def test_an_emptied_prefix_cache_has_no_checkpoints(path, expected):
+    engine = Engine(path)
+    engine.answers(prompts())
+    assert engine.checkpoints.num_kept
+    assert engine.core.scheduler.reset_prefix_cache()
+    assert not engine.checkpoints.num_kept
+    assert engine.answers(prompts()) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"speculation": SpeculationConfig(speculative_method="ngram")}, "speculative_method is 'ngram'"),
+        ({"use_cache_eviction": True}, "use_cache_eviction is True"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"kv_tiering": KVTierConfig(kv_tier="memory", kv_tier_size=0.1)}, "kv_tier is 'memory'"),
+        ({"num_linear_attention_blocks": 3}, "num_linear_attention_blocks is 3, but each of the 4"),
+        ({"max_num_seqs": 10**9}, "lower SchedulerConfig.max_num_seqs"),
+    ],
+)
+def test_what_does_not_go_with_states_is_refused_by_name(path, options, named):
+    with pytest.raises(ConfigError, match=named):
+        Engine(path, **options)
