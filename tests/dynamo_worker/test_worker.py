@@ -92,6 +92,21 @@ def test_an_engine_that_has_not_started_can_be_cleaned_up() -> None:
     asyncio.run(run())
 
 
+def test_a_priority_that_the_policy_does_not_read_is_ignored_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run(*options: str) -> None:
+        async with started(*options) as engine:
+            for _ in range(2):
+                request = {"token_ids": [5], "stop_conditions": {"max_tokens": 1}, "routing": {"priority": 3}}
+                assert [chunk async for chunk in engine.generate(request, Context())]
+
+    asyncio.run(run("policy=priority"))
+    assert "priority" not in caplog.text
+    asyncio.run(run("policy=fcfs"))
+    assert caplog.text.count("start the worker with policy=priority") == 1
+
+
 def test_an_engine_generates_refuses_and_aborts() -> None:
     async def run() -> None:
         async with started() as engine:
@@ -183,6 +198,10 @@ class Deployment:
     def log(self, name: str) -> str:
         return (self._directory / name).read_text()
 
+    def overlaps(self) -> list[str]:
+        """What the router has logged of its choices."""
+        return [line for line in self.log("front").splitlines() if "[ROUTING] Best" in line]
+
     def ask(self, text: str, **fields: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": text}]
         body = {"model": "mini", "messages": messages, "max_tokens": LENGTH, "temperature": 0, **fields}
@@ -246,16 +265,20 @@ def test_the_kv_router_chooses_the_worker_that_has_the_prefix(deployment: Deploy
         answers.append(deployment.ask(PROMPT))
     assert {answer["choices"][0]["message"]["content"].strip() for answer in answers} == {expected.strip()}
     assert all(_cached(answer) for answer in answers[-4:])
-    overlaps = [line for line in deployment.log("front").splitlines() if "[ROUTING] Best" in line]
-    assert any("blocks overlap" in line and "with 0/" not in line for line in overlaps)
+    assert any("blocks overlap" in line and "with 0/" not in line for line in deployment.overlaps())
 
 
-def test_a_worker_whose_engine_dies_goes_on(deployment: Deployment, expected: str) -> None:
+def test_a_worker_whose_engine_dies_goes_on_without_its_blocks(deployment: Deployment, expected: str) -> None:
+    """Dynamo's router forgets them."""
     deployment.start_workers("both")
     deployment.ask(PROMPT, max_tokens=1)
+    _wait_for(lambda: deployment.ask(PROMPT, max_tokens=1) and "with 0/" not in deployment.overlaps()[-1])
     deployment.kill_engine()
+    answer = deployment.ask(f"Another one: {PROMPT}")  # answered by the next engine
+    assert not _cached(answer)
     answer = deployment.ask(PROMPT)
     assert answer["choices"][0]["message"]["content"].strip() == expected.strip()
+    assert "with 0/" in deployment.overlaps()[-1]
 
 
 def test_prefill_and_decode_workers_share_a_request(deployment: Deployment, expected: str) -> None:

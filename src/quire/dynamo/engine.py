@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import sys
 import tempfile
 from collections import defaultdict
@@ -30,6 +31,8 @@ from quire.front.async_llm import AsyncLLM
 from quire.models.checkpoints.engine_files import resolve_files
 from quire.request_output import RequestOutput
 from quire.server.sampling_defaults import read_sampling_defaults
+
+logger = logging.getLogger(__name__)
 
 LOAD_PERIOD = 0.1
 """Seconds between reports of the engine's load."""
@@ -66,6 +69,7 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
         self._closing = contextlib.AsyncExitStack()
         self._request_ids: defaultdict[str, set[str]] = defaultdict(set)  # the engine's, by context
         self._numbers = itertools.count()
+        self._has_ignored_priority = False
 
     @classmethod
     @override
@@ -101,7 +105,6 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
 
     @override
     async def start(self, worker_id: int) -> Registration:
-        # A socket file stays where it is when another engine process takes over, unlike a free port.
         directory = self._closing.enter_context(tempfile.TemporaryDirectory(prefix="quire-dynamo-"))
         self._events = f"ipc://{directory}/kv-events"
         events = KVEventsConfig(kv_events_endpoint=self._events, kv_events_topic=TOPIC)
@@ -142,8 +145,9 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
                 params = self._defaults.params(sampling_fields(request, role))
                 token_ids = token_ids_to_list(request["token_ids"])
                 options = request_options(request, role)
-                if not llm.info.reads_priority:  # what Dynamo calls a hint; its router has read it
-                    options.pop("priority", None)
+                if options.get("priority") and not llm.info.reads_priority:
+                    del options["priority"]  # what Dynamo calls a hint; its router has read it
+                    self._say_that_priority_is_ignored()
                 outputs = llm.generate(token_ids, params, request_id=request_id, **options)
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
@@ -200,6 +204,15 @@ class QuireEngine(LLMEngine):  # type: ignore[misc]
     async def health_check_payload(self) -> dict[str, Any]:
         payload: dict[str, Any] = build_health_check_payload(bos_token_id=1)  # any token does
         return payload
+
+    def _say_that_priority_is_ignored(self) -> None:
+        if not self._has_ignored_priority:
+            self._has_ignored_priority = True
+            logger.warning(
+                "requests have a priority, but the scheduler's policy is %r, which has none: it is ignored; "
+                "start the worker with policy=priority or prefix_retention=priority",
+                self._config.scheduler.policy,
+            )
 
     async def _report_load(self) -> None:
         last = None
