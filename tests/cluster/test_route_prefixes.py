@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import shutil
 from hashlib import blake2b
 
 import httpx
+import msgspec
 import pytest
 from fake_upstream import FakeEngine, check_health, chunks_in_flight
+from test_route_continuation import Breaking, answer_of
 
 import preloaded
 from quire import AsyncLLM, EngineConfig, SamplingParams, SchedulerConfig
 from quire.cluster.route import routing
 from quire.config import ConnectionConfig, KVEventsConfig, RouterConfig, ServerConfig
 from quire.engine.kv_events import KVEventPublisher
+from quire.front.text.tokenized_prompt import MAX_BYTES, TokenizedPrompt
 from quire.kv.blocks.events import BlockStored
 from quire.models.checkpoints.hub import resolve_model
 from quire.models.checkpoints.tokenizers.reading import read_tokenizer
@@ -63,6 +67,7 @@ class Cluster:
     def __init__(self, llms):
         self.llms = llms
         self.ports = [0, 0]
+        self.cuts = []  # after how many bytes the next answers break off
         self._serving = [contextlib.AsyncExitStack() for _ in llms]
 
     @property
@@ -77,7 +82,7 @@ class Cluster:
         stack = self._serving[index]
         bound = stack.enter_context(contextlib.closing(bound_socket("127.0.0.1", self.ports[index])))
         self.ports[index] = bound.getsockname()[1]
-        server = HttpServer(create_app(llm, ServerConfig()), ConnectionConfig())
+        server = HttpServer(Breaking(create_app(llm, ServerConfig()), self.cuts), ConnectionConfig())
         await stack.enter_async_context(server.serving(bound))
 
     async def stop(self, index):
@@ -216,6 +221,158 @@ async def test_an_engine_with_another_tokenizer_is_not_followed(llms, tmp_path, 
         await cluster.chosen(prompt=FOX)
         assert cluster.num_known() == [None, None]
         assert sum("its tokenizer is not the router's" in text for text in caplog.messages) == 2
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CONTINUED = [*JOINED, {"role": "assistant", "content": "They "}]
+BODIES = [
+    (CHAT, {"messages": QUESTION, "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"messages": QUESTION, "tools": [TOOL], "tool_choice": "required"}),
+    (
+        CHAT,
+        {
+            "messages": JOINED,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+        },
+    ),
+    (
+        CHAT,
+        {"messages": [*JOINED, {"role": "assistant", "content": "They "}], "continue_final_message": True},
+    ),
+    (CHAT, {"messages": JOINED, "add_generation_prompt": False, "add_special_tokens": True}),
+    (CHAT, {"messages": JOINED, "prompt_logprobs": 1, "chat_template_kwargs": {"enable_thinking": False}}),
+    (CHAT, {"messages": JOINED, "reasoning_effort": "low", "stop": ["e"]}),
+    (COMPLETIONS, {"prompt": FOX, "echo": True, "logprobs": 1}),
+    (COMPLETIONS, {"prompt": FOX, "add_special_tokens": False, "n": 2, "prompt_logprobs": 0}),
+]
+
+
+@pytest.fixture
+def no_tokenizing(cluster, monkeypatch):
+    """Engines can neither render nor tokenize prompts."""
+
+    def refuse(*args, **options):
+        raise AssertionError("the engine tokenizes")
+
+    def begin():
+        for llm in cluster.llms:
+            monkeypatch.setattr(llm.tokenizer, "render_chat", refuse)
+            monkeypatch.setattr(llm.tokenizer, "tokenize_chat", refuse)
+
+    return begin
+
+
+def compared(answer):
+    """What is the same in each answer to a request."""
+    assert answer.status_code == 200, answer.text
+    answer = answer.json()
+    answer["usage"].pop("prompt_tokens_details")
+    for choice in answer["choices"]:
+        for call in choice.get("message", {}).get("tool_calls", ()):
+            del call["id"]
+    return [answer.get(name) for name in ("choices", "usage", "prompt_token_ids", "prompt_logprobs")]
+
+
+@pytest.mark.parametrize(("path", "fields"), BODIES)
+async def test_engines_do_not_tokenize_what_the_router_has(cluster, no_tokenizing, path, fields):
+    body = {"model": "mini", "max_tokens": 8, "temperature": 0, "return_token_ids": True, **fields}
+    async with httpx.AsyncClient(base_url=cluster.urls[0], timeout=None) as direct:
+        expected = compared(await direct.post(path, json=body))
+    no_tokenizing()
+    assert compared(await cluster.http.post(path, json=body)) == expected
+
+
+@pytest.mark.parametrize("fields", [{"prompt": [FOX, SHIP]}, {"prompt": FOX, "truncate_prompt_tokens": 9}])
+async def test_engines_tokenize_what_the_router_has_not(cluster, no_tokenizing, fields):
+    body = {"model": "mini", "max_tokens": 1, **fields}
+    assert (await cluster.http.post(COMPLETIONS, json=body)).status_code == 200
+    no_tokenizing()
+    assert (await cluster.http.post(COMPLETIONS, json=body)).status_code == 500
+
+
+async def test_another_engine_gets_the_tokens_of_a_stream_that_it_continues(cluster, no_tokenizing):
+    body = {
+        "model": "mini",
+        "messages": QUESTION,
+        "max_tokens": 24,
+        "temperature": 0,
+        "stream": True,
+        "seed": 3,
+    }
+    async with httpx.AsyncClient(base_url=cluster.urls[0], timeout=None) as direct:
+        expected = answer_of(await direct.post(CHAT, json=body))
+    no_tokenizing()
+    cluster.cuts[:] = [1500]
+    assert answer_of(await cluster.http.post(CHAT, json=body)) == expected
+    assert cluster.metric("continued_streams_total") == 1
+
+
+def forged(llm, **changes):
+    """What a client may send behind a body that a router would not."""
+    ids = changes.pop("ids", [5, 6, 7])
+    prompt = TokenizedPrompt.of(changes.pop("digest", llm.tokenizer.digest), ids, "")
+    return prompt.encoded()
+
+
+async def test_engines_check_the_tokens_of_others(cluster):
+    [llm, _] = cluster.llms
+    body = {"model": "mini", "messages": JOINED, "max_tokens": 1, "return_token_ids": True}
+    size = llm.info.vocab_size
+    async with httpx.AsyncClient(base_url=cluster.urls[0], timeout=None) as direct:
+
+        async def ask(behind, path=CHAT, **fields):
+            headers = {"Content-Type": "application/json", "X-Quire-Prompt": str(len(behind))}
+            content = json.dumps({**body, **fields}).encode() + behind
+            return await direct.post(path, content=content, headers=headers)
+
+        tokens = compared(await direct.post(CHAT, json=body))[2]
+        for ignored in (forged(llm, digest="x"), forged(llm, ids=[]), forged(llm, ids=[1] * 5000)):
+            assert compared(await ask(ignored))[2] == tokens
+        assert compared(await ask(forged(llm)))[2] == [5, 6, 7]
+        truncated = await ask(forged(llm), truncate_prompt_tokens=4)
+        assert compared(truncated)[2] == tokens[-4:]
+        odd = msgspec.msgpack.encode([llm.tokenizer.digest, b"123", ""])
+        for wrong in (b"x", b"\xc1" * 9, odd, forged(llm, ids=[size]), forged(llm, ids=[-1])):
+            answer = await ask(wrong)
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] in ("X-Quire-Prompt", "messages")
+        for wrong in (b"", bytes(MAX_BYTES + 1)):
+            assert (await ask(wrong)).status_code == 400
+        del body["messages"]
+        answer = await ask(forged(llm), COMPLETIONS, prompt=["a", "b"])
+        assert answer.json()["error"]["param"] == "X-Quire-Prompt"
+
+
+async def test_clients_of_the_router_send_no_tokens(routed, publishers):
+    prefill, decode = fake_engines(publishers)
+    tokenizer = read_tokenizer(resolve_model("mini"))
+    for engine in (prefill, decode):
+        engine.kv_events["prompts"] = tokenizer.digest
+    http, router = await routed(
+        prefill=[prefill],
+        decode=[decode],
+        tokenizer="mini",
+        tokenize_timeout=PATIENCE,
+        kv_transfer="sequential",
+    )
+    known = [router.engines.by_url[one.url] for one in (prefill, decode)]
+    await until(lambda: all(one.blocks is not None for one in known))
+    headers = {"X-Quire-Prompt": "3"}
+    await http.post(COMPLETIONS, json={"model": "m", "prompt": SHIP}, headers=headers)
+    for engine in (prefill, decode):
+        [seen] = engine.seen
+        behind = seen.content[-int(seen.headers["x-quire-prompt"]) :]
+        assert TokenizedPrompt.decoded(behind).token_ids() == tokenizer.encode(SHIP)
+        assert json.loads(seen.content.removesuffix(behind))["prompt"] == SHIP
+    await http.post(COMPLETIONS, json={"model": "m", "prompt": [SHIP, FOX]}, headers=headers)
+    await http.get("/v1/models", headers=headers)
+    assert not any("x-quire-prompt" in seen.headers for seen in decode.seen[1:])
+    decode.kv_events["prompts"] = "another"
+    await check_health(router, known[1])
+    await http.post(COMPLETIONS, json={"model": "m", "prompt": SHIP})
+    assert "x-quire-prompt" not in decode.seen[-1].headers
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from starlette.types import Scope, Send
 
 from quire.cluster.engines.upstream import REQUEST_ID, Headers, is_end_to_end
 from quire.errors import InvalidRequestError
+from quire.front.text.tokenized_prompt import HEADER as PROMPT
 from quire.server.calls.request_start import REQUEST_START, request_start
 from quire.server.calls.stream_progress import PROGRESS
 from quire.server.wire.bodies import CONTINUATION
@@ -68,6 +69,7 @@ class ClientRequest:
                     raise InvalidRequestError(f"the header {shown} is not UTF-8", param=shown) from None
         headers[REQUEST_ID] = self.scope["state"]["request_id"]
         headers[REQUEST_START] = request_start(self.start)
-        headers.popall(CONTINUATION, None)  # the router's own
+        for name in (CONTINUATION, PROMPT):  # the router's own
+            headers.popall(name, None)
         headers[PROGRESS] = "1"
         return headers

@@ -260,4 +260,4 @@ def _feeds(config: RouterConfig, lookup: PrefixFinder | None) -> KVEventFeeds | 
         return None
     from quire.cluster.engines.kv_event_feeds import KVEventFeeds
 
-    return KVEventFeeds(config, lookup.tokenizer.fingerprint)
+    return KVEventFeeds(config, lookup.tokenizer)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from quire import __version__
 from quire.config import ServerConfig
 from quire.dialogue.calls.tool_call_format import ToolCallFormat
-from quire.dialogue.formats import FORMATS, format_of_template
+from quire.dialogue.formats import FORMATS, call_format_of_template, format_of_template
 from quire.dialogue.reasoning.formats import REASONING_FORMATS, ReasoningFormat, reasoning_format_of_template
 from quire.errors import ConfigError, InvalidRequestError
 from quire.server.live_calls import LiveCalls
@@ -95,6 +95,16 @@ class ServerContext:
     def reasoning_format(self) -> ReasoningFormat | None:
         """The served model's reasoning format; None: no reasoning, or it is part of the content."""
         return _reasoning_format(self.config, self.chat_template)
+
+    @functools.cached_property
+    def prompt_digest(self) -> str | None:
+        """Digest of all that makes prompts; None: not even routers with the same files make the same ones."""
+        name = reasoning_format_of_template(self.chat_template)
+        if self.tool_call_format != call_format_of_template(self.chat_template):
+            return None
+        if self.reasoning_format != (None if name is None else REASONING_FORMATS[name]):
+            return None
+        return self.llm.tokenizer.digest
 
     @property
     def chat_template(self) -> str:

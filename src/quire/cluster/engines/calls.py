@@ -58,6 +58,8 @@ class EngineCalls:
         self.metrics.requests.labels(engine.url, purpose).inc()
         if prompt.content:
             self.metrics.count_prefix(self.engines.cached_prefix(prompt, engine))
+        if prompt.cached is not None and prompt.cached.tokenized and engine.takes_prompts:
+            asked = asked.with_prompt(prompt.cached.tokenized)
         with self.engines.serving(engine, prompt, is_computed=kv is PromptKV.COMPUTED) as served:
             try:
                 async with self._upstream.answer(engine, asked) as answer:

@@ -13,6 +13,7 @@ from quire.cluster.engines.kv_event_feed import EventSource, KVEventFeed
 from quire.cluster.engines.registry import Engine
 from quire.cluster.prefixes.block_index import BlockIndex
 from quire.config import RouterConfig
+from quire.models.text.tokenizer import Tokenizer
 from quire.server.wire.answers import EngineDescription
 
 logger = logging.getLogger(__name__)
@@ -26,12 +27,13 @@ class KVEventFeeds:
 
     Args:
         config: configuration of the router.
-        fingerprint: fingerprint of the router's tokenizer; only engines with the same one are followed.
+        tokenizer: the router's tokenizer; only engines with the same fingerprint are followed.
     """
 
-    def __init__(self, config: RouterConfig, fingerprint: str) -> None:
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
         self._config = config
-        self._fingerprint = fingerprint
+        self._fingerprint = tokenizer.fingerprint
+        self._prompt_digest = tokenizer.digest
         self._index = BlockIndex(config.max_cached_blocks)
         self._context = zmq.asyncio.Context()
         self._feeds: dict[Engine, tuple[EventSource, asyncio.Task[None]]] = {}
@@ -45,6 +47,8 @@ class KVEventFeeds:
             description: how it describes itself; None: it does not.
         """
         source = self._source(engine, description)
+        events = None if source is None or description is None else description.kv_events
+        engine.takes_prompts = events is not None and events.prompts == self._prompt_digest
         following = self._feeds.get(engine)
         if following is not None and following[0] == source:
             return

@@ -64,6 +64,7 @@ class Engine:
         self.id = next(_ids)  # a new one after each failure, which may lose the cache
         self.kv_address: tuple[str, int] | None = None  # where peers read its KV
         self.blocks: EngineBlocks | None = None  # cached blocks; None: its KV events are not followed
+        self.takes_prompts = False  # whether it makes the same tokens of prompts as the router
         self.in_flight = ChunksInFlight()
         self.num_requests = 0
         self.num_waiting_bytes = 0  # of prompts not answered yet

@@ -16,6 +16,7 @@ from yarl import URL
 from quire.cluster.engines.registry import Engine
 from quire.config import RouterConfig
 from quire.errors import QuireError
+from quire.front.text.tokenized_prompt import HEADER as PROMPT
 from quire.server.calls.stream_progress import PROGRESS
 from quire.server.wire.answers import EngineDescription
 
@@ -70,6 +71,13 @@ class EngineRequest:
         kept = _MAX_REQUEST_ID - len(suffix) - 1
         headers[REQUEST_ID] = f"{headers[REQUEST_ID][:kept]}-{suffix}"
         return headers
+
+    def with_prompt(self, tokenized: bytes) -> EngineRequest:
+        """Return the request with its prompt as a `TokenizedPrompt` behind its body."""
+        assert isinstance(self.body, bytes)
+        headers = self.headers.copy()
+        headers[PROMPT] = str(len(tokenized))
+        return dataclasses.replace(self, headers=headers, body=self.body + tokenized)
 
 
 class EngineRequestError(QuireError):

@@ -16,9 +16,12 @@ from quire.dialogue.formats import call_format_of_template
 from quire.dialogue.messages import template_messages
 from quire.dialogue.reasoning.formats import REASONING_FORMATS, reasoning_format_of_template
 from quire.errors import InvalidRequestError
+from quire.front.text.tokenized_prompt import MAX_TOKENS, TokenizedPrompt
 from quire.kv.blocks.block_hash import SequenceKeys, root_digest
 from quire.kv.blocks.events import HASH_BYTES
+from quire.models.text.template_messages import RenderedChat
 from quire.models.text.tokenizer import Tokenizer
+from quire.server.calls.bodies import template_options
 from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
 from quire.server.wire.validation import MAX_OBJECTS, MAX_VALUES, count_outside_strings
 from quire.step import IntArray
@@ -43,10 +46,12 @@ class CachedPrefixes:
     Args:
         num_bytes: cached bytes of the prompt as the client wrote it, by the engine's blocks.
         digests: digests of the prompt's full blocks, in order, by block size.
+        tokenized: the prompt as a `TokenizedPrompt` for engines; empty: engines tokenize it themselves.
     """
 
     num_bytes: Mapping[EngineBlocks, int]
     digests: Mapping[int, list[bytes]]
+    tokenized: bytes = b""
 
     def use(self, blocks: EngineBlocks) -> None:
         """Note that the prompt is sent to an engine."""
@@ -100,7 +105,7 @@ class PrefixFinder:
             return None
         try:
             request = _BODIES[path].model_validate_json(body)
-            length, token_ids = self._tokenized(request)
+            text, token_ids = self._tokenized(request)
         except (ValidationError, InvalidRequestError):  # the engine reports it to the client
             return None
         if not token_ids:
@@ -108,31 +113,50 @@ class PrefixFinder:
         tokens = np.array(token_ids, dtype=np.int32)
         root = root_digest(salt=request.cache_salt or "")
         digests = {size: _digests(root, size, tokens) for size in {blocks.block_size for blocks in engines}}
-        bytes_per_token = min(1.0, MAX_CHARACTERS / length) * num_bytes / len(token_ids)
+        bytes_per_token = min(1.0, MAX_CHARACTERS / len(text)) * num_bytes / len(token_ids)
         cached = {
             blocks: int(blocks.num_cached(digests[blocks.block_size]) * blocks.block_size * bytes_per_token)
             for blocks in engines
         }
-        return CachedPrefixes(cached, digests)
+        is_whole = len(text) <= MAX_CHARACTERS and request.truncate_prompt_tokens is None
+        if not (is_whole and isinstance(text, str) and len(token_ids) <= MAX_TOKENS):
+            return CachedPrefixes(cached, digests)
+        tokenized = TokenizedPrompt.of(self.tokenizer.digest, token_ids, text)
+        return CachedPrefixes(cached, digests, tokenized.encoded())
 
-    def _tokenized(self, request: ChatCompletionRequest | CompletionRequest) -> tuple[int, list[int]]:
-        """Return a prompt's length in characters or ids, and the token ids of the part to look up."""
+    def _tokenized(
+        self, request: ChatCompletionRequest | CompletionRequest
+    ) -> tuple[str | list[int], list[int]]:
+        """Return a prompt, and the token ids of the part to look up."""
         if isinstance(request, ChatCompletionRequest):
-            template = self.tokenizer.chat_template_source or ""
-            reasoning_name = reasoning_format_of_template(template)
-            reasoning_format = None if reasoning_name is None else REASONING_FORMATS[reasoning_name]
-            use = request.tool_use()
-            chat = self.tokenizer.render_chat(
-                template_messages(request.given_messages(), call_format_of_template(template)),
-                tools=None if use is None else [tool.for_template() for tool in use.tools],
-                variables=request.thinking_options().variables(template, reasoning_format),
-            )
-            return len(chat.text), self.tokenizer.tokenize_chat(chat.part(0, MAX_CHARACTERS)).ids
+            chat, adds_special_tokens = self._rendered(request)
+            part = chat if len(chat.text) <= MAX_CHARACTERS else chat.part(0, MAX_CHARACTERS)
+            encoding = self.tokenizer.tokenize_chat(part, add_special_tokens=adds_special_tokens)
+            return chat.text, encoding.ids
         if len(request.prompts) > 1:
-            return 0, []
+            return "", []
         [prompt] = request.prompts
         beginning = prompt[:MAX_CHARACTERS]
-        return len(prompt), self.tokenizer.encode(beginning) if isinstance(beginning, str) else beginning
+        if not isinstance(beginning, str):
+            return prompt, beginning
+        adds_special_tokens = request.add_special_tokens is not False
+        return prompt, self.tokenizer.encode(beginning, add_special_tokens=adds_special_tokens)
+
+    def _rendered(self, request: ChatCompletionRequest) -> tuple[RenderedChat, bool]:
+        """Return a conversation's text as engines render it, and whether special tokens are added to it."""
+        template = self.tokenizer.chat_template_source or ""
+        reasoning_name = reasoning_format_of_template(template)
+        reasoning_format = None if reasoning_name is None else REASONING_FORMATS[reasoning_name]
+        options = template_options(request, request.tool_use(), template, reasoning_format)
+        adds_special_tokens: bool = options.pop("add_special_tokens", False)
+        continues: bool = options.get("continue_final_message", False)
+        chat = self.tokenizer.render_chat(
+            template_messages(request.given_messages(), call_format_of_template(template)),
+            add_generation_prompt=options.pop("add_generation_prompt", not continues),
+            variables=options.pop("chat_template_kwargs", {}),
+            **options,
+        )
+        return chat, adds_special_tokens
 
 
 def _has_too_many_values(body: bytes) -> bool:

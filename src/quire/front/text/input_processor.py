@@ -23,6 +23,7 @@ from quire.errors import ContextLengthError, InvalidRequestError
 from quire.front.arguments import prompt_text_or_ids, require_chat
 from quire.front.text.reasoning import ReasoningControl, params_with_reasoning
 from quire.front.text.token_bounds import TokenBound
+from quire.front.text.tokenized_prompt import TokenizedPrompt
 from quire.front.text.truncation import MARGIN, Truncation, TruncationSide, truncation_of
 from quire.models.text.template_messages import RenderedChat
 from quire.pooling_params import PoolingParams
@@ -83,6 +84,7 @@ class InputProcessor:
         /,
         *,
         prompt_text: str | None = None,
+        tokenized: TokenizedPrompt | None = None,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         truncation_side: TruncationSide = "left",
@@ -95,6 +97,7 @@ class InputProcessor:
             params: as given by the caller.
             pooling_params: as for `process_pooling`; None: the request generates.
             prompt_text: text of a prompt given as token ids, for the output.
+            tokenized: the tokens of a text by this tokenizer; None: unknown.
             add_special_tokens: whether to add the model's special tokens to a text.
             truncate_prompt_tokens: number of prompt tokens to keep; -1: as many as fit beside
                 `max_tokens`; None: all.
@@ -112,7 +115,12 @@ class InputProcessor:
         truncation = truncation_of(truncate_prompt_tokens, truncation_side, params, self.info)
         if isinstance(prompt, str):
             self._check_length(len(prompt) and 1)
-            token_ids, prompt_text = self._encode_prompt(prompt, truncation, add_special_tokens)
+            known = self._known_ids(tokenized, truncation)
+            if known is None:
+                token_ids, prompt_text = self._encode_prompt(prompt, truncation, add_special_tokens)
+            else:
+                require_text(prompt, "prompt")
+                token_ids, prompt_text = known, prompt
         else:
             token_ids = self._checked_ids(prompt, truncation)
         return self._request(token_ids, prompt_text, params, begun_at, pooling_params, **options)
@@ -132,6 +140,7 @@ class InputProcessor:
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         *,
+        tokenized: TokenizedPrompt | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         add_generation_prompt: bool | None = None,
@@ -149,6 +158,8 @@ class InputProcessor:
         Args:
             messages: the conversation, in OpenAI's form.
             params: as given by the caller.
+            tokenized: what the template and the tokenizer make of the conversation; None: unknown. Only the
+                end of its text is known then.
             tools: tools that the model may call, as OpenAI's API describes them.
             chat_template_kwargs: variables for the chat template, such as enable_thinking.
             add_generation_prompt: whether the prompt ends with the header of the model's turn; None: unless
@@ -175,21 +186,25 @@ class InputProcessor:
                 f"({self.info.length_limit}); send at most {limit} messages",
                 param="prompt",
             )
-        if call_format == "auto":
-            call_format = call_format_of_template(self._tokenizer.chat_template_source or "")
-        given = template_messages(messages, call_format)
-        if truncation is None:
-            self._check_conversation(given, limit)
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
-        chat = self._tokenizer.render_chat(
-            given,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=None if tools is None else [tool_of(tool).for_template() for tool in tools],
-            variables=chat_template_kwargs,
-        )
-        token_ids, text = self._encode_prompt(chat, truncation, add_special_tokens)
+        known = self._known_ids(tokenized, truncation)
+        if known is None or tokenized is None:
+            if call_format == "auto":
+                call_format = call_format_of_template(self._tokenizer.chat_template_source or "")
+            given = template_messages(messages, call_format)
+            if truncation is None:
+                self._check_conversation(given, limit)
+            if add_generation_prompt is None:
+                add_generation_prompt = not continue_final_message
+            chat = self._tokenizer.render_chat(
+                given,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=None if tools is None else [tool_of(tool).for_template() for tool in tools],
+                variables=chat_template_kwargs,
+            )
+            token_ids, text = self._encode_prompt(chat, truncation, add_special_tokens)
+        else:
+            token_ids, text = known, tokenized.ending
         expected: ExpectedReasoning | None = None
         if reasoning is not None:
             expected = expected_reasoning(reasoning.format, text, reasoning.continued)
@@ -258,6 +273,18 @@ class InputProcessor:
         """
         self._check_vocabulary(token_ids, "tokens")
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _known_ids(
+        self, tokenized: TokenizedPrompt | None, truncation: Truncation | None
+    ) -> list[int] | None:
+        """Return a prompt's known tokens, checked; None: its text is to be tokenized, also to be refused."""
+        if tokenized is None or truncation is not None:
+            return None
+        if not 0 < tokenized.num_tokens <= self.info.max_prompt_len:
+            return None
+        token_ids = tokenized.token_ids()
+        self._check_vocabulary(token_ids, "prompt")
+        return token_ids
 
     def _checked_ids(self, prompt: Sequence[int], truncation: Truncation | None) -> list[int]:
         """Return a prompt's token ids, checked."""

@@ -164,6 +164,12 @@ class Tokenizer:
         digested = [self.vocab_size, self.encode(_SAMPLE), self.chat_template_source, named]
         return blake2b(json.dumps(digested).encode(), digest_size=16).hexdigest()
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of all that makes tokens of texts and of messages; it takes up to a second."""
+        digested = [self._backend.to_str(), self.chat_template_source, self._special_tokens]
+        return blake2b(json.dumps(digested).encode(), digest_size=16).hexdigest()
+
     @property
     def backend(self) -> tokenizers.Tokenizer:
         """The library's own tokenizer, for those who must know how it decodes."""

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from quire.dialogue.calls.tools import ToolUse
 from quire.dialogue.formats import uses_name
+from quire.dialogue.reasoning.formats import ReasoningFormat
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
 from quire.server.calls.reasoning import Thinking
@@ -94,6 +95,29 @@ class ConversationBody(StrictModel):
     def prompt_options(self) -> PromptOptions:
         """Return how the messages become a prompt."""
         return PromptOptions()
+
+
+def template_options(
+    body: ConversationBody, use: ToolUse | None, template: str, reasoning_format: ReasoningFormat | None
+) -> dict[str, Any]:
+    """Return the chat template's inputs besides a body's messages, as options of `AsyncLLM.chat`.
+
+    Args:
+        body: the body.
+        use: its `tool_use`.
+        template: chat template of the model.
+        reasoning_format: reasoning format of the model.
+    """
+    prompt_options = body.prompt_options()
+    options = prompt_options.given()
+    if use is not None:
+        options["tools"] = [tool.for_template() for tool in use.tools]
+    variables = body.thinking_options().variables(template, reasoning_format)
+    if prompt_options.documents is not None:
+        variables = {"documents": prompt_options.documents, **variables}
+    if variables:
+        options["chat_template_kwargs"] = variables
+    return options
 
 
 class PromptFields(ConversationBody):

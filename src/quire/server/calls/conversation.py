@@ -21,7 +21,7 @@ from quire.request_output import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.schemas.json_schemas import enforceable_schema
 from quire.server.calls.blocks import AnswerReader
-from quire.server.calls.bodies import ConversationBody
+from quire.server.calls.bodies import ConversationBody, template_options
 from quire.server.calls.outputs import OutputStream
 from quire.server.context import ServerContext
 from quire.server.wire.leniency import Leniency
@@ -52,6 +52,7 @@ class Conversation:
     ) -> None:
         self._context = context
         self._answer_id = answer_id
+        self._body = body
         self._template = context.chat_template
         self._reasoning_format = context.reasoning_format
         call_format = context.tool_call_format
@@ -163,15 +164,8 @@ class Conversation:
 
     def _template_options(self) -> dict[str, Any]:
         """Return the chat template's inputs besides the messages."""
-        options = {"call_format": self._context.tool_call_format, **self._prompt_options.given()}
-        if self._tool_use is not None:
-            options["tools"] = [tool.for_template() for tool in self._tool_use.tools]
-        variables = self._thinking.variables(self._template, self._reasoning_format)
-        if self._prompt_options.documents is not None:
-            variables = {"documents": self._prompt_options.documents, **variables}
-        if variables:
-            options["chat_template_kwargs"] = variables
-        return options
+        options = template_options(self._body, self._tool_use, self._template, self._reasoning_format)
+        return {"call_format": self._context.tool_call_format, **options}
 
     def observe(self, prompt_index: int, output: RequestOutput) -> None:
         """Find out from the prompt of the first output whether the answer begins with reasoning."""

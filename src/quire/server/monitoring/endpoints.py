@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -55,13 +57,18 @@ async def engine(request: Request) -> Response:
             block_size=info.block_size,
             max_model_len=info.max_model_len,
             kv_transfer=None if address is None else KVTransferAddress(host=address[0], port=address[1]),
-            kv_events=None if ports is None else _kv_event_source(context, *ports),
+            kv_events=None if ports is None else await asyncio.to_thread(_kv_event_source, context, *ports),
         )
     )
 
 
 def _kv_event_source(context: ServerContext, port: int, replay_port: int) -> KVEventSource:
-    return KVEventSource(port=port, replay_port=replay_port, tokenizer=context.llm.tokenizer.fingerprint)
+    return KVEventSource(
+        port=port,
+        replay_port=replay_port,
+        tokenizer=context.llm.tokenizer.fingerprint,
+        prompts=context.prompt_digest,
+    )
 
 
 async def version(request: Request) -> Response:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from quire.errors import InvalidRequestError
 from quire.front.text.input_processor import ProcessedRequest
+from quire.front.text.tokenized_prompt import HEADER, TokenizedPrompt
 from quire.request_output import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.calls.call import GenerationCall
@@ -135,7 +136,19 @@ class CompletionsCall(GenerationCall[RequestT]):
         for name in ("truncate_prompt_tokens", "truncation_side"):
             if (value := getattr(self._body, name)) is not None:
                 options[name] = value
+        if (tokenized := self._tokenized()) is not None:
+            options["tokenized"] = tokenized
         return options
+
+    def _tokenized(self) -> TokenizedPrompt | None:
+        """Return the prompt as a router has tokenized it, if this server would make the same tokens."""
+        data: bytes | None = self._request.scope["state"].get("tokenized")
+        if data is None:
+            return None
+        if len(self._request_ids) > 1:
+            raise InvalidRequestError(f"{HEADER} is for requests of one prompt", param=HEADER)
+        tokenized = TokenizedPrompt.decoded(data)
+        return tokenized if tokenized.digest == self._context.prompt_digest else None
 
     def _answer_fields(self, first: RequestOutput) -> dict[str, Any]:
         """Return more fields of a whole answer."""

@@ -371,12 +371,15 @@ class KVEventSource(Struct, kw_only=True):
     """How to find out which prompts an engine has cached.
 
     KV events are published and replayed on two TCP ports of the engine's host. `tokenizer` is a fingerprint,
-    to be compared before computing the digests of a prompt's blocks.
+    to be compared before computing the digests of a prompt's blocks. `prompts` is a digest of all that makes
+    prompts, to be compared before sending a prompt's tokens; null if the server has other formats of tool
+    calls or reasoning than the chat template tells.
     """
 
     port: int
     replay_port: int
     tokenizer: str
+    prompts: str | None = None
 
 
 class EngineDescription(Struct, kw_only=True):

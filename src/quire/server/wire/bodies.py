@@ -16,19 +16,18 @@ MAX_PROGRESS = 1 << 20
 """Maximum size of a stream's progress in bytes, 14 per token; a longer stream cannot be continued."""
 
 
-def progress_size(request: Request) -> int:
-    """Return how many bytes behind a request's body are the progress of a stream; 0: the request is new.
+def size_behind(request: Request, header: str, limit: int) -> int:
+    """Return how many bytes behind a request's body a header announces; 0: it has no such header.
 
     Raises:
-        InvalidRequestError: the header is not a number of bytes up to `MAX_PROGRESS`.
+        InvalidRequestError: the header is not a number of bytes up to `limit`.
     """
-    given = request.headers.get(CONTINUATION)
+    given = request.headers.get(header)
     if given is None:
         return 0
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 0 < int(given) <= MAX_PROGRESS):
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 0 < int(given) <= limit):
         raise InvalidRequestError(
-            f"{CONTINUATION} is {given!r:.40}; it must be between 1 and {MAX_PROGRESS} bytes",
-            param=CONTINUATION,
+            f"{header} is {given!r:.40}; it must be between 1 and {limit} bytes", param=header
         )
     return int(given)
 

@@ -13,8 +13,16 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from quire.errors import InvalidRequestError, nearest_name
+from quire.front.text import tokenized_prompt
 from quire.server.wire import other_names, strict_model
-from quire.server.wire.bodies import ENCODINGS, Decompressor, bounded_body, progress_size
+from quire.server.wire.bodies import (
+    CONTINUATION,
+    ENCODINGS,
+    MAX_PROGRESS,
+    Decompressor,
+    bounded_body,
+    size_behind,
+)
 from quire.server.wire.errors import ApiError
 from quire.server.wire.leniency import Leniency
 
@@ -62,11 +70,15 @@ async def read_body(
     """
     if not takes_any_type:
         _require_json(request)
-    num_behind = progress_size(request)
-    limit = max_body_bytes + num_behind
+    sizes = {
+        "tokenized": size_behind(request, tokenized_prompt.HEADER, tokenized_prompt.MAX_BYTES),
+        "progress": size_behind(request, CONTINUATION, MAX_PROGRESS),
+    }
+    limit = max_body_bytes + sum(sizes.values())
     body = await bounded_body(request, limit, _decompressor(request, limit))
-    if num_behind:
-        body, request.scope["state"]["progress"] = body[:-num_behind], body[-num_behind:]
+    for name, size in sizes.items():
+        if size:
+            body, request.scope["state"][name] = body[:-size], body[-size:]
     await _require_few_values(body, MAX_VALUES + max_prompt_tokens)
     if await _names_no_number(body):
         _require_json_numbers(body)
