@@ -31,7 +31,7 @@ from quire.kv import PagedAttentionCache
 from unmutated import UNMUTATED
 
 paged_attention = NativeKernels().paged_attention
-SHAPES = [(4, 2, 64), (6, 6, 80), (3, 1, 96), (4, 2, 128), (2, 1, 256), (14, 2, 32), (5, 1, 16)]
+SHAPES = [(4, 2, 64), (6, 6, 80), (3, 1, 96), (4, 2, 128), (2, 1, 256), (14, 2, 32), (5, 1, 16), (9, 1, 576)]
 TYPES = {  # of the query and of the cache
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.bfloat16, torch.bfloat16),

@@ -111,6 +111,11 @@ class LayerLayout:
     keys: HeadsLayout
     values: HeadsLayout
 
+    @property
+    def parts(self) -> tuple[HeadsLayout, ...]:
+        """Keys and values, or what is both."""
+        return (self.keys,) if self.values == self.keys else (self.keys, self.values)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageLayout:

@@ -151,16 +151,15 @@ class PagedAttentionCacheView(TensorData):
         layout = layers[layer_index if len(layers) > 1 else 0]
         if layout is None:
             return cls(metadata, layer_index)
-        keys = values = memory.numbers(layout.keys), memory.scales(layout.keys)
-        if layout.values is not layout.keys:
-            values = memory.numbers(layout.values), memory.scales(layout.values)
+        parts = [(memory.numbers(part), memory.scales(part)) for part in layout.parts]
+        (keys, key_scales), (values, value_scales) = parts[0], parts[-1]
         return cls(
             metadata,
             layer_index,
-            keys[0],
-            values[0],
-            key_scales=keys[1],
-            value_scales=values[1],
+            keys,
+            values,
+            key_scales=key_scales,
+            value_scales=value_scales,
             quantizer=quantizer,
         )
 

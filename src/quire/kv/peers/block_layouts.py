@@ -145,8 +145,8 @@ def conversion(small: PageLayout, shards: ShardLayout) -> BlockConversion:
         for group, place in enumerate(shards.groups):
             other = place.layout.layers[index]
             if one is not None and other is not None:
-                pieces += _pieces(one.keys, other.keys, small.page_size, shards, group)
-                pieces += _pieces(one.values, other.values, small.page_size, shards, group)
+                for part, larger in zip(one.parts, other.parts, strict=True):
+                    pieces += _pieces(part, larger, small.page_size, shards, group)
     starts, lengths, offsets, groups = (
         np.array(column, dtype=np.int64) for column in zip(*pieces, strict=True)
     )

@@ -1,0 +1,215 @@
+"""Latent attention: the latents that are kept, and the same tokens however they are scheduled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint, make_model, save_checkpoint
+from paged_harness import generate, random_prompts
+from quire.config import (
+    CacheEvictionConfig,
+    EngineConfig,
+    KVTierConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from quire.engine.core import EngineCore
+from quire.engine.memory.eviction import refuse_model_beside_eviction
+from quire.engine.memory.plan import plan_memory
+from quire.engine.messages import EngineCoreRequest
+from quire.errors import ConfigError, ModelError
+from quire.execution.drafts import adaptive_proposer
+from quire.kernels.reference import ReferenceKernels
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.loading import WeightOptions, load_decoder
+from quire.models.checkpoints.weight_cache import WeightCache
+from quire.models.shard import check_kv_divisible
+from quire.sampling_params import SamplingParams
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "heads the native attention has": {},
+    "odd": {
+        "q_lora_rank": None,
+        "kv_lora_rank": 19,
+        "qk_rope_head_dim": 6,
+        "qk_nope_head_dim": 9,
+        "v_head_dim": 17,
+        "hidden_size": 70,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+    },
+}
+FAMILY = "minicpm3"
+MAX_TOKENS = 10
+LENGTHS = 61, 5, 38
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_are_the_same_in_chunks_of_every_size(shape: str, tmp_path: Path) -> None:
+    model = make_model(FAMILY, **SHAPES[shape])
+    path = save_checkpoint(model, tmp_path)
+    decoder = load_decoder(path, read_model_config(path))
+    prompts = random_prompts([23, 9], vocab_size=decoder.config.vocab_size)
+    whole = generate(decoder, prompts, num_new=4)
+    for prompt, one in zip(prompts, whole, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + one.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+        assert one.token_ids == logits.argmax(-1).tolist()
+    for chunk in range(1, 23):
+        chunked = generate(decoder, prompts, num_new=4, chunk=chunk, seed=chunk)
+        for one, other in zip(chunked, whole, strict=True):
+            assert torch.equal(one.logits, other.logits), chunk
+
+
+# -- the cache ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(FAMILY, tmp_path_factory.mktemp("latent"))
+
+
+def config_of(path: Path, **options: Any) -> EngineConfig:
+    """Return a configuration; options are its own and its scheduler's."""
+    scheduler = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "block_size": 8, "num_kv_blocks": 64}
+    fields = SchedulerConfig.__dataclass_fields__.keys()
+    scheduler |= {name: value for name, value in options.items() if name in fields}
+    own = {name: value for name, value in options.items() if name not in fields}
+    return EngineConfig(model=str(path), scheduler=SchedulerConfig(**scheduler), **own)
+
+
+@pytest.mark.parametrize(("dtype", "of_layer"), [("auto", 4 * 32), ("int8", 32 + 4)], ids=["float32", "int8"])
+def test_a_token_keeps_its_latent_and_the_rotated_part_of_its_key(
+    dtype: str, of_layer: int, path: Path
+) -> None:
+    config = config_of(path, kv_cache_dtype=dtype)
+    assert plan_memory(config, read_model_config(path)).kv_bytes_per_token == 2 * of_layer
+    core = EngineCore(config, path)
+    [cache] = core.runner.kv_caches
+    assert cache.nbytes == 2 * of_layer * 8 * cache.num_blocks
+    assert all(view.value_pages is view.key_pages for view in cache.views)
+
+
+# -- engines -----------------------------------------------------------------------------------------------
+
+
+def answers(core: EngineCore, prompts: list[list[int]], prefix: str) -> list[list[int]]:
+    """Return the greedy answers to prompts that run together."""
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    found: dict[str, list[int]] = {f"{prefix}{number}": [] for number in range(len(prompts))}
+    for name, prompt in zip(found, prompts, strict=True):
+        core.add(EngineCoreRequest([name], [1], prompt, params))
+    while core.has_unfinished_requests():
+        for output in core.step()[0]:
+            found[output.request_id] += output.new_token_ids
+        core.scheduler.check_invariants()
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[list[int]]:
+    decoder = load_decoder(path, read_model_config(path))
+    return [one.token_ids for one in generate(decoder, prompts(), num_new=MAX_TOKENS)]
+
+
+def prompts() -> list[list[int]]:
+    first, second, third = random_prompts(list(LENGTHS), vocab_size=90)
+    return [first * 2, second, third]  # the first repeats itself, as drafts need it
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kernels": "reference"},
+        {"overlap_steps": True},
+        {"num_kv_blocks": 18, "watermark": 0.0, "reserve_full_prompt": False},
+        {"speculation": SpeculationConfig(speculative_method="ngram", ngram_min=1)},
+        {"kv_tiering": KVTierConfig(kv_tier="memory", kv_tier_size=0.1, kv_tier_min_uses=1)},
+    ],
+    ids=["plain", "reference", "overlapped", "preempted", "drafts", "tier"],
+)
+def test_answers_are_the_same_twice_in_a_row(
+    options: dict[str, Any], path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Drafts whatever steps take: how many are worth their time is asked elsewhere.
+    monkeypatch.setattr(adaptive_proposer, "AdaptiveProposer", lambda proposer, *_, **__: proposer)
+    core = EngineCore(config_of(path, **options), path)
+    assert answers(core, prompts(), "a") == expected
+    assert answers(core, prompts(), "b") == expected
+    stats = core.scheduler.make_stats()
+    assert stats.prefix_hit_tokens > 40
+    assert bool(stats.num_preemptions) == ("num_kv_blocks" in options)
+    assert bool(stats.num_draft_tokens) == ("speculation" in options)
+
+
+def test_answers_do_not_depend_on_company_with_a_quantized_cache(path: Path) -> None:
+    alone = EngineCore(config_of(path, enable_prefix_caching=False, kv_cache_dtype="int8"), path)
+    expected = [answers(alone, [prompt], str(number))[0] for number, prompt in enumerate(prompts())]
+    core = EngineCore(config_of(path, max_num_batched_tokens=13, kv_cache_dtype="int8"), path)
+    assert answers(core, prompts(), "a") == expected
+    assert answers(core, prompts(), "b") == expected
+
+
+def test_cache_eviction_keeps_to_its_size(path: Path) -> None:
+    sizes = CacheEvictionConfig(start_size=8, recent_size=16, max_cache_size=40)
+    core = EngineCore(config_of(path, use_cache_eviction=True, cache_eviction_config=sizes), path)
+    first = answers(core, prompts(), "a")
+    assert core.scheduler.make_stats().num_evicted_blocks
+    other = config_of(path, use_cache_eviction=True, cache_eviction_config=sizes, max_num_batched_tokens=11)
+    assert answers(EngineCore(other, path), prompts(), "a") == first
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+def test_rotating_keys_back_after_evictions_is_refused(path: Path) -> None:
+    sizes = CacheEvictionConfig(start_size=8, recent_size=16, max_cache_size=40, apply_rotation=True)
+    with pytest.raises(ConfigError, match="rotates only 8 of the 32 features of a head"):
+        refuse_model_beside_eviction(
+            SchedulerConfig(use_cache_eviction=True, cache_eviction_config=sizes), read_model_config(path)
+        )
+
+
+def test_ranks_that_share_kv_with_other_engines_are_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not divide the 1 KV heads"):
+        check_kv_divisible(read_model_config(path), 2)
+
+
+def test_kernels_that_do_not_compute_it_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReferenceKernels, "takes_keys_as_values", False)
+    with pytest.raises(ModelError, match=r"layer 0 has latent attention, .* reference kernels do not"):
+        load_decoder(path, read_model_config(path), options=WeightOptions(kernels="reference"))
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads 2; latent attention has as many as"),
+        ({"attention_bias": True}, "attention_bias true, which is not supported in latent attention"),
+    ],
+)
+def test_configs_that_latent_attention_has_not_are_refused(
+    entries: dict[str, Any], message: str, path: Path, tmp_path: Path
+) -> None:
+    make_checkpoint(FAMILY, tmp_path)
+    changed = tmp_path / "config.json"
+    values = json.loads(changed.read_text())
+    changed.write_text(json.dumps(values | entries))
+    with pytest.raises(ModelError, match=message):
+        read_model_config(tmp_path)
+
+
+def test_weights_come_out_of_the_cache_of_packed_weights(path: Path, tmp_path: Path) -> None:
+    config = read_model_config(path)
+    options = WeightOptions(quantization="int8", kernels="native", cache=WeightCache(tmp_path, 10**9))
+    packed, cached = (
+        generate(load_decoder(path, config, options=options), prompts()[1:], num_new=2) for _ in range(2)
+    )
+    for one, other in zip(packed, cached, strict=True):
+        assert torch.equal(one.logits, other.logits)
