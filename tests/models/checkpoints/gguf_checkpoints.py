@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
 _NOT_QUANTIZED = ("ffn_gate_inp",)
 _WITH_OFFSET = ("gemma", "gemma2", "gemma3")
 _INTERLEAVED = ("llama", "granite", "smollm3")
@@ -39,6 +40,7 @@ def write_gguf(
     max_tensors: int = 0,
     other_kinds: Mapping[str, str] | None = None,
     rotated_features: int = 0,
+    random_kind: str = "",
     **metadata: Any,
 ) -> tuple[Path, Path]:
     """Convert the float32 checkpoint in directory `checkpoint`.
@@ -50,6 +52,7 @@ def write_gguf(
         max_tensors: in one file; 0: all.
         other_kinds: of the matrices in whose names in the checkpoint a key occurs.
         rotated_features: of each head; 0: as many as the checkpoint's config says.
+        random_kind: of the matrices, which are random blocks, but for the twin; empty: they are not.
         has_tokenizer: write the checkpoint's tokenizer into the file too.
         metadata: more of it, {architecture}. before each name and dots for double underscores.
 
@@ -83,6 +86,9 @@ def write_gguf(
         is_float = arrays[0].ndim == 1 or any(part in stored_name for part in _NOT_QUANTIZED)
         quantization = gguf.GGMLQuantizationType["F32" if is_float else own_kind]
         stored = gguf.quants.quantize(arrays[0] if len(parts) == 1 else np.stack(arrays), quantization)
+        if random_kind and not is_float:
+            quantization = gguf.GGMLQuantizationType[random_kind]
+            stored = _random_blocks(arrays[0].shape, quantization)
         writer.add_tensor(stored_name, stored, raw_dtype=quantization)
         exact = gguf.quants.dequantize(stored, quantization)
         for part, array in zip(parts, exact if len(parts) > 1 else [exact], strict=True):
@@ -106,6 +112,26 @@ def _merged(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]
         key, number = (name, 0) if expert is None else (f"{expert[1]}.{expert[3]}", int(expert[2]))
         tensors.setdefault(key, {})[number] = (name, weight)
     return [dict(parts[number] for number in sorted(parts)) for parts in tensors.values()]
+
+
+def places_of_halves(kind: str) -> list[int]:
+    """Return where a block of this kind has numbers in float16, in bytes."""
+    if kind in ("F32", "F16", "BF16", "MXFP4"):
+        return []
+    elsewhere = {"Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108]}
+    return elsewhere.get(kind, [0, 2] if kind in WITH_MINIMA else [0])
+
+
+def _random_blocks(shape: tuple[int, int], kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    """Return rows of blocks whose scales are all near one."""
+    rows, width = gguf.quants.quant_shape_to_byte_shape(shape, kind)
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (rows, width // block_bytes, block_bytes), np.uint8)
+    if kind.name == "MXFP4":
+        blocks[..., 0] = 127
+    for place in places_of_halves(kind.name):
+        blocks[..., place : place + 2] = np.array([0.75], np.float16).view(np.uint8)
+    return blocks.reshape(rows, width)
 
 
 def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], rotated_features: int) -> None:

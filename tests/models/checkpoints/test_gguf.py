@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_checkpoints import write_gguf
+from gguf_checkpoints import WITH_MINIMA, places_of_halves, write_gguf
 from safetensors.torch import load_file
 
 from checkpoints import make_checkpoint
@@ -84,7 +84,7 @@ def test_every_architecture_computes_what_its_checkpoint_does(family: str, tmp_p
 
 @pytest.mark.formats
 @pytest.mark.first_case
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])
 def test_every_weight_is_what_the_gguf_package_makes_of_it(kind: str, tmp_path: Path) -> None:
     file, twin = write_gguf(make_checkpoint("llama", tmp_path / "model", **WIDE), "llama", kind)
     wanted = load_file(twin / "model.safetensors")
@@ -93,7 +93,7 @@ def test_every_weight_is_what_the_gguf_package_makes_of_it(kind: str, tmp_path: 
         for spec in weight_specs(config):
             for source in spec.sources:
                 weight = checkpoint.weight(source)
-                assert isinstance(weight, GroupedWeight) == (kind.startswith("Q") and len(source.shape) == 2)
+                assert isinstance(weight, GroupedWeight) == (kind[-2:] != "16" and len(source.shape) == 2)
                 # Where 0 stands for the least number, it is kept as the place of zero.
                 rounding = 1e-6 if kind.endswith("_1") else 0.0
                 torch.testing.assert_close(dequantize(weight), wanted[source.name], rtol=0, atol=rounding)
@@ -130,6 +130,7 @@ def test_embeddings_are_what_the_gguf_package_makes_of_them(
         {"v_proj": "Q8_0", "layers.1.mlp.down": "Q8_0"},
         {"q_proj": "Q5_0", "mlp.down": "Q5_1"},
         {"embed": "F16", "o_proj": "F16"},
+        {"q_proj": "MXFP4", "k_proj": "MXFP4", "v_proj": "MXFP4", "mlp.down": "MXFP4"},
     ],
 )
 def test_the_memory_that_a_file_will_take_is_known_from_its_header(
@@ -207,29 +208,37 @@ def test_parts_that_are_not_those_of_one_model_are_named(split: tuple[list[Path]
 
 @pytest.mark.parametrize("number", KINDS)
 def test_random_blocks(number: int) -> None:
-    """Any bytes, for kinds that the package cannot write too."""
+    """Any bytes, for kinds that the package cannot write too, are what it makes of them, bit for bit."""
     kind = KINDS[number]
-    octets = np.random.default_rng(number).integers(0, 256, (3, 4, kind.block_bytes)).astype(np.uint8)
-    has_least = kind.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-    scale_places = slice(0, 4) if has_least else slice(208, 210) if kind.name == "Q6_K" else slice(0, 2)
-    if kind.block_size > 1:
-        scales = np.random.default_rng(0).normal(size=(3, 4, octets[..., scale_places].shape[-1] // 2))
-        scales[1] = 0.0
-        octets[..., scale_places] = scales.astype(np.float16).view(np.uint8)
-    wanted = gguf.quants.dequantize(octets.reshape(3, -1), gguf.GGMLQuantizationType(number))
-    found = dequantize(kind.decode(torch.from_numpy(octets.copy())))
+    chosen = np.random.default_rng(number)
+    octets = chosen.integers(0, 256, (67, 4, kind.block_bytes)).astype(np.uint8)
+    octets[1], octets[2] = 0, 255
+    for place in places_of_halves(kind.name):
+        scales = chosen.normal(size=(67, 4, 1))
+        scales[:34] *= 10.0 ** chosen.integers(-7, 5, (34, 4, 1))
+        scales[3] = 0.0
+        octets[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
+    if kind.name == "MXFP4":
+        octets[..., 0] = np.arange(67 * 4).reshape(67, 4) % 253  # all that are accepted
+    wanted = gguf.quants.dequantize(octets.reshape(67, -1), gguf.GGMLQuantizationType(number))
     assert kind.name == gguf.GGMLQuantizationType(number).name
-    if has_least:  # 0 stands for the least number, kept as the place of zero
-        np.testing.assert_allclose(found.numpy(), wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+    assert (kind.block_size, kind.block_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)]
+    kind.check(torch.from_numpy(octets))
+    np.testing.assert_array_equal(kind.floats(torch.from_numpy(octets)).numpy(), np.asarray(wanted))
+    found = dequantize(kind.decode(torch.from_numpy(octets))).numpy()
+    if kind.name in WITH_MINIMA:  # 0 stands for the least number, kept as the place of zero
+        usual = slice(34, None)
+        rounding = 1e-6 * np.abs(wanted[usual]).max()
+        np.testing.assert_allclose(found[usual], wanted[usual], rtol=0, atol=rounding)
     else:
-        np.testing.assert_array_equal(found.numpy(), np.asarray(wanted))
+        np.testing.assert_array_equal(found, np.asarray(wanted))
 
 
 @pytest.mark.parametrize("number", [number for number, kind in KINDS.items() if kind.block_size > 1])
 @pytest.mark.parametrize("wrong", [np.nan, -np.inf])
 def test_scales_of_blocks_are_finite_numbers(number: int, wrong: float, tmp_path: Path) -> None:
     kind = KINDS[number]
-    for place in _places_of_halves(kind.name):
+    for place in places_of_halves(kind.name):
         octets = np.zeros((5, 2, kind.block_bytes), dtype=np.uint8)
         octets[3, 1, place : place + 2] = np.array([wrong], dtype=np.float16).view(np.uint8)
         writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3")
@@ -247,11 +256,24 @@ def test_scales_of_blocks_are_finite_numbers(number: int, wrong: float, tmp_path
             GGUFWeights(tmp_path / "m.gguf").read("model.layers.0.mlp.down_proj.weight", meant.shape)
 
 
-def _places_of_halves(kind: str) -> list[int]:
-    """Return where a block of this kind has numbers in float16, in bytes."""
-    if kind == "Q6_K":
-        return [208]
-    return [0, 2] if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]
+@pytest.mark.parametrize("name", [kind.name for kind in KINDS.values() if kind.block_size > 1])
+def test_the_memory_that_a_type_will_take(name: str, tmp_path: Path, packed_bytes: list[int]) -> None:
+    """Of random blocks, since the package does not write all types."""
+    number = gguf.GGMLQuantizationType[name]
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    path = make_checkpoint("qwen3", tmp_path / "model", **sizes, num_hidden_layers=1)
+    file, _ = write_gguf(path, "qwen3", "F32", random_kind=name)
+    config = read_model_config(file)
+    load_decoder(file, config, options=WeightOptions(kernels="native"))
+    assert weight_bytes(config, config.dtype, "none", 128) == pytest.approx(sum(packed_bytes), rel=0.02)
+    with Checkpoint(file) as checkpoint:
+        spec = next(spec for spec in weight_specs(config) if spec.field == "down")
+        weight = checkpoint.weight(spec.sources[0])
+    stored = next(
+        tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.0.ffn_down.weight"
+    )
+    wanted = gguf.quants.dequantize(stored.data, number)
+    np.testing.assert_allclose(dequantize(weight).numpy(), wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q5_1"])

@@ -37,8 +37,12 @@ from quire.models.families.wrappers import decoder_entries
 
 _GGML_TYPES: dict[str, StoredQuantization] = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), StoredQuantization("int4", 32)),
-    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0", "IQ4_NL"), StoredQuantization("grouped_int8", 32)),
-    "Q6_K": StoredQuantization("grouped_int8", 16),
+    **dict.fromkeys(("Q2_K", "Q3_K"), StoredQuantization("int4", 16)),
+    **dict.fromkeys(
+        ("Q5_0", "Q5_1", "Q5_K", "Q8_0", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4"),
+        StoredQuantization("grouped_int8", 32),
+    ),
+    **dict.fromkeys(("Q6_K", "IQ2_XS", "IQ2_S"), StoredQuantization("grouped_int8", 16)),
 }
 _COMPARED_BYTES = 1 << 20  # bytes compared at a time, to stay in a CPU cache
 

@@ -1,7 +1,7 @@
 """The weights of a GGUF file.
 
-Each tensor becomes the form that the kernels can hold: 4 bits are int4 in groups of 32, and all other
-quantized kinds are 8 bits in groups of 32 or 16.
+Each tensor becomes the form that the kernels can hold: Q2_K, Q3_K and types of 4 evenly spaced bits are int4
+in groups of 16 or 32, and all other quantized types are 8 bits in such groups.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class GGUFWeights:
     def encoded_embedding(self, name: str, shape: tuple[int, ...]) -> EncodedRows | None:
         """See `WeightStore`."""
         kind, octets = self._blocks(name, shape)
-        return None if kind.block_size == 1 else EncodedRows(octets, kind.decode)
+        return None if kind.block_size == 1 else EncodedRows(octets, kind.floats)
 
     def release(self, name: str) -> None:
         """See `WeightStore`."""
