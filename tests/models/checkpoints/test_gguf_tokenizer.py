@@ -13,6 +13,7 @@ import tokenizers
 
 from checkpoints import CHAT_TEMPLATE, make_tokenizer
 from quire.errors import ModelError
+from quire.models.checkpoints.gguf.words import WORDS
 from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
 TEXTS = [
@@ -82,17 +83,19 @@ def test_as_the_text_of_a_tokenizer_json(published: Path, tmp_path: Path) -> Non
     assert [found.encode(text).ids for text in TEXTS] == [wanted.encode(text) for text in TEXTS]
 
 
-def test_the_rules_of_qwen2(published: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35"])
+def test_the_rules_of_qwen(pre: str, published: Path, tmp_path: Path) -> None:
     from transformers import Qwen2Tokenizer  # takes seconds
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
     model = json.loads((published / "tokenizer.json").read_text())["model"]
     merges = [
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]
     ]
-    wanted = Qwen2Tokenizer(
+    wanted = (Qwen2Tokenizer if pre == "qwen2" else Qwen3_5Tokenizer)(
         vocab=model["vocab"], merges=merges, extra_special_tokens=["<|im_start|>", "<|im_end|>"]
     )
-    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre="qwen2"))
+    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre=pre))
     for text in TEXTS:
         assert found.encode(text) == wanted.encode(text)
 
@@ -101,6 +104,32 @@ def test_the_rules_of_llama_3_keep_up_to_three_digits_together(published: Path, 
     found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre="llama-bpe"))
     words = [word for word, _ in found.backend.pre_tokenizer.pre_tokenize_str("a 12345, I'LL go\n\n x")]
     assert words == ["a", "Ġ", "123", "45", ",", "ĠI", "'LL", "Ġgo", "ĊĊ", "Ġx"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "wanted"),
+    [
+        ("refact", "It|'s| aBc|,| |1|2|3|4|5| e|\u0301|e|\n\n| x|/|Y|/|\n|漢字|、|か|    | end"),
+        ("smaug-bpe", "It|'s| aBc|,| |123|45| e|\u0301e|\n\n| x|/Y|/\n|漢字|、か|    | end"),
+        ("qwen35", "It|'s| aBc|,| |1|2|3|4|5| e\u0301e|\n\n| x|/Y|/\n|漢字|、か|    | end"),
+        ("tekken", "It|'s| a|Bc|,| |1|2|3|4|5| e\u0301e|\n\n| x|/Y|/\n|漢字|、か|    | end"),
+        ("gpt-4o", "It's| a|Bc|,| |123|45| e\u0301e|\n\n| x|/Y|/\n|漢字|、か|    | end"),
+        ("deepseek-v3", "It|'s| aBc|,| |123|45| e\u0301e|\n\n| x|/Y|/\n|漢字|、|か|    | end"),
+    ],
+)
+def test_the_rules_of_other_tokenizers(pre: str, wanted: str, published: Path, tmp_path: Path) -> None:
+    """As the regular expressions in the tokenizer.json of Granite 3, OLMo 2, Qwen3.5 and so on cut it."""
+    text = wanted.replace("|", "")
+    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre=pre))
+    words = found.backend.pre_tokenizer.pre_tokenize_str(text)
+    assert "|".join(text[start:end] for _, (start, end) in words) == wanted
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_every_text_comes_back(pre: str, published: Path, tmp_path: Path) -> None:
+    found = read_tokenizer(_byte_level(published, tmp_path / "m.gguf", pre=pre))
+    for text in TEXTS[:2]:
+        assert found.decode(found.encode(text, add_special_tokens=False)) == text
 
 
 def test_a_token_at_the_start_where_the_file_asks_for_it(published: Path, tmp_path: Path) -> None:
@@ -251,7 +280,7 @@ def test_a_special_id_outside_the_vocabulary_is_an_error(published: Path, tmp_pa
 def test_unknown_rules_are_named(published: Path, tmp_path: Path) -> None:
     file = _byte_level(published, tmp_path / "m.gguf", pre="hieroglyphs")
     with pytest.raises(
-        ModelError, match="the pre-tokenizer hieroglyphs; Quire builds gpt-2, qwen2, llama-bpe"
+        ModelError, match="the pre-tokenizer hieroglyphs; Quire builds gpt-2, olmo, starcoder"
     ):
         read_tokenizer(file)
 

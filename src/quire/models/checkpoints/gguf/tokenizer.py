@@ -10,22 +10,13 @@ import math
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.file import GGUFFile
+from quire.models.checkpoints.gguf.words import WORDS
 from quire.models.checkpoints.special_ids import special_ids
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS = {  # by tokenizer.ggml.pre; None: GPT-2's
-    "gpt-2": None,
-    "qwen2": _WORDS.format(digits=r"\p{N}"),
-    "llama-bpe": _WORDS.format(digits=r"\p{N}{1,3}"),
-}
-_BEGUN_BY_BOS = "llama-bpe"  # Llama 3, whose files often lack add_bos_token; elsewhere the default is false
 _KEEP_SPACE = ("<s>", "<|endoftext|>")  # marks of Phi-3 that do not absorb following white space
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
 _TOKEN_TYPES = range(7)  # llama.cpp's numbers
@@ -74,7 +65,7 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
         )
     adds_bos = file.entry(f"{_PREFIX}add_bos_token", bool)
     if adds_bos is None:
-        adds_bos = kind == "llama" or _text(file, "pre") == _BEGUN_BY_BOS
+        adds_bos = kind == "llama" or WORDS[_text(file, "pre") or ""].begins_with_bos
     bos = _special(file, "bos", tokens) if adds_bos else []
     eos = _special(file, "eos", tokens) if file.entry(f"{_PREFIX}add_eos_token", bool) else []
     if bos or eos:
@@ -88,25 +79,15 @@ def _build(file: GGUFFile) -> tokenizers.Tokenizer:
 def _byte_level(file: GGUFFile) -> tokenizers.Tokenizer:
     rules = _text(file, "pre")
     if not rules:  # a file from before May 2024; its rules are probably not GPT-2's
-        raise _refusal(file, "that names no pre-tokenizer", ", ".join(SPLITS))
-    if rules not in SPLITS:
-        raise _refusal(file, f"with the pre-tokenizer {rules:.100}", ", ".join(SPLITS))
+        raise _refusal(file, "that names no pre-tokenizer", ", ".join(WORDS))
+    words = WORDS.get(rules)
+    if words is None:
+        raise _refusal(file, f"with the pre-tokenizer {rules:.100}", ", ".join(WORDS))
     merges = [(left, right) for left, _, right in (text.partition(" ") for text in _texts(file, "merges"))]
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab=_vocabulary(file), merges=merges, ignore_merges=rules == "llama-bpe")
+        models.BPE(vocab=_vocabulary(file), merges=merges, ignore_merges=words.keeps_known)
     )
-    split = SPLITS[rules]
-    if split is None:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(split), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    if rules == "qwen2":
-        backend.normalizer = normalizers.NFC()
+    words.configure(backend)
     backend.decoder = decoders.ByteLevel()
     return backend
 

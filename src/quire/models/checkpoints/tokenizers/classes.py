@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from quire.errors import ModelError
-from quire.models.checkpoints.gguf.tokenizer import SPLITS
+from quire.models.checkpoints.gguf.words import QWEN2
 
 _SPACE = "\u2581"  # SentencePiece's space
 _END = "<|endoftext|>"
@@ -98,12 +98,7 @@ def _gemma(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
 
 def _qwen2(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
     _set_model(backend)
-    backend.normalizer = normalizers.NFC()
-    bytes_ = pre_tokenizers.ByteLevel(
-        add_prefix_space=bool(settings.get("add_prefix_space")), use_regex=False
-    )
-    words = pre_tokenizers.Split(Regex(SPLITS["qwen2"] or ""), behavior="isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
+    QWEN2.configure(backend, prefix_space=bool(settings.get("add_prefix_space")))
     backend.decoder = decoders.ByteLevel()
 
 
