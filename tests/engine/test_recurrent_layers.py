@@ -17,6 +17,7 @@ from quire.engine.core import EngineCore
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
+from quire.scheduling.outputs import EngineCoreOutput
 
 BLOCK_SIZE = 4
 LENGTHS = 90, 7, 41, 33
@@ -49,23 +50,36 @@ class Engine:
     def checkpoints(self) -> Any:
         return self.core.scheduler.accounts.states.pool
 
-    def answers(self, prompts: list[np.ndarray], **params: Any) -> list[list[Any]]:
-        """Return each prompt's answer, tokens and log-probabilities; the prompts run together."""
-        fields = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 0, **params}
-        answers: dict[str, list[Any]] = {}
+    def outputs(self, prompts: list[np.ndarray], **params: Any) -> list[list[EngineCoreOutput]]:
+        """Return the outputs of each sequence; the prompts run together."""
+        fields = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, **params}
+        outputs: dict[str, list[EngineCoreOutput]] = {}
         for prompt in prompts:
             names = [str(next(self._names)) for _ in range(fields.get("n", 1))]
-            answers |= {name: [] for name in names}
-            self.core.add(
-                EngineCoreRequest(names, [*range(len(names))], prompt.tolist(), SamplingParams(**fields))
+            outputs |= {name: [] for name in names}
+            request = EngineCoreRequest(
+                names, [*range(len(names))], prompt.tolist(), SamplingParams(**fields)
             )
+            self.core.add(request)
         while self.core.has_unfinished_requests():
             for output in self.core.step()[0]:
                 assert output.error is None
-                chosen = output.logprobs or []
-                answers[output.request_id] += [(one.token_ids[0], one.logprobs[0]) for one in chosen]
+                outputs[output.request_id].append(output)
             self.core.scheduler.check_invariants()
-        return list(answers.values())
+        return list(outputs.values())
+
+    def answers(self, prompts: list[np.ndarray], **params: Any) -> list[list[tuple[int, float]]]:
+        """Return each sequence's tokens and their log-probabilities."""
+        return [
+            [(one.token_ids[0], one.logprobs[0]) for output in outputs for one in output.logprobs or ()]
+            for outputs in self.outputs(prompts, logprobs=0, **params)
+        ]
+
+    def scored(self, prompt: np.ndarray, tokens: list[int]) -> float:
+        """Return the log-probability of an answer."""
+        [outputs] = self.outputs([np.append(prompt, tokens)], max_tokens=1, prompt_logprobs=0)
+        logprobs = [one.logprobs[0] for output in outputs for one in output.prompt_logprobs or () if one]
+        return sum(logprobs[-len(tokens) :])
 
 
 def prompts() -> list[np.ndarray]:
@@ -169,14 +183,12 @@ def test_several_answers_to_a_prompt(path):
 
 
 def test_beams_go_on_from_the_states_of_those_that_they_continue(path):
-    beams = {"beam_width": 4, "n": 4, "logprobs": None}
     engine = Engine(path)
-    first, again = ([engine.hypotheses(prompt, **beams) for prompt in prompts()] for _ in range(2))
-    assert first == again
-    for prompt, hypotheses in zip(prompts(), first, strict=True):
-        for tokens, logprob in hypotheses:
-            scored = engine.answers([np.concatenate((prompt, tokens))], max_tokens=1, prompt_logprobs=0)
-            assert logprob == pytest.approx(sum(engine.prompt_logprobs[-len(tokens) :]), abs=1e-3)
+    prompt = prompts()[2]
+    for _ in range(2):
+        for [output] in engine.outputs([prompt], beam_width=4, n=4, logprobs=8):
+            scored = engine.scored(prompt, output.new_token_ids)
+            assert output.cumulative_logprob == pytest.approx(scored, abs=1e-4)
 
 
 def test_an_emptied_prefix_cache_has_no_checkpoints(path, expected):

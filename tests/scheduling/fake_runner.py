@@ -5,7 +5,8 @@ Before it "computes" a token it checks that the request's block table really hol
 so a wrong table, a block given to two requests, a false prefix hit, a wrong copy or a load of or into the
 wrong block is seen at once. The next token is a hash of the history, and with cache eviction of what the
 cache keeps of it: any error in the scheduling changes the output. Cache groups with a window have KV of their
-own, of which only what is in the window is checked.
+own, of which only what is in the window is checked. A state, of a slot or a checkpoint, is the KV of the last
+token before it, and is checked likewise.
 
 It proposes drafts that are right with a fixed probability, obeys grammar bitmasks, and drives the worker side
 of a KV connector over its own blocks.
@@ -106,8 +107,12 @@ class FakeRunner:
         seed: int = 0,
         rules: EvictionRules | None = None,
         windows: tuple[WindowBlocks, ...] = (),
+        has_states: bool = False,
     ) -> None:
         self.windows = windows
+        self.has_states = has_states
+        self.states: dict[int, int] = {}  # by slot
+        self.checkpoints: dict[int, int] = {}
         self.block_size = block_size
         self.rules = rules  # of cache eviction
         self.num_evictions = 0
@@ -151,6 +156,7 @@ class FakeRunner:
     def execute(self, plan: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
         self.num_executed += 1
         self._apply_changes(plan)
+        assert (plan.state_copies is not None) == self.has_states
         if self.connector is not None:
             self.failed_requests.begin(plan)
             self.connector.start_load_kv(plan.kv_connector_metadata)
@@ -164,6 +170,8 @@ class FakeRunner:
             if sampled[-1] and self.num_logprobs.get(request_id):
                 history = self.tokens[request_id][:-1]
                 logprobs[request_id] = [self._logprobs(history, self.num_logprobs[request_id])]
+        if plan.state_copies is not None:
+            self.checkpoints |= {to: self.states[slot] for slot, to in plan.state_copies.saved.tolist()}
         width = max([1, *map(len, sampled)])
         broken = [name for name in plan.request_ids if name in self.fail]
         padded = [row + [NO_TOKEN] * (width - len(row)) for row in sampled]
@@ -205,6 +213,11 @@ class FakeRunner:
         read = self._read(slot, len(positions))
         is_bad = not self.bad_blocks.isdisjoint(self.tables[slot][: -(-len(positions) // self.block_size)])
         is_bad |= (read == GARBAGE).any().item()
+        if self.has_states:
+            state = self.states.get(slot, NEVER_WRITTEN)
+            is_bad |= bool(start) and state == GARBAGE
+            assert is_bad or not start or state == kv[start - 1], "another sequence's state"
+            self.states[slot] = GARBAGE if is_bad else kv[start + count - 1]
         assert is_bad or (read == kv[positions]).all(), request_id
         self._check_windows(slot, start, kv, is_bad=is_bad)
         seen: list = history
@@ -267,6 +280,9 @@ class FakeRunner:
         for fork in plan.forks:
             self.tokens[name_of[fork.slot]] = [*copies[fork.slot], NEVER_WRITTEN]
             self._set_tables(fork.slot, fork.block_ids)
+        if plan.state_copies is not None:
+            self.states |= {fork.slot: self.states[fork.parent_slot] for fork in plan.forks}
+            self.states |= {to: self.checkpoints[one] for one, to in plan.state_copies.restored.tolist()}
 
     def _choose_last_tokens(self, plan: SchedulerOutput) -> None:
         name_of = {slot: name for name, slot in self.slot_of.items()}
@@ -326,6 +342,7 @@ class FakeRunner:
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
             del self.tables[slot], self.positions[slot], self.window_tables[slot]
+            self.states.pop(slot, None)
 
     def _write(self, slot: int, start: int, kv: np.ndarray) -> None:
         size, table = self.block_size, self.tables[slot]

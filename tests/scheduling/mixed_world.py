@@ -13,6 +13,7 @@ from mixed_connectors import draw_connector
 from mixed_policies import NONSENSE, Fault, misbehaving_policies
 
 from quire.config import AggregationMode, CacheEvictionConfig, KVCrushConfig, SchedulerConfig
+from quire.kv.blocks.checkpoints import StateSlots
 from quire.kv.blocks.groups import WindowBlocks
 from quire.scheduling import Scheduler
 from quire.scheduling.context import SchedulerContext
@@ -145,12 +146,16 @@ class World:
         self.compiler = CompilerOnCommand()
         self.events = CacheEvents()
         self.most_drafts = choose.among([0, 0, 1, 3])
-        self.windows, self.connector = (), None
+        self.windows, self.connector, self.states = (), None, None
         if not config.use_cache_eviction:
             commit = self.commit_blocks if self.grows else None
             windows = draw_windows(choose, config, self.num_blocks, commit)
             self.connector = draw_connector(choose, config.block_size, [each.window for each in windows])
             self.windows = windows if self.connector is None or self.connector.by_group else ()
+            if self.connector is None and choose.chance(50):
+                count = choose.among([0, 1, 3, 20]) if config.dynamic_split_fuse else 0
+                self.states = StateSlots(count, choose.among([1, 2, 5]) * config.block_size)
+                self.most_drafts = 0
         self.runner = FakeRunner(
             self.num_blocks,
             config.block_size,
@@ -158,6 +163,7 @@ class World:
             seed=choose.integer(0, 99),
             rules=rules_of(config),
             windows=self.windows,
+            has_states=self.states is not None,
         )
         context = SchedulerContext(
             clock=self.clock,
@@ -168,6 +174,7 @@ class World:
             draft_length=self.draft_length,
             commit_blocks=self.commit_blocks if self.grows else None,
             windows=self.windows,
+            states=self.states,
         )
         self.scheduler = Scheduler(
             dataclasses.replace(config, **self.policies),

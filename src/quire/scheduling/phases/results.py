@@ -298,7 +298,7 @@ class ResultsPhase:
     def _propose(self, slots: IntArray, draft_ids: IntArray) -> None:
         accounts = self.accounts
         running, grammars = accounts.running, accounts.grammars
-        if accounts.eviction is not None:
+        if accounts.eviction is not None or accounts.states is not None:
             return  # what goes after a step cannot come back when a draft is rejected
         for row in np.flatnonzero(running.has_grammar[slots] | running.is_beam[slots]).tolist():
             request_id = running.request_at(int(slots[row])).request_id
