@@ -11,7 +11,7 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder
 
-FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe", "lfm2"]
+FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe", "lfm2", "qwen3_5"]
 PROMPT_LENGTHS = [1, 7, 66, 131]
 NUM_NEW = 6
 

@@ -20,6 +20,7 @@ from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
+from quire.kernels.layers.recurrence import DeltaHeads
 from quire.kernels.layers.weights import Weight
 from quire.kernels.sampling.token_choice import TokenChoice
 
@@ -276,6 +277,53 @@ class KernelSet(ABC):
             [T, n] in the rows' type.
         """
         raise NotImplementedError
+
+    def gated_delta_rule(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        heads: DeltaHeads,
+        out: torch.Tensor,
+    ) -> None:
+        """Update the memory of each head by each token, and recall its query (Yang et al. 2024).
+
+        Queries and keys become vectors of length 1, and queries are divided by `sqrt(key_dim)`. A memory M
+        [key_dim, value_dim] is multiplied by `exp(decay * softplus(time + time_bias))`; then
+        `sigmoid(strength) * key (value - key^T M)^T` is added to it, and `query^T M` is the result. With
+        `has_recurrence` only.
+
+        Args:
+            qkv: [T, 2 * num_keys * key_dim + num_values * value_dim]: queries, keys, values.
+            gates: [T, 2, num_values]: strength and time.
+            state: [states, num_values, key_dim, value_dim] float32; those of the step's sequences are brought
+                up to date.
+            batch: the step; `batch.states` says which these are.
+            heads: what `qkv` consists of.
+            out: [T, num_values, value_dim] for the result.
+        """
+        raise NotImplementedError
+
+    def gated_norm(
+        self, rows: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float
+    ) -> torch.Tensor:
+        """Return the root-mean-square norm of rows, times silu(gate), in their type.
+
+        Args:
+            rows: [T, heads, n] contiguous, overwritten with the norm.
+            gate: [T, heads, n].
+            weight: [n] float32, of the norm.
+            eps: as for `rms_norm`.
+        """
+        normed = self.rms_norm(rows.view(-1, rows.shape[-1]), weight, eps=eps).view(rows.shape)
+        wide = gate.float()
+        return normed.mul_((wide / torch.exp(-wide).add_(1.0)).to(normed.dtype))
+
+    def gated_by_sigmoid(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Multiply rows in place by sigmoid(gate), of the same shape, and return them."""
+        return rows.mul_((1.0 / torch.exp(-gate.float()).add_(1.0)).to(rows.dtype))
 
 
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

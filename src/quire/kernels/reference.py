@@ -33,7 +33,7 @@ from quire.kernels.layers.linear import (
     OneDnnLinear,
     quantization_of,
 )
-from quire.kernels.layers.recurrence import causal_conv
+from quire.kernels.layers.recurrence import DeltaHeads, causal_conv, gated_delta_rule
 from quire.kernels.layers.weights import Weight
 from quire.kernels.sampling.host_choice import HostChoice
 from quire.kernels.sampling.row_scans import ReferenceScans
@@ -175,6 +175,19 @@ class ReferenceKernels(KernelSet):
     ) -> torch.Tensor:
         total = causal_conv(rows, weight, state, batch, bias=bias)
         return (_ACTIVATIONS[activation](total) if activation else total).to(rows.dtype)
+
+    @override
+    def gated_delta_rule(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        heads: DeltaHeads,
+        out: torch.Tensor,
+    ) -> None:
+        gated_delta_rule(qkv, gates, state, batch, heads=heads, out=out)
 
 
 def seen_blocks(query: torch.Tensor, kv: KVLayer, batch: AttentionBatch, scores: Scores) -> SeenBlocks | None:

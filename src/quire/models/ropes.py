@@ -41,6 +41,16 @@ def read_rope(hf: HFConfig, head_dim: int) -> RopeConfig:
     return _rope(hf, values, head_dim, original=hf.get("original_max_position_embeddings"))
 
 
+def partial_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig]:
+    """Return those of a model that may rotate a part of each head, as its only set.
+
+    Raises:
+        ModelError: see `read_rope`.
+    """
+    values = _one_set(hf)
+    return (_rope(hf, values, head_dim, original=hf.get("original_max_position_embeddings")),)
+
+
 def read_rope_of_scaled_queries(hf: HFConfig, head_dim: int) -> RopeConfig:
     """Return those of a model whose queries grow with their position, if `llama_4_scaling_beta` says so.
 
@@ -143,7 +153,8 @@ def _rope(
     kind = _kind(values)
     if kind not in KINDS:
         raise ModelError(f"config.json says rope type {kind!r}; {nearest_name(kind, KINDS)}")
-    for name in ("rope_type", "type"):  # the one that does not count, too
+    # The one type that does not count, too; and text has one position in time, height and width.
+    for name in ("rope_type", "type", "mrope_section", "mrope_interleaved"):
         values.get(name)
     for name in _NEEDED.get(kind, ()):
         if name not in values:

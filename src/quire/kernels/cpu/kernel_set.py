@@ -255,6 +255,17 @@ class NativeKernels(KernelSet):
     ) -> torch.Tensor:
         return _REFERENCE.causal_conv(rows, weight, state, batch, **options)
 
+    @override
+    def gated_delta_rule(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        **options: Any,
+    ) -> None:
+        _REFERENCE.gated_delta_rule(qkv, gates, state, batch, **options)
+
 
 @checked_once
 def _norm_numbers(

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from quire.kernels.attention.batch import AttentionBatch
 
 
+_UNIT_EPS = 1e-6  # added to the square of a length
+_LINEAR_FROM = 20.0  # softplus(x) is x from here on, as in torch
+
+
 @dataclasses.dataclass(slots=True, frozen=True)
 class ConvRows:
     """Which inputs each token of a step is computed from, for filters of `K` taps.
@@ -57,6 +61,62 @@ class ConvRows:
             input_of(sequence, token - first + taps, first),
             input_of(np.arange(num_seqs)[:, None], num_tokens[:, None] + kept, (ends - num_tokens)[:, None]),
         )
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class DeltaHeads:
+    """The heads of a gated DeltaNet; each key head serves equally many value heads, in order.
+
+    Args:
+        num_keys: heads of queries and keys.
+        num_values: heads of values.
+        key_dim: features of a head of queries and keys.
+        value_dim: features of a head of values.
+        decay: [num_values] float32, below 0: of each head's memory, per unit of time.
+        time_bias: [num_values] float32, added to the time that a token takes before softplus.
+    """
+
+    num_keys: int
+    num_values: int
+    key_dim: int
+    value_dim: int
+    decay: torch.Tensor
+    time_bias: torch.Tensor
+
+
+def gated_delta_rule(
+    qkv: torch.Tensor,
+    gates: torch.Tensor,
+    state: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    heads: DeltaHeads,
+    out: torch.Tensor,
+) -> None:
+    """Token by token, so that all operations have one shape; see `KernelSet.gated_delta_rule`."""
+    numbers, key_size = _numbers(batch), heads.num_keys * heads.key_dim
+    memories = _begun(state[numbers], batch)
+    ends = np.cumsum(batch.num_tokens)
+    for memory, start, end in zip(memories, (ends - batch.num_tokens).tolist(), ends.tolist(), strict=True):
+        for token in range(start, end):
+            query, key, value = qkv[token].float().split([key_size, key_size, qkv.shape[1] - 2 * key_size])
+            query, key = (_unit(each.view(-1, heads.key_dim)) for each in (query, key))
+            group = heads.num_values // heads.num_keys
+            query, key = (each.repeat_interleave(group, 0)[:, :, None] for each in (query, key))
+            strength, time = gates[token].float()
+            time = time + heads.time_bias
+            softplus = torch.where(time > _LINEAR_FROM, time, torch.log1p(torch.exp(time)))
+            memory.mul_(torch.exp(heads.decay * softplus)[:, None, None])
+            recalled = (memory * key).sum(1)
+            written = (value.view(recalled.shape) - recalled) / (1 + torch.exp(-strength))[:, None]
+            memory.add_(key * written[:, None])
+            out[token] = (memory * (query * heads.key_dim**-0.5)).sum(1)
+    state[numbers] = memories
+
+
+def _unit(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of length 1."""
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _UNIT_EPS)
 
 
 def causal_conv(

@@ -1,13 +1,17 @@
-"""Qwen 2 and 3."""
+"""Qwen 2, 3 and 3.5."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from quire.errors import ModelError
 from quire.models.config import ModelConfig
 from quire.models.families.family import NAMES, Family, layer_windows, with_attention_biases, with_experts
+from quire.models.layer import LayerConfig
 from quire.models.layers.attention import AttentionConfig
-from quire.models.ropes import HFConfig
+from quire.models.layers.delta_net import DeltaNetConfig
+from quire.models.ropes import HFConfig, partial_ropes
 
 _QWEN_DEFAULTS: dict[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
@@ -44,6 +48,32 @@ def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     )
 
 
+def _qwen3_5(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    delta_net = DeltaNetConfig(
+        num_key_heads=hf["linear_num_key_heads"],
+        num_value_heads=hf["linear_num_value_heads"],
+        key_dim=hf["linear_key_head_dim"],
+        value_dim=hf["linear_value_head_dim"],
+        num_taps=hf["linear_conv_kernel_dim"],
+    )
+    if delta_net.num_value_heads % delta_net.num_key_heads:
+        raise ModelError(
+            f"config.json has {delta_net.num_value_heads} linear_num_value_heads, which the "
+            f"{delta_net.num_key_heads} linear_num_key_heads cannot serve evenly"
+        )
+    interval = hf.get("full_attention_interval", 4)
+    layers = range(base.num_layers)
+    types = hf.get("layer_types")
+    is_full = [(i + 1) % interval == 0 if types is None else types[i] == "full_attention" for i in layers]
+    gated = with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="head", is_gated=True)
+    attention, feed_forward = gated.layers[0].parts
+    return replace(
+        gated,
+        norm_offset=1.0,
+        layers=tuple(LayerConfig((attention if full else delta_net, feed_forward)) for full in is_full),
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(_qwen2, NAMES, _QWEN_DEFAULTS, architectures=("Qwen2ForCausalLM",)),
     "qwen3": Family(_qwen3, NAMES, _QWEN_DEFAULTS | {"head_dim": 128}, architectures=("Qwen3ForCausalLM",)),
@@ -52,5 +82,23 @@ FAMILIES: dict[str, Family] = {
         NAMES,
         {"num_key_value_heads": 4, "sliding_window": 4096},
         architectures=("Qwen3MoeForCausalLM",),
+    ),
+    "qwen3_5": Family(
+        _qwen3_5,
+        NAMES,
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+        architectures=("Qwen3_5ForCausalLM",),
+        model_type="qwen3_5_text",
+        layer_types=("full_attention", "linear_attention"),
+        ropes=partial_ropes,
     ),
 }

@@ -39,6 +39,7 @@ class AttentionConfig(SubLayerConfig):
     qk_norm: str = ""  # norm of queries and keys: none (empty), per head ("head"), or over all ("full")
     qkv_bias: bool = False
     output_bias: bool = False
+    is_gated: bool = False  # each head's result is multiplied by the sigmoid of what its query comes with
     kv_source: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own
 
     role: ClassVar[str] = "attention"
@@ -76,7 +77,8 @@ class AttentionConfig(SubLayerConfig):
     @override
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
         kv_heads = shard.kv_heads(self.num_heads, self.num_kv_heads)
-        query = head_section(self.num_heads, self.head_dim, shard.query_heads(self.num_heads))
+        query_size = self.head_dim * (1 + self.is_gated)
+        query = head_section(self.num_heads, query_size, shard.query_heads(self.num_heads))
         key = head_section(self.num_kv_heads, self.head_dim, kv_heads)
         value = head_section(self.num_kv_heads, self.value_size, kv_heads)
         sections = {"q": query} if self.kv_source is not None else {"q": query, "k": key, "v": value}
@@ -129,7 +131,8 @@ class AttentionConfig(SubLayerConfig):
         qkv = self.num_heads * self.head_dim
         if self.kv_source is None:
             qkv += self.num_kv_heads * (self.head_dim + self.value_size)
-        return {"qkv": (qkv,), "attended": (self.num_heads, self.value_size)}
+        gated = {"gated_qkv": (qkv + self.num_heads * self.head_dim,)} if self.is_gated else {}
+        return {"qkv": (qkv,), "attended": (self.num_heads, self.value_size), **gated}
 
     @override
     def peak_bytes(self, step: StepSizes) -> int:
@@ -142,6 +145,8 @@ class AttentionConfig(SubLayerConfig):
             scratch += key_selection_bytes(step.scheduler, self, step.max_model_len, step.num_threads)
         if not step.on_gpu and not step.is_native:
             scratch += step.tokens * (self.buffers()["qkv"][0] + attended) * _FLOAT32_BYTES
+        if self.is_gated:
+            scratch = max(scratch, 3 * step.tokens * self.output_size * _FLOAT32_BYTES)
         return max(scratch, step.product_bytes(self.output_size))
 
     @override
@@ -213,7 +218,10 @@ class Attention(SubLayer):
         batch = step.batches[kv.group]
         cos, sin = (None, None) if self._rope is None else step.angles[self._rope]
         query_scale = None if self._rope is None else step.query_scales[self._rope]
-        qkv = self.qkv(inputs, out=buffers["qkv"])
+        if config.is_gated:
+            qkv, gate = self._split_gate(self.qkv(inputs, out=buffers["gated_qkv"]), buffers["qkv"])
+        else:
+            qkv = self.qkv(inputs, out=buffers["qkv"])
         if config.kv_source is None:
             query = self._kernels.rotary_and_write_kv(
                 qkv,
@@ -241,7 +249,17 @@ class Attention(SubLayer):
             softcap=config.softcap,
             out=buffers["attended"],
         )
+        if config.is_gated:
+            attended = self._kernels.gated_by_sigmoid(attended, gate)
         return self.output(attended.flatten(1), out=out)
+
+    def _split_gate(self, gated: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy queries, keys and values to `qkv`; return it, and each head's gate [T, heads, head_dim]."""
+        heads, size = self._config.num_heads, self._config.head_dim
+        pairs, rest = gated[:, : 2 * heads * size].view(-1, heads, 2, size), gated[:, 2 * heads * size :]
+        qkv[:, : heads * size].view(-1, heads, size).copy_(pairs[:, :, 0])
+        qkv[:, heads * size :].copy_(rest)
+        return qkv, pairs[:, :, 1]
 
 
 def _check(config: AttentionConfig, loader: LayerLoader) -> None:
