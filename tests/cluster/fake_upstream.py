@@ -58,6 +58,7 @@ class FakeEngine:
         self.on_hang = lambda: None
         self.kv_port = 0  # at which others read its KV; 0: at none
         self.block_size = 16
+        self.models: list[str] = []  # names of what it serves; empty: it does not say
         self.kv_events: dict[str, Any] | None = None  # where its KV events are
         self.waits_for = 0  # port of an engine whose KV never comes
         self.num_sent = 0  # bytes of an endless stream
@@ -158,7 +159,11 @@ class FakeEngine:
     def _description(self) -> bytes:
         address = {"host": "10.0.0.1", "port": self.kv_port} if self.kv_port else None
         card = {"role": "prefill", "model": "m", "block_size": self.block_size, "max_model_len": 99}
-        return json.dumps({**card, "kv_transfer": address, "kv_events": self.kv_events}).encode()
+        models = [
+            {"id": name, "created": 1, "owned_by": self.url, "max_model_len": 99} for name in self.models
+        ]
+        described = {**card, "kv_transfer": address, "kv_events": self.kv_events, "models": models}
+        return json.dumps(described).encode()
 
     def _body(self, seen: Seen) -> bytes:
         if b'"do_remote_decode"' in seen.content:

@@ -23,7 +23,7 @@ class KnownBlocks(RuleBasedStateMachine):
     @precondition(lambda self: len(self.engines) < 3)
     @rule()
     def follow(self):
-        self.engines.append((self.index.open(16), []))
+        self.engines.append((self.index.open(16, ""), []))
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data())

@@ -43,7 +43,7 @@ def removed(*numbers: int) -> BlockRemoved:
 async def following(ports, *, max_blocks=10**6, interval=SOON, timeout=PATIENCE):
     """Follow what is published at these ports as the events of an engine; yields the engine."""
     engine = Engine("http://127.0.0.1:1", Role.BOTH)
-    source = EventSource("127.0.0.1", *ports, BLOCK, engine.id)
+    source = EventSource("127.0.0.1", *ports, BLOCK, "", engine.id)
     context = zmq.asyncio.Context()
     index = BlockIndex(max_blocks)
     held = num_held(index)
@@ -282,5 +282,5 @@ async def test_a_port_that_cannot_be_one_is_said(caplog):
 
 
 def test_addresses_name_the_host_of_the_engines_url():
-    assert EventSource("engine1", 7, 8, 16, 1).address(7) == "tcp://engine1:7"
-    assert EventSource("::1", 7, 8, 16, 1).address(8) == "tcp://[::1]:8"
+    assert EventSource("engine1", 7, 8, 16, "", 1).address(7) == "tcp://engine1:7"
+    assert EventSource("::1", 7, 8, 16, "", 1).address(8) == "tcp://[::1]:8"

@@ -19,19 +19,24 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 class Blocks:
     block_size = 4
 
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
     def num_cached(self, digests):
         return len(digests)
 
 
-async def digests(finder, path, **fields):
+async def digests(finder, path, engines=None, **fields):
     body = json.dumps({"model": "m", **fields}).encode()
-    found = await finder.find(path, body, len(body), [Blocks()])
+    engines = list(map(Blocks, finder.tokenizers)) if engines is None else engines
+    found = await finder.find(path, body, len(body), engines)
+    assert [*found.num_bytes] == [one for one in engines if one.tokenizer == engines[0].tokenizer]
     return found.digests[4]
 
 
 async def test_a_conversation_with_tools_is_the_text_that_engines_make_of_it():
     tokenizer = byte_level(chat_template=TEMPLATE)
-    finder = PrefixFinder(tokenizer, timeout=60)
+    finder = PrefixFinder([tokenizer], timeout=60)
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "tool_calls": [CALL]},
@@ -46,3 +51,19 @@ async def test_a_conversation_with_tools_is_the_text_that_engines_make_of_it():
     finally:
         finder.close()
         tokenizer.close()
+
+
+async def test_a_prompt_has_the_tokens_of_its_engines_tokenizer():
+    tokenizers = [byte_level(), byte_level(chat_template=TEMPLATE)]
+    finder = PrefixFinder(tokenizers, timeout=60)
+    engines = [Blocks(tokenizer.fingerprint) for tokenizer in tokenizers]
+    try:
+        chat = {"path": "/v1/chat/completions", "messages": [{"role": "user", "content": "What is it?"}]}
+        text = {"path": "/v1/completions", "prompt": "user: What is it?"}
+        assert await digests(finder, engines=engines[1:], **chat) == await digests(finder, **text)
+        body = json.dumps({"model": "m", "messages": chat["messages"]}).encode()
+        assert await finder.find(chat["path"], body, len(body), engines) is None  # it has no chat template
+    finally:
+        finder.close()
+        for tokenizer in tokenizers:
+            tokenizer.close()

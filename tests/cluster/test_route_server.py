@@ -95,10 +95,8 @@ async def test_engines_are_added_drained_and_removed(routed):
     http, router = await routed(engine=[first])
     await second.start()
     added = await http.post("/route/engines", json={"url": second.url + "/", "role": "both"})
-    assert added.json()["data"] == [
-        {"url": one.url, "role": "both", "state": "up", "reason": None, "in_flight": 0, "waiting_bytes": 0}
-        for one in (first, second)
-    ]
+    new = {"role": "both", "state": "up", "reason": None, "models": [], "in_flight": 0, "waiting_bytes": 0}
+    assert added.json()["data"] == [{"url": one.url, **new} for one in (first, second)]
     drained = await http.post("/route/engines", json={"url": first.url, "draining": True})
     assert [one["state"] for one in drained.json()["data"]] == ["draining", "up"]
     for _ in range(3):

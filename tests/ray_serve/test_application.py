@@ -39,7 +39,8 @@ def test_one_engine_behind_an_ingress() -> None:
     assert engine._deployment_config.graceful_shutdown_timeout_s == 30
     router, [_], port = ingress.init_args
     assert isinstance(router, RouterConfig)
-    assert (router.tokenizer, port) == ("mini", 0)
+    assert (router.tokenizer, port) == (("mini",), 0)
+    assert ingress.init_kwargs == {"models": ["mini"]}
     assert ingress.max_ongoing_requests == router.max_in_flight
 
 
@@ -90,6 +91,32 @@ def test_without_an_ingress_clients_reach_engines() -> None:
     assert engine.init_args[1].edge.allowed_hosts == ("example.com",)
 
 
+def test_several_models_share_an_ingress() -> None:
+    models = [
+        {"model": "mini", "num-replicas": 2, "max_num_seqs": 8},
+        {"model": "a/b.c", "tokenizer": "mini", "served_model_name": ["d/e.f", "g"], "device": "cuda"},
+        {"model": "h", "prefill_replicas": 1, "decode_replicas": 2, "num_replicas": 1},
+    ]
+    found = deployments(models=models, num_replicas=3, max_num_seqs=4, api_key="one", max_in_flight=9)
+    ingress = found.pop("Ingress")
+    router = ingress.init_args[0]
+    assert router.tokenizer == ("mini", "h")
+    assert (router.max_in_flight, router.engine_api_key) == (9, "one")
+    assert ingress.init_kwargs == {"models": ["mini", "d/e.f", "g", "h"]}
+    assert {name: one.num_replicas for name, one in found.items()} == {
+        "Engine:mini": 2,
+        "Engine:d--e_f": 3,
+        "Prefill:h": 1,
+        "Decode:h": 2,
+    }
+    configs = {name: one.init_args for name, one in found.items()}
+    sequences = {name: engine.scheduler.max_num_seqs for name, (engine, _) in configs.items()}
+    assert sequences == {"Engine:mini": 8, "Engine:d--e_f": 4, "Prefill:h": 4, "Decode:h": 4}
+    assert {server.api_key for _, server in configs.values()} == {"one"}
+    for name, one in found.items():
+        assert one._deployment_config.request_router_config.request_router_kwargs == {"name": name}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -107,6 +134,16 @@ def test_without_an_ingress_clients_reach_engines() -> None:
         ({"batch_dir": "batches"}, "it must be absolute"),
         ({"batch_dir": "/batches", "ingress_replicas": 0}, "needs an ingress"),
         ({"batch_dir": "/batches", "max_replicas": 2}, "leave one of them out"),
+        ({"models": []}, "models is []; it must be a list with a mapping of options for each model"),
+        ({"models": "mini"}, "models is 'mini'; it must be a list"),
+        ({"models": ["mini"]}, "models is ['mini']; it must be a list"),
+        ({"models": [{}, {}]}, "two models have the name 'mini'"),
+        ({"models": [{"served_model_name": ["a", "b:latest"]}, {"model": "b"}]}, "the name 'b'"),
+        ({"models": [{"api-key": "x"}]}, "api-key of a model is one of all models; set it beside models"),
+        ({"models": [{"ingress_replicas": 2}]}, "ingress_replicas of a model is one of all models"),
+        ({"models": [{"role": "prefill"}]}, "the option role cannot be set on Ray Serve"),
+        ({"models": [{"models": []}]}, "no option has the name 'models'"),
+        ({"models": [{}, {"model": "b"}], "ingress_replicas": 0}, "2 models need an ingress"),
     ],
 )
 def test_wrong_options_are_refused(given: dict[str, Any], message: str) -> None:

@@ -44,7 +44,7 @@ def expected() -> list[list[int]]:
 def url() -> Iterator[str]:
     """The URL of Ray Serve's proxy on a cluster of this machine alone."""
     port = free_port()
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
         serve.start(http_options={"port": port})
         yield f"http://127.0.0.1:{port}"
@@ -281,6 +281,27 @@ def test_prompts_are_handed_over_below_a_prefix(url: str, expected: list[list[in
     with streams(split) as answers:
         assert [answer.result() for answer in answers] == expected
     assert 'purpose="prefill"} 8.0' in httpx.get(f"{split}/metrics").text
+
+
+def test_an_ingress_serves_several_models(url: str, expected: list[list[int]]) -> None:
+    models = [{}, {"served_model_name": ["short"], "max_model_len": 96}]
+    serve.run(build_app(**OPTIONS, models=models), name="models", route_prefix="/models")
+    several = f"{url}/models"
+    wait_until(lambda: list(states(several).values()) == ["up", "up"])
+    listed = httpx.get(f"{several}/v1/models").json()["data"]
+    assert {card["id"]: card["max_model_len"] for card in listed}.items() >= {("short", 96)}
+    with streams(several) as answers:
+        assert [answer.result() for answer in answers] == expected
+    body = {"model": "short", "prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{several}/v1/completions", json={**body, "return_token_ids": True}).json()
+    assert (answer["model"], answer["choices"][0]["token_ids"]) == ("short", expected[0][:20])
+    unknown = httpx.post(f"{several}/v1/completions", json={**body, "model": "long"})
+    assert unknown.status_code == 404
+    message = unknown.json()["error"]["message"]
+    assert message == "the model 'long' is not served here; the engines have 'mini', 'short'"
+    used = httpx.get(f"{several}/metrics").text
+    assert used.count('purpose="answer"} 8.0') == 1, used
+    serve.delete("models")
 
 
 def test_an_engine_without_an_ingress_answers_itself(url: str, expected: list[list[int]]) -> None:

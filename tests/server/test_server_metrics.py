@@ -209,6 +209,7 @@ async def test_version(http):
 
 async def test_a_router_can_ask_what_the_engine_is(http, llm):
     described = {"role": "prefill", "model": "fake", "block_size": 16, "max_model_len": 256}
+    described["models"] = (await http.get("/v1/models")).json()["data"]
     address = {"host": "10.0.0.1", "port": 7000}
     assert (await http.get("/engine")).json() == {**described, "kv_transfer": address, "kv_events": None}
     llm.info.kv_transfer_address, llm.info.kv_events_ports = None, (7001, 7002)

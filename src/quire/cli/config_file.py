@@ -10,7 +10,7 @@ import io
 import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,30 +91,44 @@ def read_config_file(file: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def named_values(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values given by name, as `read_config_file` returns those of a file.
+def by_parameter(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return values by name with underscores in all names.
 
     Args:
-        given: values as YAML has them, by names with hyphens or underscores; text may stand for any of them.
-        kinds: type annotation by name, with underscores.
+        given: values by names with hyphens or underscores.
+        known: all names, with underscores.
 
     Raises:
-        ConfigError: a name is unknown or duplicate, or a value has a wrong type.
+        ConfigError: a name is unknown or duplicate.
     """
-    import yaml
-
     values: dict[str, Any] = {}
     for name, value in given.items():
         key = name.replace("-", "_")
-        if key not in kinds:
-            raise ConfigError(f"no option has the name {name!r:.80}; {nearest_name(key, kinds)}")
+        if key not in known:
+            raise ConfigError(f"no option has the name {name!r:.80}; {nearest_name(key, known)}")
         if key in values:
             raise ConfigError(f"{key} is there twice; leave one of them out")
-        try:
-            values[key] = _value(_node(value), kinds[key], key)
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ConfigError(f"{key} cannot be read: {error!s:.300}") from None
+        values[key] = value
     return values
+
+
+def named_value(name: str, value: Any, kind: Any) -> Any:
+    """Return a value as `read_config_file` returns those of a file.
+
+    Args:
+        name: its name.
+        value: as YAML has it; text may stand for it.
+        kind: type annotation of the command's parameter.
+
+    Raises:
+        ConfigError: the value has a wrong type.
+    """
+    import yaml
+
+    try:
+        return _value(_node(value), kind, name)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{name} cannot be read: {error!s:.300}") from None
 
 
 def _node(value: Any) -> yaml.Node:

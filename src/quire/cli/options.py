@@ -20,7 +20,7 @@ from typing import Any
 import typer
 
 from quire.cli.bench_options import ArrivalConfig, LatencyConfig, TargetConfig, WorkloadConfig
-from quire.cli.config_file import config_file_option, named_values
+from quire.cli.config_file import by_parameter, config_file_option, named_value
 from quire.cli.console import flag_name, in_flags, one_line_errors, parameter_name, usage_errors
 from quire.cli.manual import MOST_USED_PANEL
 from quire.config import (
@@ -231,18 +231,20 @@ def configs_of(
         cls: [_parameter(owner, field, limits, defaults or {}) for owner, field, limits in config_fields(cls)]
         for cls in classes
     }
-    described = {flag.name: typing.get_args(flag.annotation) for own in flags.values() for flag in own}
-    variables = {name: info.envvar for name, (_, info) in described.items() if info.envvar}
-    kinds = {name: kind for name, (kind, _) in described.items()}
-    values = {name: os.environ[one] for name, one in variables.items() if one in os.environ}
-    values |= named_values(given, kinds)
+    given = by_parameter(given, {flag.name for own in flags.values() for flag in own})
     try:
         return [
-            _build(cls, {flag.name: values.get(flag.name, flag.default) for flag in own})
-            for cls, own in flags.items()
+            _build(cls, {flag.name: _value_of(flag, given) for flag in own}) for cls, own in flags.items()
         ]
     except typer.BadParameter as error:
         raise ConfigError(f"{error.param_hint}: {error.message}") from None
+
+
+def _value_of(flag: inspect.Parameter, given: Mapping[str, Any]) -> Any:
+    kind, info = typing.get_args(flag.annotation)
+    if flag.name in given:
+        return named_value(flag.name, given[flag.name], kind)
+    return os.environ.get(info.envvar, flag.default) if info.envvar else flag.default
 
 
 def _parameter(

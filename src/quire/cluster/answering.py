@@ -13,6 +13,7 @@ from quire.cluster.engines.calls import EngineCalls, PromptKV
 from quire.cluster.engines.metrics import Purpose
 from quire.cluster.engines.registry import DECODERS, Engine
 from quire.cluster.engines.upstream import Answer, EngineRequest, EngineRequestError
+from quire.cluster.models import tell_all_models
 from quire.cluster.prefills import Prefill, PrefillFailedError, Prefills
 from quire.cluster.prompts import GenerationBody, OtherBody, Prompt
 from quire.cluster.relay import Relay
@@ -42,6 +43,7 @@ class Answering:
 
     def __init__(self, request: ClientRequest, calls: EngineCalls, config: RouterConfig) -> None:
         self._relay = Relay(request)
+        self._request = request
         self._calls = calls
         self._config = config
         self._tried: list[Engine] = []
@@ -83,15 +85,16 @@ class Answering:
                     break
             if self._choose(body.prompt) is not None:
                 self._calls.metrics.retries.inc()
-        await self.fail(self._no_answer())
+        await self.fail(self._no_answer(body.prompt.model))
 
     async def answer_from(self, answer: Answer) -> None:
         """Forward an engine's answer that no other engine could give."""
         try:
+            tell_all_models(answer, self._request, self._calls.engines)
             await self._relay.forward(answer)
         except EngineRequestError as error:
             self._note(error, is_first=True)
-            await self.fail(self._no_answer())
+            await self.fail(self._no_answer(""))
 
     async def fail(self, failure: ApiError) -> None:
         """End the answer if it has begun; else raise the failure."""
@@ -120,6 +123,7 @@ class Answering:
                 prefill.is_taken = answer.status == 200
             if self._relay.has_begun:
                 self._calls.metrics.continued.inc()
+            tell_all_models(answer, self._request, self._calls.engines)
             await self._relay.forward(answer)
             return True
 
@@ -175,10 +179,10 @@ class Answering:
         self._num_failures += 1
         self._failure = error
 
-    def _no_answer(self) -> ApiError:
+    def _no_answer(self, model: str) -> ApiError:
         if self._failure is not None:
             return error_of(self._failure, has_begun=self._relay.has_begun)
-        engines = self._calls.engines.of(DECODERS)
+        engines = self._calls.engines.of(DECODERS, model)
         states = "; ".join(f"{one.url} is {one.described_state}" for one in engines[:8])
         return ApiError(
             503,

@@ -26,6 +26,7 @@ class ListedEngine(msgspec.Struct, kw_only=True):
     role: Role
     state: EngineState
     reason: str | None
+    models: list[str]
     in_flight: int
     waiting_bytes: int
 
@@ -46,6 +47,7 @@ def list_engines(router: Router) -> EngineList:
                 role=engine.role,
                 state=engine.state,
                 reason=engine.failure,
+                models=[card.id for card in (engine.models or {}).values()],
                 in_flight=engine.num_requests,
                 waiting_bytes=engine.num_waiting_bytes,
             )

@@ -21,6 +21,7 @@ from quire.cluster.owners import BATCHES, FILES, NO_PROMPT, answer_by_owner, can
 from quire.server.batches.answers import Batch, BatchList, FileList, FileObject
 from quire.server.batches.body import BatchQuery, FileQuery
 from quire.server.wire.answers import json_response
+from quire.server.wire.errors import ApiError
 from quire.server.wire.validation import read_query
 
 T = TypeVar("T")
@@ -43,8 +44,15 @@ async def upload(calls: EngineCalls, asked: EngineRequest, answering: Answering)
     What has been sent of a body cannot be sent to another engine, so an engine is first asked for its files.
 
     Raises:
-        ApiError: no engine answered.
+        ApiError: no engine answered, or engines serve several models.
     """
+    if len({frozenset(one.models) for one in calls.engines.of(DECODERS) if one.models}) > 1:
+        raise ApiError(
+            400,
+            "files for batches cannot be stored here, since engines serve several models and a file would be "
+            "with one of them; send it to a router or server of one model",
+            code="several_models",
+        )
     engine: Engine | None = None
 
     async def note(answer: Answer) -> None:

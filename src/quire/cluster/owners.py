@@ -52,6 +52,7 @@ async def answer_by_owner(
     asked: EngineRequest,
     named: str,
     use: Callable[[Answer], Awaitable[None]],
+    model: str = "",
 ) -> None:
     """Ask all engines in turn, and use the first answer other than that it is not there.
 
@@ -63,18 +64,20 @@ async def answer_by_owner(
         asked: the request.
         named: what is looked for.
         use: takes the answer.
+        model: name of the model that is to answer; empty: any.
 
     Raises:
         ApiError: an engine that may have it did not answer, or cannot be asked.
     """
+    prompt = Prompt(b"", model=model)
     tried: list[Engine] = []
     missing: list[Answer] = []
     busy: Answer | None = None
     failure: EngineRequestError | None = None
-    while (engine := calls.engines.choose(DECODERS, NO_PROMPT, excluded=tried)) is not None:
+    while (engine := calls.engines.choose(DECODERS, prompt, excluded=tried)) is not None:
         tried.append(engine)
         try:
-            async with calls.answer(engine, Purpose.ANSWER, NO_PROMPT, PromptKV.COMPUTED, asked) as answer:
+            async with calls.answer(engine, Purpose.ANSWER, prompt, PromptKV.COMPUTED, asked) as answer:
                 if _is_missing(answer):
                     missing.append(answer)
                 elif answer.status in _BUSY and answer.is_whole:
@@ -90,7 +93,7 @@ async def answer_by_owner(
         return
     if failure is not None:
         raise error_of(failure)
-    others = [engine for engine in calls.engines.of(DECODERS) if engine not in tried]
+    others = [engine for engine in calls.engines.of(DECODERS, model) if engine not in tried]
     if others or not missing:
         raise cannot_ask(others, f"no engine that can be asked has {named}")
     await use(_clearest(missing, named))

@@ -42,7 +42,13 @@ _UNSPLIT = ("prompt_logprobs", "echo", "truncate_prompt_tokens")
 _ONE_TOKEN = {"max_tokens": Raw(b"1"), "n": Raw(b"1"), "stream": Raw(b"false")}
 _ENGINE_ONLY = "kv_transfer_params"
 
+
+class _Named(msgspec.Struct):
+    model: str = ""
+
+
 _decode = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_named = msgspec.json.Decoder(_Named).decode
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -53,10 +59,12 @@ class Prompt:
     Args:
         content: the JSON as the client wrote it.
         salt: the JSON of the request's `cache_salt`.
+        model: name of the model that is to answer; empty: any.
     """
 
-    def __init__(self, content: bytes, salt: bytes = b"") -> None:
+    def __init__(self, content: bytes, salt: bytes = b"", model: str = "") -> None:
         self.content = content
+        self.model = model
         self.cached: CachedPrefixes | None = None  # on engines whose KV events are followed
         self._salt = salt
 
@@ -66,16 +74,25 @@ class Prompt:
         return chunk_keys(self.content, self._salt)
 
 
+def named_model(body: bytes) -> str:
+    """Return the model that a JSON body names; empty if there is none, or the body is invalid."""
+    try:
+        return _decode_named(body).model
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return ""
+
+
 class OtherBody:
     """The body of a request that generates nothing.
 
     Args:
         body: as the client sent it.
+        model: name of the model that is to answer; empty: any.
     """
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, model: str = "") -> None:
         self._body = body
-        self.prompt = Prompt(b"")
+        self.prompt = Prompt(b"", model=model)
 
     def for_answer(self, params: Raw | None) -> bytes:
         """Return the body for the answering engine: the client's, as there is no KV."""
@@ -103,7 +120,8 @@ class GenerationBody:
         self._is_as_sent = _ENGINE_ONLY not in self._fields
         self._fields.pop(_ENGINE_ONLY, None)  # not accepted from clients
         content = self._fields.get("messages", self._fields.get("prompt", b""))
-        self.prompt = Prompt(bytes(content), bytes(self._fields.get("cache_salt", b"")))
+        model = named_model(b'{"model":%b}' % bytes(self._fields.get("model", b'""')))
+        self.prompt = Prompt(bytes(content), bytes(self._fields.get("cache_salt", b"")), model)
 
     @property
     def can_be_split(self) -> bool:

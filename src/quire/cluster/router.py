@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster import files, owners
@@ -17,6 +17,7 @@ from quire.cluster.engines.health import HealthChecks
 from quire.cluster.engines.metrics import RouterMetrics
 from quire.cluster.engines.registry import DECODERS, PREFILLERS, Engine, Engines, EngineState, Role
 from quire.cluster.engines.upstream import EngineRequest, Upstream
+from quire.cluster.models import model_of
 from quire.cluster.prefills import Prefills
 from quire.cluster.prefixes.memory import PrefixMemory
 from quire.cluster.prompts import GenerationBody, OtherBody, Prompt
@@ -41,10 +42,12 @@ class Router:
 
     Args:
         config: configuration of the router.
+        models: names of models that are served even while no known engine has them.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, models: Collection[str] = ()) -> None:
         self.config = config
+        self._models = models
         self.engines = Engines(PrefixMemory(config.max_remembered_chunks))
         self.metrics = RouterMetrics(self.engines.by_url.values())
         self.calls = LiveCalls()
@@ -143,6 +146,7 @@ class Router:
             ApiError: no engine answered.
         """
         generation = GenerationBody(request.body)
+        generation.prompt.model = self._known_model(generation.prompt.model)
         asked = self._asked(request)
         await self._look_up(request.path, request.body, generation.prompt)
         async with self._ended_by_stop(request) as answering:
@@ -156,7 +160,7 @@ class Router:
                 await prefills.close()
 
     async def pass_on(self, request: ClientRequest) -> None:
-        """Have a decode engine answer any other request.
+        """Have a decode engine answer any other request; one with the model that the request names, if any.
 
         Raises:
             InvalidRequestError: a header is not UTF-8.
@@ -166,15 +170,16 @@ class Router:
             if request.path.startswith(path):
                 raise ApiError(404, advice, code="route_not_found")
         asked = self._asked(request)
+        model = self._known_model(model_of(request))
         async with self._ended_by_stop(request) as answering:
             if files.is_list(request):
                 await files.answer_list(self._calls, asked, request, answering)
             elif owners.needs_owner(request):
                 asked = dataclasses.replace(asked, body=request.body)
                 named = owners.named_in(request)
-                await owners.answer_by_owner(self._calls, asked, named, answering.answer_from)
+                await owners.answer_by_owner(self._calls, asked, named, answering.answer_from, model)
             else:
-                await answering.answer(asked, OtherBody(request.body))
+                await answering.answer(asked, OtherBody(request.body, model))
 
     async def upload(self, request: ClientRequest) -> None:
         """Have a decode engine store a file, which is passed on as it arrives.
@@ -222,9 +227,14 @@ class Router:
             timeout=self.config.first_byte_timeout,
         )
 
+    def _known_model(self, name: str) -> str:
+        """Return a model's name; empty, so that any engine refuses it, if none serves it."""
+        return name if name in self._models or self.engines.of(DECODERS, name) else ""
+
     async def _look_up(self, path: str, body: bytes, prompt: Prompt) -> None:
         """Look up the cached part of a prompt on engines whose KV events are followed."""
-        followed = [engine.blocks for engine in self.engines.by_url.values() if engine.blocks is not None]
+        engines = self.engines.of(DECODERS | PREFILLERS, prompt.model)
+        followed = [engine.blocks for engine in engines if engine.blocks is not None]
         if self._lookup is None or not followed:
             return
         prompt.cached = await self._lookup.find(path, body, len(prompt.content), followed)
@@ -232,9 +242,9 @@ class Router:
             self.metrics.not_tokenized.inc()
 
     def _is_worth_a_prefill(self, generation: GenerationBody) -> bool:
-        if not self.engines.of(PREFILLERS) or not generation.can_be_split:
-            return False
         prompt = generation.prompt
+        if not self.engines.of(PREFILLERS, prompt.model) or not generation.can_be_split:
+            return False
         decoder = self.engines.choose(DECODERS, prompt)
         if decoder is None:
             return False
@@ -251,8 +261,8 @@ def _prefix_finder(config: RouterConfig) -> PrefixFinder | None:
     from quire.models.checkpoints.hub import resolve_model
     from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 
-    tokenizer = read_tokenizer(resolve_model(config.tokenizer, weights=False))
-    return PrefixFinder(tokenizer, config.tokenize_timeout)
+    tokenizers = (read_tokenizer(resolve_model(model, weights=False)) for model in config.tokenizer)
+    return PrefixFinder(tokenizers, config.tokenize_timeout)
 
 
 def _feeds(config: RouterConfig, lookup: PrefixFinder | None) -> KVEventFeeds | None:
@@ -260,4 +270,4 @@ def _feeds(config: RouterConfig, lookup: PrefixFinder | None) -> KVEventFeeds | 
         return None
     from quire.cluster.engines.kv_event_feeds import KVEventFeeds
 
-    return KVEventFeeds(config, lookup.tokenizer)
+    return KVEventFeeds(config, lookup.tokenizers)

@@ -69,11 +69,12 @@ class RouterConfig:
         help="How much of past prompts to remember, so that prompts with the same prefix go to the same "
         "engine.",
     )
-    tokenizer: str = knob(
-        default="",
-        help="Model whose tokenizer the engines have: mini, a directory, a GGUF file, or a name on the "
-        "Hugging Face hub. With it, the KV events of engines tell which prompts they have cached. Empty: "
-        "guessed from the text that they were sent.",
+    tokenizer: tuple[str, ...] = knob(
+        default=(),
+        unit="models",
+        help="Model whose tokenizer engines have, one for each model that they serve: mini, a directory, a "
+        "GGUF file, or a name on the Hugging Face hub. With it, the KV events of these engines tell which "
+        "prompts they have cached. Empty: guessed from the text that they were sent.",
     )
     tokenize_timeout: Timeout = knob(
         default=0.2,

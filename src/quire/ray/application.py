@@ -11,7 +11,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from quire.cli.options import configs_of
+from quire.cli.options import config_fields, configs_of
 from quire.config import (
     BatchConfig,
     EdgeConfig,
@@ -24,6 +24,7 @@ from quire.config import (
 from quire.errors import ConfigError
 from quire.ray.ingress import QuireIngress
 from quire.ray.replica import QuireServer
+from quire.server.wire.answers import LATEST
 
 HEALTH_CHECK_PERIOD = 5.0
 """Seconds between Ray's health checks of a replica."""
@@ -50,36 +51,91 @@ _NOT_HERE: Mapping[str, str] = {
 }
 """Options of `quire serve` and `quire route` that have no meaning on Ray Serve, and why."""
 
+_OF_INGRESS = {
+    *(field.name for _, field, _ in config_fields(RouterConfig)),
+    *("api_keys_file", "ingress_port", "ingress_replicas"),
+} - {"tokenizer"}
+"""Options that all models of an application share."""
+
 
 def app(args: dict[str, Any]) -> serve.Application:
     """Return the application that Ray Serve runs: `serve run quire.ray:app model=mini num_replicas=4`.
 
     Args:
         args: options by name, with hyphens or underscores: those of `EngineConfig`, `ServerConfig`,
-            `RouterConfig` and `RayConfig`. Values are as YAML has them, or their text.
+            `RouterConfig` and `RayConfig`. Values are as YAML has them, or their text. For several models,
+            `models` is a list of mappings, each with what is special about one.
 
     Raises:
         ConfigError: an option is unknown, has no meaning on Ray Serve, or has an invalid value.
     """
-    for name in args:
+    shared = {name: value for name, value in args.items() if name != "models"}
+    configs = [_configs(shared, own) for own in _models(args)]
+    engine, server, router, ray = configs[0]
+    if not ray.ingress_replicas:
+        if len(configs) > 1:
+            raise ConfigError(
+                f"RayConfig.ingress_replicas is 0, but {len(configs)} models need an ingress, which reads "
+                "which of them a request names; set it to 1 or more"
+            )
+        return _engines(engine, server, ray, "Engine", num_replicas=ray.num_replicas)
+    names = _names(configs)
+    engines: list[serve.Application] = []
+    for (engine, server, _, ray), (name, *_) in zip(configs, names, strict=True):
+        suffix = f":{_slug(name)}" if len(configs) > 1 else ""
+        engines += _engines_of_roles(engine, server, ray, suffix)
+    models = [name for names_of_one in names for name in names_of_one]
+    return _ingress(_router_config(router, [one[0] for one in configs], server), ray, engines, models)
+
+
+def _models(args: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return what is special about each model; of a single one, nothing."""
+    models = args.get("models", [{}])
+    if not isinstance(models, Sequence) or not models or not all(isinstance(one, Mapping) for one in models):
+        raise ConfigError(
+            f"models is {models!r:.80}; it must be a list with a mapping of options for each model, such as "
+            '[{"model": "mini"}, {"model": "Qwen/Qwen3-0.6B"}]'
+        )
+    for name in (name for own in models for name in own):
+        if name.replace("-", "_") in _OF_INGRESS:
+            raise ConfigError(f"the option {name} of a model is one of all models; set it beside models")
+    return models
+
+
+def _configs(shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[Any]:
+    """Return the configurations of one model, from the options of all and its own."""
+    replaced = {name.replace("-", "_") for name in own}
+    given = {name: value for name, value in shared.items() if name.replace("-", "_") not in replaced}
+    given |= own
+    for name in given:
         if (reason := _NOT_HERE.get(name.replace("-", "_"))) is not None:
             raise ConfigError(f"the option {name} cannot be set on Ray Serve: {reason}; leave it out")
     classes = (EngineConfig, ServerConfig, RouterConfig, RayConfig)
-    engine, server, router, ray = configs_of(args, *classes, defaults={"standby_engine": True})
+    configs = configs_of(given, *classes, defaults={"standby_engine": True})
+    _, server, _, ray = configs
     if server.batches.batch_dir:
         _check_batch_dir(server.batches.batch_dir, ray)
-    if not ray.ingress_replicas:
-        return _engines(engine, server, ray, "Engine", num_replicas=ray.num_replicas)
-    router = _router_config(router, engine, server)
-    server = dataclasses.replace(server, edge=EdgeConfig())  # its clients are ingress replicas
-    if ray.prefill_replicas:
-        engines = [
-            _engines(engine, server, ray, "Prefill", "prefill", num_replicas=ray.prefill_replicas),
-            _engines(engine, server, ray, "Decode", "decode", num_replicas=ray.decode_replicas),
-        ]
-    else:
-        engines = [_engines(engine, server, ray, "Engine", num_replicas=ray.num_replicas)]
-    return _ingress(router, ray, engines)
+    return configs
+
+
+def _names(configs: Sequence[Sequence[Any]]) -> list[tuple[str, ...]]:
+    """Return the names of each model, which differ."""
+    names: list[tuple[str, ...]] = []
+    known: set[str] = set()
+    for engine, server, *_ in configs:
+        names.append(tuple(dict.fromkeys(server.served_model_name)) or (engine.model,))
+        slugs = {_slug(name) for name in names[-1]}
+        if known & slugs:
+            raise ConfigError(
+                f"two models have the name {names[-1][0]!r}; give one of them another served_model_name"
+            )
+        known |= slugs
+    return names
+
+
+def _slug(name: str) -> str:
+    """Return a model's name as Ray Serve has it in names of deployments."""
+    return name.removesuffix(LATEST).replace("/", "--").replace(".", "_")
 
 
 def build_app(**options: Any) -> serve.Application:
@@ -91,13 +147,15 @@ def build_app(**options: Any) -> serve.Application:
     return app(options)
 
 
-def _router_config(router: RouterConfig, engine: EngineConfig, server: ServerConfig) -> RouterConfig:
+def _router_config(
+    router: RouterConfig, engines: Sequence[EngineConfig], server: ServerConfig
+) -> RouterConfig:
     """Return the configuration of the ingress: it reads the engines' KV events, and sends them their key."""
     checks_tenants = bool(server.api_keys_file)
     return dataclasses.replace(
         router,
         host="0.0.0.0",  # clients reach Ray's proxies, by whatever name
-        tokenizer=router.tokenizer or engine.tokenizer or engine.model,
+        tokenizer=tuple(dict.fromkeys(engine.tokenizer or engine.model for engine in engines)),
         api_key="" if checks_tenants else router.api_key,
         pass_client_keys=checks_tenants,
         engine_api_key=next(iter(server.api_key.split()), ""),
@@ -120,6 +178,20 @@ def _check_batch_dir(path: str, ray: RayConfig) -> None:
             f"RayConfig.max_replicas is {ray.max_replicas}, but an engine that autoscaling ends would take "
             "its files below batch_dir along; leave one of them out"
         )
+
+
+def _engines_of_roles(
+    engine: EngineConfig, server: ServerConfig, ray: RayConfig, suffix: str
+) -> list[serve.Application]:
+    """Return the deployments of one model, with a suffix to their names."""
+    server = dataclasses.replace(server, edge=EdgeConfig())  # its clients are ingress replicas
+    if not ray.prefill_replicas:
+        return [_engines(engine, server, ray, f"Engine{suffix}", num_replicas=ray.num_replicas)]
+    prefill, decode = ray.prefill_replicas, ray.decode_replicas
+    return [
+        _engines(engine, server, ray, f"Prefill{suffix}", "prefill", num_replicas=prefill),
+        _engines(engine, server, ray, f"Decode{suffix}", "decode", num_replicas=decode),
+    ]
 
 
 def _engines(
@@ -173,7 +245,9 @@ def _autoscaling(ray: RayConfig) -> AutoscalingConfig:
     )
 
 
-def _ingress(router: RouterConfig, ray: RayConfig, engines: Sequence[serve.Application]) -> serve.Application:
+def _ingress(
+    router: RouterConfig, ray: RayConfig, engines: Sequence[serve.Application], models: Sequence[str]
+) -> serve.Application:
     """Return the deployment of the ingress, which has those of the engines."""
     return (
         serve.deployment(serve.ingress()(QuireIngress))
@@ -186,5 +260,5 @@ def _ingress(router: RouterConfig, ray: RayConfig, engines: Sequence[serve.Appli
             graceful_shutdown_timeout_s=router.drain_timeout + END_TIMEOUT,
             max_surge_percent=100,
         )
-        .bind(router, engines, ray.ingress_port)
+        .bind(router, engines, ray.ingress_port, models=models)
     )

@@ -75,16 +75,22 @@ class QuireIngress:
         config: configuration of the router; it names no engines.
         engines: handles of the engines' deployments.
         port: where it listens itself, beside Ray's proxies, at the node's address; 0: nowhere.
+        models: names of the models that the engines serve.
 
     Raises:
         ConfigError: it cannot listen there.
     """
 
     async def __init__(  # type: ignore[misc]
-        self, config: RouterConfig, engines: Sequence[DeploymentHandle], port: int = 0
+        self,
+        config: RouterConfig,
+        engines: Sequence[DeploymentHandle],
+        port: int = 0,
+        *,
+        models: Sequence[str] = (),
     ) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            self._router = Router(config)
+            self._router = Router(config, models)
             stack.push_async_callback(self._router.close)
             loop = asyncio.get_running_loop()
             updates = EngineUpdates(self._router)

@@ -22,6 +22,7 @@ from quire.server.storage.background import BackgroundResponses, EventLogs
 from quire.server.storage.database import IN_MEMORY
 from quire.server.storage.response_store import ResponseStore
 from quire.server.tenancy.tenants import Tenant, Tenants
+from quire.server.wire.answers import LATEST, ModelCard
 from quire.server.wire.errors import ApiError
 from quire.server.wire.leniency import IgnoredNames, Leniency
 
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
 ENGINE_TIMEOUT = 2.0
 """Seconds to wait for the engine's explanations, so that no query hangs if the engine does."""
-
-LATEST = ":latest"
-"""Tag that Ollama's clients add to names without one."""
 
 STATS_TIMEOUT = 0.03
 """Seconds to wait for the engine's statistics before using the last ones."""
@@ -115,6 +113,17 @@ class ServerContext:
     def model_name(self) -> str:
         """The served model's first name."""
         return self.model_names[0]
+
+    @property
+    def model_cards(self) -> list[ModelCard]:
+        """The served model under each of its names."""
+        return list(map(self.model_card, self.model_names))
+
+    def model_card(self, name: str) -> ModelCard:
+        """Return the served model's description under one of its names."""
+        return ModelCard(
+            id=name, created=self.started_at, owned_by="quire", max_model_len=self.llm.info.max_model_len
+        )
 
     def require_model(self, name: str) -> None:
         """Raise `ApiError` 404 unless `name` is one of the served model's, with or without the tag latest."""

@@ -40,7 +40,7 @@ class HealthChecks:
         """Check an engine now."""
         before = engine.failure
         failure = await self._failure_of(engine)
-        if failure is None and (engine.role is Role.PREFILL or self._feeds is not None):
+        if failure is None and (before or engine.role is Role.PREFILL or self._feeds is not None):
             await self._note(engine, await self._upstream.description(engine))
         if failure is None:
             engine.mark_up()
@@ -97,6 +97,8 @@ class HealthChecks:
             await self._feeds.close()
 
     async def _note(self, engine: Engine, description: EngineDescription | None) -> None:
+        if description is not None:
+            engine.note_models(description.models)
         address = None if description is None else description.kv_transfer
         engine.kv_address = None if address is None else (address.host, address.port)
         if self._feeds is not None and engine in self._tasks:

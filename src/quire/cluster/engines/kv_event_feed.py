@@ -67,6 +67,7 @@ class EventSource(NamedTuple):
         host: host of the engine's URL.
         port, replay_port: TCP ports where events are published and replayed.
         block_size: tokens per block.
+        tokenizer: fingerprint of the engine's tokenizer.
         engine_id: id of the engine, a new one after each failure.
     """
 
@@ -74,6 +75,7 @@ class EventSource(NamedTuple):
     port: int
     replay_port: int
     block_size: int
+    tokenizer: str
     engine_id: int
 
     def address(self, port: int) -> str:
@@ -136,7 +138,7 @@ class KVEventFeed:
             FeedError: a replay was not answered in time, or a message is invalid.
             ZMQError: the host or a port is invalid.
         """
-        blocks = self._index.open(self.source.block_size)
+        blocks = self._index.open(self.source.block_size, self.source.tokenizer)
         try:
             with (
                 self._connected(zmq.SUB, self.source.port) as live,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import zmq.asyncio
@@ -27,13 +28,12 @@ class KVEventFeeds:
 
     Args:
         config: configuration of the router.
-        tokenizer: the router's tokenizer; only engines with the same fingerprint are followed.
+        tokenizers: the router's, by their fingerprints; only engines with one of them are followed.
     """
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: RouterConfig, tokenizers: Mapping[str, Tokenizer]) -> None:
         self._config = config
-        self._fingerprint = tokenizer.fingerprint
-        self._prompt_digest = tokenizer.digest
+        self._prompt_digests = {name: tokenizer.digest for name, tokenizer in tokenizers.items()}
         self._index = BlockIndex(config.max_cached_blocks)
         self._context = zmq.asyncio.Context()
         self._feeds: dict[Engine, tuple[EventSource, asyncio.Task[None]]] = {}
@@ -48,7 +48,9 @@ class KVEventFeeds:
         """
         source = self._source(engine, description)
         events = None if source is None or description is None else description.kv_events
-        engine.takes_prompts = events is not None and events.prompts == self._prompt_digest
+        engine.takes_prompts = events is not None and events.prompts == self._prompt_digests.get(
+            events.tokenizer
+        )
         following = self._feeds.get(engine)
         if following is not None and following[0] == source:
             return
@@ -80,10 +82,10 @@ class KVEventFeeds:
         events = None if description is None else description.kv_events
         if description is None or events is None:
             return None
-        if events.tokenizer != self._fingerprint or description.block_size not in BLOCK_SIZES:
+        if events.tokenizer not in self._prompt_digests or description.block_size not in BLOCK_SIZES:
             if engine not in self._refused:
                 logger.warning(
-                    "the KV events of %s are not followed: its tokenizer is not the router's, or "
+                    "the KV events of %s are not followed: its tokenizer is none of the router's, or "
                     "its block size of %d tokens is not valid",
                     engine.url,
                     description.block_size,
@@ -92,4 +94,6 @@ class KVEventFeeds:
             return None
         host = urlsplit(engine.url).hostname
         assert host is not None  # checked by `engine_url`
-        return EventSource(host, events.port, events.replay_port, description.block_size, engine.id)
+        return EventSource(
+            host, events.port, events.replay_port, description.block_size, events.tokenizer, engine.id
+        )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from quire.cluster.prefixes.block_index import EngineBlocks
 from quire.cluster.prefixes.memory import ChunksInFlight, PrefixMemory
 from quire.cluster.prompts import Prompt
+from quire.server.wire.answers import LATEST, ModelCard
 
 REQUEST_WEIGHT = 512
 """Bytes of a waiting prompt that weigh as much as one running request."""
@@ -62,6 +63,7 @@ class Engine:
         self.is_draining = False
         self.failure: str | None = NOT_CHECKED
         self.id = next(_ids)  # a new one after each failure, which may lose the cache
+        self.models: dict[str, ModelCard] | None = None  # by name without `LATEST`; None: it does not say
         self.kv_address: tuple[str, int] | None = None  # where peers read its KV
         self.blocks: EngineBlocks | None = None  # cached blocks; None: its KV events are not followed
         self.takes_prompts = False  # whether it makes the same tokens of prompts as the router
@@ -92,6 +94,14 @@ class Engine:
         """
         per_byte = NEW_WEIGHT + self.num_requests
         return self.num_waiting_bytes + REQUEST_WEIGHT * self.num_requests + per_byte * num_bytes
+
+    def serves(self, model: str) -> bool:
+        """Whether the engine serves a model, or may do so; an empty name is that of any model."""
+        return not model or self.models is None or model.removesuffix(LATEST) in self.models
+
+    def note_models(self, cards: Collection[ModelCard]) -> None:
+        """Note which models the engine says that it serves; none: it does not say."""
+        self.models = {card.id.removesuffix(LATEST): card for card in cards} or None
 
     def mark_down(self, reason: str) -> None:
         """Send no requests until a health check succeeds."""
@@ -180,18 +190,23 @@ class Engines:
         self._memory = memory
         self._turns = itertools.count(1)
 
-    def of(self, roles: Collection[Role]) -> list[Engine]:
-        """Return the engines with one of these roles, usable or not."""
-        return [engine for engine in self.by_url.values() if engine.role in roles]
+    def of(self, roles: Collection[Role], model: str = "") -> list[Engine]:
+        """Return the engines with one of these roles that serve a model, usable or not."""
+        return [one for one in self.by_url.values() if one.role in roles and one.serves(model)]
+
+    def model_cards(self) -> list[ModelCard]:
+        """Return the models of engines that generate, by what these say, each name once and in order."""
+        cards = {name: card for engine in self.of(DECODERS) for name, card in (engine.models or {}).items()}
+        return [cards[name] for name in sorted(cards)]
 
     def choose(
         self, roles: Collection[Role], prompt: Prompt, *, excluded: Collection[Engine] = ()
     ) -> Engine | None:
-        """Return the engine where a prompt costs least; None if no engine is usable."""
+        """Return the engine with its model where a prompt costs least; None if no engine is usable."""
         usable = [
             engine
-            for engine in self.by_url.values()
-            if engine.role in roles and engine.state is EngineState.UP and engine not in excluded
+            for engine in self.of(roles, prompt.model)
+            if engine.state is EngineState.UP and engine not in excluded
         ]
         if not usable:
             return None

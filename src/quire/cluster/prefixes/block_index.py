@@ -11,10 +11,12 @@ class EngineBlocks:
 
     Args:
         block_size: tokens per block.
+        tokenizer: fingerprint of the engine's tokenizer.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, tokenizer: str) -> None:
         self.block_size = block_size
+        self.tokenizer = tokenizer
         self._digests: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -72,9 +74,9 @@ class BlockIndex:
         self._max_blocks = max_blocks
         self._engines: list[EngineBlocks] = []
 
-    def open(self, block_size: int) -> EngineBlocks:
+    def open(self, block_size: int, tokenizer: str) -> EngineBlocks:
         """Return an empty table for the blocks of one engine."""
-        blocks = EngineBlocks(block_size)
+        blocks = EngineBlocks(block_size, tokenizer)
         self._engines.append(blocks)
         return blocks
 

@@ -58,6 +58,7 @@ async def engine(request: Request) -> Response:
             max_model_len=info.max_model_len,
             kv_transfer=None if address is None else KVTransferAddress(host=address[0], port=address[1]),
             kv_events=None if ports is None else await asyncio.to_thread(_kv_event_source, context, *ports),
+            models=context.model_cards,
         )
     )
 

@@ -18,7 +18,7 @@ from quire.dialogue.formats import has_place_for_tools
 from quire.models.checkpoints.gguf.file import GGUFFile
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.json_files import read_json
-from quire.server.context import LATEST, ServerContext, context_of
+from quire.server.context import ServerContext, context_of
 from quire.server.ollama.answers import (
     LocalModel,
     LocalModelList,
@@ -30,7 +30,7 @@ from quire.server.ollama.answers import (
     timestamp,
 )
 from quire.server.ollama.options import OWN_NAMES
-from quire.server.wire.answers import json_response
+from quire.server.wire.answers import LATEST, json_response
 from quire.server.wire.strict_model import Ignored, StrictModel
 
 API_VERSION = "0.12.11"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.context import ServerContext, context_of
+from quire.server.context import context_of
 from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
 from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.completions import create_completion
@@ -20,19 +20,10 @@ from quire.server.wire.answers import (
 from quire.server.wire.openapi import GENERATION_ERRORS, Endpoint
 
 
-def _model_card(context: ServerContext, name: str) -> ModelCard:
-    return ModelCard(
-        id=name,
-        created=context.started_at,
-        owned_by="quire",
-        max_model_len=context.llm.info.max_model_len,
-    )
-
-
 async def list_models(request: Request) -> Response:
     """List the served model under each of its names."""
     context = context_of(request)
-    return json_response(ModelList(data=[_model_card(context, name) for name in context.model_names]))
+    return json_response(ModelList(data=context.model_cards))
 
 
 async def get_model(request: Request) -> Response:
@@ -40,7 +31,7 @@ async def get_model(request: Request) -> Response:
     context = context_of(request)
     name = request.path_params["model"]
     context.require_model(name)
-    return json_response(_model_card(context, name))
+    return json_response(context.model_card(name))
 
 
 COMPLETION_ENDPOINTS = (

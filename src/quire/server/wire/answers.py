@@ -285,6 +285,10 @@ class ChatCompletionChunk(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+LATEST = ":latest"
+"""Tag that Ollama's clients add to the names of models without one."""
+
+
 class ModelCard(Struct, kw_only=True):
     """A served model; `max_model_len` (in tokens, prompt and output together) is Quire's addition."""
 
@@ -385,7 +389,8 @@ class KVEventSource(Struct, kw_only=True):
 class EngineDescription(Struct, kw_only=True):
     """Answer of /engine; lengths are in tokens.
 
-    `kv_transfer` is null if the engine lends no KV, `kv_events` if it does not publish and replay them.
+    `models` has the served model under each of its names, of which `model` is the first. `kv_transfer` is
+    null if the engine lends no KV, `kv_events` if it does not publish and replay them.
     """
 
     role: EngineRole
@@ -394,6 +399,7 @@ class EngineDescription(Struct, kw_only=True):
     max_model_len: int
     kv_transfer: KVTransferAddress | None
     kv_events: KVEventSource | None = None
+    models: list[ModelCard] = []
 
 
 class Tokens(Struct, kw_only=True):
