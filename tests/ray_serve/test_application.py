@@ -61,10 +61,14 @@ def test_deployments_have_directories_of_their_own() -> None:
     assert found["Decode"]._deployment_config.max_surge_percent == 0  # a new replica gets its directory
 
 
-def test_ranks_are_reserved_together() -> None:
-    engine = deployments(tensor_parallel_size=2, device="cuda")["Engine"]
-    assert engine.ray_actor_options["num_cpus"] == 2
-    assert engine.ray_actor_options["num_gpus"] == 2
+def test_each_rank_has_a_bundle_at_one_machine() -> None:
+    config = deployments(tensor_parallel_size=2, device="cuda", replica_cpus=3)["Engine"]._replica_config
+    assert config.placement_group_bundles == [{"CPU": 1.5, "GPU": 1}] * 2
+    assert config.placement_group_strategy == "STRICT_PACK"
+    assert (config.ray_actor_options["num_cpus"], config.ray_actor_options["num_gpus"]) == (1.5, 1)
+    config = deployments(tensor_parallel_size=4, device="cpu")["Engine"]._replica_config
+    assert config.placement_group_bundles == [{"CPU": 1}] * 4
+    assert deployments(device="cuda")["Engine"]._replica_config.placement_group_bundles is None
 
 
 def test_an_engine_is_scaled_by_its_load() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,8 +22,10 @@ pytest.importorskip("ray.serve", reason="Ray is not installed; make test-ray ins
 
 import ray
 from ray import serve
+from ray.util.placement_group import placement_group_table
 
 from quire.ray import build_app
+from quire.ray.replica import _share_gpus
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -44,7 +47,8 @@ def expected() -> list[list[int]]:
 def url() -> Iterator[str]:
     """The URL of Ray Serve's proxy on a cluster of this machine alone."""
     port = free_port()
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    resources = {"num_cpus": 8, "num_gpus": 3}
+    ray.init("local", **resources, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
         serve.start(http_options={"port": port})
         yield f"http://127.0.0.1:{port}"
@@ -299,9 +303,39 @@ def test_an_ingress_serves_several_models(url: str, expected: list[list[int]]) -
     assert unknown.status_code == 404
     message = unknown.json()["error"]["message"]
     assert message == "the model 'long' is not served here; the engines have 'mini', 'short'"
-    used = httpx.get(f"{several}/metrics").text
-    assert used.count('purpose="answer"} 8.0') == 1, used
     serve.delete("models")
+
+
+def test_ranks_have_bundles_of_their_own(url: str, expected: list[list[int]]) -> None:
+    options = {**OPTIONS, "replica_cpus": 2, "tensor_parallel_size": 2, "device": "cpu"}
+    serve.run(build_app(**options), name="ranks", route_prefix="/ranks")
+    groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+    assert [(group["strategy"], group["bundles"]) for group in groups] == [
+        ("STRICT_PACK", {0: {"CPU": 1.0}, 1: {"CPU": 1.0}})
+    ]
+    ranks = f"{url}/ranks"
+    wait_until(lambda: list(states(ranks).values()) == ["up"])
+    with streams(ranks) as answers:
+        assert [len(answer.result()) for answer in answers] == [LENGTH] * len(PROMPTS)
+    serve.delete("ranks")
+
+
+def test_ranks_see_the_gpus_of_all_bundles(url: str) -> None:
+    """Ray only counts these GPUs."""
+
+    class Ranks:
+        async def __call__(self) -> str:
+            await _share_gpus()
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    deployment = serve.deployment(Ranks).options(
+        ray_actor_options={"num_cpus": 0.1, "num_gpus": 1},
+        placement_group_bundles=[{"CPU": 0.1, "GPU": 1}] * 3,
+        placement_group_strategy="STRICT_PACK",
+    )
+    handle = serve.run(deployment.bind(), name="gpus", route_prefix=None)
+    assert sorted(handle.remote().result().split(",")) == ["0", "1", "2"]
+    serve.delete("gpus")
 
 
 def test_an_engine_without_an_ingress_answers_itself(url: str, expected: list[list[int]]) -> None:

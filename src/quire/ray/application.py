@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -107,15 +107,20 @@ def _configs(shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[Any]:
     replaced = {name.replace("-", "_") for name in own}
     given = {name: value for name, value in shared.items() if name.replace("-", "_") not in replaced}
     given |= own
-    for name in given:
-        if (reason := _NOT_HERE.get(name.replace("-", "_"))) is not None:
-            raise ConfigError(f"the option {name} cannot be set on Ray Serve: {reason}; leave it out")
+    refuse_meaningless(given)
     classes = (EngineConfig, ServerConfig, RouterConfig, RayConfig)
     configs = configs_of(given, *classes, defaults={"standby_engine": True})
     _, server, _, ray = configs
     if server.batches.batch_dir:
         _check_batch_dir(server.batches.batch_dir, ray)
     return configs
+
+
+def refuse_meaningless(names: Iterable[str]) -> None:
+    """Raise `ConfigError` for names of options that have no meaning on Ray Serve."""
+    for name in names:
+        if (reason := _NOT_HERE.get(name.replace("-", "_"))) is not None:
+            raise ConfigError(f"the option {name} cannot be set on Ray Serve: {reason}; leave it out")
 
 
 def _names(configs: Sequence[Sequence[Any]]) -> list[tuple[str, ...]]:
@@ -206,9 +211,6 @@ def _engines(
     """Return a deployment of engines."""
     cpus = ray.replica_cpus or max(engine.num_threads, engine.tensor_parallel_size)
     engine = dataclasses.replace(engine, role=role, num_threads=engine.num_threads or math.ceil(cpus))
-    # The ranks of an engine are processes of one machine, so that they are one request for resources.
-    gpus = engine.tensor_parallel_size if engine.device == "cuda" else 0
-    scheduler = engine.scheduler
     batches = server.batches
     if batches.batch_dir:
         batches = dataclasses.replace(batches, batch_dir=os.path.join(batches.batch_dir, name))
@@ -219,22 +221,46 @@ def _engines(
             name=name,
             num_replicas=None if ray.max_replicas else num_replicas,
             autoscaling_config=_autoscaling(ray) if ray.max_replicas else None,
-            ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
-            max_ongoing_requests=scheduler.max_num_seqs + scheduler.max_num_queued_reqs,
+            **reserved(engine, cpus),
+            **limits_of(engine, server),
             request_router_config=RequestRouterConfig(
                 request_router_class="quire.ray.engine_list:EngineList", request_router_kwargs={"name": name}
             )
             if ray.ingress_replicas
             else RequestRouterConfig(),
-            health_check_period_s=HEALTH_CHECK_PERIOD,
-            health_check_timeout_s=HEALTH_CHECK_TIMEOUT,
-            graceful_shutdown_timeout_s=server.drain_timeout + END_TIMEOUT,
             # Updates stop an engine first, which needs no more room and has its directory of files taken
             # over, unless there is only one.
             max_surge_percent=100 if num_replicas == 1 and not batches.batch_dir else 0,
         )
         .bind(engine, server, is_behind_ingress=bool(ray.ingress_replicas))
     )
+
+
+def reserved(engine: EngineConfig, cpus: float) -> dict[str, Any]:
+    """Return what Ray reserves for an engine: of several ranks, which share a machine, a bundle for each."""
+    ranks = engine.tensor_parallel_size
+    actor = {"num_cpus": cpus / ranks, "num_gpus": int(engine.device == "cuda")}
+    if ranks == 1:
+        return {"ray_actor_options": actor}
+    bundle = {"CPU": actor["num_cpus"], "GPU": actor["num_gpus"]}
+    return {
+        "ray_actor_options": actor,
+        "placement_group_bundles": [
+            {name: amount for name, amount in bundle.items() if amount} for _ in range(ranks)
+        ],
+        "placement_group_strategy": "STRICT_PACK",
+    }
+
+
+def limits_of(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
+    """Return the options of a deployment that follow from those of its engines."""
+    scheduler = engine.scheduler
+    return {
+        "max_ongoing_requests": scheduler.max_num_seqs + scheduler.max_num_queued_reqs,
+        "health_check_period_s": HEALTH_CHECK_PERIOD,
+        "health_check_timeout_s": HEALTH_CHECK_TIMEOUT,
+        "graceful_shutdown_timeout_s": server.drain_timeout + END_TIMEOUT,
+    }
 
 
 def _autoscaling(ray: RayConfig) -> AutoscalingConfig:

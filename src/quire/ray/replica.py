@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 import ray
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from starlette.applications import Starlette
 
 from quire.config import EngineConfig, KVEventsConfig, ServerConfig
@@ -62,6 +64,7 @@ class QuireServer:
             bound = stack.enter_context(contextlib.closing(bound_socket(self._host, 0)))
             self._url = url_of(self._host, bound)
             directory = _free_directory(server.batches.batch_dir)
+            await _share_gpus()
             llm = AsyncLLM(with_events_topic(self._own(engine), server, bound.getsockname()[1]))
             stack.push_async_callback(llm.shutdown)
             await llm.wait_until_ready()
@@ -183,6 +186,35 @@ def _free_directory(path: str) -> BatchDirectory | None:
         with contextlib.suppress(DirectoryInUseError):
             return BatchDirectory(os.path.join(path, str(number)))
     raise AssertionError
+
+
+async def _share_gpus() -> None:
+    """Have the engine's ranks, which are processes of this replica, see the GPUs of all of its bundles.
+
+    Ray shows a replica those of the first bundle only, and tells the others' to whatever runs in them.
+    """
+
+    def gpu_ids() -> list[str]:
+        ids: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return ids
+
+    group = get_current_placement_group()
+    bundles = [] if group is None else group.bundle_specs[1:]
+    of_others = await asyncio.gather(
+        *(
+            ray.remote(gpu_ids)
+            .options(
+                num_cpus=0,
+                num_gpus=bundle["GPU"],
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+            )
+            .remote()
+            for index, bundle in enumerate(bundles, start=1)
+            if bundle.get("GPU")
+        )
+    )
+    if of_others:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*gpu_ids(), *itertools.chain(*of_others)])
 
 
 class _RunTimeConfig(msgspec.Struct, forbid_unknown_fields=True):
