@@ -18,7 +18,15 @@ TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from quire.ray.application import app, build_app
+    from quire.ray.llm_server import QuireLLMServer
 
-__all__ = ["app", "build_app"]
+__all__ = ["QuireLLMServer", "app", "build_app"]
 
-__getattr__, __dir__ = lazy_attributes(globals(), dict.fromkeys(__all__, "quire.ray.application"))
+__getattr__, __dir__ = lazy_attributes(
+    globals(),
+    {
+        "QuireLLMServer": "quire.ray.llm_server",
+        "app": "quire.ray.application",
+        "build_app": "quire.ray.application",
+    },
+)
