@@ -17,7 +17,7 @@ from quire.cluster.engines.calls import EngineCalls, PromptKV
 from quire.cluster.engines.metrics import Purpose
 from quire.cluster.engines.registry import DECODERS, Engine, EngineState
 from quire.cluster.engines.upstream import Answer, EngineRequest, EngineRequestError
-from quire.cluster.owners import BATCHES, FILES, NO_PROMPT, answer_by_owner, cannot_ask
+from quire.cluster.owners import BATCHES, FILES, NO_PROMPT, answer_by_owner, cannot_ask, has_no_directory
 from quire.server.batches.answers import Batch, BatchList, FileList, FileObject
 from quire.server.batches.body import BatchQuery, FileQuery
 from quire.server.wire.answers import json_response
@@ -105,7 +105,7 @@ async def answer_list(
             async with calls.answer(engine, Purpose.ANSWER, NO_PROMPT, PromptKV.COMPUTED, read) as answer:
                 if answer.status == 200:
                     await merged.add(answer)
-                elif answer.status == 404:  # it has no directory
+                elif has_no_directory(answer):
                     refusals.append(answer)
                 else:
                     await answering.answer_from(answer)

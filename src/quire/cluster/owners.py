@@ -105,6 +105,11 @@ def cannot_ask(engines: list[Engine], problem: str) -> ApiError:
     return _unavailable(f"{problem}: {states or 'there is none that generates'}")
 
 
+def has_no_directory(answer: Answer) -> bool:
+    """Whether an engine has refused a request because it keeps no files."""
+    return _is_missing(answer) and _NO_BATCHES in answer.body
+
+
 def named_in(request: ClientRequest) -> str:
     """Return, for messages, the id of what a request is about."""
     parts = request.path.split("/")
@@ -124,7 +129,7 @@ def _clearest(missing: list[Answer], named: str) -> Answer:
     Raises:
         ApiError: 503: the directory that it was made for is with none of them.
     """
-    certain = [one for one in missing if _KEPT_ELSEWHERE not in one.body and _NO_BATCHES not in one.body]
+    certain = [one for one in missing if _KEPT_ELSEWHERE not in one.body and not has_no_directory(one)]
     if certain:
         return certain[0]
     if any(_KEPT_ELSEWHERE in one.body for one in missing):
