@@ -72,6 +72,13 @@ async def test_the_models_of_all_engines_are_listed(routed):
     assert [paths(engine) for engine in engines] == [["/v1/models/a2"], [], [], []]
 
 
+async def test_a_head_has_no_body(routed):
+    http, _ = await routed(engine=[serving("a", fault="no params"), serving("b", fault="no params")])
+    for engine_path in ("/v1/models", "/v1/models/x"):
+        assert (await http.head(engine_path)).content == b""
+    assert (await http.get("/v1/models")).json()["data"]
+
+
 async def test_engines_decide_who_may_see_the_models(routed):
     http, _ = await routed(
         engine=[serving("a", fault="401"), serving("b", fault="401")], pass_client_keys=True

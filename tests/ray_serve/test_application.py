@@ -147,7 +147,9 @@ def test_several_models_share_an_ingress() -> None:
         ({"models": [{"ingress_replicas": 2}]}, "ingress_replicas of a model is one of all models"),
         ({"models": [{"role": "prefill"}]}, "the option role cannot be set on Ray Serve"),
         ({"models": [{"models": []}]}, "no option has the name 'models'"),
-        ({"models": [{}, {"model": "b"}], "ingress_replicas": 0}, "2 models need an ingress"),
+        ({"models": [{}, {"model": "b"}], "ingress_replicas": 0}, "several models need an ingress"),
+        ({"models": [{}, {"model": "b"}], "api_keys_file": "k"}, "the ingress needs an admin's key"),
+        ({"models": [{1: 2}]}, "models is [{1: 2}]; it must be a list"),
     ],
 )
 def test_wrong_options_are_refused(given: dict[str, Any], message: str) -> None:

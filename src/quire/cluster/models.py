@@ -26,7 +26,7 @@ def tell_all_models(answer: Answer, request: ClientRequest, engines: Engines) ->
 
     So it is the engine that checks whether the client may know them.
     """
-    if not answer.is_whole:
+    if not answer.is_whole or not answer.body:
         return
     if answer.status == 200 and request.path == _MODELS:
         if cards := engines.model_cards():
@@ -35,7 +35,7 @@ def tell_all_models(answer: Answer, request: ClientRequest, engines: Engines) ->
         known = ", ".join(repr(card.id) for card in engines.model_cards())
         refusal = ApiError(
             404,
-            f"the model {model!r:.80} is not served here; the engines have {known}",
+            f"the model {model!r:.80} is not served here; the engines have {known:.1000}",
             param="model",
             code="model_not_found",
         )

@@ -72,12 +72,9 @@ def app(args: dict[str, Any]) -> serve.Application:
     shared = {name: value for name, value in args.items() if name != "models"}
     configs = [_configs(shared, own) for own in _models(args)]
     engine, server, router, ray = configs[0]
+    if len(configs) > 1:
+        _check_shared(server, ray)
     if not ray.ingress_replicas:
-        if len(configs) > 1:
-            raise ConfigError(
-                f"RayConfig.ingress_replicas is 0, but {len(configs)} models need an ingress, which reads "
-                "which of them a request names; set it to 1 or more"
-            )
         return _engines(engine, server, ray, "Engine", num_replicas=ray.num_replicas)
     names = _names(configs)
     engines: list[serve.Application] = []
@@ -91,7 +88,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 def _models(args: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return what is special about each model; of a single one, nothing."""
     models = args.get("models", [{}])
-    if not isinstance(models, Sequence) or not models or not all(isinstance(one, Mapping) for one in models):
+    if not isinstance(models, Sequence) or not models or not all(map(_has_names, models)):
         raise ConfigError(
             f"models is {models!r:.80}; it must be a list with a mapping of options for each model, such as "
             '[{"model": "mini"}, {"model": "Qwen/Qwen3-0.6B"}]'
@@ -100,6 +97,24 @@ def _models(args: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         if name.replace("-", "_") in _OF_INGRESS:
             raise ConfigError(f"the option {name} of a model is one of all models; set it beside models")
     return models
+
+
+def _has_names(model: Any) -> bool:
+    return isinstance(model, Mapping) and all(isinstance(name, str) for name in model)
+
+
+def _check_shared(server: ServerConfig, ray: RayConfig) -> None:
+    """Raise `ConfigError` if an ingress cannot tell several models apart."""
+    if not ray.ingress_replicas:
+        raise ConfigError(
+            "RayConfig.ingress_replicas is 0, but several models need an ingress, which reads which one a "
+            "request names; set it to 1 or more"
+        )
+    if server.api_keys_file and not server.api_key:
+        raise ConfigError(
+            "ServerConfig.api_key is empty, but with an api_keys_file, the ingress needs an admin's key to "
+            "ask engines for their models; set it"
+        )
 
 
 def _configs(shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[Any]:
@@ -129,12 +144,10 @@ def _names(configs: Sequence[Sequence[Any]]) -> list[tuple[str, ...]]:
     known: set[str] = set()
     for engine, server, *_ in configs:
         names.append(tuple(dict.fromkeys(server.served_model_name)) or (engine.model,))
-        slugs = {_slug(name) for name in names[-1]}
-        if known & slugs:
-            raise ConfigError(
-                f"two models have the name {names[-1][0]!r}; give one of them another served_model_name"
-            )
-        known |= slugs
+        for name in names[-1]:
+            if _slug(name) in known:
+                raise ConfigError(f"two models have the name {name!r}; give one another served_model_name")
+        known.update(map(_slug, names[-1]))
     return names
 
 

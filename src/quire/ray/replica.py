@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import secrets
@@ -192,17 +191,20 @@ async def _share_gpus() -> None:
     """Have the engine's ranks, which are processes of this replica, see the GPUs of all of its bundles.
 
     Ray shows a replica those of the first bundle only, and tells the others' to whatever runs in them.
+
+    Raises:
+        ConfigError: the bundles are on several machines.
     """
 
-    def gpu_ids() -> list[str]:
-        ids: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        return ids
+    def gpus() -> tuple[str, list[str]]:
+        context = ray.get_runtime_context()
+        return context.get_node_id(), context.get_accelerator_ids()["GPU"]
 
     group = get_current_placement_group()
     bundles = [] if group is None else group.bundle_specs[1:]
     of_others = await asyncio.gather(
         *(
-            ray.remote(gpu_ids)
+            ray.remote(gpus)
             .options(
                 num_cpus=0,
                 num_gpus=bundle["GPU"],
@@ -214,7 +216,13 @@ async def _share_gpus() -> None:
         )
     )
     if of_others:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*gpu_ids(), *itertools.chain(*of_others)])
+        node, own = gpus()
+        if any(other != node for other, _ in of_others):
+            raise ConfigError(
+                "placement_group_bundles are on several machines, but the ranks of an engine are processes "
+                "of one; set placement_group_strategy to STRICT_PACK"
+            )
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*own, *(gpu for _, ids in of_others for gpu in ids)])
 
 
 class _RunTimeConfig(msgspec.Struct, forbid_unknown_fields=True):
