@@ -23,12 +23,14 @@ ARCHITECTURES = {
     **dict.fromkeys(("llama", "llama-3.1", "mixtral"), "llama"),
     **dict.fromkeys(("olmo2", "olmo3"), "olmo2"),
     "qwen3_moe": "qwen3moe",
+    "ministral3": "mistral3",
+    "lfm2": "lfm2",
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
-_NOT_QUANTIZED = ("ffn_gate_inp",)
+_NOT_QUANTIZED = ("ffn_gate_inp", "shortconv.conv.")
 _WITH_OFFSET = ("gemma", "gemma2", "gemma3")
-_INTERLEAVED = ("llama", "granite", "smollm3")
+_INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
 
 
 def write_gguf(
@@ -79,6 +81,9 @@ def write_gguf(
     floats = {}
     for parts in _merged(load_file(checkpoint / "model.safetensors")):
         arrays = [_as_llama_cpp(family, name, weight.numpy(), config) for name, weight in parts.items()]
+        shape = arrays[0].shape
+        if "conv.conv" in next(iter(parts)):
+            arrays = [array.squeeze(1) for array in arrays]
         name = _EXPERT.sub(r"\1.\3", next(iter(parts)))
         own_kind = next((own for part, own in (other_kinds or {}).items() if part in name), kind)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -92,7 +97,7 @@ def write_gguf(
         writer.add_tensor(stored_name, stored, raw_dtype=quantization)
         exact = gguf.quants.dequantize(stored, quantization)
         for part, array in zip(parts, exact if len(parts) > 1 else [exact], strict=True):
-            floats[part] = torch.from_numpy(_back(family, part, array, config).copy())
+            floats[part] = torch.from_numpy(_back(family, part, array, config).reshape(shape).copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -142,15 +147,19 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], rotated_featu
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(_inner_size(config))
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    kv_heads = config["num_key_value_heads"]
+    types = config.get("layer_types") or ()
+    writer.add_head_count_kv(
+        [0 if kind == "conv" else kv_heads for kind in types] if "conv" in types else kv_heads
+    )
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     rotated = rotated_features or int(head_dim * rope.get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(rotated)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     _add_rest(writer, config, rope)
@@ -158,11 +167,31 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], rotated_featu
     writer.add_eos_token_id(config["eos_token_id"])
 
 
+def _inner_size(config: dict[str, Any]) -> int:
+    """Return the features within a feed-forward layer; LFM2's config has another number."""
+    size = int(config["intermediate_size"])
+    if not config.get("block_auto_adjust_ff_dim"):
+        return size
+    size = int(config["block_ffn_dim_multiplier"] * int(2 * size / 3))
+    multiple = int(config["block_multiple_of"])
+    return multiple * -(-size // multiple)
+
+
 def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any]) -> None:
     """Add what only some architectures have."""
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if config["model_type"] == "lfm2":
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
     if config["model_type"] == "olmo3":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     adders: dict[str, Callable[[Any], None]] = {

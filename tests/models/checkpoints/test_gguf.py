@@ -16,6 +16,7 @@ import torch
 from gguf_checkpoints import WITH_MINIMA, places_of_halves, write_gguf
 from safetensors.torch import load_file
 
+from checkpoints import FAMILIES as SHAPES
 from checkpoints import make_checkpoint
 from paged_harness import generate, random_prompts
 from quire.errors import ModelError, ModelNotFoundError
@@ -53,6 +54,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "mixtral": {},
     "qwen3_moe": {"mlp_only_layers": []},
+    "ministral3": {  # a beta that float32 holds exactly
+        "rope_parameters": SHAPES["ministral3"][1]["rope_parameters"] | {"llama_4_scaling_beta": 0.125}
+    },
+    "lfm2": {},
 }
 
 

@@ -16,6 +16,7 @@ from quire.errors import ModelError
 _MODEL_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.embedding_norm.weight": "token_embd_norm.weight",
     "lm_head.weight": "output.weight",
 }
 _LAYER_NAMES = {
@@ -47,6 +48,19 @@ _FOUR_NORM_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}
+_LFM2_NAMES = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
 }
 _LAYER_PREFIX = "model.layers."
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<rest>.*)")
@@ -85,6 +99,7 @@ class Architecture:
     finish: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
     norms_include_offset: bool = False  # norm weights are 1 more than in the checkpoint
     has_adjacent_pairs: bool = False  # the features that are rotated together are neighbours
+    without_kv: str = ""  # type of the layers that have no heads of keys and values; empty: all have some
 
     def tensor(self, name: str) -> tuple[str, int | None]:
         """Return the tensor that holds a weight, and which expert's part of it; None: the whole.
@@ -127,6 +142,10 @@ def _olmo3(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"sliding_attention": {"rope_theta": values.get("rope_theta", 1e4)}}}
 
 
+def _lfm2(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"norm_eps": values.get("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
+
+
 _LLAMA = Architecture("LlamaForCausalLM", has_adjacent_pairs=True)
 _OLMO2 = Architecture("Olmo2ForCausalLM", names=_LAYER_NAMES | _FOUR_NORM_NAMES)
 _GEMMA2 = Architecture(
@@ -160,6 +179,22 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture("Phi3ForCausalLM"),
     "smollm3": replace(_LLAMA, hf_name="SmolLM3ForCausalLM"),
+    "mistral3": replace(
+        _LLAMA,
+        hf_name="Ministral3ForCausalLM",
+        keys=_KEYS
+        | {
+            "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+            "llama_4_scaling_beta": "attention.temperature_scale",
+        },
+    ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM",
+        names=_LAYER_NAMES | _LFM2_NAMES,
+        keys=_KEYS | {"conv_L_cache": "shortconv.l_cache"},
+        finish=_lfm2,
+        without_kv="conv",
+    ),
     "olmo2": _OLMO2,
     "granite": Architecture(
         "GraniteForCausalLM",

@@ -82,7 +82,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Callable[[str], str]]:
             raise _refusal(file, "attention.value_length", value_length, f"{head_dim}, as of keys,")
         values |= architecture.finish(values)
     values |= _rope(file, metadata, values)
-    _refuse_others(file, metadata)
+    _refuse_others(file, architecture, metadata)
 
     def type_of(weight: str) -> str:
         info = file.tensors.get(architecture.tensor(weight)[0])
@@ -102,10 +102,16 @@ def _entries(file: GGUFFile, architecture: Architecture, metadata: Entries) -> d
         if entry == "sliding_window_pattern" and isinstance(value, list):
             values["layer_types"] = [_LAYER_TYPES[is_sliding is True] for is_sliding in value]
             continue
-        if isinstance(value, list) and value and value.count(value[0]) == len(value):
-            value = value[0]  # of each layer
+        if isinstance(value, list):  # of each layer
+            if entry == "num_key_value_heads" and architecture.without_kv:
+                values["layer_types"] = [
+                    _LAYER_TYPES[0] if count else architecture.without_kv for count in value
+                ]
+                value = [count for count in value if count]
+            if value and value.count(value[0]) == len(value):
+                value = value[0]
         values[entry] = value
-        check_entry(f"{file.path}: {name}.{key} is", value, RULES[entry])
+        check_entry(f"{file.path}: {name}.{key} is", value, (RULES | ROPE_RULES)[entry])
     for entry in _NEEDED:
         if entry not in values:
             raise ModelError(
@@ -143,6 +149,7 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         factors = dict.fromkeys(_LONG_ROPE_FACTORS, _floats(file, _ROPE_FACTORS))
         original = values["max_position_embeddings"]  # one set of factors for every length
     scaling: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind}
+    beyond, beta = values.pop("mscale_all_dim", 0.0), values.pop("llama_4_scaling_beta", None)
     if factors:
         if kind not in ("none", "longrope") and factor != 1:
             raise _refusal(file, "rope.scaling.type", kind, "with tensors of factors, none and longrope")
@@ -151,12 +158,15 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         scaling |= {name: entry(f"scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         # llama.cpp stores a factor to the paper's value; a config.json has the product.
         times = (attention_factor or 1) * (entry("scaling.yarn_attn_factor") or 1)
-        scaling["attention_factor"] = times * (0.1 * math.log(max(factor, 1)) + 1)
+        turns = 0.1 * math.log(max(factor, 1))
+        scaling["attention_factor"] = times * (turns + 1) / (beyond * turns + 1)
         scaling["original_max_position_embeddings"] = original
     elif attention_factor not in (None, 1):
         raise _refusal(file, "rope.scaling.attn_factor", attention_factor, f"with the type {kind}, 1")
     if kind != "none" and not factors:
         scaling["factor"] = factor
+    if beta is not None:
+        scaling["llama_4_scaling_beta"] = beta
     return {
         ROTATED_FEATURES: entry("dimension_count"),
         "original_max_position_embeddings": original if factors else None,
@@ -164,10 +174,10 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
     }
 
 
-def _refuse_others(file: GGUFFile, metadata: Entries) -> None:
+def _refuse_others(file: GGUFFile, architecture: Architecture, metadata: Entries) -> None:
     """Refuse or log metadata of the architecture that is not supported."""
     for key, allowed in _ONLY.items():
-        value = metadata.get(key)
+        value = None if key in architecture.keys.values() else metadata.get(key)
         if value is not None and value not in allowed:
             raise _refusal(file, key, value, " and ".join(map(str, allowed)))
     for key in metadata.unread():

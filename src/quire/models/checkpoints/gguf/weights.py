@@ -74,7 +74,10 @@ class GGUFWeights:
     def _blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Kind, torch.Tensor]:
         """Return the kind of a weight, and its bytes [rows, blocks, block_bytes]."""
         info = self._info(name)
-        if info.shape != shape:
+        wanted = (
+            shape if len(shape) < 3 else (shape[0], *shape[2:])
+        )  # of a convolution, each feature by itself
+        if info.shape not in (shape, wanted):
             stored, _ = self._architecture.tensor(name)
             raise ModelError(
                 f"{stored} in {self._file.path} has shape {list(info.shape)}; its metadata ask for "
