@@ -11,7 +11,8 @@
 namespace quire {
 
 // out = x / sqrt(mean(x^2) + eps) * weight for each row x. With `delta`, rows += scale * delta comes first, in place and
-// rounded to the type. Without `weight` nothing follows that.
+// rounded to the type. Without `weight` nothing follows that. With `bias` it is a layer norm: the mean of x is subtracted first,
+// and `bias` added last.
 struct NormCall {
   void* rows;
   const void* delta;    // as `rows`, or null
@@ -25,11 +26,13 @@ struct NormCall {
   int64_t out_stride;
   float scale;
   float eps;
+  const float* bias = nullptr;  // [num_features] or null
 };
 
-enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu2 = 3 };
 
-// out [num_rows, num_features] = activation(gate) * up, with `gate_up` [num_rows, 2 * num_features], gate first.
+// out [num_rows, num_features] = activation(gate) * up, with `gate_up` [num_rows, 2 * num_features], gate first. Without `up`,
+// there are only gates, and nothing is multiplied.
 struct GatedActivationCall {
   const void* gate_up;
   void* out;
@@ -39,6 +42,7 @@ struct GatedActivationCall {
   int64_t num_features;
   int64_t row_stride;
   int64_t out_stride;
+  bool has_up = true;
 };
 
 // Keys or values of one layer, each head of a token in one piece. With scales the numbers are int8 and to be multiplied by

@@ -67,31 +67,55 @@ void check_norm(const Kernels& kernels, int64_t num_rows, int64_t num_features) 
   }
 }
 
+template <class T>
+void check_layer_norm(const Kernels& kernels, int64_t num_rows, int64_t num_features) {
+  Rows<T> rows(num_rows, num_features, 2.0f), out(num_rows, num_features, 1.0f);
+  const std::vector<float> weight = random_floats(num_features), bias = random_floats(num_features);
+  constexpr float kEps = 1e-2f;
+  ThreadPool pool(3);
+  kernels.norm({rows.numbers.data(), nullptr, weight.data(), out.numbers.data(), TypeOf<T>::dtype, num_rows, num_features,
+                rows.stride, 0, out.stride, 1.0f, kEps, bias.data()},
+               pool);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    double mean = 0.0, variance = 0.0;
+    for (int64_t i = 0; i < num_features; ++i) mean += rows.at(row, i) / num_features;
+    for (int64_t i = 0; i < num_features; ++i) variance += std::pow(rows.at(row, i) - mean, 2) / num_features;
+    for (int64_t i = 0; i < num_features; ++i) {
+      const double scaled = (rows.at(row, i) - mean) / std::sqrt(variance + kEps) * weight[i];
+      const double error = std::fabs(out.at(row, i) - (scaled + bias[i]));
+      CHECK(error <= TypeOf<T>::rounding * (std::fabs(scaled) + std::fabs(bias[i])) + 10 * kSmallest,
+            "%s: layer norm, feature %ld", kernels.instruction_set, static_cast<long>(i));
+    }
+  }
+}
+
 double activate(Activation activation, double x) {
   switch (activation) {
     case Activation::kSilu: return x / (1.0 + std::exp(-x));
     case Activation::kGeluTanh: return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
     case Activation::kGelu: return 0.5 * x * (1.0 + std::erf(x / std::sqrt(2.0)));
+    case Activation::kRelu2: return x > 0.0 ? x * x : 0.0;
   }
   return 0.0;
 }
 
 template <class T>
-void check_activation(const Kernels& kernels, Activation activation, int64_t num_rows, int64_t num_features) {
-  const Rows<T> gate_up(num_rows, 2 * num_features, 3.0f);
+void check_activation(const Kernels& kernels, Activation activation, bool has_up, int64_t num_rows, int64_t num_features) {
+  const Rows<T> gate_up(num_rows, has_up ? 2 * num_features : num_features, 3.0f);
   std::vector<T> first_result;
   for (const int num_threads : {1, 3}) {
     ThreadPool pool(num_threads);
     Rows<T> out(num_rows, num_features, 1.0f);
     const T between = out.numbers.size() > static_cast<size_t>(num_features) ? out.numbers[num_features] : T{};
     kernels.gated_activation({gate_up.numbers.data(), out.numbers.data(), TypeOf<T>::dtype, activation, num_rows, num_features,
-                              gate_up.stride, out.stride},
+                              gate_up.stride, out.stride, has_up},
                              pool);
     std::vector<T> results;
     for (int64_t row = 0; row < num_rows; ++row) {
       std::vector<double> expected;
       for (int64_t i = 0; i < num_features; ++i) {
-        expected.push_back(activate(activation, gate_up.at(row, i)) * gate_up.at(row, num_features + i));
+        const double up = has_up ? gate_up.at(row, num_features + i) : 1.0;
+        expected.push_back(activate(activation, gate_up.at(row, i)) * up);
         results.push_back(out.numbers[row * out.stride + i]);
       }
       check_row(kernels.instruction_set, out, row, expected);
@@ -129,8 +153,9 @@ void check_type(const Kernels& kernels) {
   for (const int64_t num_features : {1, 15, 16, 24, 64, 100, 900}) {
     for (const int64_t num_rows : {1, 5, 40}) {
       check_norm<T>(kernels, num_rows, num_features);
-      for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu}) {
-        check_activation<T>(kernels, activation, num_rows, num_features);
+      check_layer_norm<T>(kernels, num_rows, num_features);
+      for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh, Activation::kGelu, Activation::kRelu2}) {
+        for (const bool has_up : {true, false}) check_activation<T>(kernels, activation, has_up, num_rows, num_features);
       }
     }
   }

@@ -19,7 +19,7 @@ from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaDa
 
 native, reference = NativeKernels(), ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ACTIVATIONS = ["silu", "gelu_tanh", "gelu"]
+ACTIVATIONS = ["silu", "gelu_tanh", "gelu", "relu2"]
 COUNTS = [*range(1, 18), 31, 69]
 # What one rounding to the type and a few in float32 may make of a number, relative to it and at least.
 RELATIVE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -78,6 +78,38 @@ def test_add_rms_norm(instruction_set: str, dtype: torch.dtype, size: int, count
     assert torch.equal(alone, residual)
 
 
+@on_instruction_sets(dtype=DTYPES, size=[1, 15, 16, 24, 100, 896, 5000], count=[1, 3, 70])
+def test_layer_norm(instruction_set: str, dtype: torch.dtype, size: int, count: int) -> None:
+    rows, delta = _random(count, size, dtype=dtype) + 2, _random(count, size, dtype=dtype, seed=1)
+    weight, bias = _random(size, seed=2), _random(size, seed=3)
+    exact = torch.nn.functional.layer_norm(rows.double(), (size,), weight.double(), bias.double(), 1e-5)
+    expected = exact.to(dtype)
+    out = _view(_poisoned(count, size, dtype=dtype))
+    assert native.rms_norm(_view(rows), weight, eps=1e-5, bias=bias, out=out) is out
+    tolerance = RELATIVE[dtype] * 4
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    found = reference.rms_norm(rows, weight, eps=1e-5, bias=bias)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    summed = rows.clone()
+    normed = native.add_rms_norm(summed, delta, weight, eps=1e-5, bias=bias)
+    assert torch.equal(normed, native.rms_norm(summed, weight, eps=1e-5, bias=bias))
+
+
+@on_instruction_sets(activation=ACTIVATIONS, dtype=DTYPES, size=[1, 31, 64, 1000])
+def test_activation(instruction_set: str, activation: str, dtype: torch.dtype, size: int) -> None:
+    rows = _random(70, size, dtype=dtype) * 4
+    gated = torch.cat([rows, torch.ones_like(rows)], dim=1)
+    expected = native.gated_activation(gated, activation)
+    out = _view(_poisoned(70, size, dtype=dtype))
+    assert native.activation(_view(rows), activation, out=out) is out
+    assert torch.equal(out, expected)
+    assert torch.equal(native.activation(rows[:1], activation), expected[:1])
+    found = reference.activation(rows, activation)
+    assert torch.equal(found, reference.gated_activation(gated, activation))
+    assert native.activation(rows, activation, out=rows) is rows
+    assert torch.equal(rows, expected)
+
+
 @on_instruction_sets(activation=ACTIVATIONS, dtype=DTYPES, size=[1, 31, 64, 111, 1000])
 def test_gated_activation(instruction_set: str, activation: str, dtype: torch.dtype, size: int) -> None:
     rows = _random(70, 2 * size, dtype=dtype) * 4
@@ -104,9 +136,13 @@ def test_activations_over_the_whole_range(instruction_set: str, activation: str)
         "silu": lambda: wide * torch.sigmoid(wide),
         "gelu": lambda: 0.5 * wide * (1 + torch.erf(wide * 0.5**0.5)),
         "gelu_tanh": lambda: torch.nn.functional.gelu(wide, approximate="tanh"),
+        "relu2": lambda: wide.clamp(min=0).square().clamp(max=float("inf")),
     }[activation]()
     actual = native.gated_activation(rows, activation)[0].double()
-    assert ((actual - exact).abs() <= 1e-6 * exact.abs() + 5e-7 * wide.abs().clamp(max=1.0)).all()
+    exact = exact.where(exact < 1e38, float("inf"))
+    assert (
+        (actual - exact).abs().nan_to_num(0.0) <= 1e-6 * exact.abs() + 5e-7 * wide.abs().clamp(max=1.0)
+    ).all()
 
 
 def _assert_rows_keep_their_bits(kernel: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> None:
@@ -131,7 +167,9 @@ def test_rows_keep_their_bits_in_any_company(instruction_set: str, dtype: torch.
         ),
         rows,
     )
-    for activation in ("silu", "gelu_tanh", "gelu"):
+    bias = _random(size, seed=3)
+    _assert_rows_keep_their_bits(lambda part: native.rms_norm(part, weight, eps=1e-6, bias=bias), rows)
+    for activation in ACTIVATIONS:
         _assert_rows_keep_their_bits(
             lambda part, activation=activation: native.gated_activation(part, activation), rows
         )

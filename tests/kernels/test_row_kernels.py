@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from caches import make_cache
 from pairwise import pairwise
 from quire.kernels.interface import apply_rotary
-from quire.kernels.reference import ReferenceKernels, gelu, gelu_tanh, silu
+from quire.kernels.layers.activations import XIELU, gelu, gelu_tanh, silu
+from quire.kernels.reference import ReferenceKernels
 
 reference = ReferenceKernels()
 ROWS = 300
@@ -42,6 +43,15 @@ def test_rms_norm(dtype: torch.dtype, size: int) -> None:
     )
 
 
+def test_layer_norm_and_xielu_keep_the_bits_of_rows() -> None:
+    weight, bias, numbers = _random(100, seed=1), _random(100, seed=2), torch.tensor([0.8])
+    xielu = XIELU(numbers, numbers - 0.5, torch.tensor(0.5), torch.tensor(-1e-6))
+    _assert_rows_keep_their_bits(
+        lambda part: reference.rms_norm(part, weight, eps=1e-5, bias=bias), _random(ROWS, 100)
+    )
+    _assert_rows_keep_their_bits(xielu, _random(ROWS, 111) * 4)
+
+
 def test_rms_norm_over_heads_is_the_norm_of_each_head() -> None:
     states, weight = _random(5, 3, 16), _random(16, seed=1)
     together = reference.rms_norm(states, weight, eps=1e-6)
@@ -53,6 +63,7 @@ EXACT: dict[str, Rows] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda values: F.gelu(values, approximate="tanh"),
+    "relu2": lambda values: F.relu(values).square(),
 }
 
 

@@ -119,6 +119,14 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
         _method("rms_norm"),
         lambda: {"rows": _random(5, 40), "weight": _random(40), "eps": 1e-5, "out": torch.empty(5, 40)},
     ),
+    "layer_norm": (
+        _method("rms_norm"),
+        lambda: {"rows": _random(5, 40), "weight": _random(40), "bias": _random(40), "eps": 1e-5},
+    ),
+    "activation": (
+        _method("activation"),
+        lambda: {"rows": _random(5, 40), "activation": "relu2", "out": torch.empty(5, 40)},
+    ),
     "add_rms_norm": (
         _method("add_rms_norm"),
         lambda: {

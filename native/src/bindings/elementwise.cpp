@@ -7,22 +7,23 @@ namespace quire {
 namespace {
 
 void norm(uintptr_t rows, uintptr_t delta, uintptr_t weight, uintptr_t out, int type, int64_t num_rows, int64_t num_features,
-          int64_t row_stride, int64_t delta_stride, int64_t out_stride, float scale, float eps) {
+          int64_t row_stride, int64_t delta_stride, int64_t out_stride, float scale, float eps, uintptr_t bias) {
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
-  context.kernels().norm(
-      {at_address<void>(rows), at_address<const void>(delta), at_address<const float>(weight), at_address<void>(out),
-       static_cast<DType>(type), num_rows, num_features, row_stride, delta_stride, out_stride, scale, eps},
-      context.pool());
+  context.kernels().norm({at_address<void>(rows), at_address<const void>(delta), at_address<const float>(weight),
+                          at_address<void>(out), static_cast<DType>(type), num_rows, num_features, row_stride, delta_stride,
+                          out_stride, scale, eps, at_address<const float>(bias)},
+                         context.pool());
 }
 
 void gated_activation(uintptr_t gate_up, uintptr_t out, int type, int activation, int64_t num_rows, int64_t num_features,
-                      int64_t row_stride, int64_t out_stride) {
+                      int64_t row_stride, int64_t out_stride, bool has_up) {
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
-  context.kernels().gated_activation({at_address<const void>(gate_up), at_address<void>(out), static_cast<DType>(type),
-                                      static_cast<Activation>(activation), num_rows, num_features, row_stride, out_stride},
-                                     context.pool());
+  context.kernels().gated_activation(
+      {at_address<const void>(gate_up), at_address<void>(out), static_cast<DType>(type), static_cast<Activation>(activation),
+       num_rows, num_features, row_stride, out_stride, has_up},
+      context.pool());
 }
 
 void rotary_and_write_kv(const KVLayer& kv, uintptr_t qkv, int type, int64_t num_rows, int64_t row_stride, int64_t num_heads,
@@ -59,11 +60,12 @@ void bind_elementwise(nb::module_& module) {
   nb::enum_<Activation>(module, "Activation")
       .value("silu", Activation::kSilu)
       .value("gelu_tanh", Activation::kGeluTanh)
-      .value("gelu", Activation::kGelu);
+      .value("gelu", Activation::kGelu)
+      .value("relu2", Activation::kRelu2);
   module.def("norm", &norm, "rows"_a, "delta"_a, "weight"_a, "out"_a, "type"_a, "num_rows"_a, "num_features"_a, "row_stride"_a,
-             "delta_stride"_a, "out_stride"_a, "scale"_a, "eps"_a, nb::call_guard<nb::gil_scoped_release>());
+             "delta_stride"_a, "out_stride"_a, "scale"_a, "eps"_a, "bias"_a, nb::call_guard<nb::gil_scoped_release>());
   module.def("gated_activation", &gated_activation, "gate_up"_a, "out"_a, "type"_a, "activation"_a, "num_rows"_a,
-             "num_features"_a, "row_stride"_a, "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
+             "num_features"_a, "row_stride"_a, "out_stride"_a, "has_up"_a, nb::call_guard<nb::gil_scoped_release>());
   module.def("rotary_and_write_kv", &rotary_and_write_kv, "kv"_a, "qkv"_a, "type"_a, "num_rows"_a, "row_stride"_a, "num_heads"_a,
              "cos"_a, "sin"_a, "half"_a, "q_norm"_a, "k_norm"_a, "q_norm_size"_a, "k_norm_size"_a, "eps"_a, "blocks"_a,
              "offsets"_a, nb::call_guard<nb::gil_scoped_release>());

@@ -22,8 +22,11 @@ void norm_rows(const NormCall& call, ThreadPool& pool) {
     if (call.delta != nullptr) {
       add_row(row, static_cast<const T*>(call.delta) + index * call.delta_stride, call.scale, call.num_features);
     }
-    if (call.weight != nullptr) {
-      normalize(row, call.weight, call.num_features, call.eps, static_cast<T*>(call.out) + index * call.out_stride);
+    T* out = static_cast<T*>(call.out) + index * call.out_stride;
+    if (call.bias != nullptr) {
+      normalize_layer(row, call.weight, call.bias, call.num_features, call.eps, out);
+    } else if (call.weight != nullptr) {
+      normalize(row, call.weight, call.num_features, call.eps, out);
     }
   });
 }
@@ -32,11 +35,15 @@ template <Activation kActivation>
 QUIRE_INLINE f32x16 activate(f32x16 x) {
   if constexpr (kActivation == Activation::kSilu) return x / (exp(-x) + 1.0f);
   if constexpr (kActivation == Activation::kGelu) return (erf(x * 0.70710678f) + 1.0f) * x * 0.5f;
+  if constexpr (kActivation == Activation::kRelu2) {
+    const f32x16 positive = select(x < 0.0f, splat(0.0f), x);  // so that a NaN stays
+    return positive * positive;
+  }
   const f32x16 inner = (x * x * x * 0.044715f + x) * 0.79788456f;  // sqrt(2 / pi)
   return (tanh(inner) + 1.0f) * x * 0.5f;
 }
 
-template <class T, Activation kActivation>
+template <class T, Activation kActivation, bool kHasUp>
 void activate_rows(const GatedActivationCall& call, ThreadPool& pool) {
   for_each_row(pool, call.num_rows, call.num_features, [&](int64_t index) {
     const T* gate = static_cast<const T*>(call.gate_up) + index * call.row_stride;
@@ -44,18 +51,26 @@ void activate_rows(const GatedActivationCall& call, ThreadPool& pool) {
     T* out = static_cast<T*>(call.out) + index * call.out_stride;
     for (int64_t column = 0; column < call.num_features; column += kLanes) {
       const int64_t left = call.num_features - column;
-      store_left(out + column, activate<kActivation>(load_left(gate + column, left)) * load_left(up + column, left), left);
+      f32x16 values = activate<kActivation>(load_left(gate + column, left));
+      if constexpr (kHasUp) values *= load_left(up + column, left);
+      store_left(out + column, values, left);
     }
   });
 }
 
-template <class T>
+template <class T, bool kHasUp>
 void activate_as(const GatedActivationCall& call, ThreadPool& pool) {
   switch (call.activation) {
-    case Activation::kSilu: return activate_rows<T, Activation::kSilu>(call, pool);
-    case Activation::kGeluTanh: return activate_rows<T, Activation::kGeluTanh>(call, pool);
-    case Activation::kGelu: return activate_rows<T, Activation::kGelu>(call, pool);
+    case Activation::kSilu: return activate_rows<T, Activation::kSilu, kHasUp>(call, pool);
+    case Activation::kGeluTanh: return activate_rows<T, Activation::kGeluTanh, kHasUp>(call, pool);
+    case Activation::kGelu: return activate_rows<T, Activation::kGelu, kHasUp>(call, pool);
+    case Activation::kRelu2: return activate_rows<T, Activation::kRelu2, kHasUp>(call, pool);
   }
+}
+
+template <class T>
+void activate_all(const GatedActivationCall& call, ThreadPool& pool) {
+  return call.has_up ? activate_as<T, true>(call, pool) : activate_as<T, false>(call, pool);
 }
 
 }  // namespace
@@ -70,9 +85,9 @@ void norm(const NormCall& call, ThreadPool& pool) {
 
 void gated_activation(const GatedActivationCall& call, ThreadPool& pool) {
   switch (call.type) {
-    case DType::kBFloat16: return activate_as<bf16>(call, pool);
-    case DType::kFloat16: return activate_as<fp16>(call, pool);
-    default: return activate_as<float>(call, pool);
+    case DType::kBFloat16: return activate_all<bf16>(call, pool);
+    case DType::kFloat16: return activate_all<fp16>(call, pool);
+    default: return activate_all<float>(call, pool);
   }
 }
 

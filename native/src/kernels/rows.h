@@ -65,4 +65,25 @@ QUIRE_INLINE void normalize(const T* row, const float* weight, int64_t count, fl
   }
 }
 
+// The layer norm; `out` may be `row` itself.
+template <class T>
+QUIRE_INLINE void normalize_layer(const T* row, const float* weight, const float* bias, int64_t count, float eps, T* out) {
+  const auto load_or = [](const T* from, int64_t left, float fill) {
+    return left >= kLanes ? load(from) : load_some(from, static_cast<int>(left), fill);
+  };
+  f32x16 sum = {}, squares = {};
+  for (int64_t column = 0; column < count; column += kLanes) sum += load_left(row + column, count - column);
+  const float mean = sum_of_lanes(sum) / static_cast<float>(count);
+  for (int64_t column = 0; column < count; column += kLanes) {
+    const f32x16 centered = load_or(row + column, count - column, mean) - mean;
+    squares += centered * centered;
+  }
+  const float factor = 1.0f / __builtin_sqrtf(sum_of_lanes(squares) / static_cast<float>(count) + eps);
+  for (int64_t column = 0; column < count; column += kLanes) {
+    const int64_t left = count - column;
+    const f32x16 normed = (load_left(row + column, left) - mean) * factor;
+    store_left(out + column, normed * load_left(weight + column, left) + load_left(bias + column, left), left);
+  }
+}
+
 }  // namespace quire::QUIRE_ISA

@@ -17,6 +17,7 @@ from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.devices.device import HOST
 from quire.kernels.devices.memory import WeightMemory
+from quire.kernels.layers.activations import ACTIVATIONS
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
@@ -120,12 +121,19 @@ class KernelSet(ABC):
 
     @abstractmethod
     def rms_norm(
-        self, rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the root-mean-square norm of each row (Zhang and Sennrich 2019), in `rows`' type.
 
-        Norm and product are in float32, and so must `weight` be: [n] for rows [T, n]. With `out` the result
-        goes there, which may be `rows` itself.
+        With `bias` it is the layer norm (Ba et al. 2016): the mean is subtracted first, and `bias` added
+        last. All of it is in float32, and so must `weight` and `bias` be: [n] for rows [T, n]. With `out` the
+        result goes there, which may be `rows` itself.
         """
 
     @abstractmethod
@@ -136,6 +144,7 @@ class KernelSet(ABC):
         weight: torch.Tensor | None,
         *,
         eps: float,
+        bias: torch.Tensor | None = None,
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -144,7 +153,7 @@ class KernelSet(ABC):
         Args:
             residual, delta: [T, n] of one type; the sum is computed in float32 and rounded to it.
             weight: [n] float32, of the norm; None: `residual` itself is returned.
-            eps: as for `rms_norm`.
+            eps, bias: as for `rms_norm`.
             scale: of `delta`.
             out: [T, n], for the norm.
         """
@@ -155,8 +164,18 @@ class KernelSet(ABC):
     ) -> torch.Tensor:
         """Return `activation(gate) * up` for `gate_up` [T, 2 * n], gate first; computed in float32.
 
-        `activation` is silu, gelu_tanh or gelu. With `out` [T, n] the result goes there.
+        `activation` is silu, gelu_tanh, gelu or relu2. With `out` [T, n] the result goes there.
         """
+
+    def activation(
+        self, rows: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return `activation`, one of `gated_activation`'s, of rows [T, n]; computed in float32.
+
+        With `out` the result goes there, which may be `rows` itself.
+        """
+        result = ACTIVATIONS[activation](rows.float()).to(rows.dtype)
+        return result if out is None else out.copy_(result)
 
     @abstractmethod
     def rotary_and_write_kv(

@@ -1,13 +1,10 @@
 """The kernels in plain torch on the CPU, and numpy for sampling.
 
-Every function gives a row the same bits whatever the other rows are and however many there are. That rules
-out torch's fused `silu` and `gelu`, whose last few elements take a scalar path with other roundings; `exp`,
-`tanh` and `erf` do not have one.
+Every function gives a row the same bits whatever the other rows are and however many there are.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -23,6 +20,7 @@ from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.devices.torch_internals import has_onednn_bfloat16
 from quire.kernels.interface import KernelSet, apply_rotary
+from quire.kernels.layers.activations import ACTIVATIONS
 from quire.kernels.layers.expert_by_expert import ExpertByExpert
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.linear import (
@@ -81,8 +79,16 @@ class ReferenceKernels(KernelSet):
 
     @override
     def rms_norm(
-        self, rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if bias is not None:
+            return _into(out, F.layer_norm(rows.float(), weight.shape, weight, bias, eps).to(rows.dtype))
         return _into(out, F.rms_norm(rows.float(), weight.shape, weight, eps).to(rows.dtype))
 
     @override
@@ -93,18 +99,19 @@ class ReferenceKernels(KernelSet):
         weight: torch.Tensor | None,
         *,
         eps: float,
+        bias: torch.Tensor | None = None,
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         residual.copy_(residual.float() + delta.float() * scale)
-        return residual if weight is None else self.rms_norm(residual, weight, eps=eps, out=out)
+        return residual if weight is None else self.rms_norm(residual, weight, eps=eps, bias=bias, out=out)
 
     @override
     def gated_activation(
         self, gate_up: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        return _into(out, _ACTIVATIONS[activation](gate).mul_(up).to(gate_up.dtype))
+        return _into(out, ACTIVATIONS[activation](gate).mul_(up).to(gate_up.dtype))
 
     @override
     def rotary_and_write_kv(
@@ -230,22 +237,3 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv: KVLayer, batch: Attenti
 
 def _as_stored(states: torch.Tensor, kv: KVLayer) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (states, None) if kv.quantizer is None else kv.quantizer.quantize(states)
-
-
-def silu(values: torch.Tensor) -> torch.Tensor:
-    """Return `x * sigmoid(x)` of a float32 tensor."""
-    return values / torch.exp(-values).add_(1.0)
-
-
-def gelu_tanh(values: torch.Tensor) -> torch.Tensor:
-    """Return the tanh approximation of GELU (Hendrycks and Gimpel 2016) of a float32 tensor."""
-    inner = (values * values * values).mul_(0.044715).add_(values).mul_(math.sqrt(2.0 / math.pi))
-    return inner.tanh_().add_(1.0).mul_(values).mul_(0.5)
-
-
-def gelu(values: torch.Tensor) -> torch.Tensor:
-    """Return the exact GELU of a float32 tensor."""
-    return torch.erf(values * math.sqrt(0.5)).add_(1.0).mul_(values).mul_(0.5)
-
-
-_ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "gelu": gelu}

@@ -48,7 +48,19 @@ def test_add_rms_norm(dtype: torch.dtype, size: int, count: int, scale: float) -
     assert torch.equal(alone, residual)
 
 
-@pairwise(activation=["silu", "gelu_tanh", "gelu"], dtype=DTYPES, size=[1, 31, 64, 1100])
+@pairwise(dtype=DTYPES, size=[1, 24, 100], count=[1, 3])
+def test_layer_norm(dtype: torch.dtype, size: int, count: int) -> None:
+    rows, delta = random(count, size, dtype=dtype) + 2, random(count, size, dtype=dtype, seed=1)
+    weight, bias = random(size, seed=2), random(size, seed=3)
+    expected = reference.rms_norm(rows, weight, eps=1e-2, bias=bias).float()
+    out = strided(poisoned(count, size, dtype=dtype))
+    assert kernels.rms_norm(strided(rows), weight, eps=1e-2, bias=bias, out=out) is out
+    torch.testing.assert_close(out.float(), expected, rtol=4 * RELATIVE[dtype], atol=4 * RELATIVE[dtype])
+    normed = kernels.add_rms_norm(rows, delta, weight, eps=1e-2, bias=bias)
+    assert torch.equal(normed, kernels.rms_norm(rows, weight, eps=1e-2, bias=bias))
+
+
+@pairwise(activation=["silu", "gelu_tanh", "gelu", "relu2"], dtype=DTYPES, size=[1, 31, 64, 1100])
 def test_gated_activation(activation: str, dtype: torch.dtype, size: int) -> None:
     rows = random(3, 2 * size, dtype=dtype) * 4
     expected = reference.gated_activation(rows, activation)

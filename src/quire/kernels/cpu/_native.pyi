@@ -137,6 +137,8 @@ class Activation(enum.Enum):
 
     gelu = 2
 
+    relu2 = 3
+
 def norm(
     rows: int,
     delta: int,
@@ -150,6 +152,7 @@ def norm(
     out_stride: int,
     scale: float,
     eps: float,
+    bias: int,
 ) -> None: ...
 def gated_activation(
     gate_up: int,
@@ -160,6 +163,7 @@ def gated_activation(
     num_features: int,
     row_stride: int,
     out_stride: int,
+    has_up: bool,
 ) -> None: ...
 def rotary_and_write_kv(
     kv: KVLayer,

@@ -91,7 +91,13 @@ class NativeKernels(KernelSet):
 
     @override
     def rms_norm(
-        self, rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = rows.new_empty(rows.shape) if out is None else out
         numbers = _norm_numbers(
@@ -99,8 +105,10 @@ class NativeKernels(KernelSet):
             None,
             (weight.shape, weight.stride(), weight.dtype, weight.is_cpu),
             (out.shape, out.stride(), out.dtype, out.is_cpu),
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.is_cpu),
         )
-        _native.norm(rows.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), *numbers, 1.0, eps)
+        bias_address = 0 if bias is None else bias.data_ptr()
+        _native.norm(rows.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), *numbers, 1.0, eps, bias_address)
         return out
 
     @override
@@ -111,6 +119,7 @@ class NativeKernels(KernelSet):
         weight: torch.Tensor | None,
         *,
         eps: float,
+        bias: torch.Tensor | None = None,
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -123,10 +132,18 @@ class NativeKernels(KernelSet):
             (delta.shape, delta.stride(), delta.dtype, delta.is_cpu),
             None if weight is None else (weight.shape, weight.stride(), weight.dtype, weight.is_cpu),
             (out.shape, out.stride(), out.dtype, out.is_cpu),
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.is_cpu),
         )
         weight_address = 0 if weight is None else weight.data_ptr()
         _native.norm(
-            residual.data_ptr(), delta.data_ptr(), weight_address, out.data_ptr(), *numbers, scale, eps
+            residual.data_ptr(),
+            delta.data_ptr(),
+            weight_address,
+            out.data_ptr(),
+            *numbers,
+            scale,
+            eps,
+            0 if bias is None else bias.data_ptr(),
         )
         return out
 
@@ -143,6 +160,19 @@ class NativeKernels(KernelSet):
             activation,
         )
         _native.gated_activation(gate_up.data_ptr(), out.data_ptr(), *numbers)
+        return out
+
+    @override
+    def activation(
+        self, rows: torch.Tensor, activation: str, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = rows.new_empty(rows.shape) if out is None else out
+        numbers = _activation_numbers(
+            (rows.shape, rows.stride(), rows.dtype, rows.is_cpu),
+            (out.shape, out.stride(), out.dtype, out.is_cpu),
+            activation,
+        )
+        _native.gated_activation(rows.data_ptr(), out.data_ptr(), *numbers)
         return out
 
     @override
@@ -269,7 +299,7 @@ class NativeKernels(KernelSet):
 
 @checked_once
 def _norm_numbers(
-    rows: Form, delta: Form | None, weight: Form | None, out: Form
+    rows: Form, delta: Form | None, weight: Form | None, out: Form, bias: Form | None
 ) -> tuple[int, int, int, int, int, int]:
     """Return the type of a norm, the rows and features, and the strides of rows, delta and result."""
     name = "rows" if delta is None else "the residual"
@@ -277,6 +307,10 @@ def _norm_numbers(
     shape = num_rows, num_features = tuple(rows[0])
     if weight is not None:
         check_vector("a norm's weight", weight, num_features)
+    if bias is not None:
+        check_vector("a norm's bias", bias, num_features)
+        if weight is None:
+            raise ValueError("a norm has a bias and no weight; it must have both, or neither")
     if delta is not None:
         if delta[2] is not rows[2]:
             raise TypeError(f"delta is {delta[2]}; it must be {rows[2]}, as the residual")
@@ -287,8 +321,8 @@ def _norm_numbers(
 
 
 @checked_once
-def _gated_numbers(gate_up: Form, out: Form, activation: str) -> tuple[int, int, int, int, int, int]:
-    """Return the type, the activation, the rows and features, and the strides of both."""
+def _gated_numbers(gate_up: Form, out: Form, activation: str) -> tuple[int, int, int, int, int, int, bool]:
+    """Return the type, the activation, the rows and features, the strides of both, and that there is `up`."""
     stride = row_stride("gate_up", gate_up)
     num_rows, twice = gate_up[0]
     num_features = twice // 2
@@ -299,7 +333,18 @@ def _gated_numbers(gate_up: Form, out: Form, activation: str) -> tuple[int, int,
         )
     out_stride = written_row_stride("out", out, (num_rows, num_features))
     kind = _common_type(gate_up, out)
-    return kind, _ACTIVATIONS[activation], num_rows, num_features, stride, out_stride
+    return kind, _ACTIVATIONS[activation], num_rows, num_features, stride, out_stride, True
+
+
+@checked_once
+def _activation_numbers(rows: Form, out: Form, activation: str) -> tuple[int, int, int, int, int, int, bool]:
+    """Return the same of an activation without `up`."""
+    stride = row_stride("rows", rows)
+    num_rows, num_features = shape = tuple(rows[0])
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"the activation is {activation}; it must be one of {', '.join(_ACTIVATIONS)}")
+    kind, out_stride = _common_type(rows, out), written_row_stride("out", out, shape)
+    return kind, _ACTIVATIONS[activation], num_rows, num_features, stride, out_stride, False
 
 
 @checked_once

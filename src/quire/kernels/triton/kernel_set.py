@@ -94,9 +94,15 @@ class TritonKernels(KernelSet):
 
     @override
     def rms_norm(
-        self, rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return row_kernels.rms_norm(rows, weight, eps=eps, out=out)
+        return row_kernels.rms_norm(rows, weight, eps=eps, bias=bias, out=out)
 
     @override
     def add_rms_norm(
@@ -106,10 +112,11 @@ class TritonKernels(KernelSet):
         weight: torch.Tensor | None,
         *,
         eps: float,
+        bias: torch.Tensor | None = None,
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return row_kernels.add_rms_norm(residual, delta, weight, eps=eps, scale=scale, out=out)
+        return row_kernels.add_rms_norm(residual, delta, weight, eps=eps, bias=bias, scale=scale, out=out)
 
     @override
     def gated_activation(

@@ -16,7 +16,7 @@ FEATURES_BY_TURNS = 8
 cores, a thread has numbers of both then."""
 
 _TURN = tl.constexpr(FEATURES_BY_TURNS)
-_ACTIVATIONS = "silu", "gelu_tanh", "gelu"
+_ACTIVATIONS = "silu", "gelu_tanh", "gelu", "relu2"
 _ELEMENTS_PER_THREAD = 16
 _ACTIVATION_BLOCK = 1024
 
@@ -26,6 +26,7 @@ def _rms_norm_kernel(
     rows,
     delta,
     weight,
+    bias,
     out,
     num_features,
     row_stride,
@@ -35,6 +36,7 @@ def _rms_norm_kernel(
     eps,
     HAS_DELTA: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     await_previous()
@@ -45,14 +47,20 @@ def _rms_norm_kernel(
     values = tl.load(row_at, mask=is_feature, other=0.0).to(tl.float32)
     if HAS_WEIGHT:  # read before anything is stored: the compiler does not know that these do not overlap
         weights = tl.load(weight + feature, mask=is_feature, other=0.0)
+    if HAS_BIAS:
+        biases = tl.load(bias + feature, mask=is_feature, other=0.0)
     if HAS_DELTA:
         added = tl.load(delta + row * delta_stride + feature, mask=is_feature, other=0.0)
         total = rounded(values + added.to(tl.float32) * scale, rows.dtype.element_ty)
         tl.store(row_at, total, mask=is_feature)
         values = total.to(tl.float32)
     if HAS_WEIGHT:
+        if HAS_BIAS:
+            values = tl.where(is_feature, values - tl.sum(values, axis=0) / num_features, 0.0)
         mean_square = tl.sum(values * values, axis=0) / num_features
         normed = values * tl.rsqrt(mean_square + eps) * weights
+        if HAS_BIAS:
+            normed += biases
         tl.store(out + row * out_stride + feature, rounded(normed, out.dtype.element_ty), mask=is_feature)
 
 
@@ -65,6 +73,9 @@ def activated(gate, ACTIVATION: tl.constexpr):
         # x * (1 + tanh(u)) / 2 is x * sigmoid(2u), where u is sqrt(2 / pi) * (x + 0.044715 x^3).
         twice = (gate + 0.044715 * gate * gate * gate) * 1.5957691216057308
         values = gate / (1.0 + tl.exp(-twice))
+    elif ACTIVATION == "relu2":
+        positive = tl.where(gate < 0.0, 0.0, gate)
+        values = positive * positive
     else:
         tl.static_assert(ACTIVATION == "gelu")
         values = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
@@ -123,11 +134,16 @@ def _gated_activation_kernel(
 
 
 def rms_norm(
-    rows: torch.Tensor, weight: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do what `KernelSet.rms_norm` says."""
     out = rows.new_empty(rows.shape) if out is None else out
-    _norm(rows, None, weight, out, scale=1.0, eps=eps)
+    _norm(rows, None, weight, bias, out, scale=1.0, eps=eps)
     return out
 
 
@@ -137,6 +153,7 @@ def add_rms_norm(
     weight: torch.Tensor | None,
     *,
     eps: float,
+    bias: torch.Tensor | None = None,
     scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -145,7 +162,7 @@ def add_rms_norm(
         out = residual
     elif out is None:
         out = residual.new_empty(residual.shape)
-    _norm(residual, delta, weight, out, scale=scale, eps=eps)
+    _norm(residual, delta, weight, bias, out, scale=scale, eps=eps)
     return out
 
 
@@ -153,6 +170,7 @@ def _norm(
     rows: torch.Tensor,
     delta: torch.Tensor | None,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
     *,
     scale: float,
@@ -165,6 +183,8 @@ def _norm(
         check_rows("delta", delta, rows)
     if weight is not None:
         check_norm_weight(weight, num_features)
+    if bias is not None:
+        check_norm_weight(bias, num_features)
     if not num_rows:
         return
     block = next_power_of_2(num_features)
@@ -172,6 +192,7 @@ def _norm(
         rows,
         delta,
         weight,
+        bias,
         out,
         num_features,
         rows.stride(0),
@@ -181,6 +202,7 @@ def _norm(
         eps,
         HAS_DELTA=delta is not None,
         HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
         BLOCK=block,
         num_warps=min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), 16),
     )
