@@ -12,6 +12,8 @@ from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder
 
 FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe", "lfm2", "qwen3_5"]
+# Layer norms and parallel blocks; xIELU; norms after the rotation; and ways of choosing experts.
+OTHER_LAYERS = ["phi", "cohere2", "apertus", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "phimoe"]
 PROMPT_LENGTHS = [1, 7, 66, 131]
 NUM_NEW = 6
 
@@ -34,6 +36,9 @@ VARIANTS += [
         ("reference", "bfloat16", "none"),
     )
 ]
+VARIANTS += [(family, "bfloat16", "none", "native") for family in OTHER_LAYERS]
+VARIANTS += [(family, "bfloat16", "none", "reference") for family in ("phi", "apertus", "glm4_moe")]
+VARIANTS += [("phi", "bfloat16", "int8", "native"), ("glm4_moe", "bfloat16", "int4", "native")]
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids="-".join)

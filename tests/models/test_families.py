@@ -107,7 +107,8 @@ def test_greedy_tokens_and_logits_equal_transformers(
 ) -> None:
     model = make_model(family, **overrides)
     decoder = _load(model, tmp_path)
-    assert count_parameters(decoder.config) == sum(p.numel() for p in model.parameters())
+    buffers = [tensor for name, tensor in model.named_buffers() if name in model.state_dict()]
+    assert count_parameters(decoder.config) == sum(p.numel() for p in (*model.parameters(), *buffers))
     prompts = random_prompts(PROMPT_LENGTHS, vocab_size=decoder.config.vocab_size)
     whole = generate(decoder, prompts, num_new=NUM_NEW)
     chunked = generate(decoder, prompts, num_new=NUM_NEW, chunk=11, seed=1)

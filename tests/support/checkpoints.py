@@ -37,6 +37,8 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
 # family: (config class, what differs from the common shape)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -157,6 +159,67 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 2}),
+    "glm": ("GlmConfig", {"head_dim": 24}),
+    "glm4": ("Glm4Config", {"head_dim": 24, "num_attention_heads": 6}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 24, "tie_word_embeddings": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 2,
+            "num_hidden_layers": 3,
+            "use_bias": True,
+        },
+    ),
+    "phi": ("PhiConfig", {"num_key_value_heads": 4, "rope_parameters": _PARTIAL}),
+    "phimoe": (
+        "PhimoeConfig",
+        {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True, "sliding_window": 13},
+    ),
+    "cohere": ("CohereConfig", {"logit_scale": 0.3, "tie_word_embeddings": True}),
+    "cohere2": (
+        "Cohere2Config",
+        {"logit_scale": 0.3, "tie_word_embeddings": True, "sliding_window": 11, "num_hidden_layers": 5},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rope_parameters": _PARTIAL},
+    ),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 24}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 12, "num_hidden_layers": 5}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", {"head_dim": 24}),
+    "stablelm": ("StableLmConfig", {"rope_parameters": _PARTIAL}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 13, "tie_word_embeddings": True}),
+    "arcee": ("ArceeConfig", {}),
+    "apertus": ("ApertusConfig", {}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "minicpm3": (
         "MiniCPM3Config",

@@ -181,7 +181,7 @@ class ReferenceKernels(KernelSet):
         activation: str = "",
     ) -> torch.Tensor:
         total = causal_conv(rows, weight, state, batch, bias=bias)
-        return (_ACTIVATIONS[activation](total) if activation else total).to(rows.dtype)
+        return (ACTIVATIONS[activation](total) if activation else total).to(rows.dtype)
 
     @override
     def gated_delta_rule(

@@ -54,13 +54,17 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...] = ()
     max_model_len: int = 0  # in tokens; replace it before loading to serve longer or only shorter sequences
     tie_word_embeddings: bool = False  # the output layer is the embedding
+    output_bias: bool = False  # the output layer has a bias
     embedding_field: str = "embedding"  # its name in files; "output": files have only the tied output matrix
-    norm_eps: float = 1e-6  # added to the mean square in every norm
+    norm_kind: str = "rms"  # of the residual stream: rms, layer, or layer_without_bias
+    norm_eps: float = 1e-6  # added to the mean square, or the variance, in every norm
     norm_offset: float = 0.0  # added to the norms' weights; 1 in Gemma
     embedding_scale: float = 1.0  # multiplies embeddings
     residual_scale: float = 1.0  # multiplies what is added to the residual stream
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # soft cap of logits; 0: none
+    ignored_prefixes: tuple[str, ...] = ()
+    """Of the names of tensors in files that are passed over: layers that predict further tokens."""
     pooling: PoolingParams | None = None  # how a prompt becomes a row, in place of logits; None: it generates
 
     @property

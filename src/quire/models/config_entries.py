@@ -86,7 +86,19 @@ class _ListOf:
         return isinstance(value, list) and len(value) <= self.most and all(map(self.entries.accepts, value))
 
 
-_Rule = _Integer | _Number | _Is | _Text | _ListOf
+@dataclasses.dataclass(frozen=True, slots=True)
+class _IntegerOrText:
+    integer: _Integer
+    text: _Text
+
+    def describe(self) -> str:
+        return f"{self.integer.describe()}, or {self.text.describe()}"
+
+    def accepts(self, value: object) -> bool:
+        return self.integer.accepts(value) or self.text.accepts(value)
+
+
+_Rule = _Integer | _Number | _Is | _Text | _ListOf | _IntegerOrText
 _POSITIVE = _Number(0, 1e30, has_least=False)
 _FACTOR = _Number(-1e30, 1e30)
 _BOOLEAN, _OBJECT, _TEXT = _Is(bool, "true or false"), _Is(dict, "an object"), _Text(256)
@@ -116,10 +128,20 @@ RULES: dict[str, _Rule] = {
     "attention_bias": _BOOLEAN,
     "mlp_bias": _BOOLEAN,
     "rms_norm_eps": _Number(0, 1),
+    "layer_norm_eps": _Number(0, 1),
+    "norm_epsilon": _Number(0, 1),
+    "attention_out_bias": _BOOLEAN,
+    "qkv_bias": _BOOLEAN,
+    "use_qkv_bias": _BOOLEAN,
+    "use_bias": _BOOLEAN,
+    "lm_head_bias": _BOOLEAN,
+    "use_qk_norm": _BOOLEAN,
+    "qk_layernorm": _BOOLEAN,
+    "use_parallel_residual": _BOOLEAN,
     "sliding_window": _Integer(0, _MAX_POSITION),
     "use_sliding_window": _BOOLEAN,
     "max_window_layers": _Integer(0, _MAX_POSITION),
-    "sliding_window_pattern": _Integer(1, _LAYERS),
+    "sliding_window_pattern": _IntegerOrText(_Integer(0, _LAYERS), _TEXT),
     "layer_types": _ListOf(_TEXT, _LAYERS),
     "no_rope_layer_interval": _Integer(1, _LAYERS),
     "no_rope_layers": _ListOf(_Integer(0, 1), _LAYERS),
@@ -139,6 +161,25 @@ RULES: dict[str, _Rule] = {
     "scale_depth": _POSITIVE,
     "dim_model_base": _POSITIVE,
     "norm_topk_prob": _BOOLEAN,
+    "shared_expert_intermediate_size": _Integer(1, 1 << 20),
+    "router_jitter_noise": _Number(0, 1),
+    "first_k_dense_replace": _Integer(0, _LAYERS),
+    "num_nextn_predict_layers": _Integer(0, 64),
+    "num_mtp_layers": _Integer(0, 64),
+    "n_routed_experts": _Integer(1, 1 << 16),
+    "n_shared_experts": _Integer(0, 1 << 10),
+    "n_group": _Integer(1, 1 << 10),
+    "topk_group": _Integer(1, 1 << 10),
+    "routed_scaling_factor": _FACTOR,
+    "moe_k": _Integer(1, 1 << 10),
+    "moe_num_experts": _Integer(1, 1 << 16),
+    "moe_num_shared_experts": _Integer(0, 1 << 10),
+    "moe_layer_start_index": _Integer(0, _LAYERS),
+    "moe_layer_end_index": _Integer(-1, _LAYERS),
+    "moe_layer_interval": _Integer(1, _LAYERS),
+    "moe_norm_min": _Number(0, 1e30),
+    "rotary_dim": _Integer(2, 1 << 12),
+    "logit_scale": _POSITIVE,
     "query_pre_attn_scalar": _POSITIVE,
     "attn_logit_softcapping": _Number(0, 1e30),
     "final_logit_softcapping": _Number(0, 1e30),
@@ -231,10 +272,11 @@ HARMLESS = frozenset(
         "tokenizer_class", "is_llama_config", "tensor_data_layout", "quantization_config",
         "compression_config",
         # tokens, which the tokenizer's files have or generation takes
-        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-        "model_max_length", "max_sequence_length",
+        "bos_token_id", "eos_token_id", "eod_token_id", "pad_token_id", "sep_token_id",
+        "decoder_start_token_id", "model_max_length", "max_sequence_length",
         # training
-        "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout",
+        "attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "attn_pdrop",
+        "embd_pdrop", "resid_pdrop", "input_jitter_noise",
         "classifier_dropout", "initializer_range", "router_aux_loss_coef", "router_jitter_noise",
         "output_router_logits", "gradient_checkpointing", "pretraining_tp",
         # classification

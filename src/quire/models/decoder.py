@@ -16,12 +16,13 @@ from quire.kernels.interface import KernelSet
 from quire.kernels.layers.linear import Linear
 from quire.models.config import ModelConfig
 from quire.models.embedding import Embedding
-from quire.models.layer import Step, SubLayer
+from quire.models.layer import Norm, Step, SubLayer
 from quire.models.parallel import TensorParallel
 from quire.models.rotary import RotaryTable
 from quire.step import Int64Array
 
 Layer = tuple[SubLayer, ...]  # its sub-layers, in order
+_NO_NORM = None, None  # weight and bias
 
 
 class LayerHook(Protocol):
@@ -41,7 +42,7 @@ class Decoder:
         config: the model's numbers; a rank's own, see `Shard.model`.
         embedding: of all token ids; a rank's share of them.
         layers: the layers in order.
-        norm: [hidden], the last norm, as in the layers.
+        norm: the last norm.
         output: from the hidden states to the vocabulary; None: they are pooled.
         kernels: compute everything that is not a matrix product.
         parallel: the ranks that compute this model together, each with its shard; None: there is one.
@@ -53,7 +54,7 @@ class Decoder:
         *,
         embedding: Embedding,
         layers: Sequence[Layer],
-        norm: torch.Tensor,
+        norm: Norm,
         output: Linear | None,
         kernels: KernelSet,
         parallel: TensorParallel | None = None,
@@ -74,10 +75,17 @@ class Decoder:
         self._logits = torch.empty(0, config.vocab_size, device=device)
         norms = [*(part.pre_norm for part in parts), norm]
         self._first_norm, next_norms = norms[0], iter(norms[1:])
+        are_parallel = iter([*(part.is_parallel for part in config.parts), False][1:])
         numbers = iter(range(1, len(shapes)))
         self._layers = [
             [
-                _PartStep(part, next(next_norms), next(numbers), None if own.kv is None else index)
+                _PartStep(
+                    part,
+                    next(next_norms),
+                    next(are_parallel),
+                    next(numbers),
+                    None if own.kv is None else index,
+                )
                 for part, own in zip(layer, config.layers[index].parts, strict=True)
             ]
             for index, layer in enumerate(layers)
@@ -144,18 +152,29 @@ class Decoder:
         kernels, eps, scale = self.kernels, self.config.norm_eps, self.config.residual_scale
         inputs = hidden
         if self._first_norm is not None:
-            inputs = kernels.rms_norm(hidden, self._first_norm, eps=eps, out=normed)
+            weight, bias = self._first_norm
+            inputs = kernels.rms_norm(hidden, weight, bias=bias, eps=eps, out=normed)
         only_compiles = kernels.compiles_only and hook is None
         for layer in self._different_layers if only_compiles else self._layers:
-            for part, next_norm, number, kv_layer in layer:
+            for part, next_norm, next_is_parallel, number, kv_layer in layer:
                 if hook is not None and kv_layer is not None:
                     hook.before_layer(kv_layer)
                 delta = part.forward(inputs, step, buffers[number], out)
                 if hook is not None and kv_layer is not None:
                     hook.after_attention(kv_layer)
                 if part.post_norm is not None:
-                    delta = kernels.rms_norm(delta, part.post_norm, eps=eps, out=out)
-                inputs = kernels.add_rms_norm(hidden, delta, next_norm, eps=eps, scale=scale, out=normed)
+                    weight, bias = part.post_norm
+                    delta = kernels.rms_norm(delta, weight, bias=bias, eps=eps, out=out)
+                if not next_is_parallel:
+                    following, bias = next_norm or _NO_NORM
+                    inputs = kernels.add_rms_norm(
+                        hidden, delta, following, bias=bias, eps=eps, scale=scale, out=normed
+                    )
+                    continue
+                if next_norm is not None:
+                    weight, bias = next_norm
+                    inputs = kernels.rms_norm(hidden, weight, bias=bias, eps=eps, out=normed)
+                kernels.add_rms_norm(hidden, delta, None, eps=eps, scale=scale)
         return inputs
 
     @torch.inference_mode()
@@ -193,7 +212,8 @@ class _PartStep(NamedTuple):
     """A sub-layer's part of a forward pass."""
 
     part: SubLayer
-    next_norm: torch.Tensor | None  # of the sum that its result is added to
+    next_norm: Norm | None  # of the sum that its result is added to, or of the residual stream before that
+    next_is_parallel: bool  # the next sub-layer reads what is there before its result is added
     number: int  # of its buffers
     kv_layer: int | None  # whose KV it writes
 

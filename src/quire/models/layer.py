@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +84,10 @@ class SubLayerConfig(ABC):
 
     pre_norm: bool = True  # its input is normalized
     post_norm: bool = False  # its output is normalized
+    is_parallel: bool = False
+    """It reads the residual stream as the sub-layer before it did, without that one's result; if it has no
+    norm of its own, it reads that one's normalized input.
+    """
 
     role: ClassVar[str]  # "attention" if it mixes tokens, "mlp" otherwise: the name of its norms
     weight_names: ClassVar[Mapping[str, str]]  # in checkpoints, where a family has no others
@@ -176,6 +180,13 @@ class LayerConfig:
         )
 
 
+class Norm(NamedTuple):
+    """A norm of the residual stream, or of what is added to it."""
+
+    weight: torch.Tensor  # [hidden] float32
+    bias: torch.Tensor | None = None  # [hidden] float32, of a layer norm; None: it is an RMS norm
+
+
 class LayerLoader(Protocol):
     """The weights of one layer, as sub-layers take them; the fields are those of their `LayerWeight`s."""
 
@@ -191,6 +202,9 @@ class LayerLoader(Protocol):
 
     def tensor(self, field: str) -> torch.Tensor | None:
         """Return a tensor in float32; None: there is none."""
+
+    def residual_norm(self, field: str) -> Norm | None:
+        """Return a norm of the model's `norm_kind`; None: there is none."""
 
     def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
         """Return the dense layer of a matrix, with the bias `<field>_bias` if there is one.
@@ -238,8 +252,8 @@ class SubLayer(ABC):
     """
 
     def __init__(self, config: SubLayerConfig, loader: LayerLoader) -> None:
-        self.pre_norm = loader.norm(f"{config.role}_norm") if config.pre_norm else None
-        self.post_norm = loader.norm(f"{config.role}_post_norm") if config.post_norm else None
+        self.pre_norm = loader.residual_norm(f"{config.role}_norm") if config.pre_norm else None
+        self.post_norm = loader.residual_norm(f"{config.role}_post_norm") if config.post_norm else None
         self.buffers = config.buffers()
 
     @property

@@ -34,11 +34,10 @@ def read_rope(hf: HFConfig, head_dim: int) -> RopeConfig:
 
     Raises:
         ModelError: an unknown kind of scaling, an entry that it needs is missing, factors that do not fit the
-            head, or settings by layer type.
+            head, settings by layer type, or a part of each head that is rotated.
     """
-    values = _one_set(hf)
-    _refuse_partial(values)
-    return _rope(hf, values, head_dim, original=hf.get("original_max_position_embeddings"))
+    _refuse_partial(_one_set(hf))
+    return partial_ropes(hf, head_dim)[0]
 
 
 def partial_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig]:
@@ -65,8 +64,8 @@ def read_rope_of_scaled_queries(hf: HFConfig, head_dim: int) -> RopeConfig:
     return dataclasses.replace(rope, query_beta=float(beta))
 
 
-def read_partial_rope(hf: HFConfig, head_dim: int) -> RopeConfig:
-    """Return those of a model that may rotate a part of each head, and has longrope by old names, too.
+def read_longrope(hf: HFConfig, head_dim: int) -> RopeConfig:
+    """Return those of a model that may rotate a part of each head, and has longrope only, by old names, too.
 
     Raises:
         ModelError: see `read_rope`; or another kind of scaling.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from quire.kernels.bounds import kernel_group
 from quire.models.config import DTYPE_BYTES, ModelConfig
@@ -65,14 +65,36 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
     for index, layer in enumerate(config.layers):
         for part in layer.parts:
             names = {**part.weight_names, **family_names}
-            of_part = part.norm_weights(config.hidden_size), part.weights(config.hidden_size, names, shard)
+            norms = _with_biases(part.norm_weights(config.hidden_size), config)
+            of_part = norms, part.weights(config.hidden_size, names, shard)
             for weight in itertools.chain(*of_part):
                 if shard.rank == 0 or not weight.is_of_first_rank:
                     yield _spec(index, weight, shard, names)
-    yield _spec(-1, LayerWeight("norm", ((family_names["norm"], (config.hidden_size,)),)), shard)
-    if not config.tie_word_embeddings and config.pooling is None:
+    norm = LayerWeight("norm", ((family_names["norm"], (config.hidden_size,)),))
+    for weight in _with_biases([norm], config):
+        yield _spec(-1, weight, shard)
+    if config.pooling is not None:
+        return
+    if not config.tie_word_embeddings:
         output = (family_names["output"], shape)
         yield _spec(-1, LayerWeight("output", (output,), sections=vocabulary), shard)
+    if config.output_bias:
+        bias = (_bias_name(family_names["output"]), shape[:1])
+        field = "embedding_bias" if config.tie_word_embeddings else "output_bias"
+        yield _spec(-1, LayerWeight(field, (bias,), sections=vocabulary), shard)
+
+
+def _with_biases(norms: Iterable[LayerWeight], config: ModelConfig) -> Iterator[LayerWeight]:
+    """Yield norms, each followed by its bias if norms of this model have one."""
+    for norm in norms:
+        yield norm
+        if config.norm_kind == "layer":
+            ((name, shape),) = norm.sources
+            yield LayerWeight(f"{norm.field}_bias", ((_bias_name(name), shape),))
+
+
+def _bias_name(weight_name: str) -> str:
+    return f"{weight_name.removesuffix('.weight')}.bias"
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -201,20 +223,20 @@ def _spec(
 ) -> WeightSpec:
     """Return a tensor of the decoder, or what a rank holds of it.
 
-    A rank's sections lie one after the other if one source has them all; otherwise each source is one.
+    Its sections lie one after the other if one source has them all; otherwise each source is one.
     """
     sources = tuple(
         WeightSource(_weight_name(layer, name, names) if names else name, shape)
         for name, shape in weight.sources
     )
     sections = weight.sections
-    if shard.size > 1 and sections:
+    if sections and (shard.size > 1 or not all(_is_in_order(*section) for section in sections)):
         parts = [sections[number % len(sections)][1] for number in range(len(sources))]
         if len(sources) == 1:
             starts = itertools.accumulate((length for length, _ in sections), initial=0)
             parts = [
                 tuple(
-                    range(start + part.start, start + part.stop)
+                    range(start + part.start, start + part.stop, part.step)
                     for start, (_, ranges) in zip(starts, sections, strict=False)
                     for part in ranges
                 )
@@ -224,6 +246,13 @@ def _spec(
             for source, ranges in zip(sources, parts, strict=True)
         )
     return WeightSpec(layer, weight.field, sources, weight.is_quantized)
+
+
+def _is_in_order(length: int, ranges: tuple[range, ...]) -> bool:
+    """Return whether ranges are one after the other all of a section."""
+    stops = [0, *(part.stop for part in ranges)]
+    starts = [*(part.start for part in ranges), length]
+    return stops == starts and all(part.step == 1 for part in ranges)
 
 
 def _weight_name(layer: int, part: str, names: Mapping[str, str]) -> str:

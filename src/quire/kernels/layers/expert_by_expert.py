@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.layers.act_order import linear_in_order
-from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture, choose_experts, sum_in_order
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
 
@@ -49,29 +49,17 @@ class ExpertByExpert(Experts):
     def __call__(
         self, rows: torch.Tensor, scores: torch.Tensor, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        scores = scores.float()
-        probabilities = (scores - scores.amax(-1, keepdim=True)).exp()
-        best, chosen = probabilities.topk(self._mixture.experts_per_token, dim=-1)  # [T, k]
-        total = best if self._mixture.normalize else probabilities
-        weights = best / _sum_in_order(total).unsqueeze(-1)
+        weights, chosen = choose_experts(scores, self._mixture)
         outputs = torch.empty(*chosen.shape, rows.shape[-1], device=rows.device)  # [T, k, hidden] float32
         for number in sorted(set(chosen.flatten().tolist())):
             token, rank = torch.where(chosen == number)
             expert = self._experts[number]
             outputs[token, rank] = expert.down(expert.gate_up(rows[token])).float()
         weighted = outputs.mul_(weights.unsqueeze(-1))
-        result = _sum_in_order(weighted.transpose(1, 2))
+        result = sum_in_order(weighted.transpose(1, 2))
         return result.to(rows.dtype) if out is None else out.copy_(result)
 
 
 class _Expert(NamedTuple):
     gate_up: GatedLinear
     down: Linear
-
-
-def _sum_in_order(values: torch.Tensor) -> torch.Tensor:
-    """Add up the last dimension from first to last."""
-    total = values[..., 0].clone()
-    for index in range(1, values.shape[-1]):
-        total += values[..., index]
-    return total

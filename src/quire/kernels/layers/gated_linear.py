@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 from quire.kernels.layers.linear import Linear
 
@@ -46,3 +47,30 @@ class GatedLinear:
             out: [T, n], where to put the result; None: a new tensor of the rows' type.
         """
         return self._kernels.gated_activation(self.gate_up(rows, out=products), self._activation, out=out)
+
+
+class ActivatedLinear(GatedLinear):
+    """The activation of a layer's products, without gates: [T, in_features] to [T, n].
+
+    Args:
+        kernels: compute it.
+        up: to n outputs.
+        activation: as for `KernelSet.activation`, or a function of float32 numbers.
+    """
+
+    keeps_products = False
+
+    def __init__(
+        self, kernels: KernelSet, up: Linear, activation: str | Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__(kernels, up, activation if isinstance(activation, str) else "")
+        self._function = None if isinstance(activation, str) else activation
+
+    @override
+    def __call__(
+        self, rows: torch.Tensor, *, products: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        result = self.gate_up(rows, out=out)
+        if self._function is not None:
+            return result.copy_(self._function(result.float()))
+        return self._kernels.activation(result, self._activation, out=result)

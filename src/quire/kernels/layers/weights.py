@@ -69,6 +69,8 @@ def in_features(weight: Weight) -> int:
 def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
     """Return some rows (axis 0) or inputs (axis 1) of `weight`, one range after the other; no copy of one.
 
+    Ranges of rows may have steps.
+
     Raises:
         ValueError: inputs that share a scale would be cut apart into groups that no kernel has.
     """
@@ -99,6 +101,8 @@ def _part_of_float8(weight: Float8Weight, axis: int, ranges: Sequence[range]) ->
     """See `part_of`: blocks become so small that none is cut."""
     values = _slices(weight.values, axis, ranges)
     *edges, _ = (edge for part in ranges for edge in (part.start, part.stop))  # the last block may be cut
+    if any(part.step > 1 for part in ranges):
+        edges.append(1)
     sizes = list(weight.block)
     if weight.scales.shape[axis] == 1:
         sizes[axis] = max(sizes[axis], values.shape[axis])
@@ -107,7 +111,7 @@ def _part_of_float8(weight: Float8Weight, axis: int, ranges: Sequence[range]) ->
     if axis == 1 and size % FLOAT8_INPUTS:
         raise _indivisible(weight.block[1], ranges)
     scales = scales_of_blocks(weight, (sizes[0], sizes[1]))
-    of_scales = [range(part.start // size, -(-part.stop // size)) for part in ranges]
+    of_scales = [range(part.start // size, -(-part.stop // size), part.step) for part in ranges]
     return Float8Weight(values, _slices(scales, axis, of_scales), (sizes[0], sizes[1]))
 
 
@@ -128,7 +132,8 @@ def _indivisible(group_size: int, ranges: Sequence[range]) -> ValueError:
 
 
 def _slices(tensor: torch.Tensor, axis: int, ranges: Sequence[range]) -> torch.Tensor:
-    parts = [tensor.narrow(axis, part.start, len(part)) for part in ranges]
+    before = (slice(None),) * axis
+    parts = [tensor[*before, part.start : part.stop : part.step] for part in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
 

@@ -84,7 +84,8 @@ class Checkpoint:
             raise ModelError(f"{self._path} lacks {_listed(missing)}, which {config.architecture} needs")
         if config.tie_word_embeddings or config.pooling is not None:
             wanted.update(self._store.stored_names(_TIED_OUTPUT))
-        unexpected = sorted(name for name in names - wanted if not self._store.is_ignored(name))
+        others = (name for name in names - wanted if not name.startswith(config.ignored_prefixes))
+        unexpected = sorted(name for name in others if not self._store.is_ignored(name))
         if unexpected:
             raise ModelError(
                 f"{self._path} holds {_listed(unexpected)}, which {config.architecture} as described by "

@@ -26,6 +26,7 @@ from quire.models.checkpoints.weight_cache import WeightCache, cache_key
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.embedding import Embedding
+from quire.models.layer import Norm
 from quire.models.parallel import (
     RowParallelExperts,
     RowParallelLinear,
@@ -151,7 +152,7 @@ class _Loader:
             self.index = index
             layers.append(tuple(part.load(self) for part in layer.parts))
         self.index = -1
-        norm = self.norm("norm")
+        norm = self.residual_norm("norm")
         assert norm is not None
         return Decoder(
             self.shard.model(self.model),
@@ -189,6 +190,13 @@ class _Loader:
         weight = self._checkpoint.tensor(spec.sources[0]).float()
         self._release(spec.sources)
         return weight.to(self.kernels.device)
+
+    def residual_norm(self, field: str) -> Norm | None:
+        weight = self.norm(field)
+        if weight is None or self.model.norm_kind == "rms":
+            return None if weight is None else Norm(weight)
+        bias = self.tensor(f"{field}_bias")
+        return Norm(weight, torch.zeros_like(weight) if bias is None else bias)
 
     def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
         linear = self._linear(field, self._quantization if is_quantized else "none")

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from quire.models.families import deepseek, gemma, lfm2, llama, olmo, qwen
+from quire.models.families import (
+    cohere,
+    deepseek,
+    dense,
+    ernie,
+    gemma,
+    glm,
+    lfm2,
+    llama,
+    minimax,
+    olmo,
+    phi,
+    qwen,
+)
 from quire.models.families.family import Family
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
     **qwen.FAMILIES,
     **gemma.FAMILIES,
+    **phi.FAMILIES,
+    **glm.FAMILIES,
     **olmo.FAMILIES,
+    **ernie.FAMILIES,
+    **cohere.FAMILIES,
+    **minimax.FAMILIES,
+    **dense.FAMILIES,
     **deepseek.FAMILIES,
     **lfm2.FAMILIES,
 }

@@ -38,6 +38,8 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 
@@ -48,10 +50,10 @@ class Family:
     `specialize` takes the config that `common` reads and returns it with what the family does otherwise. A
     weight name belongs to the whole model ("embedding", "norm", "output", "layer"), to a layer's norms or,
     where that differs from its own `weight_names`, to a sub-layer; these end before ".weight" or ".bias".
-    `defaults` count where config.json lacks an entry, `architectures` are its names there, `activation` is
-    the entry that names the activation, `model_type` stands in config.json if it is not the family's name,
-    `layer_types` are those that it may name, and `ropes` reads the sets of rotary frequencies for a head
-    size.
+    `defaults` count where config.json lacks an entry, `architectures` are its names there, `activation` and
+    `norm_eps` the entries with the activation and what norms add, `model_type` stands in config.json if it is
+    not the family's name, `layer_types` are those that it may name, and `ropes` reads the sets of rotary
+    frequencies for a head size.
     """
 
     specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
@@ -59,6 +61,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     architectures: tuple[str, ...] = ()
     activation: str = "hidden_act"
+    norm_eps: str = "rms_norm_eps"
     model_type: str = ""
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
@@ -94,7 +97,7 @@ def common(hf: HFConfig, architecture: str, family_name: str, family: Family) ->
         layers=(LayerConfig((attention, feed_forward)),) * hf["num_hidden_layers"],
         max_model_len=hf["max_position_embeddings"],
         tie_word_embeddings=hf["tie_word_embeddings"],
-        norm_eps=hf["rms_norm_eps"],
+        norm_eps=hf[family.norm_eps],
     )
 
 
@@ -132,13 +135,44 @@ def all_sliding(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return base.changed(AttentionConfig, window=hf.get("sliding_window", 0))
 
 
-def with_experts(base: ModelConfig, has_experts: list[bool], **fields: Any) -> ModelConfig:
-    """Give some layers a mixture of experts in place of the feed-forward layer."""
+def with_parallel_blocks(base: ModelConfig) -> ModelConfig:
+    """Let feed-forward layers read what the attention before them reads."""
+    return base.changed(FeedForwardConfig, is_parallel=True, pre_norm=False)
+
+
+def with_experts(
+    base: ModelConfig,
+    has_experts: list[bool],
+    *,
+    shared_inner_size: int = 0,
+    shared_gate: bool = False,
+    **fields: Any,
+) -> ModelConfig:
+    """Give some layers a mixture of experts in place of the feed-forward layer.
+
+    Args:
+        base: all layers are attention and a feed-forward layer.
+        has_experts: of each layer.
+        shared_inner_size: of an expert beside them that computes all tokens; 0: there is none.
+        shared_gate: that one has an output gate.
+        fields: of `ExpertsConfig`.
+    """
 
     def changed(layer: LayerConfig) -> LayerConfig:
         attention, dense = layer.parts
         assert isinstance(dense, FeedForwardConfig)
-        return LayerConfig((attention, ExpertsConfig(activation=dense.activation, **fields)))
+        experts = ExpertsConfig(activation=dense.activation, **fields)
+        if not shared_inner_size:
+            return LayerConfig((attention, experts))
+        shared = replace(
+            dense,
+            inner_size=shared_inner_size,
+            output_gate=shared_gate,
+            is_shared_expert=True,
+            is_parallel=True,
+            pre_norm=False,
+        )
+        return LayerConfig((attention, experts, shared))
 
     layers = zip(base.layers, has_experts, strict=True)
     return replace(base, layers=tuple(changed(layer) if has else layer for layer, has in layers))

@@ -15,9 +15,8 @@ from quire.models.families.family import (
 )
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
-from quire.models.ropes import HFConfig, read_partial_rope, read_rope_of_scaled_queries
+from quire.models.ropes import HFConfig, read_rope_of_scaled_queries
 
-_FUSED_NAMES = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
 _MIXTRAL_NAMES = {
     "router": "block_sparse_moe.gate",
     "expert_gate": "block_sparse_moe.experts.{}.w1",
@@ -96,13 +95,6 @@ FAMILIES: dict[str, Family] = {
         NAMES | _MIXTRAL_NAMES,
         {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
         architectures=("MixtralForCausalLM",),
-    ),
-    "phi3": Family(
-        all_sliding,
-        NAMES | _FUSED_NAMES,
-        {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-        ropes=lambda hf, head_dim: (read_partial_rope(hf, head_dim),),
-        architectures=("Phi3ForCausalLM",),
     ),
     "smollm3": Family(
         _smollm3,

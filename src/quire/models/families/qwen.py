@@ -34,13 +34,11 @@ def _qwen3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    dense = set(hf.get("mlp_only_layers") or ())
-    step = hf.get("decoder_sparse_step", 1)
     window = hf.get("sliding_window", 0) * hf.get("use_sliding_window", False)
     normed = with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="head", window=window)
     return with_experts(
         normed,
-        [layer not in dense and (layer + 1) % step == 0 for layer in range(base.num_layers)],
+        _sparse_layers(hf, base.num_layers),
         num_experts=hf.get("num_experts") or hf["num_local_experts"],
         experts_per_token=hf["num_experts_per_tok"],
         inner_size=hf["moe_intermediate_size"],
@@ -74,9 +72,42 @@ def _qwen3_5(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     )
 
 
+def _qwen2_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    is_windowed = bool(hf.get("use_sliding_window", False))
+    last = hf["max_window_layers"]
+    windows = layer_windows(hf, lambda layer: layer % 2 == 0 and layer < last) if is_windowed else 0
+    return with_experts(
+        base.changed(AttentionConfig, qkv_bias=bool(hf.get("qkv_bias", True)), window=windows),
+        _sparse_layers(hf, base.num_layers),
+        shared_inner_size=hf.get("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+        num_experts=hf.get("num_experts") or hf["num_local_experts"],
+        experts_per_token=hf["num_experts_per_tok"],
+        inner_size=hf["moe_intermediate_size"],
+        normalize=bool(hf.get("norm_topk_prob", False)),
+    )
+
+
+def _sparse_layers(hf: HFConfig, num_layers: int) -> list[bool]:
+    """Return which layers have experts."""
+    dense, step = set(hf.get("mlp_only_layers") or ()), hf.get("decoder_sparse_step", 1)
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+
+
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(_qwen2, NAMES, _QWEN_DEFAULTS, architectures=("Qwen2ForCausalLM",)),
     "qwen3": Family(_qwen3, NAMES, _QWEN_DEFAULTS | {"head_dim": 128}, architectures=("Qwen3ForCausalLM",)),
+    "qwen2_moe": Family(
+        _qwen2_moe,
+        NAMES
+        | {
+            "shared_gate": "mlp.shared_expert.gate_proj",
+            "shared_up": "mlp.shared_expert.up_proj",
+            "shared_down": "mlp.shared_expert.down_proj",
+        },
+        {"num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28},
+        architectures=("Qwen2MoeForCausalLM",),
+    ),
     "qwen3_moe": Family(
         _qwen3_moe,
         NAMES,

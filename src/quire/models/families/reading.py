@@ -14,6 +14,7 @@ from quire.models.families.family import common
 from quire.models.families.wrappers import WRAPPERS, architecture_of, decoder_entries
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
+from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig
 
 _COUNTS = (
@@ -116,6 +117,8 @@ def _check(config: ModelConfig) -> None:
     for part in dict.fromkeys(config.parts):
         if isinstance(part, ExpertsConfig):
             _check_experts(part, config.num_layers)
+        if isinstance(part, ExpertsConfig) or (isinstance(part, FeedForwardConfig) and part.gated):
+            _check_gated(part.activation)
         if isinstance(part, AttentionConfig):
             factors.append(part.scale)
             if part.num_heads % part.num_kv_heads:
@@ -128,6 +131,11 @@ def _check(config: ModelConfig) -> None:
             raise ModelError(f"config.json leads to a factor of {factor}; it must be finite")
 
 
+def _check_gated(activation: str) -> None:
+    if activation == "xielu":
+        raise ModelError("config.json says activation 'xielu', which is not supported with gates")
+
+
 def _check_experts(experts: ExpertsConfig, num_layers: int) -> None:
     if num_layers * experts.num_experts > MAX_LAYERS_TIMES_EXPERTS:
         raise ModelError(
@@ -138,4 +146,14 @@ def _check_experts(experts: ExpertsConfig, num_layers: int) -> None:
         raise ModelError(
             f"each token goes to {experts.experts_per_token} experts, but there are only "
             f"{experts.num_experts}"
+        )
+    if experts.num_experts % experts.num_groups or experts.groups_per_token > experts.num_groups:
+        raise ModelError(
+            f"config.json has {experts.num_experts} experts in {experts.num_groups} groups, of which each "
+            f"token goes to {experts.groups_per_token}; groups must be equal, and as many as that"
+        )
+    if experts.experts_per_token * experts.num_groups > experts.num_experts * experts.groups_per_token:
+        raise ModelError(
+            f"each token goes to {experts.experts_per_token} experts of {experts.groups_per_token} groups, "
+            f"which have only {experts.num_experts // experts.num_groups} each"
         )

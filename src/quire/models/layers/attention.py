@@ -33,10 +33,15 @@ class AttentionConfig(SubLayerConfig):
     head_dim: int = 0  # features of a head of queries and keys
     value_dim: int = 0  # features of a head of values; 0: as of keys
     rope: RopeConfig | None = None  # None: no rotation
+    is_interleaved: bool = False
+    """In checkpoints, features 2i and 2i + 1 of a head are rotated together; they become i and i + half."""
     window: int = 0  # tokens that a token sees, itself included; 0: all
     scale: float = 1.0  # multiplies scores
     softcap: float = 0.0  # soft cap of scores; 0: none
-    qk_norm: str = ""  # norm of queries and keys: none (empty), per head ("head"), or over all ("full")
+    qk_norm: str = ""
+    """Norm of queries and keys: none (empty), per head ("head"), over all ("full"), or per head and after the
+    rotation ("rotated_head").
+    """
     qkv_bias: bool = False
     output_bias: bool = False
     is_gated: bool = False  # each head's result is multiplied by the sigmoid of what its query comes with
@@ -77,16 +82,17 @@ class AttentionConfig(SubLayerConfig):
     @override
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
         kv_heads = shard.kv_heads(self.num_heads, self.num_kv_heads)
+        pairs = self.rope.rotary_dim // 2 if self.is_interleaved and self.rope is not None else 0
         query_size = self.head_dim * (1 + self.is_gated)
-        query = head_section(self.num_heads, query_size, shard.query_heads(self.num_heads))
-        key = head_section(self.num_kv_heads, self.head_dim, kv_heads)
+        query = head_section(self.num_heads, query_size, shard.query_heads(self.num_heads), pairs)
+        key = head_section(self.num_kv_heads, self.head_dim, kv_heads, pairs)
         value = head_section(self.num_kv_heads, self.value_size, kv_heads)
         sections = {"q": query} if self.kv_source is not None else {"q": query, "k": key, "v": value}
         if self.qk_norm:
             for name, section in list(sections.items())[:2]:
                 is_full = self.qk_norm == "full"
                 size = section[0] if is_full else self.head_dim
-                divided = (section,) if is_full else ()
+                divided = (section,) if is_full else (head_section(1, size, [0], pairs),) if pairs else ()
                 yield LayerWeight(f"{name}_norm", ((f"{name}_norm.weight", (size,)),), sections=divided)
         sizes = {name: size for name, (size, _) in sections.items()}
         if "qkv" in names:
@@ -159,9 +165,16 @@ def attention_of(model: ModelConfig) -> list[AttentionConfig]:
     return [part for part in model.parts if isinstance(part, AttentionConfig)]
 
 
-def head_section(total: int, size: int, held: Sequence[int]) -> Section:
-    """Return the rows of `total` heads of `size` features, and those of the heads that are held."""
-    return total * size, tuple(range(head * size, (head + 1) * size) for head in held)
+def head_section(total: int, size: int, held: Sequence[int], pairs: int = 0) -> Section:
+    """Return the rows of `total` heads of `size` features, and those of the heads that are held.
+
+    The first numbers of a head's first `pairs` pairs come first, and then the second ones.
+    """
+    ranges = []
+    for start in (head * size for head in held):
+        end = start + 2 * pairs
+        ranges += [range(start, end, 2), range(start + 1, end, 2), range(end, start + size)]
+    return total * size, tuple(each for each in ranges if each)
 
 
 class Attention(SubLayer):
@@ -191,6 +204,13 @@ class Attention(SubLayer):
         self._rope = None if whole.rope is None else loader.ropes.index(whole.rope)
         self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.value_size)
         self._q_norm, self._k_norm = loader.norm("q_norm"), loader.norm("k_norm")
+        self._query_factors: torch.Tensor | None = None
+        if whole.qk_norm == "rotated_head":
+            # A rotation keeps the mean square; weights after it are factors, and queries take those of keys.
+            assert self._q_norm is not None
+            assert self._k_norm is not None
+            self._query_factors = self._q_norm * self._k_norm
+            self._q_norm = self._k_norm = self._q_norm.new_ones(config.head_dim)
         if whole.qk_norm == "full" and loader.parallel is not None:
             assert self._q_norm is not None
             assert self._k_norm is not None
@@ -240,6 +260,8 @@ class Attention(SubLayer):
             )
         if query_scale is not None:
             query.mul_(query_scale)
+        if self._query_factors is not None:
+            query.mul_(self._query_factors)
         attended = self._kernels.paged_attention(
             query,
             kv,

@@ -27,10 +27,17 @@ class ExpertsConfig(SubLayerConfig):
     inner_size: int = 0  # features inside one expert
     normalize: bool = False  # the weights of a token's experts sum to 1
     activation: str = "silu"  # silu, gelu_tanh or gelu
+    scoring: str = "softmax"  # this and the next are as in `Mixture`
+    jitter: float = 0.0
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
+    correction: tuple[int, ...] = ()  # shape of what is added to weights for the choice; (): nothing
 
     role: ClassVar[str] = "mlp"
     weight_names: ClassVar[Mapping[str, str]] = {
         "router": "mlp.gate",
+        "router_correction": "mlp.gate",
         "expert_gate": "mlp.experts.{}.gate_proj",
         "expert_up": "mlp.experts.{}.up_proj",
         "expert_down": "mlp.experts.{}.down_proj",
@@ -46,6 +53,9 @@ class ExpertsConfig(SubLayerConfig):
         )
         down = tuple((f"expert.{e}.down.weight", (hidden_size, size)) for e in experts)
         yield LayerWeight("router", (("router.weight", (self.num_experts, hidden_size)),))
+        if self.correction:
+            correction = ("router_correction.e_score_correction_bias", self.correction)
+            yield LayerWeight("router_correction", (correction,))
         yield LayerWeight("expert_gate_up", gate_up, sections=(inner,), is_quantized=True)
         yield LayerWeight("expert_down", down, axis=1, sections=(inner,), is_quantized=True)
 
@@ -82,11 +92,18 @@ class MixtureOfExperts(SubLayer):
         from quire.kernels.layers.experts import Mixture
 
         super().__init__(config, loader)
+        correction = loader.tensor("router_correction")
         mixture = Mixture(
             config.num_experts,
             config.experts_per_token,
             normalize=config.normalize,
             activation=config.activation,
+            scoring=config.scoring,
+            jitter=config.jitter,
+            correction=None if correction is None else correction.flatten(),
+            num_groups=config.num_groups,
+            groups_per_token=config.groups_per_token,
+            scale=config.scale,
         )
         self.router = loader.linear("router", is_quantized=False)
         self.experts = loader.experts("expert_gate_up", "expert_down", mixture)

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 import triton.language as tl
 
-from quire.kernels.layers.experts import Mixture
+from quire.kernels.layers.experts import Mixture, choose_experts
 from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import MULTIPROCESSORS, await_previous, loop_end
 from quire.kernels.triton.kernel import kernel
@@ -143,21 +143,25 @@ def route(scores: torch.Tensor, mixture: Mixture, tile_rows: int) -> Routing:
     num_rows, num_experts = scores.shape
     k = mixture.experts_per_token
     num_pairs = num_rows * k
-    chosen = scores.new_empty(num_rows, k, dtype=torch.int32)
-    weights = scores.new_empty(num_rows, k, dtype=torch.float32)
     width = max(next_power_of_2(num_experts), 2)
-    choose_experts_kernel[(num_rows,)](
-        scores,
-        chosen,
-        weights,
-        num_experts,
-        scores.stride(0),
-        K=k,
-        NORMALIZE=mixture.normalize,
-        EXPERTS=width,
-        CHOSEN=next_power_of_2(k),
-        num_warps=1,
-    )
+    if mixture.is_plain:
+        chosen = scores.new_empty(num_rows, k, dtype=torch.int32)
+        weights = scores.new_empty(num_rows, k, dtype=torch.float32)
+        choose_experts_kernel[(num_rows,)](
+            scores,
+            chosen,
+            weights,
+            num_experts,
+            scores.stride(0),
+            K=k,
+            NORMALIZE=mixture.normalize,
+            EXPERTS=width,
+            CHOSEN=next_power_of_2(k),
+            num_warps=1,
+        )
+    else:
+        weights, chosen = choose_experts(scores, mixture)
+        weights, chosen = weights.contiguous(), chosen.to(torch.int32).contiguous()
     pairs = torch.empty_like(chosen).flatten()
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     tiles = chosen.new_empty(3, num_tiles)

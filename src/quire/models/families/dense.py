@@ -1,0 +1,124 @@
+"""Families of dense models, each a few fields away from Llama."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.errors import ModelError
+from quire.models.config import ModelConfig
+from quire.models.families.family import (
+    FOUR_NORM_NAMES,
+    NAMES,
+    Family,
+    all_sliding,
+    layer_windows,
+    with_attention_biases,
+    with_parallel_blocks,
+)
+from quire.models.layer import SubLayerConfig
+from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.feed_forward import FeedForwardConfig
+from quire.models.ropes import HFConfig, partial_ropes
+
+
+def _seed_oss(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    qkv_bias, output_bias = bool(hf["attention_bias"]), bool(hf.get("attention_out_bias", False))
+    biased = base.changed(AttentionConfig, qkv_bias=qkv_bias, output_bias=output_bias)
+    return biased.changed(FeedForwardConfig, bias=bool(hf.get("mlp_bias", False)))
+
+
+def _exaone4(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """If there are windows, only layers with one are rotated.
+
+    A pattern is the number of layers up to one without a window, or a text with a letter for each of them.
+    """
+    pattern = hf.get("sliding_window_pattern", 4)
+    letters = pattern if isinstance(pattern, str) else "L" * (pattern - 1) + "G"
+    windows = layer_windows(hf, lambda layer: letters[layer % len(letters)] == "L")
+    [rope] = base.ropes
+    ropes = [rope if window or not hf.get("sliding_window", 0) else None for window in windows]
+    config = base.changed(SubLayerConfig, pre_norm=False, post_norm=True)
+    return config.changed(AttentionConfig, qk_norm="head", window=windows, rope=ropes)
+
+
+def _hunyuan(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="rotated_head")
+
+
+def _stablelm(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    if hf.get("qk_layernorm"):
+        raise ModelError("config.json has qk_layernorm; norms of each head are not supported in StableLM")
+    config = base.changed(AttentionConfig, qkv_bias=bool(hf.get("use_qkv_bias", False)))
+    config = with_parallel_blocks(config) if hf.get("use_parallel_residual") else config
+    return replace(config, norm_kind="layer")
+
+
+def _starcoder2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    bias = bool(hf["use_bias"])
+    config = all_sliding(hf, base).changed(AttentionConfig, qkv_bias=bias, output_bias=bias)
+    return replace(config.changed(FeedForwardConfig, gated=False, bias=bias), norm_kind="layer")
+
+
+def _arcee(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    bias = bool(hf.get("mlp_bias", False))
+    return with_attention_biases(hf, base).changed(FeedForwardConfig, gated=False, bias=bias)
+
+
+def _apertus(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    config = with_attention_biases(hf, base).changed(FeedForwardConfig, gated=False)
+    return config.changed(AttentionConfig, qk_norm="head")
+
+
+FAMILIES: dict[str, Family] = {
+    "seed_oss": Family(
+        _seed_oss,
+        NAMES,
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        architectures=("SeedOssForCausalLM",),
+    ),
+    "exaone4": Family(
+        _exaone4,
+        NAMES | FOUR_NORM_NAMES,
+        {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+        architectures=("Exaone4ForCausalLM",),
+    ),
+    "hunyuan_v1_dense": Family(
+        _hunyuan,
+        NAMES | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+        {"rms_norm_eps": 1e-5},
+        architectures=("HunYuanDenseV1ForCausalLM",),
+    ),
+    "stablelm": Family(
+        _stablelm,
+        NAMES,
+        {"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+        architectures=("StableLmForCausalLM",),
+        norm_eps="layer_norm_eps",
+        ropes=partial_ropes,
+    ),
+    "starcoder2": Family(
+        _starcoder2,
+        NAMES | {"up": "mlp.c_fc", "down": "mlp.c_proj"},
+        {
+            "num_key_value_heads": 2,
+            "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        architectures=("Starcoder2ForCausalLM",),
+        norm_eps="norm_epsilon",
+    ),
+    "arcee": Family(
+        _arcee,
+        NAMES,
+        {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        architectures=("ArceeForCausalLM",),
+    ),
+    "apertus": Family(
+        _apertus,
+        NAMES | {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
+        {"rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 1.2e7},
+        architectures=("ApertusForCausalLM",),
+    ),
+}

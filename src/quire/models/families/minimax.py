@@ -1,0 +1,56 @@
+"""MiniMax-M2: experts chosen by corrected sigmoids, and one norm over all queries and one over all keys."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+
+from quire.errors import ModelError
+from quire.models.config import ModelConfig, RopeConfig
+from quire.models.families.family import NAMES, Family, with_experts
+from quire.models.layers.attention import AttentionConfig
+from quire.models.ropes import HFConfig, partial_ropes
+
+_NAMES = NAMES | {
+    "router": "block_sparse_moe.gate",
+    "router_correction": "block_sparse_moe",
+    "expert_gate": "block_sparse_moe.experts.{}.w1",
+    "expert_up": "block_sparse_moe.experts.{}.w3",
+    "expert_down": "block_sparse_moe.experts.{}.w2",
+}
+
+
+def _minimax_m2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    if not hf.get("use_qk_norm", True) or hf.get("qk_norm_type", "per_layer") != "per_layer":
+        raise ModelError("config.json says other norms of queries and keys than one over all of them")
+    if hf.get("scoring_func", "sigmoid") != "sigmoid" or not hf.get("use_routing_bias", True):
+        raise ModelError("config.json says another choice of experts than by corrected sigmoids")
+    experts = hf.get("num_local_experts") or hf["num_experts"]
+    return with_experts(
+        base.changed(AttentionConfig, qk_norm="full"),
+        [True] * base.num_layers,
+        num_experts=experts,
+        experts_per_token=hf["num_experts_per_tok"],
+        inner_size=hf["intermediate_size"],
+        normalize=True,
+        scoring="sigmoid",
+        correction=(experts,),
+    )
+
+
+def _ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Return the frequencies; `rotary_dim` says how many features are rotated where nothing else does."""
+    if hf.get("rotary_dim") is None:
+        return partial_ropes(hf, head_dim)
+    part = {"partial_rotary_factor": hf["rotary_dim"] / head_dim}
+    return partial_ropes(ChainMap(hf, part), head_dim)  # type: ignore[arg-type]
+
+
+FAMILIES: dict[str, Family] = {
+    "minimax_m2": Family(
+        _minimax_m2,
+        _NAMES,
+        {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6},
+        architectures=("MiniMaxM2ForCausalLM",),
+        ropes=_ropes,
+    ),
+}
