@@ -12,6 +12,7 @@ from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder
 
 FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe", "lfm2", "qwen3_5"]
+FAMILIES += ["ministral3", "gpt_oss"]
 # Layer norms and parallel blocks; xIELU; norms after the rotation; and ways of choosing experts.
 OTHER_LAYERS = ["phi", "cohere2", "apertus", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "phimoe"]
 PROMPT_LENGTHS = [1, 7, 66, 131]

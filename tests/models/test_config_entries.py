@@ -165,6 +165,7 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
         ("LlamaForCausalLM", {"rope_scaling": {"type": "linear"}}, "without factor, which it needs"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping"),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "longrope only"),
+        ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
     ],
 )
 def test_what_changes_numbers_and_is_not_computed_is_refused(
@@ -204,6 +205,8 @@ REFUSED = {
     "attn_logit_softcapping": ("gemma3",),
     "clip_qkv": ("olmoe",),
     "qk_layernorm": ("phi", "stablelm"),
+    "swiglu_alpha": ("gpt_oss",),
+    "swiglu_limit": ("gpt_oss",),
     "use_qk_norm": ("cohere",),
 }
 FIXED = GIVEN - {"num_experts_per_tok"} | {

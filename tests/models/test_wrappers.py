@@ -77,6 +77,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {**QWEN_VISION, "deepstack_visual_indexes": [0]},
         {"tie_word_embeddings": True},
     ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "Qwen3VLMoeConfig",
+        {
+            "head_dim": 16,
+            "rope_parameters": MROPE,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
+        {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+        {"tie_word_embeddings": False},
+    ),
     "LlavaForConditionalGeneration": (
         "LlavaConfig",
         {"model_type": "llama"},
@@ -189,6 +203,20 @@ def test_every_naming_of_weights_is_read(naming: str, tmp_path: Path) -> None:
     expected = generate(load_decoder(tmp_path, config), prompt, num_new=4)[0]
     _renamed(tmp_path, NAMINGS["of the decoder as a model"])
     _renamed(tmp_path, NAMINGS[naming])
+    again = generate(load_decoder(tmp_path, read_model_config(tmp_path)), prompt, num_new=4)[0]
+    assert torch.equal(again.logits, expected.logits)
+
+
+def test_experts_in_one_tensor_lie_either_way(tmp_path: Path) -> None:
+    _save(_model("Qwen3VLMoeForConditionalGeneration"), tmp_path)
+    prompt = random_prompts([9], vocab_size=384)
+    expected = generate(load_decoder(tmp_path, read_model_config(tmp_path)), prompt, num_new=4)[0]
+    file = tmp_path / "model.safetensors"
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(turned, file, {"format": "pt"})
     again = generate(load_decoder(tmp_path, read_model_config(tmp_path)), prompt, num_new=4)[0]
     assert torch.equal(again.logits, expected.logits)
 
@@ -312,3 +340,35 @@ def test_tokens_beyond_the_decoder_are_left_out_and_its_ends_are_read(tmp_path: 
     assert 7 in tokenizer.eos_token_ids
     (tmp_path / "config.json").write_text(json.dumps({**values, "eos_token_id": 9}))
     assert read_tokenizer(tmp_path).eos_token_ids == (9, 2)
+
+
+def test_float8_in_a_wrapper_with_scales_of_activations(tmp_path: Path) -> None:
+    """As Ministral 3 is published: a scale for each matrix of the decoder, none for vision."""
+    _save(_model("Mistral3ForConditionalGeneration"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        stored[name] = tensor
+        if "language_model" in name and name.endswith("_proj.weight"):
+            scale = (tensor.abs().max() / 448).bfloat16()
+            stored[name] = (tensor / scale.float()).to(torch.float8_e4m3fn)
+            tensors[name] = stored[name].float() * scale.float()
+            stem = name.removesuffix(".weight")
+            stored |= {f"{stem}.weight_scale_inv": scale, f"{stem}.activation_scale": torch.tensor(0.5)}
+    save_file(tensors, file)
+    (prompt,) = random_prompts([9], vocab_size=384)
+    expected = generate(load_decoder(tmp_path, read_model_config(tmp_path)), [prompt], num_new=4)[0]
+    save_file(stored, file)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = read_model_config(tmp_path)
+    assert config.stored_quantization == "fp8"
+    found = generate(load_decoder(tmp_path, config), [prompt], num_new=4)[0]
+    assert torch.equal(found.logits, expected.logits)

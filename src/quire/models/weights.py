@@ -256,7 +256,9 @@ def _is_in_order(length: int, ranges: tuple[range, ...]) -> bool:
 
 
 def _weight_name(layer: int, part: str, names: Mapping[str, str]) -> str:
-    """Return the checkpoint's name for a part such as "q.weight" or "expert.3.gate.weight"."""
+    """Return the checkpoint's name for a part such as "q.weight", "expert.3.gate.weight" or "sinks"."""
     *path, kind = part.split(".")
+    if not path:
+        return f"{names['layer'].format(layer)}{names[kind]}"
     name = names[path[0]] if len(path) == 1 else names[f"{path[0]}_{path[2]}"].format(path[1])
     return f"{names['layer'].format(layer)}{name}.{kind}"

@@ -268,7 +268,7 @@ def in_any_order(weight: GroupedWeight, seed: int) -> GroupedWeight:
 @pytest.mark.parametrize("activations", ["int8", "bfloat16"])
 def test_inputs_in_an_order_of_each_expert(activations: str) -> None:
     weights = [
-        ExpertWeights(*([in_any_order(part, index) for part in matrix] for matrix in expert))  # type: ignore[arg-type]
+        ExpertWeights(*([in_any_order(part, index) for part in matrix] for matrix in expert[:2]))  # type: ignore[arg-type]
         for index, expert in enumerate(weights_of(4, "int4"))
     ]
     weights[2] = weights_of(4, "int4")[2]  # in its own

@@ -10,7 +10,16 @@ from typing_extensions import override
 
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.layers.act_order import linear_in_order
-from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture, choose_experts, sum_in_order
+from quire.kernels.layers.experts import (
+    CLAMPED_SWIGLU,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    Experts,
+    ExpertWeights,
+    Mixture,
+    choose_experts,
+    sum_in_order,
+)
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
 
@@ -42,8 +51,15 @@ class ExpertByExpert(Experts):
         self._mixture = mixture
         self._experts = []
         for expert in weights:
-            gate_up, down = (linear_in_order(kernels, parts, memory=memory, **options) for parts in expert)
-            self._experts.append(_Expert(kernels.gated_linear(gate_up, mixture.activation), down))
+            gate_up, down = (
+                linear_in_order(kernels, parts, bias, memory=memory, **options)
+                for parts, bias in zip(expert[:2], expert[2:], strict=True)
+            )
+            if mixture.activation == CLAMPED_SWIGLU:
+                gated: GatedLinear = _ClampedSwiGLU(kernels, gate_up, CLAMPED_SWIGLU)
+            else:
+                gated = kernels.gated_linear(gate_up, mixture.activation)
+            self._experts.append(_Expert(gated, down))
 
     @override
     def __call__(
@@ -58,6 +74,20 @@ class ExpertByExpert(Experts):
         weighted = outputs.mul_(weights.unsqueeze(-1))
         result = sum_in_order(weighted.transpose(1, 2))
         return result.to(rows.dtype) if out is None else out.copy_(result)
+
+
+class _ClampedSwiGLU(GatedLinear):
+    """The activation of gpt-oss: `(up + 1) * gate * sigmoid(1.702 * gate)`, of what is cut at 7."""
+
+    @override
+    def __call__(
+        self, rows: torch.Tensor, *, products: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        gate, up = self.gate_up(rows, out=products).float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        # Not torch's sigmoid, whose last few elements take another path with other roundings.
+        gated = (up + 1.0).mul_(gate).div_(torch.exp(gate * -SWIGLU_ALPHA).add_(1.0))
+        return gated.to(rows.dtype) if out is None else out.copy_(gated)
 
 
 class _Expert(NamedTuple):

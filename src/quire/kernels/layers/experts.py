@@ -12,6 +12,9 @@ import torch
 
 from quire.kernels.layers.weights import Weight
 
+CLAMPED_SWIGLU = "clamped_swiglu"
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of clamped_swiglu
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Mixture:
@@ -20,7 +23,7 @@ class Mixture:
     num_experts: int
     experts_per_token: int  # k
     normalize: bool  # a token's k weights are scaled to sum to 1
-    activation: str  # as for `KernelSet.gated_activation`
+    activation: str  # as for `KernelSet.gated_activation`, or clamped_swiglu
     scoring: str = "softmax"
     """What makes weights of scores: softmax, sigmoid, or sparsemixer (Liu et al. 2023, as in Phi-3.5-MoE),
     where each of the best is weighed against those that are about as good.
@@ -43,6 +46,8 @@ class ExpertWeights(NamedTuple):
 
     gate_up: Sequence[Weight]  # to 2 * size, gate first
     down: Sequence[Weight]
+    gate_up_bias: torch.Tensor | None = None  # [2 * size], any floating-point type
+    down_bias: torch.Tensor | None = None  # [hidden]
 
 
 class Experts(ABC):

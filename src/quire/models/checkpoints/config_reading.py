@@ -17,7 +17,7 @@ from quire.models.checkpoints.gguf.config import read_gguf_config
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
-from quire.models.checkpoints.names import published_name
+from quire.models.checkpoints.names import ExpertLayout, expert_layout, published_parts
 from quire.models.checkpoints.quantized.description import StoredQuantization, describe_quantization
 from quire.models.checkpoints.quantized.memory_formats import (
     FLOATS,
@@ -60,14 +60,16 @@ def read_model_config(path: Path) -> ModelConfig:
         if values is None:
             raise ModelError(f"{path} holds no config.json; is it a Hugging Face model directory?")
         config = model_config(values)
-        quantization = decoder_entries(values).get("quantization_config") or {}
+        entries = decoder_entries(values)
+        quantization = entries.get("quantization_config") or {}
         stored = describe_quantization(quantization)
         config = dataclasses.replace(
             _as_tied_in_files(path, config),
             stored_quantization=stored.kind,
             stored_group_size=stored.group_size,
         )
-        headers = _headers(path, stored_names(config)) if quantization else {}
+        layout = expert_layout(config.architecture, entries)
+        headers = _headers(path, stored_names(config), layout) if quantization else {}
         return with_stored_tensors(config, quantization, headers) if headers else config
     values, type_of = read_gguf_config(gguf)
     try:
@@ -120,18 +122,18 @@ def _equal(some: Headers, others: Headers) -> bool:
     )
 
 
-def _headers(path: Path, names: Set[str]) -> Headers:
+def _headers(path: Path, names: Set[str], layout: ExpertLayout | None = None) -> Headers:
     """Return the headers of the readable tensors with these names in a model's safetensors files."""
     found: dict[str, TensorHeader] = {}
     for file in _weight_files(path):
         try:
             with safe_open(file, framework="numpy") as opened:
                 for stored in sorted(opened.keys()):
-                    name = published_name(stored)
-                    if name in names:
-                        part = opened.get_slice(stored)
-                        found[name] = TensorHeader(file, stored, part.get_dtype(), part.get_shape())
-        except (SafetensorError, OSError):
+                    header = opened.get_slice(stored)
+                    for name, _ in published_parts(stored, header.get_shape(), layout):
+                        if name in names:
+                            found[name] = TensorHeader(file, stored, header.get_dtype(), header.get_shape())
+        except (SafetensorError, OSError, ModelError):
             continue
     return found
 

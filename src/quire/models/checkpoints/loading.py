@@ -211,11 +211,23 @@ class _Loader:
 
     def experts(self, gate_up: str, down: str, mixture: Mixture) -> Experts:
         gate_ups, downs = (self._specs[self.index, field].sources for field in (gate_up, down))
+        gate_up_biases, down_biases = (
+            self._specs.get((self.index, f"{field}_bias")) for field in (gate_up, down)
+        )
+
+        def bias_of(spec: WeightSpec | None, start: int, stop: int) -> torch.Tensor | None:
+            if spec is None:
+                return None
+            return self._tensor(dataclasses.replace(spec, sources=spec.sources[start:stop]))
 
         def weights() -> Iterator[ExpertWeights]:
             for index in range(mixture.num_experts):
                 sources = gate_ups[2 * index : 2 * index + 2], downs[index : index + 1]
-                yield ExpertWeights(*map(self._checkpoint.matrix, sources))
+                yield ExpertWeights(
+                    *map(self._checkpoint.matrix, sources),
+                    bias_of(gate_up_biases, 2 * index, 2 * index + 2),
+                    bias_of(down_biases, index, index + 1),
+                )
                 self._release(itertools.chain(*sources))
 
         experts = self.kernels.experts(weights(), mixture, quantization=self._quantization, **self._how_held)

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quire.errors import ModelError
+from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS
+
+if TYPE_CHECKING:
+    import torch
 
 _BODY = "model."
 _PARTS_OF_BODY = ("embed_tokens.", "layers.", "norm.")
@@ -10,15 +18,119 @@ _DECODER = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
 _OTHER_PART = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline|audio_tower)\b"
 )
+_STACKED = re.compile(
+    r"(model\.layers\.([0-9]{1,6})\.mlp\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)"
+)
+_QUANT_STATE = re.compile(
+    r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(nf4|fp4))$"
+)
+_LAST_PARTS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
+
+
+class ExpertLayout(NamedTuple):
+    """How tensors that hold all experts of a layer hold each one.
+
+    Args:
+        num_experts: in each of them.
+        takes_turns: whether outputs are of gate and up by turns, and not first all of gate.
+        hidden_size: inputs of gate and up, and outputs of down: matrices in floating point that do not have
+            them there are [inputs, outputs]; 0: they always are.
+    """
+
+    num_experts: int
+    takes_turns: bool
+    hidden_size: int = 0
+
+
+def expert_layout(architecture: str, entries: Mapping[str, Any]) -> ExpertLayout | None:
+    """Return how a model's files hold experts; None: in tensors of their own.
+
+    Args:
+        architecture: in config.json.
+        entries: of the decoder, unchecked.
+    """
+    experts, hidden_size = (
+        entries.get("num_local_experts") or entries.get("num_experts"),
+        entries.get("hidden_size"),
+    )
+    if not isinstance(experts, int) or not isinstance(hidden_size, int) or experts < 1:
+        return None
+    if architecture == "GptOssForCausalLM":
+        return ExpertLayout(experts, takes_turns=True)
+    if architecture == "Qwen3VLMoeForConditionalGeneration":  # published so, and saved the other way
+        return ExpertLayout(experts, takes_turns=False, hidden_size=hidden_size)
+    return None
+
+
+class StoredPart(NamedTuple):
+    """A tensor in a file, or what is one expert's in it."""
+
+    name: str
+    expert: int | None = None  # None: the whole
+    outputs: slice = slice(None)
+    is_transposed: bool = False
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of the whole tensor."""
+        if self.expert is None:
+            return tensor
+        own = tensor[self.expert]
+        return (own.t() if self.is_transposed else own)[self.outputs]
+
+
+def published_parts(
+    stored: str, shape: Sequence[int], layout: ExpertLayout | None
+) -> Iterator[tuple[str, StoredPart]]:
+    """Yield the weights in a tensor by their names in a whole model, with one for each expert.
+
+    Args:
+        stored: the tensor's name.
+        shape: its shape.
+        layout: of tensors that hold all experts of a layer; None: there are none.
+
+    Raises:
+        ModelError: it has more experts than the model.
+    """
+    name = published_name(stored)
+    found = _STACKED.fullmatch(name)
+    if layout is None or found is None or not shape:
+        yield name, StoredPart(stored)
+        return
+    if shape[0] != layout.num_experts or int(found[2]) >= MAX_LAYERS_TIMES_EXPERTS // layout.num_experts:
+        raise ModelError(
+            f"{stored:.200} has {shape[0]} experts; there must be {layout.num_experts}, as config.json says, "
+            f"and at most {MAX_LAYERS_TIMES_EXPERTS} in all layers"
+        )
+    experts, _, projection, kind = found.groups()
+    place_of_hidden = 1 if projection == "down_proj" else 2  # in [experts, outputs, inputs]
+    is_transposed = not kind and layout.hidden_size not in shape[place_of_hidden : place_of_hidden + 1]
+    outputs = {"down_proj": slice(None)}
+    if projection == "gate_up_proj":
+        half = shape[-1 if is_transposed else 1] // 2 if len(shape) > 1 else 0
+        of_both = (slice(0, None, 2), slice(1, None, 2))
+        outputs = dict(
+            zip(
+                ("gate_proj", "up_proj"),
+                of_both if layout.takes_turns else (slice(half), slice(half, None)),
+                strict=True,
+            )
+        )
+    for expert in range(shape[0]):
+        for part, rows in outputs.items():
+            last = _LAST_PARTS[kind]
+            yield f"{experts}{expert}.{part}.{last}", StoredPart(stored, expert, rows, is_transposed)
 
 
 def published_name(stored: str) -> str:
     """Return a tensor's name in a whole model, such as `model.norm.weight` for `norm.weight`.
 
     Files may hold a model's body as it is saved by itself, and the decoder of a multimodal model has one of
-    several prefixes; `transformers` adds and removes them, too.
+    several prefixes; `transformers` adds and removes them, too. Parts of a quantized matrix differ in the
+    last component alone.
     """
     stored = _DECODER.sub("", stored, count=1) if _DECODER.match(stored) else stored
+    if found := _QUANT_STATE.search(stored):
+        stored = f"{stored[: found.start()]}.weight_{found[1].replace('.', '_')}"
     if stored.startswith(_PARTS_OF_BODY):
         return _BODY + stored
     return stored.removeprefix(_BODY) if stored.startswith(f"{_BODY}lm_head.") else stored

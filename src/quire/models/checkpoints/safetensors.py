@@ -15,11 +15,16 @@ from quire.kernels.layers.weights import Weight
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
-from quire.models.checkpoints.names import is_of_other_part, published_name
+from quire.models.checkpoints.names import (
+    StoredPart,
+    expert_layout,
+    is_of_other_part,
+    published_parts,
+)
 from quire.models.checkpoints.quantized.formats import formats_of
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
 from quire.models.embedding import EncodedRows
-from quire.models.families.wrappers import decoder_entries, is_wrapper
+from quire.models.families.wrappers import architecture_of, decoder_entries, is_wrapper
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What decoding can raise over parts whose shapes and types were not foreseen.
@@ -39,19 +44,20 @@ class SafetensorsWeights:
         config = path / "config.json"
         values = read_json(config) or {}
         self._is_wrapper = is_wrapper(values)
+        layout = expert_layout(architecture_of(values), decoder_entries(values))
         self._formats = formats_of(entry(decoder_entries(values), "quantization_config", dict, config) or {})
-        self._places: dict[str, tuple[Any, str]] = {}  # file and stored name of each tensor
+        self._places: dict[str, tuple[Any, StoredPart]] = {}
         with contextlib.ExitStack() as files:
             for name in weight_files(path):
                 file = files.enter_context(_open(name))
                 for stored in sorted(file.keys()):
-                    published = published_name(stored)
-                    if published in self._places:
-                        raise ModelError(
-                            f"{name} holds {stored}, which another file of the model holds too, or the same "
-                            "one by another name"
-                        )
-                    self._places[published] = file, stored
+                    for published, part in published_parts(stored, _shape(file, stored), layout):
+                        if published in self._places:
+                            raise ModelError(
+                                f"{name} holds {stored}, which another file of the model holds too, or the "
+                                "same one by another name"
+                            )
+                        self._places[published] = file, part
             self._files = files.pop_all()
 
     def close(self) -> None:
@@ -125,12 +131,11 @@ class SafetensorsWeights:
         return tensor
 
     def _tensor(self, name: str) -> torch.Tensor:
-        file, stored = self._places[name]
+        file, part = self._places[name]
         try:
-            tensor: torch.Tensor = file.get_tensor(stored)
-        except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
-            raise ModelError(f"{stored} in {self._path} cannot be read: {error!s:.500}") from error
-        return tensor
+            return part.of(file.get_tensor(part.name))
+        except (SafetensorError, RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise ModelError(f"{part.name} in {self._path} cannot be read: {error!s:.500}") from error
 
     def _format_of_weight(self, name: str) -> MatrixFormat | None:
         """Return the format of the weight `name`; None: floating point, as for all biases."""
@@ -167,6 +172,14 @@ def weight_files(path: Path) -> Iterator[Path]:
         if shard is None:
             raise ModelError(f"{path / name}, which {INDEX_FILE} names, does not exist")
         yield shard
+
+
+def _shape(file: Any, stored: str) -> list[int]:
+    """Return a tensor's shape; [] if its header is malformed, which reading it tells."""
+    try:
+        return list(file.get_slice(stored).get_shape())
+    except SafetensorError:
+        return []
 
 
 def _stem(name: str) -> str:

@@ -9,6 +9,7 @@ from quire.models.families import (
     ernie,
     gemma,
     glm,
+    gpt_oss,
     lfm2,
     llama,
     minimax,
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {
     **dense.FAMILIES,
     **deepseek.FAMILIES,
     **lfm2.FAMILIES,
+    **gpt_oss.FAMILIES,
 }
 
 ARCHITECTURES: dict[str, str] = {

@@ -67,6 +67,7 @@ WRAPPERS: dict[str, _Wrapper] = {
     "Qwen2VLForConditionalGeneration": _Wrapper("qwen2_vl_text", is_flat=True),
     "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl_text", is_flat=True),
     "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl_text"),
+    "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe_text"),
     "SmolVLMForConditionalGeneration": _Wrapper("llama"),
     "VoxtralForConditionalGeneration": _Wrapper("llama"),
 }
@@ -74,6 +75,7 @@ _TEXT_TYPES: dict[str, tuple[str, dict[str, Any]]] = {  # architecture by itself
     "qwen2_vl_text": ("Qwen2ForCausalLM", _AS_QWEN2),
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", _AS_QWEN2),
     "qwen3_vl_text": ("Qwen3ForCausalLM", {"rope_theta": 5e5}),
+    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", {"rope_theta": 5e5, "norm_topk_prob": True}),
     **{
         FAMILIES[name].model_type or name: (
             architecture,

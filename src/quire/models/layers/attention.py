@@ -45,6 +45,7 @@ class AttentionConfig(SubLayerConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     is_gated: bool = False  # each head's result is multiplied by the sigmoid of what its query comes with
+    has_sinks: bool = False  # a trained score of each head takes part in the softmax and has no value
     kv_source: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own
 
     role: ClassVar[str] = "attention"
@@ -55,6 +56,7 @@ class AttentionConfig(SubLayerConfig):
         "o": "self_attn.o_proj",
         "q_norm": "self_attn.q_norm",
         "k_norm": "self_attn.k_norm",
+        "sinks": "self_attn.sinks",
     }
 
     @property
@@ -103,6 +105,9 @@ class AttentionConfig(SubLayerConfig):
         if self.qkv_bias:
             biases = tuple((f"{name}.bias", (size,)) for name, size in sizes.items())
             yield LayerWeight("qkv_bias", biases, sections=rows)
+        if self.has_sinks:
+            heads = head_section(self.num_heads, 1, shard.query_heads(self.num_heads))
+            yield LayerWeight("sinks", (("sinks", (self.num_heads,)),), sections=(heads,))
         attended = head_section(self.num_heads, self.value_size, shard.query_heads(self.num_heads))
         output = (("o.weight", (hidden_size, attended[0])),)
         yield LayerWeight("attention_output", output, axis=1, sections=(attended,), is_quantized=True)
@@ -211,6 +216,7 @@ class Attention(SubLayer):
             assert self._k_norm is not None
             self._query_factors = self._q_norm * self._k_norm
             self._q_norm = self._k_norm = self._q_norm.new_ones(config.head_dim)
+        self._sinks = loader.tensor("sinks")
         if whole.qk_norm == "full" and loader.parallel is not None:
             assert self._q_norm is not None
             assert self._k_norm is not None
@@ -269,6 +275,7 @@ class Attention(SubLayer):
             scale=config.scale,
             window=config.window,
             softcap=config.softcap,
+            sinks=self._sinks,
             out=buffers["attended"],
         )
         if config.is_gated:

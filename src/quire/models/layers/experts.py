@@ -26,7 +26,8 @@ class ExpertsConfig(SubLayerConfig):
     experts_per_token: int = 0
     inner_size: int = 0  # features inside one expert
     normalize: bool = False  # the weights of a token's experts sum to 1
-    activation: str = "silu"  # silu, gelu_tanh or gelu
+    activation: str = "silu"  # silu, gelu_tanh, gelu or clamped_swiglu
+    bias: bool = False  # the router and the projections have a bias
     scoring: str = "softmax"  # this and the next are as in `Mixture`
     jitter: float = 0.0
     num_groups: int = 1
@@ -58,6 +59,12 @@ class ExpertsConfig(SubLayerConfig):
             yield LayerWeight("router_correction", (correction,))
         yield LayerWeight("expert_gate_up", gate_up, sections=(inner,), is_quantized=True)
         yield LayerWeight("expert_down", down, axis=1, sections=(inner,), is_quantized=True)
+        if self.bias:
+            yield LayerWeight("router_bias", (("router.bias", (self.num_experts,)),))
+            gate_up = tuple((name.replace(".weight", ".bias"), (size,)) for name, _ in gate_up)
+            down = tuple((name.replace(".weight", ".bias"), (hidden_size,)) for name, _ in down)
+            yield LayerWeight("expert_gate_up_bias", gate_up, sections=(inner,))
+            yield LayerWeight("expert_down_bias", down, is_of_first_rank=True)
 
     @override
     def on_rank(self, shard: Shard) -> Self:
@@ -73,6 +80,8 @@ class ExpertsConfig(SubLayerConfig):
         # Experts compute one after the other, and one may get every token.
         outputs = self.experts_per_token * hidden * _FLOAT32_BYTES
         of_one = (2 * hidden + 3 * inner) * item + hidden * _FLOAT32_BYTES
+        if self.activation == "clamped_swiglu":  # in plain torch
+            of_one += 4 * inner * _FLOAT32_BYTES
         return rows + step.tokens * (outputs + of_one)
 
     @override

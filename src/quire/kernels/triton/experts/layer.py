@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from quire.errors import ModelError
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.layers.act_order import take_order
-from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.layers.experts import CLAMPED_SWIGLU, Experts, ExpertWeights, Mixture
 from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.experts.matrices import ExpertMatrices
 from quire.kernels.triton.experts.products import add_results_kernel
@@ -54,7 +55,12 @@ class FusedExperts(Experts):
         self._mixture = mixture
         up, down = self._gate_up, self._down = [ExpertMatrices(mixture.num_experts) for _ in range(2)]
         for number, expert in zip(range(mixture.num_experts), weights, strict=True):
-            for held, matrix in zip((up, down), expert, strict=True):
+            if mixture.activation == CLAMPED_SWIGLU or expert.gate_up_bias is not None:
+                raise ModelError(
+                    f"experts have biases or the activation {mixture.activation}, which these kernels do not "
+                    "compute; EngineConfig.kernels 'native' computes them on the CPU"
+                )
+            for held, matrix in zip((up, down), expert[:2], strict=True):
                 parts, order = take_order(matrix, memory)
                 held.set(number, linear(parts, memory=memory, **options), order)
         if (up.in_features, up.out_features) != (down.out_features, 2 * down.in_features):

@@ -22,7 +22,8 @@ _END = "<|endoftext|>"
 _OF_MODELS = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(
-        ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"), "Qwen2Tokenizer"
+        ("qwen2", "qwen3", "qwen3_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl"),
+        "Qwen2Tokenizer",
     ),
     **dict.fromkeys(
         (
