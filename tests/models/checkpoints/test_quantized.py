@@ -600,16 +600,20 @@ def test_groups_that_do_not_divide_the_inputs_are_refused(tmp_path: Path) -> Non
     ("values", "message"),
     [
         (
-            {"quant_method": "bitsandbytes"},
-            "bitsandbytes.*it supports compressed-tensors, fp8, gptq, awq and GGUF",
+            {"quant_method": "hqq"},
+            "hqq.*it supports compressed-tensors, fp8, gptq, awq, mxfp4, bitsandbytes and GGUF",
         ),
         (_gptq(3), "GPTQ and have 3 bits.*supported: 4 or 8"),
         (_gptq(checkpoint_format="marlin"), "checkpoint_format marlin.*gptq, gptq_v2"),
         (AWQ | {"version": "gemv"}, "AWQ and have the version gemv.*gemm"),
         (AWQ | {"zero_point": False}, "no zero points"),
         (
+            _compressed(format="mxfp8-quantized", weights={}),
+            "format mxfp8-quantized.*int-quantized",
+        ),
+        (
             _compressed(format="nvfp4-pack-quantized", weights={}),
-            "format nvfp4-pack-quantized.*int-quantized",
+            "int of 8 bits.*of 4 in mxfp4-pack-quantized and nvfp4-pack-quantized",
         ),
         (_compressed(**PACKED | {"weights": {"type": "float", "num_bits": 4}}), "float of 4 bits"),
         (_compressed(**PACKED | {"weights": {"strategy": "block"}}), "a scale for each block"),

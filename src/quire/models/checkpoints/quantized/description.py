@@ -15,13 +15,17 @@ from quire.errors import ModelError
 from quire.kernels.bounds import FLOAT8_INPUTS, kernel_group
 from quire.models.config_entries import check_quantization
 
-METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
-_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4", "bitsandbytes")
+_FLOAT4_FORMATS = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}  # and inputs that share a scale
+_FORMATS = (
+    *("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", *_FLOAT4_FORMATS),
+    "mixed-precision",
+)
 _PACKED_FORMAT = "pack-quantized"
 _PLAIN_FORMATS = ("int-quantized", "naive-quantized")  # an int8 for each weight, regardless of its bits
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _BITS = (4, 8)
-_KINDS = (("int", 4), ("int", 8), ("float", 8))
+_KINDS = (("int", 4), ("int", 8), ("float", 8), ("float", 4))
 MAX_GROUP = 128  # inputs that share a scale in memory; longer groups are cut
 
 Block = tuple[int, int]
@@ -41,6 +45,9 @@ class StoredQuantization:
     group_size: int = MAX_GROUP
 
 
+IN_MXFP4 = StoredQuantization("grouped_int8", 32)
+
+
 def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
     """Return the memory format described by `quantization_config`; {}: not quantized.
 
@@ -55,6 +62,8 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
         "fp8": _check_fp8,
         "gptq": _check_gptq,
         "awq": _check_awq,
+        "mxfp4": lambda values: None,
+        "bitsandbytes": lambda values: None,
     }
     if not isinstance(method, str) or method not in checks:
         raise ModelError(
@@ -69,6 +78,10 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
         return max(map(_of_group, _groups(values)), key=_width, default=StoredQuantization())
     if method == "fp8":
         return in_float8(values.get("weight_block_size"))
+    if method == "mxfp4":
+        return IN_MXFP4
+    if method == "bitsandbytes":  # 4 bits become floats
+        return StoredQuantization("int8" if values.get("load_in_8bit") else "none")
     size = values.get("group_size") or values.get("q_group_size") or 0
     return in_groups(_bits(values), size, has_zeros=values.get("sym") is False)
 
@@ -80,7 +93,7 @@ def float8_blocks(values: Mapping[str, Any]) -> tuple[Block | None, ...]:
         values: a `quantization_config` that `describe_quantization` accepts.
     """
     if values.get("quant_method") == "compressed-tensors":
-        blocks = [_block_structure(group.weights) for group in _groups(values) if group.kind == "float"]
+        blocks = [_block_structure(group.weights) for group in _groups(values) if group.is_float8]
     else:
         blocks = [values.get("weight_block_size")]
     return tuple({None if block is None else (block[0], block[1]): True for block in blocks})
@@ -97,6 +110,15 @@ def block_of(blocks: Sequence[Block | None], scales: Sequence[int], num_rows: in
     count = math.prod(scales)
     by_row = count == 1 or (count == num_rows == scales[0])
     return next((block for block in blocks if (block is None) == by_row), next(iter(blocks), None))
+
+
+def has_float4(values: Mapping[str, Any]) -> bool:
+    """Return whether compressed-tensors' groups have matrices of 4-bit floats.
+
+    Args:
+        values: a `quantization_config` that `describe_quantization` accepts.
+    """
+    return any(group.form in _FLOAT4_FORMATS for group in _groups(values))
 
 
 def promised_parts(values: Mapping[str, Any], *, is_packed: bool = True) -> tuple[str, ...]:
@@ -163,6 +185,10 @@ class _Group:
         return size if strategy == "group" else 0
 
     @property
+    def is_float8(self) -> bool:
+        return self.kind == "float" and self.form not in _FLOAT4_FORMATS
+
+    @property
     def has_zeros(self) -> bool:
         return self.kind == "int" and self.weights.get("symmetric") is False
 
@@ -183,6 +209,8 @@ def _groups(values: Mapping[str, Any]) -> list[_Group]:
 
 
 def _of_group(group: _Group) -> StoredQuantization:
+    if group.form in _FLOAT4_FORMATS:
+        return StoredQuantization("grouped_int8", _FLOAT4_FORMATS[group.form])
     if group.kind == "float":
         return in_float8(_block_structure(group.weights))
     bits = 8 if group.form in _PLAIN_FORMATS else group.bits
@@ -222,13 +250,16 @@ def _check_compressed_tensors(values: Mapping[str, Any]) -> None:
 
 def _check_group(group: _Group) -> None:
     if group.form not in _FORMATS:
-        raise _refusal("compressed-tensors", f"have the format {group.form}", ", ".join(_FORMATS[:4]))
-    if (group.kind, group.bits) not in _KINDS:
+        raise _refusal("compressed-tensors", f"have the format {group.form}", ", ".join(_FORMATS[:-1]))
+    is_float4 = group.form in _FLOAT4_FORMATS
+    if (group.kind, group.bits) not in _KINDS or is_float4 != ((group.kind, group.bits) == ("float", 4)):
         raise _refusal(
             "compressed-tensors",
             f"are {group.kind} of {group.bits} bits",
-            "int of 4 or 8 bits, float of 8",
+            f"int of 4 or 8 bits, float of 8, and of 4 in {' and '.join(_FLOAT4_FORMATS)}",
         )
+    if is_float4:
+        return
     strategy = group.weights.get("strategy") or "tensor"
     if group.kind == "float" and strategy not in ("tensor", "channel", "block"):
         raise _refusal("compressed-tensors", f"are float8 by {strategy}", "tensor, channel, block")

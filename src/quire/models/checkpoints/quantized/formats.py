@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 
 from quire.kernels.layers.weights import Weight
+from quire.models.checkpoints.quantized import bitsandbytes, float4
 from quire.models.checkpoints.quantized.compressed_tensors import compressed_formats
 from quire.models.checkpoints.quantized.description import (
     describe_quantization,
     float8_blocks,
+    has_float4,
     promised_parts,
 )
 from quire.models.checkpoints.quantized.float8 import float8_formats
@@ -77,6 +80,13 @@ def gptq_format(checkpoint_format: str) -> MatrixFormat:
 AWQ_FORMAT = MatrixFormat(key="qweight", needed=_TENSORS, optional=(), ignored=(), decode=_decode_awq)
 
 
+_OF_METHODS: dict[str, tuple[MatrixFormat, ...]] = {
+    "awq": (AWQ_FORMAT,),
+    "mxfp4": (float4.MXFP4_FORMAT,),
+    "bitsandbytes": bitsandbytes.FORMATS,
+}
+
+
 def formats_of(quantization_config: Mapping[str, Any]) -> tuple[MatrixFormat, ...]:
     """Return the quantized formats that a checkpoint with this `quantization_config` may contain.
 
@@ -87,16 +97,22 @@ def formats_of(quantization_config: Mapping[str, Any]) -> tuple[MatrixFormat, ..
     if not quantization_config:
         return ()
     method = quantization_config["quant_method"]
+    if method in _OF_METHODS:
+        return _OF_METHODS[method]
     if method == "compressed-tensors":
-        packed, plain = compressed_formats(float8_blocks(quantization_config))
-        return (
-            packed.requiring(promised_parts(quantization_config)),
-            plain.requiring(promised_parts(quantization_config, is_packed=False)),
-        )
+        return _compressed(quantization_config)
     if method == "fp8":
         (block,) = float8_blocks(quantization_config)
         return float8_formats(block)
-    if method == "awq":
-        return (AWQ_FORMAT,)
     form = gptq_format(quantization_config.get("checkpoint_format") or "gptq")
     return (form.requiring(promised_parts(quantization_config)),)
+
+
+def _compressed(values: Mapping[str, Any]) -> tuple[MatrixFormat, ...]:
+    packed, plain = compressed_formats(float8_blocks(values))
+    packed = packed.requiring(promised_parts(values))
+    plain = plain.requiring(promised_parts(values, is_packed=False))
+    if not has_float4(values):
+        return packed, plain
+    # Packed integers have a tensor that packed floats do not have.
+    return dataclasses.replace(packed, key="weight_shape"), float4.COMPRESSED_FORMAT, plain

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.models.checkpoints.quantized.description import (
+    IN_MXFP4,
     StoredQuantization,
     block_of,
     float8_blocks,
@@ -37,7 +38,7 @@ _IN_GROUPS = ("int4", "grouped_int8")
 _FLOAT8 = ("fp8", "fp8_blocks")
 _PARTS = (
     *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
-    *("qweight", "scales"),
+    *("qweight", "scales", "blocks"),
 )
 
 
@@ -120,10 +121,10 @@ def _of_matrix(
     parts = {last: headers[f"{stem}.{last}"] for last in _PARTS if f"{stem}.{last}" in headers}
     dtype = parts["weight"].dtype if "weight" in parts else ""
     try:
-        if "qweight" in parts:
-            return _transposed(parts, values, source)
+        if "qweight" in parts or "blocks" in parts:
+            return IN_MXFP4 if "blocks" in parts else _transposed(parts, values, source)
         if "weight_packed" in parts:
-            return _in_equal_groups(_packed_bits(parts["weight_packed"].shape[1], source), parts, source)
+            return _packed(parts, source)
         if dtype == "I8":
             return _in_equal_groups(8, parts, source)
         if dtype == "F8_E4M3":
@@ -138,6 +139,13 @@ def _transposed(parts: Headers, values: Mapping[str, Any], source: WeightSource)
     bits = 4 if values.get("quant_method") == "awq" else _packed_bits(parts["qweight"].shape[0], source)
     group_size = _group_size(parts["scales"].shape[0], source)
     return in_groups(bits, group_size, has_zeros=values.get("sym") is False)
+
+
+def _packed(parts: Headers, source: WeightSource) -> StoredQuantization:
+    packed = parts["weight_packed"]
+    if packed.dtype == "U8":  # floats of 4 bits
+        return StoredQuantization("grouped_int8", source.shape[1] // parts["weight_scale"].shape[1])
+    return _in_equal_groups(_packed_bits(packed.shape[1], source), parts, source)
 
 
 def _in_equal_groups(bits: int, parts: Headers, source: WeightSource) -> StoredQuantization:
