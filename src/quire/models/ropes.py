@@ -164,7 +164,8 @@ def _rope(
         original = original or inside or max_len
     else:
         original = max_len
-    rotary_dim = hf.get(ROTATED_FEATURES) or int(head_dim * values.get("partial_rotary_factor", 1.0))
+    partial = values.get("partial_rotary_factor", 1.0)
+    rotary_dim = hf.get(ROTATED_FEATURES) or int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2 or (kind == "dynamic" and rotary_dim == 2):
         raise ModelError(
             f"config.json has heads of {head_dim} features, of which {rotary_dim} are rotated; these must be "

@@ -25,11 +25,12 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "ministral3": "mistral3",
     "lfm2": "lfm2",
+    "qwen3_5": "qwen35",
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
-_NOT_QUANTIZED = ("ffn_gate_inp", "shortconv.conv.")
-_WITH_OFFSET = ("gemma", "gemma2", "gemma3")
+_NOT_QUANTIZED = ("ffn_gate_inp", "shortconv.conv.", "ssm_conv1d")
+_WITH_OFFSET = ("gemma", "gemma2", "gemma3", "qwen3_5")
 _INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
 
 
@@ -82,9 +83,9 @@ def write_gguf(
     for parts in _merged(load_file(checkpoint / "model.safetensors")):
         arrays = [_as_llama_cpp(family, name, weight.numpy(), config) for name, weight in parts.items()]
         shape = arrays[0].shape
-        if "conv.conv" in next(iter(parts)):
+        if len(shape) == 3:  # of a convolution
             arrays = [array.squeeze(1) for array in arrays]
-        name = _EXPERT.sub(r"\1.\3", next(iter(parts)))
+        name = _EXPERT.sub(r"\1.\3", next(iter(parts))).replace(".dt_bias", ".dt_proj.bias")
         own_kind = next((own for part, own in (other_kinds or {}).items() if part in name), kind)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None
@@ -192,6 +193,15 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if config["model_type"] == "lfm2":
         writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if config["model_type"] == "qwen3_5_text":
+        heads = config["linear_num_value_heads"]
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
     if config["model_type"] == "olmo3":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     adders: dict[str, Callable[[Any], None]] = {
@@ -244,8 +254,12 @@ def _llama3_factors(rope: dict[str, Any], config: dict[str, Any]) -> np.ndarray[
 def _as_llama_cpp(
     family: str, name: str, array: np.ndarray[Any, Any], config: dict[str, Any]
 ) -> np.ndarray[Any, Any]:
-    if family in _WITH_OFFSET and name.endswith("norm.weight"):
+    if family in _WITH_OFFSET and name.endswith("norm.weight") and "linear_attn" not in name:
         return array + np.float32(1)
+    if name.endswith("A_log"):
+        array = -np.exp(array)
+    if "linear_attn" in name:
+        return _swap_heads(name, array, config, is_back=False)
     heads = _rotated_heads(family, name, config)
     if heads:
         return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
@@ -255,12 +269,32 @@ def _as_llama_cpp(
 def _back(
     family: str, name: str, array: np.ndarray[Any, Any], config: dict[str, Any]
 ) -> np.ndarray[Any, Any]:
-    if family in _WITH_OFFSET and name.endswith("norm.weight"):
+    if family in _WITH_OFFSET and name.endswith("norm.weight") and "linear_attn" not in name:
         return array - np.float32(1)
+    if name.endswith("A_log"):
+        array = np.log(-array)
+    if "linear_attn" in name:
+        return _swap_heads(name, array, config, is_back=True)
     heads = _rotated_heads(family, name, config)
     if heads:
         return array.reshape(heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
     return array
+
+
+def _swap_heads(
+    name: str, array: np.ndarray[Any, Any], config: dict[str, Any], *, is_back: bool
+) -> np.ndarray[Any, Any]:
+    """Put the value heads of key heads side by side (`is_back`), or those in the same place of each."""
+    if name.endswith("norm.weight"):
+        return array
+    keys = config["linear_num_key_heads"]
+    shape = (keys, config["linear_num_value_heads"] // keys)
+    if "out_proj" in name:
+        array = array.T
+    start = 2 * keys * config["linear_key_head_dim"] if "qkv" in name or "conv1d" in name else 0
+    heads = array[start:].reshape(*(shape[::-1] if is_back else shape), -1, *array.shape[1:])
+    swapped = np.concatenate([array[:start], heads.swapaxes(0, 1).reshape(-1, *array.shape[1:])])
+    return np.ascontiguousarray(swapped.T) if "out_proj" in name else swapped
 
 
 def _rotated_heads(family: str, name: str, config: dict[str, Any]) -> int:

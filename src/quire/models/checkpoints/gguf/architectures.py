@@ -62,6 +62,18 @@ _LFM2_NAMES = {
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
 }
+_QWEN35_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
 _LAYER_PREFIX = "model.layers."
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<rest>.*)")
 
@@ -90,15 +102,18 @@ class Architecture:
     """An architecture of GGUF files, and the Hugging Face architecture that computes the same.
 
     `names` are the layers' tensors by their names in a Hugging Face checkpoint, without the layer; `keys` the
-    metadata's keys by the entries of config.json, and `finish` returns entries that follow from others.
+    metadata's keys by the entries of config.json, `ignored` keys that say nothing about text, and `finish`
+    returns entries that follow from others and from the metadata.
     """
 
     hf_name: str
     names: dict[str, str] = field(default_factory=lambda: _LAYER_NAMES)
     keys: dict[str, str] = field(default_factory=lambda: _KEYS)
-    finish: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
+    finish: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda values, metadata: {}
+    ignored: tuple[str, ...] = ()
     norms_include_offset: bool = False  # norm weights are 1 more than in the checkpoint
     has_adjacent_pairs: bool = False  # the features that are rotated together are neighbours
+    tiles_value_heads: bool = False  # of a DeltaNet: the first of each key head, then the second of each
     without_kv: str = ""  # type of the layers that have no heads of keys and values; empty: all have some
 
     def tensor(self, name: str) -> tuple[str, int | None]:
@@ -112,6 +127,8 @@ class Architecture:
         if name in _MODEL_NAMES:
             return _MODEL_NAMES[name], None
         layer, _, rest = name.removeprefix(_LAYER_PREFIX).partition(".")
+        if rest in self.names:
+            return f"blk.{layer}.{self.names[rest]}", None
         stem, _, kind = rest.rpartition(".")
         expert = _EXPERT.fullmatch(stem)
         if expert is not None:
@@ -119,10 +136,10 @@ class Architecture:
         return f"blk.{layer}.{self.names[stem]}.{kind}", None if expert is None else int(expert["number"])
 
 
-def _gemma_scale(layers_of_27b: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _gemma_scale(layers_of_27b: int) -> Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
     """Files do not say how Gemma scales its scores: by the head's size, and in the 27B models otherwise."""
 
-    def finish(values: Mapping[str, Any]) -> dict[str, Any]:
+    def finish(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
         is_27b = values["num_hidden_layers"] == layers_of_27b
         size = values["hidden_size"] / values["num_attention_heads"] if is_27b else values["head_dim"]
         return {"query_pre_attn_scalar": size}
@@ -130,7 +147,7 @@ def _gemma_scale(layers_of_27b: int) -> Callable[[Mapping[str, Any]], dict[str, 
     return finish
 
 
-def _granite(values: Mapping[str, Any]) -> dict[str, Any]:
+def _granite(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """0 means that there is no factor."""
     factors = {name: values.get(name) or 1.0 for name in ("embedding_multiplier", "residual_multiplier")}
     return factors | {
@@ -138,12 +155,17 @@ def _granite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _olmo3(values: Mapping[str, Any]) -> dict[str, Any]:
+def _olmo3(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"sliding_attention": {"rope_theta": values.get("rope_theta", 1e4)}}}
 
 
-def _lfm2(values: Mapping[str, Any]) -> dict[str, Any]:
+def _lfm2(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {"norm_eps": values.get("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
+
+
+def _qwen35(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    size, heads = metadata.get("ssm.inner_size"), values.get("linear_num_value_heads")
+    return {"linear_value_head_dim": size // heads if type(size) is int and heads else None}
 
 
 _LLAMA = Architecture("LlamaForCausalLM", has_adjacent_pairs=True)
@@ -167,7 +189,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM",
         keys=_KEYS | _EXPERT_KEYS,
-        finish=lambda values: {"norm_topk_prob": values.get("norm_topk_prob", True)},
+        finish=lambda values, metadata: {"norm_topk_prob": values.get("norm_topk_prob", True)},
     ),
     "gemma": Architecture("GemmaForCausalLM", norms_include_offset=True),
     "gemma2": _GEMMA2,
@@ -194,6 +216,22 @@ ARCHITECTURES = {
         keys=_KEYS | {"conv_L_cache": "shortconv.l_cache"},
         finish=_lfm2,
         without_kv="conv",
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM",
+        names=_LAYER_NAMES | _QWEN35_NAMES,
+        keys=_KEYS
+        | {
+            "full_attention_interval": "full_attention_interval",
+            "linear_num_key_heads": "ssm.group_count",
+            "linear_num_value_heads": "ssm.time_step_rank",
+            "linear_key_head_dim": "ssm.state_size",
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+        },
+        finish=_qwen35,
+        ignored=("rope.dimension_sections",),  # positions in images
+        norms_include_offset=True,
+        tiles_value_heads=True,
     ),
     "olmo2": _OLMO2,
     "granite": Architecture(

@@ -80,7 +80,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Callable[[str], str]]:
     if head_dim is not None:
         if value_length != head_dim:
             raise _refusal(file, "attention.value_length", value_length, f"{head_dim}, as of keys,")
-        values |= architecture.finish(values)
+        values |= architecture.finish(values, metadata)
     values |= _rope(file, metadata, values)
     _refuse_others(file, architecture, metadata)
 
@@ -123,7 +123,14 @@ def _entries(file: GGUFFile, architecture: Architecture, metadata: Entries) -> d
             f"{file.path} says that it has {values.get('num_hidden_layers')} layers and holds tensors of "
             f"{len(layers)}"
         )
+    values["num_hidden_layers"] -= num_draft_layers(file)
     return values
+
+
+def num_draft_layers(file: GGUFFile) -> int:
+    """Return how many layers at the end predict further tokens; they are passed over."""
+    name = file.metadata["general.architecture"]
+    return int(file.entry(f"{name}.nextn_predict_layers", int) or 0)
 
 
 def _matrix_kind(file: GGUFFile) -> int:
@@ -180,6 +187,8 @@ def _refuse_others(file: GGUFFile, architecture: Architecture, metadata: Entries
         value = None if key in architecture.keys.values() else metadata.get(key)
         if value is not None and value not in allowed:
             raise _refusal(file, key, value, " and ".join(map(str, allowed)))
+    for key in architecture.ignored:
+        metadata.get(key)
     for key in metadata.unread():
         if _CHANGES_NUMBERS.fullmatch(key) and key not in _HARMLESS:
             raise _refusal(file, key, metadata[key], "none")

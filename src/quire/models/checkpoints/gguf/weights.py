@@ -10,17 +10,29 @@ import dataclasses
 import math
 from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quire.errors import ModelError
-from quire.kernels.layers.weights import Weight, with_tensors
+from quire.kernels.layers.weights import Weight, part_of, with_tensors
 from quire.models.checkpoints.gguf.architectures import architecture_of
 from quire.models.checkpoints.gguf.blocks import KINDS, Kind
-from quire.models.checkpoints.gguf.config import ROPE_TENSORS
+from quire.models.checkpoints.gguf.config import ROPE_TENSORS, num_draft_layers
 from quire.models.checkpoints.gguf.file import TensorInfo, num_bytes, read_gguf
 from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.embedding import EncodedRows
+
+_VALUE_HEADS = {  # axis, whether a head is one number, and whether it comes behind queries and keys
+    "attn_qkv.weight": (0, False, True),
+    "attn_gate.weight": (0, False, False),
+    "ssm_conv1d.weight": (0, False, True),
+    "ssm_beta.weight": (0, True, False),
+    "ssm_alpha.weight": (0, True, False),
+    "ssm_a": (0, True, False),
+    "ssm_dt.bias": (0, True, False),
+    "ssm_out.weight": (1, False, False),
+}
 
 
 class GGUFWeights:
@@ -33,6 +45,8 @@ class GGUFWeights:
     def __init__(self, path: Path) -> None:
         self._file = read_gguf(path)
         self._architecture = architecture_of(self._file.metadata, path)
+        layers = self._entry("block_count") or 0
+        self._drafting = {f"blk.{layers - 1 - index}" for index in range(num_draft_layers(self._file))}
 
     def close(self) -> None:
         """See `WeightStore`. The mapping lives as long as its tensors."""
@@ -46,8 +60,8 @@ class GGUFWeights:
         return (self._architecture.tensor(name)[0],)
 
     def is_ignored(self, name: str) -> bool:
-        """See `WeightStore`: the rotary embedding's factors are read with the config."""
-        return name in ROPE_TENSORS
+        """See `WeightStore`: rotary factors are read with the config; layers that draft are passed over."""
+        return name in ROPE_TENSORS or ".".join(name.split(".")[:2]) in self._drafting
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         """See `WeightStore`."""
@@ -105,21 +119,47 @@ class GGUFWeights:
 
     def _as_published(self, name: str, weight: Weight) -> Weight:
         """Undo changes of llama.cpp's conversion in some architectures."""
-        if self._architecture.norms_include_offset and name.endswith("norm.weight"):
+        kind = name.split(".", 2)[-1] if name.startswith("blk.") else name
+        if (
+            self._architecture.norms_include_offset
+            and kind.endswith("norm.weight")
+            and kind != "ssm_norm.weight"
+        ):
             assert isinstance(weight, torch.Tensor)
             return weight.float() - 1.0
-        if self._architecture.has_adjacent_pairs and name.rpartition(".")[0].endswith(("attn_q", "attn_k")):
-            return self._halves(weight)
+        if self._architecture.has_adjacent_pairs and kind.startswith(("attn_q.", "attn_k.")):
+            head_dim = self._entry("attention.key_length") or (
+                self._entry("embedding_length") // self._entry("attention.head_count")
+            )
+            return with_tensors(weight, lambda rows: _deinterleave(rows, head_dim))
+        if kind == "ssm_a":
+            assert isinstance(weight, torch.Tensor)
+            weight = (-weight).log()
+        if self._architecture.tiles_value_heads and kind in _VALUE_HEADS:
+            return self._with_value_heads_in_order(weight, *_VALUE_HEADS[kind])
         return weight
 
-    def _halves(self, weight: Weight) -> Weight:
-        """Reorder each head's rows so that rotated pairs are half a head apart, not adjacent."""
+    def _with_value_heads_in_order(
+        self, weight: Weight, axis: int, of_one: bool, behind_keys: bool
+    ) -> Weight:
+        """Reorder the value heads of a DeltaNet so that those of one key head are side by side.
+
+        Args:
+            weight: the weight.
+            axis: along which the heads lie.
+            of_one: a head has one number there, not its features.
+            behind_keys: queries and keys come first.
+        """
+        num_keys, num_values = self._entry("ssm.group_count"), self._entry("ssm.time_step_rank")
+        size = 1 if of_one else self._entry("ssm.inner_size") // num_values
+        start = 2 * num_keys * self._entry("ssm.state_size") if behind_keys else 0
+        order = [head for key in range(num_keys) for head in range(key, num_values, num_keys)]
+        heads = [range(start + head * size, start + (head + 1) * size) for head in order]
+        return part_of(weight, axis, [range(start), *heads] if start else heads)
+
+    def _entry(self, key: str) -> Any:
         metadata = self._file.metadata
-        prefix = metadata["general.architecture"]
-        head_dim = metadata.get(f"{prefix}.attention.key_length") or (
-            metadata[f"{prefix}.embedding_length"] // metadata[f"{prefix}.attention.head_count"]
-        )
-        return with_tensors(weight, lambda rows: _deinterleave(rows, head_dim))
+        return metadata.get(f"{metadata['general.architecture']}.{key}")
 
 
 def _deinterleave(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
