@@ -27,19 +27,12 @@ VARIANTS += [
     for quantization in ("int8", "int4")
 ]
 VARIANTS += [("qwen3", dtype, "none", "reference") for dtype in ("float32", "bfloat16")]
-VARIANTS += [
-    ("minicpm3", dtype, quantization, kernels)
-    for kernels, dtype, quantization in (
-        ("native", "float32", "none"),
-        ("native", "bfloat16", "none"),
-        ("native", "bfloat16", "int4"),
-        ("reference", "float32", "none"),
-        ("reference", "bfloat16", "none"),
-    )
-]
 VARIANTS += [(family, "bfloat16", "none", "native") for family in OTHER_LAYERS]
 VARIANTS += [(family, "bfloat16", "none", "reference") for family in ("phi", "apertus", "glm4_moe")]
 VARIANTS += [("phi", "bfloat16", "int8", "native"), ("glm4_moe", "bfloat16", "int4", "native")]
+VARIANTS += [("deepseek_v3", dtype, "none", "native") for dtype in ("float32", "bfloat16")]
+VARIANTS += [("deepseek_v2", "bfloat16", "int4", "native"), ("minicpm3", "float16", "none", "native")]
+VARIANTS += [("minicpm3", dtype, "none", "reference") for dtype in ("float32", "bfloat16")]
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids="-".join)

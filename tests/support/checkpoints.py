@@ -39,6 +39,23 @@ _COMMON: dict[str, Any] = {
 
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+}
+
 # family: (config class, what differs from the common shape)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -221,15 +238,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("ArceeConfig", {}),
     "apertus": ("ApertusConfig", {}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _DEEPSEEK_YARN,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_LATENT,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _DEEPSEEK_YARN,
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {
+            **_LATENT,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "minicpm3": (
         "MiniCPM3Config",
         {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 20,
-            "kv_lora_rank": 24,
-            "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 10,
+            **_LATENT,
             "scale_emb": 3,
             "dim_model_base": 32,
             "tie_word_embeddings": True,
@@ -312,6 +365,9 @@ def randomize(model: torch.nn.Module, *, seed: int) -> None:
             values = 1.5 * noise / parameter.shape[-1] ** 0.5
         with torch.no_grad():
             parameter.copy_(values)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def make_model(family: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Any:

@@ -31,7 +31,10 @@ class Mixture:
     jitter: float = 0.0  # of sparsemixer: half of the relative distance up to which an expert is as good
     correction: torch.Tensor | None = None  # [experts] float32, added to weights for the choice only
     num_groups: int = 1
-    groups_per_token: int = 1  # only experts of the groups whose two best sum up to most are chosen
+    groups_per_token: int = 1
+    """Only experts of the best groups are chosen: by softmax those with the best expert, by sigmoid those
+    whose two best sum up to most.
+    """
     scale: float = 1.0  # of the weights
 
     @property
@@ -101,7 +104,8 @@ def _corrected(likely: torch.Tensor, mixture: Mixture) -> torch.Tensor:
     if mixture.num_groups == 1:
         return corrected
     groups = corrected.view(len(corrected), mixture.num_groups, -1)
-    of_groups = sum_in_order(groups.topk(min(2, groups.shape[-1]), dim=-1).values)
+    num_best = 1 if mixture.scoring == "softmax" else min(2, groups.shape[-1])
+    of_groups = sum_in_order(groups.topk(num_best, dim=-1).values)
     best = of_groups.topk(mixture.groups_per_token, dim=-1).indices
     is_other = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, best, value=False)
     return groups.masked_fill(is_other.unsqueeze(-1), -math.inf).flatten(1)

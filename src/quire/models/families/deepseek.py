@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
-from quire.models.families.family import NAMES, Family
+from quire.models.families.family import NAMES, Family, with_experts
 from quire.models.layer import LayerConfig
 from quire.models.layers.latent_attention import LatentAttentionConfig
 from quire.models.ropes import HFConfig, read_rope, read_score_factor
@@ -43,6 +44,75 @@ def _with_latents(hf: HFConfig, base: ModelConfig, *, is_interleaved: bool) -> M
     return replace(base, layers=tuple(layers))
 
 
+def _with_routed_experts(
+    hf: HFConfig, base: ModelConfig, has_experts: list[bool], scoring: str, **fields: Any
+) -> ModelConfig:
+    """Give layers experts, of which some compute all tokens.
+
+    What files have of layers after the last, which predict further tokens, is passed over.
+    """
+    if hf.get("scoring_func", scoring) != scoring or hf.get("moe_layer_freq", 1) != 1:
+        raise ModelError(
+            f"config.json has scoring_func {hf.get('scoring_func')!r} and moe_layer_freq "
+            f"{hf.get('moe_layer_freq')}; this architecture has {scoring!r} and 1"
+        )
+    config = with_experts(
+        base,
+        has_experts,
+        shared_inner_size=hf["moe_intermediate_size"] * hf["n_shared_experts"],
+        num_experts=hf["n_routed_experts"],
+        experts_per_token=hf["num_experts_per_tok"],
+        inner_size=hf["moe_intermediate_size"],
+        scale=float(hf["routed_scaling_factor"]),
+        scoring=scoring,
+        **fields,
+    )
+    further = hf.get("num_nextn_predict_layers", 0)
+    ignored = (f"model.layers.{base.num_layers + number}." for number in range(further))
+    return replace(config, ignored_prefixes=tuple(ignored))
+
+
+def _deepseek2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    if hf.get("norm_topk_prob"):
+        raise ModelError("config.json has norm_topk_prob true, which DeepSeek V2 in transformers ignores")
+    if hf.get("mlp_bias"):
+        raise ModelError("config.json has mlp_bias true, which is not supported in DeepSeek V2")
+    method = hf["topk_method"]
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(f"config.json has topk_method {method!r:.100}; known: greedy, group_limited_greedy")
+    groups = {"num_groups": hf["n_group"], "groups_per_token": hf["topk_group"]} if method != "greedy" else {}
+    has_experts = [layer >= hf["first_k_dense_replace"] for layer in range(base.num_layers)]
+    config = _with_latents(hf, base, is_interleaved=True)
+    return _with_routed_experts(hf, config, has_experts, "softmax", **groups)
+
+
+def _deepseek3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return _like_deepseek3(
+        hf, base, [layer >= hf["first_k_dense_replace"] for layer in range(base.num_layers)]
+    )
+
+
+def _glm4_lite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    layers = range(base.num_layers)
+    types = hf.get("mlp_layer_types") or ["sparse" if layer else "dense" for layer in layers]
+    if not set(types) <= {"dense", "sparse"}:
+        raise ModelError(f"config.json has mlp_layer_types {types!r:.100}; each must be dense or sparse")
+    return _like_deepseek3(hf, base, [types[layer] == "sparse" for layer in layers])
+
+
+def _like_deepseek3(hf: HFConfig, base: ModelConfig, has_experts: list[bool]) -> ModelConfig:
+    return _with_routed_experts(
+        hf,
+        _with_latents(hf, base, is_interleaved=bool(hf.get("rope_interleave", True))),
+        has_experts,
+        "sigmoid",
+        normalize=bool(hf["norm_topk_prob"]),
+        num_groups=hf["n_group"],
+        groups_per_token=hf["topk_group"],
+        correction=(hf["n_routed_experts"],),
+    )
+
+
 def _minicpm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     config = _with_latents(hf, base, is_interleaved=False)
     return replace(
@@ -53,7 +123,73 @@ def _minicpm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     )
 
 
+_LATENT_DEFAULTS: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "norm_topk_prob": True,
+}
+
 FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(
+        _deepseek2,
+        NAMES,
+        _LATENT_DEFAULTS
+        | {
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
+        ropes=_rope,
+        architectures=("DeepseekV2ForCausalLM",),
+    ),
+    "deepseek_v3": Family(
+        _deepseek3,
+        NAMES,
+        _LATENT_DEFAULTS
+        | {
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "num_nextn_predict_layers": 1,
+        },
+        ropes=_rope,
+        architectures=("DeepseekV3ForCausalLM",),
+    ),
+    "glm4_moe_lite": Family(
+        _glm4_lite,
+        NAMES,
+        _LATENT_DEFAULTS
+        | {
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+            "num_experts_per_tok": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.8,
+            "rms_norm_eps": 1e-5,
+        },
+        ropes=_rope,
+        architectures=("Glm4MoeLiteForCausalLM",),
+    ),
     "minicpm3": Family(
         _minicpm3,
         NAMES,
