@@ -107,7 +107,7 @@ def bytes_without_layers(config: SchedulerConfig, model: ModelConfig, max_model_
 
 
 @pytest.mark.parametrize(("num_threads", "num_tasks"), [(1, 3), (2, 7), (14, 55), (14, 56), (64, 255)])
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (256, 1), (64, 200)])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (256, 1), (64, 200), (576, 16)])
 @pytest.mark.parametrize("length", [500, 5000, 20_000])
 def test_native_attention_stays_within_its_bound(
     num_threads: int, num_tasks: int, head_dim: int, group: int, length: int

@@ -59,6 +59,8 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
     values |= {"num_attention_heads": 32, "max_position_embeddings": 64}
     if "num_experts_per_tok" in _fields(architecture):
         values |= {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 8}
+    if "kv_lora_rank" in _fields(architecture):
+        values |= {"num_key_value_heads": 32}
     if architecture.startswith(("Qwen2Moe", "Qwen3Moe")):
         values |= {"mlp_only_layers": [0]}  # without such a layer, intermediate_size has no effect
     return {"architectures": [architecture], **values, **entries}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint, make_model, save_checkpoint
 from paged_harness import generate, random_prompts
@@ -28,30 +29,34 @@ from quire.kernels.reference import ReferenceKernels
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.checkpoints.weight_cache import WeightCache
+from quire.models.families.reading import model_config
 from quire.models.shard import check_kv_divisible
 from quire.sampling_params import SamplingParams
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "heads the native attention has": {},
-    "odd": {
-        "q_lora_rank": None,
-        "kv_lora_rank": 19,
-        "qk_rope_head_dim": 6,
-        "qk_nope_head_dim": 9,
-        "v_head_dim": 17,
-        "hidden_size": 70,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-    },
+FAMILY = "deepseek_v3"
+ODD = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 19,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 9,
+    "v_head_dim": 17,
+    "hidden_size": 70,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
 }
-FAMILY = "minicpm3"
 MAX_TOKENS = 10
 LENGTHS = 61, 5, 38
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_bits_are_the_same_in_chunks_of_every_size(shape: str, tmp_path: Path) -> None:
-    model = make_model(FAMILY, **SHAPES[shape])
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("deepseek_v3", {}), ("deepseek_v2", {"v_head_dim": 33}), ("glm4_moe_lite", {}), ("minicpm3", ODD)],
+    ids=["v3", "v2", "glm", "odd"],
+)
+def test_bits_are_the_same_in_chunks_of_every_size(
+    family: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_model(family, **shape)
     path = save_checkpoint(model, tmp_path)
     decoder = load_decoder(path, read_model_config(path))
     prompts = random_prompts([23, 9], vocab_size=decoder.config.vocab_size)
@@ -93,6 +98,35 @@ def test_a_token_keeps_its_latent_and_the_rotated_part_of_its_key(
     [cache] = core.runner.kv_caches
     assert cache.nbytes == 2 * of_layer * 8 * cache.num_blocks
     assert all(view.value_pages is view.key_pages for view in cache.views)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "entries", "num_layers", "num_bytes"),
+    [
+        ("DeepseekV2ForCausalLM", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 27, 31_104),
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 61, 70_272),
+        ("MiniCPM3ForCausalLM", {"kv_lora_rank": 256, "qk_rope_head_dim": 32}, 62, 35_712),
+    ],
+    ids=["DeepSeek-V2-Lite", "DeepSeek-V3", "MiniCPM3-4B"],
+)
+def test_published_models_keep_as_many_bytes_as_their_papers_say(
+    architecture: str, entries: dict[str, int], num_layers: int, num_bytes: int
+) -> None:
+    """In bfloat16: 2 bytes of each feature of the latent and the rotated part, in each layer."""
+    config = {
+        "architectures": [architecture],
+        "dtype": "bfloat16",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "max_position_embeddings": 4096,
+        **entries,
+    }
+    plan = plan_memory(config_of(Path("model")), model_config(config), available_bytes=1 << 36)
+    assert plan.kv_bytes_per_token == num_bytes
 
 
 # -- engines -----------------------------------------------------------------------------------------------
@@ -168,7 +202,8 @@ def test_cache_eviction_keeps_to_its_size(path: Path) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------
 
 
-def test_rotating_keys_back_after_evictions_is_refused(path: Path) -> None:
+def test_rotating_keys_back_after_evictions_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("minicpm3", tmp_path)
     sizes = CacheEvictionConfig(start_size=8, recent_size=16, max_cache_size=40, apply_rotation=True)
     with pytest.raises(ConfigError, match="rotates only 8 of the 32 features of a head"):
         refuse_model_beside_eviction(
@@ -213,3 +248,14 @@ def test_weights_come_out_of_the_cache_of_packed_weights(path: Path, tmp_path: P
     )
     for one, other in zip(packed, cached, strict=True):
         assert torch.equal(one.logits, other.logits)
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(path: Path, tmp_path: Path) -> None:
+    make_checkpoint(FAMILY, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for extra in ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight"):
+        save_file({**weights, extra: torch.zeros(3, 5)}, tmp_path / "model.safetensors")
+        load_decoder(tmp_path, read_model_config(tmp_path))
+    save_file({**weights, "model.layers.3.mlp.gate.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"holds model.layers.3.mlp.gate.weight"):
+        load_decoder(tmp_path, read_model_config(tmp_path))
