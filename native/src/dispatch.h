@@ -5,6 +5,7 @@
 #include "elementwise.h"
 #include "linear.h"
 #include "packing.h"
+#include "recurrence.h"
 #include "sampling.h"
 
 namespace quire {
@@ -22,6 +23,8 @@ struct Kernels {
   void (*norm)(const NormCall&, ThreadPool&);
   void (*gated_activation)(const GatedActivationCall&, ThreadPool&);
   void (*rotary_and_write_kv)(const RotaryCall&, ThreadPool&);
+  void (*conv)(const ConvCall&, ThreadPool&);
+  void (*delta_rule)(const DeltaRuleCall&, ThreadPool&);
   void (*largest)(const LargestCall&, ThreadPool&);
   void (*likeliest)(const LikeliestCall&, ThreadPool&);
   void (*sum_exp)(const SumExpCall&, ThreadPool&);

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 from caches import make_cache
-from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch, StepStates
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.interface import KernelSet
+from quire.kernels.layers.recurrence import DeltaHeads
 from quire.kernels.layers.weights import MAX_ZERO, GroupedWeight, quantize_int4, quantize_int8
 from quire.kernels.reference import ReferenceKernels
 from quire.kv.cache.view import PagedAttentionCacheView
@@ -102,6 +103,42 @@ def _linear_arguments(*parts: Any, quantization: str = "none") -> Arguments:
     }
 
 
+def _state_batch() -> AttentionBatch:
+    return _batch(states=StepStates(np.array([2, 0, 3]), None))
+
+
+def _conv(kernels: KernelSet, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return kernels.causal_conv(**arguments), arguments["state"]
+
+
+def _conv_arguments() -> Arguments:
+    return {
+        "rows": _random(23, 40),
+        "weight": _random(4, 40),
+        "state": _random(5, 3, 40),
+        "batch": _state_batch(),
+        "bias": _random(40),
+        "activation": "silu",
+    }
+
+
+def _delta_rule(kernels: KernelSet, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    kernels.gated_delta_rule(**arguments)
+    return arguments["out"], arguments["state"]
+
+
+def _delta_arguments() -> Arguments:
+    heads = DeltaHeads(2, 4, 16, 24, decay=-_random(4).exp(), time_bias=_random(4))
+    return {
+        "qkv": _random(23, 160),
+        "gates": _random(23, 2, 4),
+        "state": _random(5, 4, 16, 24),
+        "batch": _state_batch(),
+        "heads": heads,
+        "out": torch.empty(23, 4, 24),
+    }
+
+
 def _logits() -> Arguments:
     return {"logits": _random(6, 700).numpy(), "rows": np.array([5, 0, 3])}
 
@@ -158,6 +195,8 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
             key_selection=KeySelection(np.array([0, 20, 0]), 0.9, 64, 16),
         ),
     ),
+    "causal_conv": (_conv, _conv_arguments),
+    "gated_delta_rule": (_delta_rule, _delta_arguments),
     "linear": (_linear, lambda: _linear_arguments(_random(24, 64), _random(16, 64))),
     "linear_int8": (
         _linear,
@@ -321,6 +360,8 @@ def is_defined(kernel: str, arguments: Arguments) -> bool:
         return bool(
             (temperature > 0).all() and np.isfinite(temperature).all() and logits.max() <= maxima.min()
         )
+    if kernel == "gated_delta_rule" and float(arguments["heads"].decay.max()) > 0:
+        return False
     part = arguments.get("parts", [None])[0]
     if not isinstance(part, GroupedWeight) or not isinstance(part.values, torch.Tensor):
         return True

@@ -5,5 +5,6 @@ NB_MODULE(_native, module) {
   quire::bind_linear(module);
   quire::bind_attention(module);
   quire::bind_elementwise(module);
+  quire::bind_recurrence(module);
   quire::bind_sampling(module);
 }

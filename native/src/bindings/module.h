@@ -11,6 +11,7 @@ void bind_threads(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
 void bind_elementwise(nanobind::module_& module);
+void bind_recurrence(nanobind::module_& module);
 void bind_sampling(nanobind::module_& module);
 
 template <class T>

@@ -17,7 +17,7 @@ from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.devices.device import HOST
 from quire.kernels.devices.memory import WeightMemory
-from quire.kernels.layers.activations import ACTIVATIONS
+from quire.kernels.layers.activations import ACTIVATIONS, sigmoid, silu
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
@@ -337,12 +337,11 @@ class KernelSet(ABC):
             eps: as for `rms_norm`.
         """
         normed = self.rms_norm(rows.view(-1, rows.shape[-1]), weight, eps=eps).view(rows.shape)
-        wide = gate.float()
-        return normed.mul_((wide / torch.exp(-wide).add_(1.0)).to(normed.dtype))
+        return normed.mul_(silu(gate.float()).to(normed.dtype))
 
     def gated_by_sigmoid(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Multiply rows in place by sigmoid(gate), of the same shape, and return them."""
-        return rows.mul_((1.0 / torch.exp(-gate.float()).add_(1.0)).to(rows.dtype))
+        return rows.mul_(sigmoid(gate.float()).to(rows.dtype))
 
 
 def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

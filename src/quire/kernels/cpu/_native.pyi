@@ -184,6 +184,43 @@ def rotary_and_write_kv(
     offsets: int,
 ) -> None: ...
 
+MAX_TAPS: int = 64
+
+MAX_KEY_DIM: int = 256
+
+class SequenceRows:
+    def __init__(self, num_seqs: int, states: int, ends: int, num_before: int) -> None: ...
+
+def conv(
+    rows: int,
+    out: int,
+    type: int,
+    row_stride: int,
+    num_features: int,
+    num_taps: int,
+    weight: int,
+    bias: int,
+    has_silu: bool,
+    state: int,
+    state_stride: int,
+    sequences: SequenceRows,
+) -> None: ...
+def delta_rule(
+    qkv: int,
+    gates: int,
+    out: int,
+    type: int,
+    num_key_heads: int,
+    num_value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    decay: int,
+    time_bias: int,
+    state: int,
+    state_stride: int,
+    sequences: SequenceRows,
+) -> None: ...
+
 MIN_HEAD_TOKENS: int = 128
 
 MAX_HEAD_TOKENS: int = 1024

@@ -16,6 +16,7 @@ from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.layers import LAYER, PLAN, attention_plan, native_key_scores, native_layer
 from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.recurrence import causal_conv, gated_delta_rule
 from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_step
 from quire.kernels.cpu.sampling import NativeScans
 from quire.kernels.cpu.tensors import (
@@ -32,6 +33,7 @@ from quire.kernels.interface import KernelSet
 from quire.kernels.layers.expert_by_expert import ExpertByExpert
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.linear import Linear
+from quire.kernels.layers.recurrence import DeltaHeads
 from quire.kernels.layers.weights import Weight
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling.host_choice import HostChoice
@@ -281,9 +283,13 @@ class NativeKernels(KernelSet):
         weight: torch.Tensor,
         state: torch.Tensor,
         batch: AttentionBatch,
-        **options: Any,
+        *,
+        bias: torch.Tensor | None = None,
+        activation: str = "",
     ) -> torch.Tensor:
-        return _REFERENCE.causal_conv(rows, weight, state, batch, **options)
+        if activation not in ("", "silu"):
+            raise ValueError(f"the activation is {activation!r}; it must be silu, or empty")
+        return causal_conv(rows, weight, state, batch, bias=bias, has_silu=activation == "silu")
 
     @override
     def gated_delta_rule(
@@ -292,9 +298,12 @@ class NativeKernels(KernelSet):
         gates: torch.Tensor,
         state: torch.Tensor,
         batch: AttentionBatch,
-        **options: Any,
+        *,
+        heads: DeltaHeads,
+        out: torch.Tensor,
     ) -> None:
-        _REFERENCE.gated_delta_rule(qkv, gates, state, batch, **options)
+        kernel = gated_delta_rule if heads.key_dim <= _native.MAX_KEY_DIM else _REFERENCE.gated_delta_rule
+        kernel(qkv, gates, state, batch, heads=heads, out=out)
 
 
 @checked_once

@@ -99,7 +99,8 @@ def gated_delta_rule(
     ends = np.cumsum(batch.num_tokens)
     for memory, start, end in zip(memories, (ends - batch.num_tokens).tolist(), ends.tolist(), strict=True):
         for token in range(start, end):
-            query, key, value = qkv[token].float().split([key_size, key_size, qkv.shape[1] - 2 * key_size])
+            row = qkv[token].float()
+            query, key, value = row[:key_size], row[key_size : 2 * key_size], row[2 * key_size :]
             query, key = (_unit(each.view(-1, heads.key_dim)) for each in (query, key))
             group = heads.num_values // heads.num_keys
             query, key = (each.repeat_interleave(group, 0)[:, :, None] for each in (query, key))

@@ -1,0 +1,51 @@
+#include "recurrence.h"
+
+#include "module.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace quire {
+namespace {
+
+// Layers with a state: a step's sequences.
+SequenceRows rows_of(int64_t num_seqs, uintptr_t states, uintptr_t ends, uintptr_t num_before) {
+  return {num_seqs, at_address<const int64_t>(states), at_address<const int64_t>(ends), at_address<const int64_t>(num_before)};
+}
+
+void conv(uintptr_t rows, uintptr_t out, int type, int64_t row_stride, int64_t num_features, int64_t num_taps, uintptr_t weight,
+          uintptr_t bias, bool has_silu, uintptr_t state, int64_t state_stride, const SequenceRows& sequences) {
+  Context& context = Context::get();
+  const std::lock_guard<std::mutex> lock(context.mutex);
+  context.kernels().conv({at_address<const void>(rows), at_address<void>(out), static_cast<DType>(type), row_stride, num_features,
+                          num_taps, at_address<const float>(weight), at_address<const float>(bias), has_silu,
+                          at_address<void>(state), state_stride, sequences},
+                         context.pool());
+}
+
+void delta_rule(uintptr_t qkv, uintptr_t gates, uintptr_t out, int type, int64_t num_key_heads, int64_t num_value_heads,
+                int64_t key_dim, int64_t value_dim, uintptr_t decay, uintptr_t time_bias, uintptr_t state, int64_t state_stride,
+                const SequenceRows& sequences) {
+  Context& context = Context::get();
+  const std::lock_guard<std::mutex> lock(context.mutex);
+  context.kernels().delta_rule(
+      {at_address<const void>(qkv), at_address<const void>(gates), at_address<void>(out), static_cast<DType>(type), num_key_heads,
+       num_value_heads, key_dim, value_dim, at_address<const float>(decay), at_address<const float>(time_bias),
+       at_address<float>(state), state_stride, sequences},
+      context.pool());
+}
+
+}  // namespace
+
+void bind_recurrence(nb::module_& module) {
+  module.attr("MAX_TAPS") = kMaxTaps;
+  module.attr("MAX_KEY_DIM") = kMaxKeyDim;
+  nb::class_<SequenceRows>(module, "SequenceRows").def(nb::new_(&rows_of), "num_seqs"_a, "states"_a, "ends"_a, "num_before"_a);
+  module.def("conv", &conv, "rows"_a, "out"_a, "type"_a, "row_stride"_a, "num_features"_a, "num_taps"_a, "weight"_a, "bias"_a,
+             "has_silu"_a, "state"_a, "state_stride"_a, "sequences"_a, nb::call_guard<nb::gil_scoped_release>());
+  module.def("delta_rule", &delta_rule, "qkv"_a, "gates"_a, "out"_a, "type"_a, "num_key_heads"_a, "num_value_heads"_a,
+             "key_dim"_a, "value_dim"_a, "decay"_a, "time_bias"_a, "state"_a, "state_stride"_a, "sequences"_a,
+             nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace quire

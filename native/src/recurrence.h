@@ -1,0 +1,58 @@
+// Layers with a state. Tokens of a sequence are taken in order, and each by the same operations on the same numbers, so that the
+// bits do not depend on how a sequence is divided into steps, nor on the tasks.
+#pragma once
+
+#include <cstdint>
+
+#include "thread_pool.h"
+#include "types.h"
+
+namespace quire {
+
+// Which tokens of a step are whose, and which states the sequences have.
+struct SequenceRows {
+  int64_t num_seqs;
+  const int64_t* states;      // [num_seqs]
+  const int64_t* ends;        // [num_seqs] of their tokens in the step's rows, which follow each other
+  const int64_t* num_before;  // [num_seqs] tokens before the step; 0: the state counts as zeros
+};
+
+// out = activation(sum over taps of weight * input + bias) for each feature: the oldest tap first, the last one is the token's.
+// The state has the `num_taps - 1` inputs before the step, and gets the last ones.
+struct ConvCall {
+  const void* rows;  // [tokens, num_features]
+  void* out;         // [tokens, num_features], adjacent
+  DType type;        // of both, and of the state
+  int64_t row_stride;
+  int64_t num_features;
+  int64_t num_taps;
+  const float* weight;  // [num_taps, num_features]
+  const float* bias;    // [num_features] or null
+  bool has_silu;
+  void* state;  // [states, num_taps - 1, num_features], the last two adjacent
+  int64_t state_stride;
+  SequenceRows sequences;
+};
+
+constexpr int kMaxTaps = 64;
+
+// The gated delta rule (Yang et al. 2024) with queries and keys of length 1; see KernelSet.gated_delta_rule.
+struct DeltaRuleCall {
+  const void* qkv;    // [tokens, (2 * num_key_heads) * key_dim + num_value_heads * value_dim], adjacent
+  const void* gates;  // [tokens, 2, num_value_heads], adjacent: strength and time
+  void* out;          // [tokens, num_value_heads, value_dim], adjacent
+  DType type;         // of all three
+  int64_t num_key_heads;
+  int64_t num_value_heads;
+  int64_t key_dim;
+  int64_t value_dim;
+  const float* decay;      // [num_value_heads]
+  const float* time_bias;  // [num_value_heads]
+  float* state;            // [states, num_value_heads, key_dim, value_dim], the last three adjacent
+  int64_t state_stride;
+  SequenceRows sequences;
+};
+
+constexpr int kMaxKeyDim = 256;
+
+}  // namespace quire

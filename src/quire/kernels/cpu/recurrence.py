@@ -1,0 +1,222 @@
+"""Layers with a state on the native kernels: what is checked, once for each step and for each form."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.cpu import _native
+from quire.kernels.cpu.tensors import (
+    Form,
+    address,
+    check_on_cpu,
+    check_vector,
+    checked_once,
+    float_type,
+    form_of,
+    row_stride,
+)
+from quire.kernels.layers.recurrence import DeltaHeads
+
+_ROWS = "cpu recurrence"  # among a batch's plans
+
+
+class StepRows:
+    """The sequences of a step, and their states.
+
+    Raises:
+        TypeError: an array of the batch is of another type than `AttentionBatch` says.
+        ValueError: it is of another shape, or two sequences have the same state.
+        IndexError: a number in one is out of range.
+    """
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        if batch.states is None:
+            raise ValueError("the batch has no states, which recurrent layers need")
+        numbers, counts, before = batch.states.numbers, batch.num_tokens, batch.num_cached_tokens
+        size = len(counts)
+        for name, array in (
+            ("state numbers", numbers),
+            ("num_tokens", counts),
+            ("num_cached_tokens", before),
+        ):
+            _check_array(name, array, size)
+        if len(np.unique(numbers)) < size:
+            raise ValueError(f"state numbers are {numbers.tolist()}; each sequence must have its own")
+        self._ends = np.cumsum(counts)
+        self.num_tokens = int(self._ends[-1]) if size else 0
+        self.num_states = int(numbers.max(initial=-1)) + 1  # at least
+        self._arrays = numbers, before  # which the kernels read
+        self.native = _native.SequenceRows(
+            size, numbers.ctypes.data, self._ends.ctypes.data, before.ctypes.data
+        )
+
+
+def _check_array(name: str, array: npt.NDArray[np.int64], size: int) -> None:
+    if array.dtype != np.int64:
+        raise TypeError(f"{name} are {array.dtype}; they must be int64")
+    if array.shape != (size,) or not array.flags.c_contiguous:
+        raise ValueError(f"{name} are {list(array.shape)}; they must be [{size}] and contiguous")
+    if array.min(initial=0) < 0:
+        raise IndexError(f"{name} go down to {array.min()}; they must be at least 0")
+
+
+def _rows_of(batch: AttentionBatch) -> StepRows:
+    rows: StepRows | None = batch.plans.get(_ROWS)
+    if rows is None:
+        rows = batch.plans[_ROWS] = StepRows(batch)
+    return rows
+
+
+def causal_conv(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    bias: torch.Tensor | None,
+    has_silu: bool,
+) -> torch.Tensor:
+    """See `KernelSet.causal_conv`."""
+    step = _rows_of(batch)
+    kind, stride, state_stride = _conv_numbers(
+        form_of(rows),
+        form_of(weight),
+        form_of(state),
+        None if bias is None else form_of(bias),
+        (step.num_tokens, step.num_states),
+    )
+    out = rows.new_empty(rows.shape)
+    num_taps, num_features = weight.shape
+    _native.conv(
+        rows.data_ptr(),
+        out.data_ptr(),
+        kind,
+        stride,
+        num_features,
+        num_taps,
+        weight.data_ptr(),
+        address(bias),
+        has_silu,
+        state.data_ptr(),
+        state_stride,
+        step.native,
+    )
+    return out
+
+
+@checked_once
+def _conv_numbers(
+    rows: Form, weight: Form, state: Form, bias: Form | None, step: tuple[int, int]
+) -> tuple[int, int, int]:
+    """Return the type, and the strides of rows and states."""
+    num_tokens, num_states = step
+    num_taps, num_features = tuple(weight[0])
+    if not 2 <= num_taps <= _native.MAX_TAPS:
+        raise ValueError(f"the weight has {num_taps} taps; there must be 2 to {_native.MAX_TAPS}")
+    _check_floats("the weight", weight, (num_taps, num_features))
+    if bias is not None:
+        check_vector("the bias", bias, num_features)
+    stride = row_stride("rows", rows, (num_tokens, num_features))
+    if state[2] is not rows[2]:
+        raise TypeError(f"the state is {state[2]}; it must be {rows[2]}, as the rows")
+    state_stride = _state_stride(state, (num_taps - 1, num_features), num_states)
+    return float_type("rows", rows), stride, state_stride
+
+
+def gated_delta_rule(
+    qkv: torch.Tensor,
+    gates: torch.Tensor,
+    state: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    heads: DeltaHeads,
+    out: torch.Tensor,
+) -> None:
+    """See `KernelSet.gated_delta_rule`."""
+    step = _rows_of(batch)
+    sizes = heads.num_keys, heads.num_values, heads.key_dim, heads.value_dim
+    kind, state_stride = _delta_numbers(
+        (form_of(qkv), form_of(gates), form_of(out)),
+        form_of(state),
+        (form_of(heads.decay), form_of(heads.time_bias)),
+        (*sizes, step.num_tokens, step.num_states),
+    )
+    _native.delta_rule(
+        qkv.data_ptr(),
+        gates.data_ptr(),
+        out.data_ptr(),
+        kind,
+        *sizes,
+        heads.decay.data_ptr(),
+        heads.time_bias.data_ptr(),
+        state.data_ptr(),
+        state_stride,
+        step.native,
+    )
+
+
+@checked_once
+def _delta_numbers(
+    rows: tuple[Form, Form, Form],
+    state: Form,
+    vectors: tuple[Form, Form],
+    sizes: tuple[int, int, int, int, int, int],
+) -> tuple[int, int]:
+    """Return the type, and the stride of states."""
+    num_keys, num_values, key_dim, value_dim, num_tokens, num_states = sizes
+    if min(sizes[:4]) < 1 or num_values % num_keys or key_dim > _native.MAX_KEY_DIM:
+        raise ValueError(
+            f"there are {num_keys} key heads of {key_dim} and {num_values} value heads of {value_dim} "
+            "features; each must be at least 1, the first divide the others, and keys have at most "
+            f"{_native.MAX_KEY_DIM}"
+        )
+    for name, vector in zip(("decay", "time_bias"), vectors, strict=True):
+        check_vector(name, vector, num_values)
+    width = 2 * num_keys * key_dim + num_values * value_dim
+    kind, dtype = float_type("qkv", rows[0]), rows[0][2]
+    shapes = (num_tokens, width), (num_tokens, 2, num_values), (num_tokens, num_values, value_dim)
+    for name, form, shape in zip(("qkv", "gates", "out"), rows, shapes, strict=True):
+        if form[2] is not dtype:
+            raise TypeError(f"{name} is {form[2]}; it must be {dtype}, as qkv")
+        _check_contiguous(name, form, shape)
+    if state[2] is not torch.float32:
+        raise TypeError(f"the state is {state[2]}; it must be float32")
+    return kind, _state_stride(state, (num_values, key_dim, value_dim), num_states)
+
+
+def _check_floats(name: str, form: Form, shape: tuple[int, ...]) -> None:
+    if form[2] is not torch.float32:
+        raise TypeError(f"{name} is {form[2]}; it must be float32")
+    _check_contiguous(name, form, shape)
+
+
+def _check_contiguous(name: str, form: Form, shape: tuple[int, ...]) -> None:
+    if form[0] != shape or form[1] != _strides_of(shape):
+        raise ValueError(
+            f"{name} is {list(form[0])} with strides {form[1]}; it must be {list(shape)} and contiguous"
+        )
+    check_on_cpu(name, form)
+
+
+def _state_stride(state: Form, shape: tuple[int, ...], num_states: int) -> int:
+    """Return the elements from one state to the next."""
+    sizes, strides = tuple(state[0]), state[1]
+    if sizes[1:] != shape or strides[1:] != _strides_of(shape) or strides[0] < math.prod(shape):
+        raise ValueError(
+            f"the state is {list(sizes)} with strides {strides}; it must be [states, "
+            f"{', '.join(map(str, shape))}], and the numbers of a state adjacent"
+        )
+    if sizes[0] < num_states:
+        raise IndexError(f"a sequence has state {num_states - 1}; there are {sizes[0]}")
+    check_on_cpu("the state", state)
+    return strides[0]
+
+
+def _strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))

@@ -1,0 +1,117 @@
+"""Layers with a state: the native kernels against the reference, and each against itself in other chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.attention.batch import AttentionBatch, StepStates
+from quire.kernels.cpu.kernel_set import NativeKernels
+from quire.kernels.interface import KernelSet
+from quire.kernels.layers.recurrence import DeltaHeads
+from quire.kernels.reference import ReferenceKernels
+
+COUNTS = [3, 1, 20, 2]
+BEFORE = [0, 9, 5, 0]
+NUMBERS = [4, 0, 2, 5]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+DTYPES = list(TOLERANCE)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def step_of(counts: list[int], before: list[int], numbers: list[int]) -> AttentionBatch:
+    tables = np.zeros((len(counts), 8), dtype=np.int32)
+    states = StepStates(np.array(numbers, dtype=np.int64), [])
+    return AttentionBatch.build(np.array(before), np.array(counts), tables, 64, states=states)
+
+
+class Conv:
+    """A convolution of features that fill no vector, out of rows that are further apart."""
+
+    def __init__(self, dtype: torch.dtype, num_taps: int, activation: str, *, has_bias: bool) -> None:
+        self.size, self.activation = 275, activation
+        self.weight = random(num_taps, self.size, seed=1)
+        self.bias = random(self.size, seed=2) if has_bias else None
+        self.rows = random(sum(COUNTS), self.size + 5, dtype=dtype)[:, : self.size]
+        self.states = [random(6, num_taps - 1, self.size, dtype=dtype, seed=3)]
+
+    def run(
+        self, kernels: KernelSet, rows: slice, states: list[torch.Tensor], batch: AttentionBatch
+    ) -> torch.Tensor:
+        return kernels.causal_conv(
+            self.rows[rows], self.weight, states[0], batch, bias=self.bias, activation=self.activation
+        )
+
+
+class Delta:
+    """A gated DeltaNet."""
+
+    def __init__(self, dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
+        self.heads = DeltaHeads(
+            2, 6, key_dim, value_dim, decay=-random(6, seed=1).exp(), time_bias=random(6, seed=2)
+        )
+        width = 2 * 2 * key_dim + 6 * value_dim
+        self.rows = random(sum(COUNTS), width, dtype=dtype)
+        self.gates = random(sum(COUNTS), 2, 6, dtype=dtype, seed=3) * 4
+        self.states = [random(6, 6, key_dim, value_dim, seed=4)]
+
+    def run(
+        self, kernels: KernelSet, rows: slice, states: list[torch.Tensor], batch: AttentionBatch
+    ) -> torch.Tensor:
+        qkv = self.rows[rows]
+        out = qkv.new_empty(len(qkv), 6, self.heads.value_dim)
+        kernels.gated_delta_rule(qkv, self.gates[rows], states[0], batch, heads=self.heads, out=out)
+        return out
+
+
+CASES = [
+    *((Conv, (dtype, 4, "silu"), {"has_bias": False}) for dtype in DTYPES),
+    (Conv, (torch.float32, 3, ""), {"has_bias": True}),
+    (Conv, (torch.bfloat16, 2, "silu"), {"has_bias": True}),
+    *((Delta, (dtype, 32, 48), {}) for dtype in DTYPES),
+    (Delta, (torch.float32, 17, 21), {}),
+    (Delta, (torch.float32, 128, 128), {}),
+]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0].__name__}-{'-'.join(map(str, case[1]))}")
+def layer(request: pytest.FixtureRequest) -> Conv | Delta:
+    kind, arguments, options = request.param
+    return kind(*arguments, **options)
+
+
+def results(layer: Conv | Delta, kernels: KernelSet) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a step computes, and the states after it."""
+    states = [layer.states[0].clone()]
+    states[0][NUMBERS[0]] = torch.nan  # of a sequence that begins
+    return layer.run(kernels, slice(None), states, step_of(COUNTS, BEFORE, NUMBERS)), states[0]
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_native_kernels_compute_what_the_reference_does(layer):
+    out, states = results(layer, NativeKernels())
+    expected, expected_states = results(layer, ReferenceKernels())
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(states, expected_states, atol=tolerance, rtol=tolerance)
+    untouched = [number for number in range(6) if number not in NUMBERS]
+    assert torch.equal(states[untouched], layer.states[0][untouched])
+
+
+@pytest.mark.parametrize("kernels", [NativeKernels(), ReferenceKernels()], ids=lambda each: each.name)
+def test_bits_depend_neither_on_company_nor_on_chunks(layer, kernels):
+    together, states = results(layer, kernels)
+    start = sum(COUNTS[:2])
+    for chunks in ([20], [1] * 20, [7, 13], [2, 1, 17]):
+        alone, parts, first = [layer.states[0].clone()], [], 0
+        for count in chunks:
+            rows = slice(start + first, start + first + count)
+            batch = step_of([count], [BEFORE[2] + first], [NUMBERS[2]])
+            parts.append(layer.run(kernels, rows, alone, batch))
+            first += count
+        assert torch.equal(torch.cat(parts), together[start : start + 20])
+        assert torch.equal(alone[0][NUMBERS[2]], states[NUMBERS[2]])
