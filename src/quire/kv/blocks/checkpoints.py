@@ -5,14 +5,17 @@ block of the sequence's tokens, and is found by that block's key, so that a sequ
 to there can go on from it. A prefix hit therefore ends at a checkpoint; the tokens behind it are computed.
 
 A checkpoint is *free*, *pending* (a step in flight writes it) or *kept* (it can be found). It is copied to a
-slot at the start of the step that uses it, so nothing holds a reference to it: the least recently used one is
-overwritten when there is no free one. One that its own sequence has left behind for a later one goes first.
+slot at the start of the step that uses it, so nothing holds a reference to it: when there is no free one, a
+kept one is overwritten. First go those that are of use only if another sequence parts from theirs there, the
+oldest first: they lie within a prompt, or their sequence has a later one. Then go the others, the least
+recently used first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from typing import NamedTuple
 
 from quire.kv.blocks.block_hash import BlockKey, SequenceKeys
 
@@ -30,6 +33,13 @@ class StateSlots:
     interval: int
 
 
+class _Kept(NamedTuple):
+    """A checkpoint that can be found, and the key of the block before it."""
+
+    checkpoint: int
+    key: BlockKey
+
+
 class CheckpointPool:
     """The checkpoints, numbered from 0, and which of them can be found.
 
@@ -40,37 +50,41 @@ class CheckpointPool:
     def __init__(self, num_checkpoints: int) -> None:
         self.num_checkpoints = num_checkpoints
         self._free = list(range(num_checkpoints))[::-1]
-        self._kept: OrderedDict[bytes, tuple[int, BlockKey]] = OrderedDict()  # next to be overwritten first
-
-    @property
-    def num_free(self) -> int:
-        """Checkpoints that hold nothing."""
-        return len(self._free)
+        self._unlikely: OrderedDict[bytes, _Kept] = OrderedDict()  # by digest; first to be overwritten first
+        self._likely: OrderedDict[bytes, _Kept] = OrderedDict()  # after those
 
     @property
     def num_kept(self) -> int:
         """Checkpoints that can be found."""
-        return len(self._kept)
+        return len(self._unlikely) + len(self._likely)
 
     def take(self) -> int | None:
         """Return a checkpoint to be written, which is pending from now on; None: all are pending."""
         if self._free:
             return self._free.pop()
-        if not self._kept:
-            return None
-        _, (checkpoint, _) = self._kept.popitem(last=False)
-        return checkpoint
+        for kept in (self._unlikely, self._likely):
+            if kept:
+                return kept.popitem(last=False)[1].checkpoint
+        return None
 
     def give_back(self, checkpoint: int) -> None:
-        """Make a pending checkpoint free: it has not been written, or nobody can use it."""
+        """Make a pending checkpoint free: it is not going to be found."""
         self._free.append(checkpoint)
 
-    def keep(self, checkpoint: int, key: BlockKey) -> None:
-        """Make a pending checkpoint findable behind a block; it is free if there is one there already."""
-        if key.digest in self._kept:
+    def keep(self, checkpoint: int, key: BlockKey, *, is_likely: bool) -> None:
+        """Make a pending checkpoint findable behind a block; it is free if there is one there already.
+
+        Args:
+            checkpoint: which one.
+            key: of the block.
+            is_likely: whether the same sequence may well go on from there; if not, it is overwritten first.
+        """
+        if self._at(key.digest) is not None:
             self._free.append(checkpoint)
+            if is_likely:
+                self.touch(key.digest)
         else:
-            self._kept[key.digest] = checkpoint, key
+            (self._likely if is_likely else self._unlikely)[key.digest] = _Kept(checkpoint, key)
 
     def find(self, keys: SequenceKeys, num_blocks: int) -> tuple[int, int]:
         """Return the deepest checkpoint within the first blocks of a sequence. Changes nothing.
@@ -78,28 +92,30 @@ class CheckpointPool:
         Returns:
             The number of blocks before it, and the checkpoint; 0 and -1: there is none.
         """
-        if not self._kept:
-            return 0, -1
-        digests = list(keys.digests(0, num_blocks))
-        for index in range(len(digests) - 1, -1, -1):
-            found = self._kept.get(digests[index])
-            if found is not None and found[1] == keys[index]:
-                return index + 1, found[0]
+        if self.num_kept:
+            digests = list(keys.digests(0, num_blocks))
+            for index in range(len(digests) - 1, -1, -1):
+                found = self._at(digests[index])
+                if found is not None and found.key == keys[index]:
+                    return index + 1, found.checkpoint
         return 0, -1
 
     def touch(self, digest: bytes) -> None:
-        """Note that the checkpoint behind a block has been used."""
-        self._kept.move_to_end(digest)
+        """Note that a sequence has gone on behind a block, if there is a checkpoint there."""
+        found = self._unlikely.pop(digest, None) or self._likely.pop(digest, None)
+        if found is not None:
+            self._likely[digest] = found
 
     def leave(self, digest: bytes) -> None:
-        """Overwrite the checkpoint behind a block before all others, if there is one."""
-        if digest in self._kept:
-            self._kept.move_to_end(digest, last=False)
+        """Note that its sequence has a later checkpoint than the one behind a block, if that is there."""
+        if digest in self._likely:
+            self._unlikely[digest] = self._likely.pop(digest)
 
     def forget_contents(self) -> None:
         """Make all checkpoints that can be found free."""
-        self._free += [checkpoint for checkpoint, _ in self._kept.values()]
-        self._kept.clear()
+        for kept in (self._unlikely, self._likely):
+            self._free += [each.checkpoint for each in kept.values()]
+            kept.clear()
 
     def check(self, pending: list[int]) -> None:
         """Check that each checkpoint is in one place; `AssertionError` names what does not hold.
@@ -107,8 +123,12 @@ class CheckpointPool:
         Args:
             pending: those that steps in flight write.
         """
-        places = [*self._free, *pending, *(checkpoint for checkpoint, _ in self._kept.values())]
-        assert sorted(places) == list(range(self.num_checkpoints)), (
-            f"invariant 1: checkpoints {self._free} are free, {pending} pending, the others of "
-            f"{self.num_checkpoints} kept: one is in two places or in none"
+        kept = [each.checkpoint for each in (*self._unlikely.values(), *self._likely.values())]
+        assert not self._unlikely.keys() & self._likely.keys(), "invariant 1: a checkpoint is kept twice"
+        assert sorted([*self._free, *pending, *kept]) == list(range(self.num_checkpoints)), (
+            f"invariant 1: of {self.num_checkpoints} checkpoints, {self._free} are free, {pending} pending "
+            f"and {kept} kept: one is in two places or in none"
         )
+
+    def _at(self, digest: bytes) -> _Kept | None:
+        return self._likely.get(digest) or self._unlikely.get(digest)

@@ -138,7 +138,8 @@ class SequenceStates:
             if key is None:
                 self.pool.give_back(checkpoint)
                 continue
-            self.pool.keep(checkpoint, key)
+            is_likely = num_tokens >= self._end[slot] or num_tokens == self._fork[slot]
+            self.pool.keep(checkpoint, key, is_likely=bool(is_likely))
             if num_tokens > self._end[slot]:
                 self.pool.leave(self._newest[slot])
                 self._newest[slot] = key.digest

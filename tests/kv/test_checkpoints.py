@@ -1,0 +1,96 @@
+"""Which states are kept for the prefix cache, and which are overwritten."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kv.blocks.block_hash import BlockKey, SequenceKeys, root_digest
+from quire.kv.blocks.checkpoints import CheckpointPool
+
+BLOCK_SIZE = 2
+
+
+def keys_of(*tokens: int) -> SequenceKeys:
+    keys = SequenceKeys(root_digest(), BLOCK_SIZE)
+    keys.extend(np.array(tokens, dtype=np.int32))
+    return keys
+
+
+LONG = keys_of(*range(20))
+OTHER = keys_of(*range(6), *range(50, 64))
+
+
+def keep(pool: CheckpointPool, key: BlockKey, *, is_likely: bool = True) -> int | None:
+    checkpoint = pool.take()
+    if checkpoint is not None:
+        pool.keep(checkpoint, key, is_likely=is_likely)
+    pool.check([])
+    return checkpoint
+
+
+def test_the_deepest_checkpoint_within_the_blocks_is_found():
+    pool = CheckpointPool(4)
+    assert pool.find(LONG, 10) == (0, -1)
+    for index in (1, 4):
+        keep(pool, LONG[index])
+    assert pool.find(LONG, 10) == (5, 1)
+    assert pool.find(LONG, 4) == (2, 0)
+    assert pool.find(LONG, 1) == (0, -1)
+    assert pool.find(OTHER, 10) == (2, 0)
+
+
+def test_a_checkpoint_of_other_tokens_with_the_same_digest_is_not_found():
+    pool = CheckpointPool(4)
+    keep(pool, LONG[4]._replace(tokens=OTHER[4].tokens))
+    assert pool.find(LONG, 10) == (0, -1)
+
+
+def test_the_least_recently_used_goes_after_all_unlikely_ones():
+    pool = CheckpointPool(4)
+    for index, is_likely in ((0, True), (1, False), (2, False), (3, True)):
+        assert keep(pool, LONG[index], is_likely=is_likely) == index
+    pool.touch(LONG[0].digest)
+    overwritten = [keep(pool, OTHER[index]) for index in range(4, 7)]
+    assert overwritten == [1, 2, 3]
+    assert pool.find(LONG, 10) == (1, 0)
+
+
+def test_one_that_is_found_or_left_changes_its_place():
+    pool = CheckpointPool(3)
+    for index in range(3):
+        keep(pool, LONG[index], is_likely=index < 2)
+    pool.touch(LONG[2].digest)
+    pool.leave(LONG[1].digest)
+    pool.leave(b"unknown")
+    assert [keep(pool, OTHER[index]) for index in (4, 5)] == [1, 0]
+
+
+def test_a_second_checkpoint_behind_the_same_block_is_free_at_once():
+    pool = CheckpointPool(2)
+    keep(pool, LONG[3], is_likely=False)
+    assert keep(pool, LONG[3]) == 1
+    assert keep(pool, OTHER[9]) == 1
+    assert keep(pool, OTHER[8]) == 0
+
+
+def test_when_all_are_pending_there_is_none_to_take():
+    pool = CheckpointPool(1)
+    taken = pool.take()
+    assert taken == 0
+    assert pool.take() is None
+    pool.check([0])
+    with pytest.raises(AssertionError, match="invariant 1"):
+        pool.check([])
+    pool.give_back(taken)
+    pool.check([])
+
+
+def test_emptied_it_has_all_checkpoints_free():
+    pool = CheckpointPool(3)
+    keep(pool, LONG[0])
+    keep(pool, LONG[1], is_likely=False)
+    pool.forget_contents()
+    pool.check([])
+    assert not pool.num_kept
+    assert pool.find(LONG, 10) == (0, -1)
