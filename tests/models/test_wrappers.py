@@ -77,6 +77,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {**QWEN_VISION, "deepstack_visual_indexes": [0]},
         {"tie_word_embeddings": True},
     ),
+    "Qwen3_5ForConditionalGeneration": (
+        "Qwen3_5Config",
+        {
+            "head_dim": 32,
+            "rope_parameters": {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        QWEN_VISION,
+        {"tie_word_embeddings": True},
+    ),
     "Qwen3VLMoeForConditionalGeneration": (
         "Qwen3VLMoeConfig",
         {

@@ -30,6 +30,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What decoding can raise over parts whose shapes and types were not foreseen.
 _INCONSISTENCIES = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError)
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)  # in old checkpoints; derived from the config
+_DRAFTING = "mtp."  # heads for the tokens after the next, as in Qwen3.5
 
 
 class SafetensorsWeights:
@@ -76,9 +77,11 @@ class SafetensorsWeights:
 
     def is_ignored(self, name: str) -> bool:
         """See `WeightStore`: buffers, unused parts of quantized matrices, zero biases that GPTQ tools add,
-        and vision and audio of a multimodal model.
+        heads that draft several tokens at once, and vision and audio of a multimodal model.
         """
-        if name.endswith(_DERIVED_SUFFIXES) or (self._is_wrapper and is_of_other_part(name)):
+        if name.endswith(_DERIVED_SUFFIXES) or name.startswith(_DRAFTING):
+            return True
+        if self._is_wrapper and is_of_other_part(name):
             return True
         form = self._format(name)
         if form is None:

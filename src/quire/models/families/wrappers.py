@@ -68,6 +68,7 @@ WRAPPERS: dict[str, _Wrapper] = {
     "Qwen2_5_VLForConditionalGeneration": _Wrapper("qwen2_5_vl_text", is_flat=True),
     "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl_text"),
     "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe_text"),
+    "Qwen3_5ForConditionalGeneration": _Wrapper("qwen3_5_text"),
     "SmolVLMForConditionalGeneration": _Wrapper("llama"),
     "VoxtralForConditionalGeneration": _Wrapper("llama"),
 }
