@@ -63,6 +63,8 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
         values |= {"num_key_value_heads": 32}
     if architecture.startswith(("Qwen2Moe", "Qwen3Moe")):
         values |= {"mlp_only_layers": [0]}  # without such a layer, intermediate_size has no effect
+    if architecture.startswith("Lfm2"):
+        values |= {"full_attn_idxs": [1, 3], "block_multiple_of": 2}
     return {"architectures": [architecture], **values, **entries}
 
 
@@ -197,6 +199,10 @@ OTHER = {
     "final_logit_softcapping": 1.5,
     "original_max_position_embeddings": 100,
     "rms_norm_eps": 0.03,
+    "norm_eps": 0.03,
+    "full_attn_idxs": [0],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,
     "n_routed_experts": 8,
     "n_group": 2,
     "topk_group": 1,
@@ -232,6 +238,8 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
     for name, refusing in REFUSED.items():
         if family in refusing:
             del overrides[name]
+    if family == "qwen3_5":
+        overrides["head_dim"] = 24  # a quarter of it is rotated
     if family == "phimoe":
         del overrides["num_experts_per_tok"]  # always 2
     changed = make_model(family, **overrides)

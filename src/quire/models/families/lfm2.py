@@ -34,7 +34,7 @@ def _lfm2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
         hf.get(name)
     conv = ShortConvConfig(size=base.hidden_size, num_taps=hf["conv_L_cache"], bias=bool(hf["conv_bias"]))
     layers = range(base.num_layers)
-    attending = set(hf.get("full_attn_idxs") or ())
+    attending = set(hf.get("full_attn_idxs", layers))
     types = hf.get("layer_types")
     if types is not None:
         attending = {layer for layer in layers if types[layer] != "conv"}
