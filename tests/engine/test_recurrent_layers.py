@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,13 @@ from transformers import AutoModelForCausalLM
 from checkpoints import make_checkpoint
 from quire.config import EngineConfig, KVTierConfig, SchedulerConfig, SpeculationConfig
 from quire.engine.core import EngineCore
+from quire.engine.memory.plan import plan_memory
+from quire.engine.memory.state_sizes import StateSizes
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError
+from quire.kv.cache.state_layout import StateLayout
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.recording.replay import replay
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput
 
@@ -198,6 +204,44 @@ def test_an_emptied_prefix_cache_has_no_checkpoints(path, expected):
     assert engine.core.scheduler.reset_prefix_cache()
     assert not engine.checkpoints.num_kept
     assert engine.answers(prompts()) == expected
+
+
+def test_a_recorded_run_is_repeated_exactly(path, tmp_path):
+    engine = Engine(path, record_path=str(tmp_path / "recording"), num_kv_blocks=28, max_num_seqs=3)
+    for _ in range(2):
+        engine.answers(prompts())
+    engine.core.shutdown()
+    report = replay(tmp_path / "recording")
+    assert report.difference is None
+    assert report.num_steps > 50
+
+
+def test_the_plan_has_the_bytes_of_all_states(path):
+    model = read_model_config(path)
+    layout = StateLayout.of(model.state_layers, "float32")
+    scheduler = SchedulerConfig(**SCHEDULER)
+    config = EngineConfig(model=str(path), dtype="float32", scheduler=scheduler)
+    plan = plan_memory(config, model, available_bytes=10**9)
+    assert plan.states == StateSizes(layout, num_slots=4, num_checkpoints=16)
+    assert plan.state_bytes == 20 * layout.bytes_per_state
+    beside = plan.weight_bytes + plan.activation_bytes + plan.kv_bytes
+    assert plan.total_bytes == beside + plan.state_bytes
+
+    def num_checkpoints(num_fitting: int, **options: Any) -> int:
+        changed = dataclasses.replace(scheduler, **options)
+        return StateSizes.of(changed, layout, num_fitting * layout.bytes_per_state).num_checkpoints
+
+    assert num_checkpoints(40) == 10
+    assert num_checkpoints(-1) == 0
+    assert num_checkpoints(40, num_linear_attention_blocks=9) == 5
+    assert num_checkpoints(40, enable_prefix_caching=False) == 0
+
+
+def test_a_draft_model_with_states_is_refused_by_name(path, tmp_path):
+    target = make_checkpoint("llama", tmp_path / "target", max_position_embeddings=512)
+    speculation = SpeculationConfig(speculative_method="draft-model", draft_model=str(path))
+    with pytest.raises(ConfigError, match=r"draft_model is .* has recurrent layers"):
+        Engine(target, speculation=speculation)
 
 
 @pytest.mark.parametrize(

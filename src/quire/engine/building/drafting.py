@@ -42,8 +42,8 @@ def find_draft_model(
         weights: download the weights too, if the model has to be downloaded.
 
     Raises:
-        ConfigError: its vocabulary has another size than the target model's, and an id that both have stands
-            for different tokens.
+        ConfigError: it has recurrent layers; or its vocabulary has another size than the target model's, and
+            an id that both have stands for different tokens.
         ModelError: it cannot be found, is malformed or is not supported, or there is no tokenizer to compare.
     """
     name = config.speculation.draft_model
@@ -51,6 +51,11 @@ def find_draft_model(
         return None
     path = resolve_model(name, weights=weights)
     draft = read_model_config(path)
+    if draft.has_states:
+        raise ConfigError(
+            f"SpeculationConfig.draft_model is {name!r}, a {draft.architecture}, which has recurrent layers: "
+            "what it keeps of a rejected draft cannot be taken back; choose another model"
+        )
     if draft.vocab_size != model.vocab_size:
         own = resolve_model(config.tokenizer, weights=False) if config.tokenizer else model_path
         _check_tokens(config, (model.vocab_size, _tokens(own)), (draft.vocab_size, _tokens(path)))
