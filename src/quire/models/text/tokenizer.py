@@ -166,7 +166,7 @@ class Tokenizer:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of all that makes tokens of texts and of messages; it takes up to a second."""
+        """Digest of all that makes tokens of texts and messages; slow to compute for a large vocabulary."""
         digested = [self._backend.to_str(), self.chat_template_source, self._special_tokens]
         return blake2b(json.dumps(digested).encode(), digest_size=16).hexdigest()
 
