@@ -80,7 +80,7 @@ class EngineCore:
         *,
         on_progress: ProgressCallback | None = None,
         num_blocks_before: int = 0,
-        publish_events: Callable[[list[KVCacheEvent]], None] | None = None,
+        publish_events: Callable[[Sequence[KVCacheEvent]], None] | None = None,
     ) -> None:
         started = time.monotonic()
         config = on_one_device(config)

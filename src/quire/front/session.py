@@ -53,7 +53,10 @@ class InProcessClient:
         self._publisher = publisher = KVEventPublisher.of(config)
         try:
             core = EngineCore(
-                config, model_path, on_progress=on_progress, publish_events=publisher and publisher.publish
+                config,
+                model_path,
+                on_progress=on_progress,
+                publish_events=None if publisher is None else publisher.publish,
             )
         except BaseException:
             self._close_publisher()

@@ -161,7 +161,7 @@ class AttentionConfig(SubLayerConfig):
         return max(scratch, step.product_bytes(self.output_size))
 
     @override
-    def load(self, loader: LayerLoader) -> Attention:
+    def load(self, loader: LayerLoader) -> SubLayer:
         return Attention(self, loader)
 
 

@@ -103,7 +103,7 @@ class LatentAttentionConfig(AttentionConfig):
         }
 
     @override
-    def load(self, loader: LayerLoader) -> LatentAttention:
+    def load(self, loader: LayerLoader) -> SubLayer:
         return LatentAttention(self, loader)
 
 
@@ -175,7 +175,7 @@ class LatentAttention(SubLayer):
             assert self._q_norm is not None
             kernels.rms_norm(queries, self._q_norm, eps=_NORM_EPS, out=queries)
             queries = self.queries(queries, out=buffers["queries"])
-        queries = queries.unflatten(1, (config.num_heads, config.qk_head_dim))
+        queries = queries.view(-1, config.num_heads, config.qk_head_dim)
         states = buffers["qkv"].view(-1, config.num_heads + 1, config.head_dim)  # queries, and the key
         self._take_rotated(queries[:, :, config.qk_nope_head_dim :], states[:, :-1, :rotated])
         self._take_rotated(latent[:, config.kv_lora_rank :], states[:, -1, :rotated])
@@ -212,6 +212,6 @@ class LatentAttention(SubLayer):
     def _take_rotated(self, source: torch.Tensor, to: torch.Tensor) -> None:
         """Copy features that will be rotated [..., n], so that feature i is paired with feature i + n / 2."""
         if self._config.rope_interleave:
-            source = source.unflatten(-1, (-1, 2)).transpose(-1, -2)
-            to = to.unflatten(-1, (2, -1))
+            source = source.view(*source.shape[:-1], -1, 2).transpose(-1, -2)
+            to = to.view(*to.shape[:-1], 2, -1)
         to.copy_(source)
