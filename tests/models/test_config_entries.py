@@ -58,7 +58,8 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
     values = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 6}
     values |= {"num_attention_heads": 32, "max_position_embeddings": 64}
     if "num_experts_per_tok" in _fields(architecture):
-        values |= {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 8}
+        values |= {"num_experts_per_tok": 2, "num_local_experts": 4}
+        values |= {"moe_intermediate_size": 8} if "moe_intermediate_size" in _fields(architecture) else {}
     if "kv_lora_rank" in _fields(architecture):
         values |= {"num_key_value_heads": 32}
     if architecture.startswith(("Qwen2Moe", "Qwen3Moe")):
@@ -284,6 +285,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 6, "max_window_layers": 28, "model_type": "smollm3",
         "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0, 1, 1], "pretraining_tp": 2,
         "sliding_window": None, "use_sliding_window": False,
+    },
+    "GptOssForCausalLM": {
+        "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * 3, "model_type": "gpt_oss",
+        "num_key_value_heads": 8, "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 150000,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                         "original_max_position_embeddings": 4096, "truncate": False},
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     },
     "Olmo3ForCausalLM": {
         "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2, "model_type": "olmo3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,24 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         "LlavaConfig",
         {"model_type": "llama"},
         {**VISION, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},
+        {},
+    ),
+    "LlavaNextForConditionalGeneration": (
+        "LlavaNextConfig",
+        {"model_type": "mistral", "sliding_window": None},
+        {**VISION, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},
+        {},
+    ),
+    "LlavaOnevisionForConditionalGeneration": (
+        "LlavaOnevisionConfig",
+        {"model_type": "qwen2"},
+        {**VISION, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+        {},
+    ),
+    "Idefics3ForConditionalGeneration": (
+        "Idefics3Config",
+        {"model_type": "llama"},
+        {**VISION, "image_size": 28, "patch_size": 14},
         {},
     ),
     "SmolVLMForConditionalGeneration": (
@@ -263,6 +282,36 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     },
+    "Mistral3ForConditionalGeneration": {
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "initializer_range": 0.02,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 262144,
+        "model_type": "ministral3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "vocab_size": 131072,
+    },
     "LlavaForConditionalGeneration": {
         "architectures": ["LlamaForCausalLM"],
         "max_position_embeddings": 4096,
@@ -280,9 +329,9 @@ def test_what_a_text_config_leaves_out_is_as_in_transformers(
 ) -> None:
     import transformers
 
-    published = PUBLISHED[architecture]
+    published = copy.deepcopy(PUBLISHED[architecture])
     config_class = getattr(transformers, SHAPES[architecture][0])
-    complete = config_class(text_config=dict(published)).to_dict()
+    complete = config_class(text_config=copy.deepcopy(published)).to_dict()
     values = {"architectures": [architecture], "torch_dtype": "float16", "text_config": published}
     assert model_config(values) == model_config(
         {**complete, "architectures": [architecture], "dtype": "float16"}

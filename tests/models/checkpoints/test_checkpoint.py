@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from checkpoints import make_checkpoint
 from quire.errors import ModelError
 from quire.models.checkpoints.checkpoint import Checkpoint
+from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.weights import WeightSource
 
 WIDE = WeightSource("model.layers.0.mlp.up_proj.weight", (2048, 128))  # 1 MiB in float32
@@ -81,3 +82,13 @@ def test_a_directory_with_config_and_gguf_is_a_hugging_face_checkpoint(model: Pa
     (tmp_path / "other.gguf").touch()
     with pytest.raises(ModelError, match=r"neither model\.safetensors nor .* nor a GGUF file"):
         Checkpoint(tmp_path)
+
+
+def test_pages_between_the_rows_of_a_weight_are_released_with_them(model: Path) -> None:
+    with Checkpoint(model) as checkpoint:
+        weight = checkpoint.weight(WIDE)
+        assert isinstance(weight, torch.Tensor)
+        assert float(weight.sum()) != 0
+        before = _resident_bytes(weight.data_ptr())
+        drop_pages(weight[::2])
+        assert _resident_bytes(weight.data_ptr()) <= before - weight.nbytes + 2 * 4096

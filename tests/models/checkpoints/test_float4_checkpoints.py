@@ -268,3 +268,26 @@ def test_what_does_not_fit_is_named(
     save_file(tensors if wrong is None else tensors | {stem + part: wrong.contiguous()}, file)
     with pytest.raises(ModelError, match=message):
         load_decoder(tmp_path, read_model_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda tensor: tensor[:4], "has 4 experts; there must be 5, as config.json says"),
+        (lambda tensor: tensor[:, :63], r"has shape \[112, 63\]; config.json asks for \[112, 64\]"),
+        (lambda tensor: tensor[:, 0], r"0.gate_proj.weight in .* has shape \[112\]"),
+        (lambda tensor: tensor[:, 0, 0], r"gate_up_proj in .* cannot be read|has shape"),
+        (lambda tensor: tensor[:, :0], r"has shape \[112, 0\]"),
+        (lambda tensor: tensor[..., None], r"gate_up_proj in .* cannot be read|has shape"),
+    ],
+)
+def test_experts_in_one_tensor_that_do_not_fit_are_named(
+    changed: Callable[[torch.Tensor], torch.Tensor], message: str, tmp_path: Path
+) -> None:
+    make_checkpoint("gpt_oss", tmp_path, num_hidden_layers=1)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    save_file(tensors | {name: changed(tensors[name]).contiguous()}, file)
+    with pytest.raises(ModelError, match=message):
+        load_decoder(tmp_path, read_model_config(tmp_path))

@@ -224,7 +224,8 @@ class _Loader:
             for index in range(mixture.num_experts):
                 sources = gate_ups[2 * index : 2 * index + 2], downs[index : index + 1]
                 yield ExpertWeights(
-                    *map(self._checkpoint.matrix, sources),
+                    self._checkpoint.matrix(sources[0]),
+                    self._checkpoint.matrix(sources[1]),
                     bias_of(gate_up_biases, 2 * index, 2 * index + 2),
                     bias_of(down_biases, index, index + 1),
                 )

@@ -11,7 +11,7 @@ import torch
 
 
 def drop_pages(tensor: torch.Tensor) -> None:
-    """Release the whole pages that `tensor` covers in a private mapping of a file.
+    """Release the whole pages from the first to the last number of `tensor` in a private mapping of a file.
 
     They are read from the file again on the next access; they must not have been written to. Does nothing on
     systems without `madvise`.
@@ -19,8 +19,11 @@ def drop_pages(tensor: torch.Tensor) -> None:
     advise = _madvise()
     if advise is None:
         return
+    if not tensor.numel():
+        return
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + span * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < stop:
         advise(start, stop - start, mmap.MADV_DONTNEED)
 

@@ -13,7 +13,8 @@ _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def _gpt_oss(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    hf.get("hidden_act")  # published, and has no effect
+    for name in ("experts_per_token", "initial_context_length"):
+        hf.get(name)  # published, and has no effect
     for name, known in _SWIGLU.items():
         if hf[name] != known:
             raise ModelError(f"config.json has {name} {hf[name]!r:.100}; only {known} is computed")

@@ -61,10 +61,12 @@ class ExpertsConfig(SubLayerConfig):
         yield LayerWeight("expert_down", down, axis=1, sections=(inner,), is_quantized=True)
         if self.bias:
             yield LayerWeight("router_bias", (("router.bias", (self.num_experts,)),))
-            gate_up = tuple((name.replace(".weight", ".bias"), (size,)) for name, _ in gate_up)
-            down = tuple((name.replace(".weight", ".bias"), (hidden_size,)) for name, _ in down)
-            yield LayerWeight("expert_gate_up_bias", gate_up, sections=(inner,))
-            yield LayerWeight("expert_down_bias", down, is_of_first_rank=True)
+            inner_biases, biases = (
+                tuple((name.replace(".weight", ".bias"), shape[:1]) for name, shape in matrices)
+                for matrices in (gate_up, down)
+            )
+            yield LayerWeight("expert_gate_up_bias", inner_biases, sections=(inner,))
+            yield LayerWeight("expert_down_bias", biases, is_of_first_rank=True)
 
     @override
     def on_rank(self, shard: Shard) -> Self:

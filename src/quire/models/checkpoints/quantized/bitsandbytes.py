@@ -55,7 +55,7 @@ def _largest(parts: Parts, state: Mapping[str, Any]) -> torch.Tensor:
         raise ValueError("its weight_absmax is nested, and not in uint8, or quant_state has no nested_offset")
     values = _map_of(parts, "weight_nested_quant_map", 256)[absmax.int()]
     of_blocks = scales_of(parts, "weight_nested_absmax").flatten()
-    return _times_blocks(values, of_blocks, _size(state, "nested_blocksize")) + state["nested_offset"]
+    return _times_blocks(values, of_blocks, _size(state, "nested_blocksize")).add_(state["nested_offset"])
 
 
 def _times_blocks(values: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:

@@ -62,17 +62,16 @@ def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
         "fp8": _check_fp8,
         "gptq": _check_gptq,
         "awq": _check_awq,
-        "mxfp4": lambda values: None,
-        "bitsandbytes": lambda values: None,
     }
-    if not isinstance(method, str) or method not in checks:
+    if not isinstance(method, str) or method not in METHODS:
         raise ModelError(
             f"quantization_config.quant_method in config.json is {method!r:.100}, which Quire does not "
             f"support; it supports {', '.join(METHODS)} and GGUF, and quantizes the original weights itself "
             "(EngineConfig.quantization)"
         )
     check_quantization(values)
-    checks[method](values)
+    if method in checks:
+        checks[method](values)
     if method == "compressed-tensors":
         # Regular expressions assign matrices to groups; none takes more memory than the widest.
         return max(map(_of_group, _groups(values)), key=_width, default=StoredQuantization())
