@@ -42,7 +42,8 @@ def _decode_4_bits(parts: Parts, shape: Shape, state: Mapping[str, Any]) -> torc
         raise ValueError(f"its weight has {len(octets)} bytes; {-(-rows * inputs // 2)} are needed")
     numbers = _map_of(parts, "weight_quant_map", 16)
     pairs = torch.stack((numbers.repeat_interleave(16), numbers.repeat(16)), dim=-1)
-    values = pairs.index_select(0, octets.int()).flatten()[: rows * inputs]
+    words = pairs.view(torch.float64).flatten()  # a look-up copies two numbers at once
+    values = words.index_select(0, octets.int()).view(torch.float32)[: rows * inputs]
     return _times_blocks(values, _largest(parts, state), _size(state, "blocksize")).view(shape).to(dtype)
 
 

@@ -31,7 +31,8 @@ def _from_codes(octets: torch.Tensor, scales: torch.Tensor) -> Weight:
     """
     numbers = torch.tensor([*_HALVES, *(-half for half in _HALVES)]) + INT8_ZERO
     pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=-1).to(torch.uint8)
-    values = pairs.index_select(0, octets.flatten().int()).view(len(octets), -1)
+    words = pairs.view(torch.int16).flatten()  # a look-up copies two numbers at once
+    values = words.index_select(0, octets.flatten().int()).view(torch.uint8).view(len(octets), -1)
     return grouped(values, scales / 2, torch.full_like(scales, INT8_ZERO), bits=8)
 
 
