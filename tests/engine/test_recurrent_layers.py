@@ -227,6 +227,10 @@ def test_the_plan_has_the_bytes_of_all_states(path):
     beside = plan.weight_bytes + plan.activation_bytes + plan.kv_bytes
     assert plan.total_bytes == beside + plan.state_bytes
 
+    many = dataclasses.replace(config, scheduler=dataclasses.replace(scheduler, max_num_seqs=10**6))
+    fewer = plan_memory(many, model, available_bytes=10**9)
+    assert fewer.max_num_seqs == fewer.states.num_slots == 10**9 // 4 // layout.bytes_per_state
+
     def num_checkpoints(num_fitting: int, **options: Any) -> int:
         changed = dataclasses.replace(scheduler, **options)
         return StateSizes.of(changed, layout, num_fitting * layout.bytes_per_state).num_checkpoints
@@ -252,7 +256,6 @@ def test_a_draft_model_with_states_is_refused_by_name(path, tmp_path):
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         ({"kv_tiering": KVTierConfig(kv_tier="memory", kv_tier_size=0.1)}, "kv_tier is 'memory'"),
         ({"num_linear_attention_blocks": 3}, "num_linear_attention_blocks is 3, but each of the 4"),
-        ({"max_num_seqs": 10**9}, "lower SchedulerConfig.max_num_seqs"),
     ],
 )
 def test_what_does_not_go_with_states_is_refused_by_name(path, options, named):

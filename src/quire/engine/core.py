@@ -96,6 +96,7 @@ class EngineCore:
             draft_model=None if draft_model is None else draft_model.config,
         )
         plan = plan_again(model=model_config)
+        config = _with_sequences(config, plan.max_num_seqs)
         # Some rotary embeddings depend on the maximum sequence length.
         model_config = dataclasses.replace(model_config, max_model_len=plan.max_model_len)
         self._scheduler_config = config.scheduler
@@ -444,6 +445,20 @@ def _close(close: Callable[[], None], what: str) -> None:
         close()
     except Exception:
         logger.exception("%s could not be closed", what)
+
+
+def _with_sequences(config: EngineConfig, max_num_seqs: int) -> EngineConfig:
+    """Return the configuration with as many sequences as the memory plan has."""
+    asked = config.scheduler.max_num_seqs
+    if max_num_seqs == asked:
+        return config
+    logger.warning(
+        "SchedulerConfig.max_num_seqs is %d; memory has room for the states of %d sequences",
+        asked,
+        max_num_seqs,
+    )
+    scheduler = dataclasses.replace(config.scheduler, max_num_seqs=max_num_seqs)
+    return dataclasses.replace(config, scheduler=scheduler)
 
 
 def _refuse_if_never_queued(request: EngineCoreRequest, n: int, config: SchedulerConfig) -> None:

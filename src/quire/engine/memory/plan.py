@@ -19,7 +19,7 @@ from quire.engine.memory.checks import check_fits
 from quire.engine.memory.eviction import eviction_bytes, score_bytes_per_token
 from quire.engine.memory.group_sizes import GroupSizes, blocks_for
 from quire.engine.memory.model_sizes import ModelSizes, has_float8, has_native, model_sizes
-from quire.engine.memory.state_sizes import StateSizes
+from quire.engine.memory.state_sizes import StateSizes, with_fitting_states
 from quire.errors import ConfigError
 from quire.kernels import bounds
 from quire.kernels.devices.cores import usable_cores
@@ -188,7 +188,8 @@ def plan_memory(
     what weights and activations leave, but at most what `max_num_seqs` sequences of maximum length can use.
     On a GPU, it gets what these leave of `hbm_utilization` of the free memory.
     If a sequence of the model's maximum length does not fit, the longest length that does is the limit; with
-    cache eviction, only what the sequence keeps has to fit.
+    cache eviction, only what the sequence keeps has to fit. If the states of `max_num_seqs` sequences would
+    take more than a quarter of the memory, there are fewer sequences.
 
     Args:
         config: of the engine.
@@ -217,6 +218,10 @@ def plan_memory(
     models = [model_sizes(config, model, size)]
     if draft_model is not None:
         models.append(model_sizes(config, draft_model, 1))
+    layout = StateLayout.of(models[0].model.state_layers, models[0].dtype)
+    if layout.bytes_per_state:
+        scheduler = with_fitting_states(config.scheduler, layout, available)
+        config = dataclasses.replace(config, scheduler=scheduler)
 
     def plan_at(length: int) -> MemoryPlan:
         return _plan_at(length, config, models, available_bytes=available, measured_bytes=measured_bytes)

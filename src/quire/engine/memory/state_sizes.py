@@ -18,7 +18,24 @@ CHECKPOINTS_PER_SEQUENCE = 4
 CHECKPOINT_SHARE = 0.25
 """Fraction of the memory for KV and states that checkpoints take at most."""
 
+SEQUENCE_SHARE = 0.25
+"""Fraction of all memory that the states of running sequences take at most."""
+
 _MIN_INTERVAL, _MAX_INTERVAL = 8, 256  # blocks
+
+
+def with_fitting_states(
+    scheduler: SchedulerConfig, layout: StateLayout, available_bytes: int
+) -> SchedulerConfig:
+    """Return a scheduler's configuration with as many sequences as have states within their share of memory.
+
+    Args:
+        scheduler: how many are asked for.
+        layout: with any bytes.
+        available_bytes: of memory.
+    """
+    most = max(1, int(available_bytes * SEQUENCE_SHARE) // layout.bytes_per_state)
+    return dataclasses.replace(scheduler, max_num_seqs=min(scheduler.max_num_seqs, most))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
