@@ -52,12 +52,9 @@ def _lfm2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _inner_size(hf: HFConfig) -> int:
-    size = int(hf.get("block_ff_dim", hf["intermediate_size"]))
-    if not hf["block_auto_adjust_ff_dim"]:
-        return size
-    multiple = int(hf["block_multiple_of"])
-    size = int(hf["block_ffn_dim_multiplier"] * (2 * size // 3))
-    return -(-size // multiple) * multiple
+    size, multiple = int(hf.get("block_ff_dim", hf["intermediate_size"])), int(hf["block_multiple_of"])
+    adjusted = int(hf["block_ffn_dim_multiplier"] * (2 * size // 3))
+    return -(-adjusted // multiple) * multiple if hf["block_auto_adjust_ff_dim"] else size
 
 
 FAMILIES: dict[str, Family] = {
