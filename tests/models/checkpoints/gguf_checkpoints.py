@@ -26,10 +26,11 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "lfm2": "lfm2",
     "qwen3_5": "qwen35",
+    "gpt_oss": "gpt-oss",
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
-_NOT_QUANTIZED = ("ffn_gate_inp", "shortconv.conv.", "ssm_conv1d")
+_NOT_QUANTIZED = (".bias", "ffn_gate_inp", "shortconv.conv.", "ssm_conv1d")
 _WITH_OFFSET = ("gemma", "gemma2", "gemma3", "qwen3_5")
 _INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
 
@@ -80,10 +81,11 @@ def write_gguf(
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config["rope_parameters"], config))
     names = gguf.get_tensor_name_map(_ENUMS[ARCHITECTURES[family]], config["num_hidden_layers"])
     floats = {}
-    for parts in _merged(load_file(checkpoint / "model.safetensors")):
+    weights = load_file(checkpoint / "model.safetensors")
+    for parts in _merged(_separated(weights) if family == "gpt_oss" else weights):
         arrays = [_as_llama_cpp(family, name, weight.numpy(), config) for name, weight in parts.items()]
         shape = arrays[0].shape
-        if len(shape) == 3:  # of a convolution
+        if len(shape) == 3 and shape[1] == 1:  # of a convolution
             arrays = [array.squeeze(1) for array in arrays]
         name = _EXPERT.sub(r"\1.\3", next(iter(parts))).replace(".dt_bias", ".dt_proj.bias")
         own_kind = next((own for part, own in (other_kinds or {}).items() if part in name), kind)
@@ -103,11 +105,30 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    save_file(floats, twin / "model.safetensors")
+    if family != "gpt_oss":  # whose twin is the checkpoint itself
+        save_file(floats, twin / "model.safetensors")
     return file, twin
 
 
 _ENUMS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+
+
+def _separated(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights of gpt-oss as llama.cpp names them: rows of gates and of inner features alternate."""
+    separated = {}
+    for name, weight in weights.items():
+        last = "bias" if name.endswith("_bias") else "weight"
+        stem = name.removesuffix("_bias").removesuffix("_proj")
+        if ".experts." not in name:
+            separated[f"{name}.weight" if name.endswith("sinks") else name] = weight
+            continue
+        rows = weight if last == "bias" else weight.transpose(1, 2)
+        parts = {stem: rows}
+        if stem.endswith("gate_up"):
+            both = stem.removesuffix("gate_up")
+            parts = {f"{both}gate": rows[:, ::2], f"{both}up": rows[:, 1::2]}
+        separated |= {f"{part}_proj.{last}": part_rows.contiguous() for part, part_rows in parts.items()}
+    return separated
 
 
 def _merged(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -189,8 +210,11 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if config["model_type"] == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if config["model_type"] == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config["model_type"] == "lfm2":
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     if config["model_type"] == "qwen3_5_text":

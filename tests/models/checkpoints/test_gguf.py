@@ -58,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": SHAPES["ministral3"][1]["rope_parameters"] | {"llama_4_scaling_beta": 0.125}
     },
     "lfm2": {},
+    "gpt_oss": {},
     "qwen3_5": {
         "num_hidden_layers": 5,
         "layer_types": [f"{kind}_attention" for kind in (*["linear"] * 3, "full", "linear")],
@@ -167,6 +168,19 @@ def test_the_memory_of_experts_is_known_from_the_header(tmp_path: Path, packed_b
     load_decoder(file, config, options=WeightOptions(kernels="native"))
     planned = weight_bytes(config, config.dtype, "none", 128)
     assert planned == pytest.approx(sum(packed_bytes), rel=0.05)  # kernels fill up the router's few rows
+
+
+def test_layers_that_draft_are_passed_over(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path / "model", num_hidden_layers=3)
+    file, _ = write_gguf(path, "qwen3", "F32", nextn_predict_layers=1)
+    config = read_model_config(file)
+    assert config.num_layers == 2
+    _generate(file)
+    for wrong in (3, 2**30):
+        path = make_checkpoint("qwen3", tmp_path / str(wrong), num_hidden_layers=3)
+        file, _ = write_gguf(path, "qwen3", "F32", nextn_predict_layers=wrong)
+        with pytest.raises(ModelError, match="num_hidden_layers"):
+            read_model_config(file)
 
 
 def test_fewer_experts_than_the_metadata_say_are_named(tmp_path: Path) -> None:

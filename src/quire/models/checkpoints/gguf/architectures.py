@@ -74,6 +74,11 @@ _QWEN35_NAMES = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
+_GPT_OSS_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.router": "ffn_gate_inp",
+}
 _LAYER_PREFIX = "model.layers."
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<rest>.*)")
 
@@ -216,6 +221,18 @@ ARCHITECTURES = {
         keys=_KEYS | {"conv_L_cache": "shortconv.l_cache"},
         finish=_lfm2,
         without_kv="conv",
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        names=_LAYER_NAMES | _GPT_OSS_NAMES,
+        keys=_KEYS
+        | {
+            "intermediate_size": "expert_feed_forward_length",
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+        },
+        finish=lambda values, metadata: {"truncate": False},
+        ignored=("feed_forward_length",),
     ),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM",

@@ -157,6 +157,7 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         original = values["max_position_embeddings"]  # one set of factors for every length
     scaling: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind}
     beyond, beta = values.pop("mscale_all_dim", 0.0), values.pop("llama_4_scaling_beta", None)
+    truncate = values.pop("truncate", None)
     if factors:
         if kind not in ("none", "longrope") and factor != 1:
             raise _refusal(file, "rope.scaling.type", kind, "with tensors of factors, none and longrope")
@@ -167,7 +168,7 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         times = (attention_factor or 1) * (entry("scaling.yarn_attn_factor") or 1)
         turns = 0.1 * math.log(max(factor, 1))
         scaling["attention_factor"] = times * (turns + 1) / (beyond * turns + 1)
-        scaling["original_max_position_embeddings"] = original
+        scaling |= {"original_max_position_embeddings": original, "truncate": truncate}
     elif attention_factor not in (None, 1):
         raise _refusal(file, "rope.scaling.attn_factor", attention_factor, f"with the type {kind}, 1")
     if kind != "none" and not factors:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from quire.models.checkpoints.gguf.file import TensorInfo, num_bytes, read_gguf
 from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.embedding import EncodedRows
 
+_LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
 _VALUE_HEADS = {  # axis, whether a head is one number, and whether it comes behind queries and keys
     "attn_qkv.weight": (0, False, True),
     "attn_gate.weight": (0, False, False),
@@ -45,8 +47,7 @@ class GGUFWeights:
     def __init__(self, path: Path) -> None:
         self._file = read_gguf(path)
         self._architecture = architecture_of(self._file.metadata, path)
-        layers = self._entry("block_count") or 0
-        self._drafting = {f"blk.{layers - 1 - index}" for index in range(num_draft_layers(self._file))}
+        self._num_layers = (self._entry("block_count") or 0) - num_draft_layers(self._file)
 
     def close(self) -> None:
         """See `WeightStore`. The mapping lives as long as its tensors."""
@@ -61,7 +62,10 @@ class GGUFWeights:
 
     def is_ignored(self, name: str) -> bool:
         """See `WeightStore`: rotary factors are read with the config; layers that draft are passed over."""
-        return name in ROPE_TENSORS or ".".join(name.split(".")[:2]) in self._drafting
+        if name in ROPE_TENSORS:
+            return True
+        layer = _LAYER.match(name)
+        return layer is not None and int(layer[1]) >= self._num_layers
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         """See `WeightStore`."""
@@ -106,10 +110,10 @@ class GGUFWeights:
         info = self._file.tensors[stored]
         if expert is None:
             return info
-        if len(info.shape) != 3 or expert >= info.shape[0]:
+        if len(info.shape) < 2 or expert >= info.shape[0]:
             raise ModelError(
-                f"{stored} in {self._file.path} has shape {list(info.shape)}; its metadata ask for three "
-                f"dimensions and more than {expert} experts"
+                f"{stored} in {self._file.path} has shape {list(info.shape)}; its metadata ask for more than "
+                f"{expert} experts"
             )
         part = dataclasses.replace(info, shape=info.shape[1:])
         return dataclasses.replace(part, start=info.start + expert * num_bytes(part))
