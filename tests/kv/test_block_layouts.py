@@ -17,7 +17,7 @@ from quire.kv.cache.page_layout import PageLayout, VectorFormat
 from quire.kv.peers.block_layouts import BlockLayouts, GroupLayout, ShardLayout, conversion
 
 SPECS = st.builds(
-    KVLayerSpec, st.integers(1, 3), st.sampled_from([4, 8]), st.sampled_from([4, 8]), st.just(0)
+    KVLayerSpec, st.integers(1, 3), st.sampled_from([4, 8]), st.sampled_from([0, 4, 8]), st.just(0)
 )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from caches import make_cache
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.reference import write_kv
-from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
+from quire.kv import KVLayerSpec, PagedAttentionCache, PagedAttentionCacheMetaData, PagedAttentionCacheView
 from quire.kv.connectors.host_blocks import TensorBlocks
 from quire.models.config import ModelConfig
 from quire.models.layer import LayerConfig
@@ -93,3 +96,22 @@ def test_an_int8_cache_holds_numbers_and_scales() -> None:
 def test_int8_needs_room_for_aligned_scales() -> None:
     with pytest.raises(ValueError, match="multiple of 4, and this is 6"):
         make_cache(2, 1, 1, 4, 6, torch.int8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_that_are_the_values_are_kept_and_saved_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    metadata = PagedAttentionCacheMetaData.for_layers(
+        [KVLayerSpec(1, 8, 0)] * 2, page_size=4, dtype=dtype, num_pages=3
+    )
+    cache = PagedAttentionCache.init_cache(None, metadata)
+    scales = 4 * (dtype == torch.int8)
+    assert metadata.bytes_per_token == 2 * (8 * dtype.itemsize + scales)
+    view = cache.views[1]
+    assert view.value_pages is view.key_pages
+    view.key_pages.copy_(torch.arange(96).view(1, 3, 4, 8))
+    copy = PagedAttentionCacheView.from_dict(
+        view.to_dict(tmp_path / "view.safetensors"), tmp_path / "view.safetensors"
+    )
+    assert torch.equal(copy.key_pages, view.key_pages)
+    assert copy.value_pages is copy.key_pages
+    assert load_file(tmp_path / "view.safetensors").keys() == {"key_pages", *["key_scales"] * bool(scales)}

@@ -226,6 +226,10 @@ def test_kernels_that_do_not_compute_it_are_refused(path: Path, monkeypatch: pyt
     ("entries", "message"),
     [
         ({"num_key_value_heads": 2}, "num_key_value_heads 2; latent attention has as many as"),
+        (
+            {"num_hidden_layers": 4096, "num_attention_heads": 128, "num_key_value_heads": 128},
+            "exceed the limit",
+        ),
         ({"attention_bias": True}, "attention_bias true, which is not supported in latent attention"),
     ],
 )

@@ -8,8 +8,10 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
+from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, warn_once
 from quire.models.families.family import NAMES, Family, with_experts
 from quire.models.layer import LayerConfig
+from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.latent_attention import LatentAttentionConfig
 from quire.models.ropes import HFConfig, read_rope, read_score_factor
 
@@ -28,7 +30,14 @@ def _with_latents(hf: HFConfig, base: ModelConfig, *, is_interleaved: bool) -> M
         )
     if hf.get("attention_bias"):
         raise ModelError("config.json has attention_bias true, which is not supported in latent attention")
+    if base.num_layers * heads > MAX_LAYERS_TIMES_EXPERTS:
+        raise ModelError(
+            f"{base.num_layers} layers of {heads} heads with latents exceed the limit of "
+            f"{MAX_LAYERS_TIMES_EXPERTS} in total"
+        )
     nope, rope = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
+    if hf.get("head_dim", rope) != rope:
+        warn_once(f"config.json has head_dim {hf['head_dim']}, which has no effect beside qk_rope_head_dim")
     attention = LatentAttentionConfig(
         num_heads=heads,
         rope=base.ropes[0],
@@ -38,7 +47,7 @@ def _with_latents(hf: HFConfig, base: ModelConfig, *, is_interleaved: bool) -> M
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope,
         v_head_dim=hf.get("v_head_dim") or hf["hidden_size"] // heads,
-        rope_interleave=is_interleaved,
+        is_interleaved=is_interleaved,
     )
     layers = (LayerConfig((attention, *layer.parts[1:])) for layer in base.layers)
     return replace(base, layers=tuple(layers))
@@ -67,7 +76,7 @@ def _with_routed_experts(
         scoring=scoring,
         **fields,
     )
-    further = hf.get("num_nextn_predict_layers", 0)
+    further = max(hf.get("num_nextn_predict_layers", 0), hf.get("num_mtp_layers", 0))
     ignored = (f"model.layers.{base.num_layers + number}." for number in range(further))
     return replace(config, ignored_prefixes=tuple(ignored))
 
@@ -116,7 +125,7 @@ def _like_deepseek3(hf: HFConfig, base: ModelConfig, has_experts: list[bool]) ->
 def _minicpm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     config = _with_latents(hf, base, is_interleaved=False)
     return replace(
-        config,
+        config.changed(FeedForwardConfig, bias=bool(hf.get("mlp_bias", False))),
         embedding_scale=hf["scale_emb"],
         residual_scale=hf.get("scale_depth", math.sqrt(base.num_layers)) / math.sqrt(base.num_layers),
         logits_divisor=base.hidden_size / hf.get("dim_model_base", base.hidden_size),
@@ -165,7 +174,7 @@ FAMILIES: dict[str, Family] = {
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
             "first_k_dense_replace": 3,
-            "num_nextn_predict_layers": 1,
+            "num_mtp_layers": 1,
         },
         ropes=_rope,
         architectures=("DeepseekV3ForCausalLM",),

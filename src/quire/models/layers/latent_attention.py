@@ -39,7 +39,6 @@ class LatentAttentionConfig(AttentionConfig):
     qk_nope_head_dim: int = 0  # features of a head of queries and keys that are not rotated
     qk_rope_head_dim: int = 0  # and that are
     v_head_dim: int = 0  # features of a head of values
-    rope_interleave: bool = True  # rotated pairs are adjacent in the weights
 
     weight_names: ClassVar[Mapping[str, str]] = {
         "q": "self_attn.q_proj",
@@ -211,7 +210,7 @@ class LatentAttention(SubLayer):
 
     def _take_rotated(self, source: torch.Tensor, to: torch.Tensor) -> None:
         """Copy features that will be rotated [..., n], so that feature i is paired with feature i + n / 2."""
-        if self._config.rope_interleave:
+        if self._config.is_interleaved:
             source = source.view(*source.shape[:-1], -1, 2).transpose(-1, -2)
             to = to.view(*to.shape[:-1], 2, -1)
         to.copy_(source)
