@@ -168,9 +168,9 @@ def test_layers_that_differ_are_described_one_by_one():
     assert made.bytes_per_token == 4 * (2 * (8 + 8) + 4 * (24 + 16))
     assert made.hbm_bytes == 3 * made.bytes_per_block
     assert (made.max_sequences, made.num_pages_per_sequence) == (12, 3)
-    with pytest.raises(ValueError, match=r"layers\[1\]\.value_head_dim is 0"):
+    with pytest.raises(ValueError, match=r"layers\[1\]\.value_head_dim is -1"):
         PagedAttentionCacheMetaData.for_layers(
-            [None, KVLayerSpec(1, 4, 0)], page_size=4, dtype="float32", num_pages=3
+            [None, KVLayerSpec(1, 4, -1)], page_size=4, dtype="float32", num_pages=3
         )
     with pytest.raises(ValueError, match="at least one layer must have keys and values"):
         PagedAttentionCacheMetaData.create_for_layers(None, PartitionAxis(), 1, [None], 64, 4, 0.9)

@@ -61,7 +61,7 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
         values |= {"num_experts_per_tok": 2, "num_local_experts": 4}
         values |= {"moe_intermediate_size": 8} if "moe_intermediate_size" in _fields(architecture) else {}
     if "kv_lora_rank" in _fields(architecture):
-        values |= {"num_key_value_heads": 32}
+        values |= {"num_key_value_heads": 32, "first_k_dense_replace": 1}
     if architecture.startswith(("Qwen2Moe", "Qwen3Moe")):
         values |= {"mlp_only_layers": [0]}  # without such a layer, intermediate_size has no effect
     if architecture.startswith("Lfm2"):
@@ -208,7 +208,10 @@ OTHER = {
     "n_group": 2,
     "topk_group": 1,
     "moe_norm_min": 1e-9,
+    "qk_rope_head_dim": 6,
+    "mlp_layer_types": ["sparse", "dense", "sparse"],
 }
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 # Refused unless they say what is usual; the architectures for which they are read.
 REFUSED = {
     "attn_logit_softcapping": ("gemma3",),
@@ -217,6 +220,12 @@ REFUSED = {
     "swiglu_alpha": ("gpt_oss",),
     "swiglu_limit": ("gpt_oss",),
     "use_qk_norm": ("cohere",),
+    "attention_bias": LATENT,
+    "num_key_value_heads": LATENT,
+    "head_dim": ("deepseek_v2", "minicpm3"),  # without effect, which is logged
+    "norm_topk_prob": ("deepseek_v2",),
+    "mlp_bias": ("deepseek_v2",),
+    "topk_method": ("deepseek_v2",),
 }
 FIXED = GIVEN - {"num_experts_per_tok"} | {
     "architectures", "dtype", "rope_parameters", "transformers_version", "id2label", "label2id",

@@ -297,6 +297,8 @@ HARMLESS = frozenset(
         "is_encoder_decoder", "is_decoder", "tie_encoder_decoder", "use_bfloat16", "tie_last_hidden_states",
         # of other layers' windows than a family has; and what is refused unless it says nothing
         "max_window_layers", "_sliding_window_pattern", "is_causal",
+        # follows from others
+        "qk_head_dim",
         # published, and read by no class of transformers
         "sliding_window_size", "seq_length",
         # generation, which has a file of its own
