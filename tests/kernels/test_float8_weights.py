@@ -37,6 +37,7 @@ RANGES = [
     (0, [range(200, 300)]),
     (0, [range(300), range(8)]),
     (0, [range(64), range(128, 136), range(5)]),
+    (0, [range(0, 64, 2), range(1, 64, 2), range(64, 300)]),
     (1, [range(128, 200)]),
     (1, [range(64, 128)]),
     (1, [range(32), range(64, 160)]),
@@ -51,6 +52,19 @@ def test_a_part_has_the_numbers_of_the_whole(block: tuple[int, int], axis: int, 
     part = part_of(weight, axis, ranges)
     assert isinstance(part, Float8Weight)
     assert torch.equal(dequantize(part), dequantize(weight).index_select(axis, chosen))
+
+
+@pytest.mark.parametrize("kind", ["float", "int8", "int4"])
+def test_rows_in_another_order_keep_their_numbers(kind: str) -> None:
+    plain = _random(24, 64)
+    weight = {"float": lambda: plain, "int8": lambda: quantize_int8(plain)}.get(
+        kind, lambda: quantize_int4(plain, 16)
+    )()
+    ranges = [range(0, 16, 2), range(1, 16, 2), range(16, 24)]
+    chosen = torch.tensor([number for part in ranges for number in part])
+    part = part_of(weight, 0, ranges)
+    wanted = plain if kind == "float" else dequantize(weight)
+    assert torch.equal(part if kind == "float" else dequantize(part), wanted[chosen])
 
 
 def test_a_part_along_blocks_keeps_them_whole() -> None:

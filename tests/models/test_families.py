@@ -83,6 +83,28 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         "qwen3_moe",
         {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2},
     ),
+    ("stablelm-parallel", "stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    ("exaone4-no-windows", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 5}),
+    (
+        "hunyuan-alpha",
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}},
+    ),
+    (
+        "phimoe-longrope",
+        "phimoe",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "long_factor": LONG_FACTORS,
+                "short_factor": SHORT_FACTORS,
+                "short_mscale": 1.2,
+                "long_mscale": 1.2,
+                "original_max_position_embeddings": 512,
+            }
+        },
+    ),
     ("olmo2-bias", "olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
 ]
 

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.interpreter
 
 @pytest.mark.first_case
 @pytest.mark.skipif(not is_interpreted, reason="the harness has its cache in the host's memory")
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe", "ernie4_5_moe"])
 def test_logits_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    model = make_model(family, num_hidden_layers=1)
+    model = make_model(family, num_hidden_layers=2 if family == "ernie4_5_moe" else 1)
     path = save_checkpoint(model, tmp_path)
     decoder = load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
     prompts = random_prompts([5, 3], vocab_size=decoder.config.vocab_size)

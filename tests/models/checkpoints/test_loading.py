@@ -159,7 +159,7 @@ def test_what_files_may_leave_out_is_what_transformers_makes_up_for(
     decoder = _load(path)
     assert torch.equal(_matrix(decoder.output), model.lm_head.weight)
     assert torch.equal(_vectors(decoder), model.model.embed_tokens.weight)
-    assert torch.equal(decoder.norm, model.model.norm.weight)
+    assert torch.equal(decoder.norm.weight, model.model.norm.weight)
     assert decoder.config.tie_word_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
 
 

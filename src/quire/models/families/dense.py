@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import replace
 
 from quire.errors import ModelError
-from quire.models.config import ModelConfig
+from quire.models.config import ModelConfig, RopeConfig
 from quire.models.families.family import (
     FOUR_NORM_NAMES,
     NAMES,
@@ -18,7 +19,7 @@ from quire.models.families.family import (
 from quire.models.layer import SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
-from quire.models.ropes import HFConfig, partial_ropes
+from quire.models.ropes import HFConfig, partial_ropes, read_rope
 
 
 def _seed_oss(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -43,6 +44,19 @@ def _exaone4(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _hunyuan(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="rotated_head")
+
+
+def _hunyuan_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Return frequencies whose base is stretched by a fixed `alpha`, if there is one: the type says dynamic.
+
+    Norms after the rotation undo a factor on cosines and sines.
+    """
+    values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    alpha, theta = values.get("alpha"), values.get("rope_theta") or hf["rope_theta"]
+    if alpha and "dynamic" in (values.get("rope_type"), values.get("type")):
+        stretched = {"rope_theta": theta * alpha ** (head_dim / (head_dim - 2))}
+        hf = ChainMap({"rope_scaling": stretched}, hf)  # type: ignore[arg-type]
+    return (replace(read_rope(hf, head_dim), attention_factor=1.0),)
 
 
 def _stablelm(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -87,6 +101,7 @@ FAMILIES: dict[str, Family] = {
         NAMES | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
         {"rms_norm_eps": 1e-5},
         architectures=("HunYuanDenseV1ForCausalLM",),
+        ropes=_hunyuan_ropes,
     ),
     "stablelm": Family(
         _stablelm,
