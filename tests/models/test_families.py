@@ -83,6 +83,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         "qwen3_moe",
         {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2},
     ),
+    ("gpt_neox-in-turn", "gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     ("stablelm-parallel", "stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     ("exaone4-no-windows", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 5}),
     (

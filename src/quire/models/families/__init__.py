@@ -13,6 +13,7 @@ from quire.models.families import (
     lfm2,
     llama,
     minimax,
+    neox,
     olmo,
     phi,
     qwen,
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
     **deepseek.FAMILIES,
     **lfm2.FAMILIES,
     **gpt_oss.FAMILIES,
+    **neox.FAMILIES,
 }
 
 ARCHITECTURES: dict[str, str] = {

@@ -42,6 +42,8 @@ class AttentionConfig(SubLayerConfig):
     """Norm of queries and keys: none (empty), per head ("head"), over all ("full"), or per head and after the
     rotation ("rotated_head").
     """
+    is_fused_by_group: bool = False
+    """In checkpoints, one matrix has for each KV head its queries, its key and its value."""
     qkv_bias: bool = False
     output_bias: bool = False
     is_gated: bool = False  # each head's result is multiplied by the sigmoid of what its query comes with
@@ -100,6 +102,8 @@ class AttentionConfig(SubLayerConfig):
         if "qkv" in names:
             sizes = {"qkv": sum(sizes.values())}
         rows = tuple(sections.values())
+        if self.is_fused_by_group:
+            rows = (self._rows_by_group(rows),)
         matrices = tuple((f"{name}.weight", (size, hidden_size)) for name, size in sizes.items())
         yield LayerWeight("qkv", matrices, sections=rows, is_quantized=True)
         if self.qkv_bias:
@@ -114,6 +118,20 @@ class AttentionConfig(SubLayerConfig):
         if self.output_bias:
             bias = (("o.bias", (hidden_size,)),)
             yield LayerWeight("attention_output_bias", bias, is_of_first_rank=True)
+
+    def _rows_by_group(self, sections: Sequence[Section]) -> Section:
+        """Return where rows of queries, keys and values lie among those of all groups."""
+        size = self.head_dim
+        ranges = []
+        for (_, held), per_group, before in zip(
+            sections, (self.group, 1, 1), (0, self.group, self.group + 1), strict=True
+        ):
+            for each in held:
+                head = each.start // size
+                group, number = divmod(head, per_group)
+                offset = (group * (self.group + 2) + before + number - head) * size
+                ranges.append(range(each.start + offset, each.stop + offset, each.step))
+        return sum(length for length, _ in sections), tuple(ranges)
 
     @override
     def on_rank(self, shard: Shard) -> Self:
