@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _FLOAT32_BYTES = 4
+_ROUTING_TENSORS = 5  # float32 numbers for each score where experts are not simply the likeliest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,8 @@ class ExpertsConfig(SubLayerConfig):
     @override
     def peak_bytes(self, step: StepSizes) -> int:
         rows = step.product_bytes(self.inner_size) + step.reference_gate_bytes(self.inner_size)
+        if self.scoring != "softmax" or self.correction:
+            rows += step.tokens * _ROUTING_TENSORS * self.num_experts * _FLOAT32_BYTES
         hidden, inner, item = step.hidden_size, self.inner_size, step.item
         if step.on_gpu:  # inner features, as they are and as they are multiplied, and results
             of_pair = (2 * inner + hidden) * item + bounds.GPU_PAIR_BYTES

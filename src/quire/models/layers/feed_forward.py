@@ -92,7 +92,7 @@ class FeedForwardConfig(SubLayerConfig):
 
 
 class FeedForward(SubLayer):
-    """A gated feed-forward layer with its weights.
+    """A feed-forward layer with its weights.
 
     Args:
         config: of this rank.
