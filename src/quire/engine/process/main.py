@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -288,7 +288,7 @@ def _build_core(start: EngineStart, connection: Connection) -> EngineCore:
             next_report = now + PROGRESS_INTERVAL
             connection.send(LoadProgress(done, total))
 
-    def publish(events: list[KVCacheEvent]) -> None:
+    def publish(events: Sequence[KVCacheEvent]) -> None:
         connection.send(KVEvents(msgspec.Raw(encode(events))))
 
     return EngineCore(
