@@ -22,7 +22,10 @@ ARCHITECTURES = {
     **{name: name for name in ("qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "granite", "smollm3")},
     **dict.fromkeys(("llama", "llama-3.1", "mixtral"), "llama"),
     **dict.fromkeys(("olmo2", "olmo3"), "olmo2"),
+    "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "glm4": "glm4",
+    "ernie4_5": "ernie4_5",
     "ministral3": "mistral3",
     "lfm2": "lfm2",
     "qwen3_5": "qwen35",
@@ -93,6 +96,8 @@ def write_gguf(
         assert stored_name is not None
         is_float = arrays[0].ndim == 1 or any(part in stored_name for part in _NOT_QUANTIZED)
         quantization = gguf.GGMLQuantizationType["F32" if is_float else own_kind]
+        if len(shape) == 2 and len(arrays[0]) == 1:  # as llama-quantize leaves it
+            arrays = [arrays[0][0]]
         stored = gguf.quants.quantize(arrays[0] if len(parts) == 1 else np.stack(arrays), quantization)
         if random_kind and not is_float:
             quantization = gguf.GGMLQuantizationType[random_kind]
@@ -233,6 +238,7 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
         "num_local_experts": writer.add_expert_count,
         "num_experts_per_tok": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
         "attention_multiplier": writer.add_attention_scale,

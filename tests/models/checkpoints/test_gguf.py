@@ -54,6 +54,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "mixtral": {},
     "qwen3_moe": {"mlp_only_layers": []},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "glm4": {},
+    "ernie4_5": {},
     "ministral3": {  # a beta that float32 holds exactly
         "rope_parameters": SHAPES["ministral3"][1]["rope_parameters"] | {"llama_4_scaling_beta": 0.125}
     },
@@ -491,7 +494,7 @@ def test_other_versions_are_refused(q4_file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "number", "message"),
     [
-        ("bert", 19, "the architecture bert; Quire reads llama, qwen2, qwen3, qwen3moe, gemma"),
+        ("bert", 19, "the architecture bert; Quire reads llama, qwen2, qwen2moe, qwen3, qwen3moe, gemma"),
         ("qwen3", 19, r"output\.weight in .* is of the ggml type IQ1_S; Quire reads F32, F16, Q4_0"),
         ("qwen3", 33, "is of the ggml type number 33, which has no name; Quire reads"),
         ("qwen3", 2, "has rows of 100 numbers; Q4_0 has blocks of 32"),

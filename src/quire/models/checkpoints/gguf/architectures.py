@@ -79,6 +79,13 @@ _GPT_OSS_NAMES = {
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.router": "ffn_gate_inp",
 }
+_QWEN2_MOE_NAMES = {
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_GLM4_NAMES = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 _LAYER_PREFIX = "model.layers."
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<rest>.*)")
 
@@ -190,6 +197,11 @@ _WINDOW_PATTERN = {"sliding_window_pattern": "attention.sliding_window_pattern"}
 ARCHITECTURES = {
     "llama": _LLAMA,
     "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        names=_LAYER_NAMES | _QWEN2_MOE_NAMES,
+        keys=_KEYS | _EXPERT_KEYS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+    ),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM",
@@ -205,6 +217,8 @@ ARCHITECTURES = {
         finish=_gemma_scale(62),
     ),
     "phi3": Architecture("Phi3ForCausalLM"),
+    "glm4": Architecture("Glm4ForCausalLM", names=_LAYER_NAMES | _GLM4_NAMES),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
     "smollm3": replace(_LLAMA, hf_name="SmolLM3ForCausalLM"),
     "mistral3": replace(
         _LLAMA,

@@ -92,10 +92,7 @@ class GGUFWeights:
     def _blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Kind, torch.Tensor]:
         """Return the kind of a weight, and its bytes [rows, blocks, block_bytes]."""
         info = self._info(name)
-        wanted = (
-            shape if len(shape) < 3 else (shape[0], *shape[2:])
-        )  # of a convolution, each feature by itself
-        if info.shape not in (shape, wanted):
+        if _without_ones(info.shape) != _without_ones(shape):
             stored, _ = self._architecture.tensor(name)
             raise ModelError(
                 f"{stored} in {self._file.path} has shape {list(info.shape)}; its metadata ask for "
@@ -164,6 +161,11 @@ class GGUFWeights:
     def _entry(self, key: str) -> Any:
         metadata = self._file.metadata
         return metadata.get(f"{metadata['general.architecture']}.{key}")
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without sizes of 1: files have fewer of them, as of a convolution's only channel."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _deinterleave(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
