@@ -66,6 +66,16 @@ def test_one_that_is_found_or_left_changes_its_place():
     assert [keep(pool, OTHER[index]) for index in (4, 5)] == [1, 0]
 
 
+def test_one_that_several_sequences_have_used_stays_likely():
+    pool = CheckpointPool(2)
+    keep(pool, LONG[0])
+    keep(pool, LONG[1])
+    for _ in range(2):
+        pool.touch(LONG[0].digest)
+        pool.leave(LONG[0].digest)
+    assert keep(pool, OTHER[5]) == 1
+
+
 def test_a_second_checkpoint_behind_the_same_block_is_free_at_once():
     pool = CheckpointPool(2)
     keep(pool, LONG[3], is_likely=False)

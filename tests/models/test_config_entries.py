@@ -216,6 +216,7 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 REFUSED = {
     "attn_logit_softcapping": ("gemma3",),
     "clip_qkv": ("olmoe",),
+    "hidden_act": ("qwen3_5",),
     "qk_layernorm": ("phi", "stablelm"),
     "swiglu_alpha": ("gpt_oss",),
     "swiglu_limit": ("gpt_oss",),

@@ -33,11 +33,16 @@ class StateSlots:
     interval: int
 
 
+_MANY_USES = 2
+"""Uses from which on a checkpoint is taken for one that several sequences have in common."""
+
+
 class _Kept(NamedTuple):
-    """A checkpoint that can be found, and the key of the block before it."""
+    """A checkpoint that can be found, the key of the block before it, and how many sequences have used it."""
 
     checkpoint: int
     key: BlockKey
+    num_uses: int = 0
 
 
 class CheckpointPool:
@@ -104,11 +109,15 @@ class CheckpointPool:
         """Note that a sequence has gone on behind a block, if there is a checkpoint there."""
         found = self._unlikely.pop(digest, None) or self._likely.pop(digest, None)
         if found is not None:
-            self._likely[digest] = found
+            self._likely[digest] = found._replace(num_uses=found.num_uses + 1)
 
     def leave(self, digest: bytes) -> None:
-        """Note that its sequence has a later checkpoint than the one behind a block, if that is there."""
-        if digest in self._likely:
+        """Note that its sequence has a later checkpoint than the one behind a block, if that is there.
+
+        One that several sequences have used stays as likely as it is.
+        """
+        found = self._likely.get(digest)
+        if found is not None and found.num_uses < _MANY_USES:
             self._unlikely[digest] = self._likely.pop(digest)
 
     def forget_contents(self) -> None:

@@ -65,6 +65,8 @@ def _qwen3_5(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     is_full = [(i + 1) % interval == 0 if types is None else types[i] == "full_attention" for i in layers]
     gated = with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="head", is_gated=True)
     attention, feed_forward = gated.layers[0].parts
+    if feed_forward != replace(feed_forward, activation="silu"):
+        raise ModelError(f"config.json has hidden_act {hf['hidden_act']!r}; linear attention has only silu")
     return replace(
         gated,
         norm_offset=1.0,

@@ -3,8 +3,9 @@
 A running sequence works on the state of its slot. A checkpoint of it can be kept where a step ends behind a
 full block, so chunks are cut there: every `interval` tokens of what a request begins with, behind its last
 full block, and where the prefix cache has blocks of it up to, but no checkpoint: there it forks from another
-sequence. Later tokens come one by one, and the state behind each full block of them takes the place of the
-one before it.
+sequence. Later tokens come one by one, and the state behind each full block of them is kept in place of the
+one before it. A sequence is most likely continued at its end, so only its newest checkpoint is likely to be
+found, and those that others have found, too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SequenceStates:
         num_slots = len(self.running.num_tokens)
         self._end = np.zeros(num_slots, dtype=np.int32)  # of the full blocks that it began with, in tokens
         self._fork = np.zeros(num_slots, dtype=np.int32)  # in tokens; 0: none
-        self._newest: list[bytes] = [b""] * num_slots  # digest before its newest checkpoint behind `_end`
+        self._newest: list[bytes] = [b""] * num_slots  # digest before its newest checkpoint
         self._pending: dict[int, list[_Save]] = {}  # by step
 
     # -- chunks --------------------------------------------------------------------------------------------
@@ -86,10 +87,9 @@ class SequenceStates:
         """Note what a request begins with that has just been admitted to a slot."""
         self._end[slot] = self._end_of(request)
         self._fork[slot] = prefix.num_findable * self.kv.block_size
-        self._newest[slot] = b""
         key = self.kv.key(request.request_id, prefix.num_full - 1) if prefix.checkpoint >= 0 else None
-        if key is not None:
-            self.pool.touch(key.digest)
+        self._newest[slot] = b"" if key is None else key.digest
+        self.pool.touch(self._newest[slot])
 
     def copies(
         self, step: int, restored: list[tuple[int, int]], slots: IntArray, num_computed: IntArray
@@ -138,11 +138,12 @@ class SequenceStates:
             if key is None:
                 self.pool.give_back(checkpoint)
                 continue
-            is_likely = num_tokens >= self._end[slot] or num_tokens == self._fork[slot]
-            self.pool.keep(checkpoint, key, is_likely=bool(is_likely))
-            if num_tokens > self._end[slot]:
+            goes_on = bool(num_tokens >= self._end[slot])
+            if goes_on:
                 self.pool.leave(self._newest[slot])
                 self._newest[slot] = key.digest
+            is_likely = goes_on or num_tokens == self._fork[slot]
+            self.pool.keep(checkpoint, key, is_likely=is_likely)
 
     def void(self, step: int) -> None:
         """Take back the checkpoints of a step that may not have been computed."""
