@@ -209,6 +209,8 @@ OTHER = {
     "topk_group": 1,
     "moe_norm_min": 1e-9,
     "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 14,
+    "kv_lora_rank": 26,
     "mlp_layer_types": ["sparse", "dense", "sparse"],
 }
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
