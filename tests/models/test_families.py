@@ -92,6 +92,18 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}},
     ),
     (
+        "hunyuan-yarn",
+        "hunyuan_v1_dense",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    (
         "phimoe-longrope",
         "phimoe",
         {

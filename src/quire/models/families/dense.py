@@ -47,16 +47,13 @@ def _hunyuan(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _hunyuan_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, ...]:
-    """Return frequencies whose base is stretched by a fixed `alpha`, if there is one: the type says dynamic.
-
-    Norms after the rotation undo a factor on cosines and sines.
-    """
+    """Return frequencies whose base a fixed `alpha` stretches, if there is one beside the type dynamic."""
     values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     alpha, theta = values.get("alpha"), values.get("rope_theta") or hf["rope_theta"]
     if alpha and "dynamic" in (values.get("rope_type"), values.get("type")):
         stretched = {"rope_theta": theta * alpha ** (head_dim / (head_dim - 2))}
         hf = ChainMap({"rope_scaling": stretched}, hf)  # type: ignore[arg-type]
-    return (replace(read_rope(hf, head_dim), attention_factor=1.0),)
+    return (read_rope(hf, head_dim),)
 
 
 def _stablelm(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -133,7 +130,19 @@ FAMILIES: dict[str, Family] = {
     "apertus": Family(
         _apertus,
         NAMES | {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
-        {"rms_norm_eps": 1e-5, "hidden_act": "xielu", "rope_theta": 1.2e7},
+        {
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "xielu",
+            "rope_theta": 1.2e7,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1.2e7,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
         architectures=("ApertusForCausalLM",),
     ),
 }

@@ -229,10 +229,12 @@ class Attention(SubLayer):
         self._q_norm, self._k_norm = loader.norm("q_norm"), loader.norm("k_norm")
         self._query_factors: torch.Tensor | None = None
         if whole.qk_norm == "rotated_head":
-            # A rotation keeps the mean square; weights after it are factors, and queries take those of keys.
+            # A rotation keeps the mean square, but for its factor; weights after it are factors, and queries
+            # take those of keys.
             assert self._q_norm is not None
             assert self._k_norm is not None
-            self._query_factors = self._q_norm * self._k_norm
+            scale = 1.0 if whole.rope is None else whole.rope.attention_factor
+            self._query_factors = self._q_norm * self._k_norm / scale**2
             self._q_norm = self._k_norm = self._q_norm.new_ones(config.head_dim)
         self._sinks = loader.tensor("sinks")
         if whole.qk_norm == "full" and loader.parallel is not None:
