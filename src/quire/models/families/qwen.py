@@ -11,6 +11,7 @@ from quire.models.families.family import NAMES, Family, layer_windows, with_atte
 from quire.models.layer import LayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.delta_net import DeltaNetConfig
+from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig, partial_ropes
 
 _QWEN_DEFAULTS: dict[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -65,7 +66,7 @@ def _qwen3_5(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     is_full = [(i + 1) % interval == 0 if types is None else types[i] == "full_attention" for i in layers]
     gated = with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="head", is_gated=True)
     attention, feed_forward = gated.layers[0].parts
-    if feed_forward != replace(feed_forward, activation="silu"):
+    if isinstance(feed_forward, FeedForwardConfig) and feed_forward.activation != "silu":
         raise ModelError(f"config.json has hidden_act {hf['hidden_act']!r}; linear attention has only silu")
     return replace(
         gated,
