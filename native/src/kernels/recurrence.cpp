@@ -62,7 +62,7 @@ void convolve(const ConvCall& call, ThreadPool& pool) {
 
 constexpr int64_t kColumnsPerTask = 32;  // of a head's values: their memory stays in the first cache
 constexpr int kVectors = kColumnsPerTask / kLanes;
-constexpr int kPartialSums = 4;
+constexpr int kPartialSums = 2;
 
 // Writes numbers as floats, divided by their length and times `scale`.
 template <class T>
@@ -89,21 +89,21 @@ struct Columns {
   QUIRE_INLINE void recall(const float* vector, int64_t count, f32x16 (&result)[kVectors]) const {
     f32x16 sums[kPartialSums][kVectors] = {};
     for (int64_t row = 0; row < count; row += kPartialSums) {
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int part = 0; part < kPartialSums; ++part) {
         const f32x16 factor = splat(vector[row + part]);
 #pragma GCC unroll 2
         for (int i = 0; i < kVectors; ++i) sums[part][i] += factor * load(memory[row + part] + i * kLanes);
       }
     }
-    for (int i = 0; i < kVectors; ++i) result[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+    for (int i = 0; i < kVectors; ++i) result[i] = sums[0][i] + sums[1][i];
   }
 
   // Lets the memory decay, adds what is to be written at the key, and returns what the query recalls.
   QUIRE_INLINE void update(float decay, const f32x16 (&written)[kVectors], int64_t count, f32x16 (&result)[kVectors]) {
     f32x16 sums[kPartialSums][kVectors] = {};
     for (int64_t row = 0; row < count; row += kPartialSums) {
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int part = 0; part < kPartialSums; ++part) {
         float* place = memory[row + part];
         const f32x16 key_factor = splat(key[row + part]), query_factor = splat(query[row + part]);
@@ -115,7 +115,7 @@ struct Columns {
         }
       }
     }
-    for (int i = 0; i < kVectors; ++i) result[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+    for (int i = 0; i < kVectors; ++i) result[i] = sums[0][i] + sums[1][i];
   }
 };
 
