@@ -353,7 +353,7 @@ async def test_clients_of_the_router_send_no_tokens(routed, publishers):
     http, router = await routed(
         prefill=[prefill],
         decode=[decode],
-        tokenizer="mini",
+        tokenizer=("mini",),
         tokenize_timeout=PATIENCE,
         kv_transfer="sequential",
     )

@@ -86,6 +86,8 @@ ROWS: dict[str, list[str]] = {
         "dynamic_split_fuse",
         "max_num_seqs",
         "enable_prefix_caching",
+        "num_linear_attention_blocks",
+        "cache_interval_multiplier",
         "use_cache_eviction",
         "cache_eviction_config",
         "use_sparse_attention",

@@ -13,7 +13,9 @@ from faulty_connector import FaultyConnector
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
 from quire.engine.memory.byte_sizes import GB
 from quire.engine.memory.plan import plan_memory
+from quire.engine.memory.state_sizes import StateSizes
 from quire.errors import ConfigError, InvalidRequestError, QueueFullError
+from quire.kv.cache.state_layout import StateLayout
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
 from quire.status import FinishReason
@@ -47,6 +49,8 @@ DEFAULTS = {
     "closed_json_objects": True,
     "max_grammar_time_per_token": 0.002,
     "max_grammar_cache_bytes": 67_108_864,
+    "num_linear_attention_blocks": 0,
+    "cache_interval_multiplier": None,
     "use_cache_eviction": False,
     "cache_eviction_config": CacheEvictionConfig(),
     "use_sparse_attention": False,
@@ -63,6 +67,7 @@ OTHERS = {
     "sparse_attention_config": SparseAttentionConfig(mode="xattention"), "max_pin_time": 7.0,
     "max_pinned_share": 0.7, "max_pinned_share_per_tenant": 0.3, "max_grammar_time_per_token": 7.0,
     "max_grammar_cache_bytes": 7, "closed_json_objects": False,
+    "num_linear_attention_blocks": 7, "cache_interval_multiplier": 7,
 }  # fmt: skip
 
 
@@ -247,6 +252,26 @@ def test_without_split_fuse_long_prompts_are_errors_and_steps_are_of_one_kind():
     assert scene.step() == {"a": 1, "b": 1}
     scene.finish()
     scene.check_naive()
+
+
+@row("num_linear_attention_blocks")
+def test_states_beyond_those_of_running_sequences_are_kept_for_the_prefix_cache():
+    layout = StateLayout((), bytes_per_state=64)
+    scheduler = SchedulerConfig(max_num_seqs=4, num_linear_attention_blocks=9)
+    assert StateSizes.of(scheduler, layout, free_bytes=0).num_checkpoints == 5
+    with pytest.raises(ConfigError, match="num_linear_attention_blocks is 9"):
+        StateSizes.of(dataclasses.replace(scheduler, max_num_seqs=10), layout, free_bytes=10**9)
+
+
+@row("cache_interval_multiplier")
+@pytest.mark.parametrize(
+    ("multiplier", "bytes_of_a_state", "blocks"),
+    [(3, 64, 3), (None, 64, 8), (None, 1999, 20), (None, 10**6, 256)],
+)
+def test_states_are_kept_an_interval_apart(multiplier, bytes_of_a_state, blocks):
+    states = StateSizes(StateLayout((), bytes_of_a_state), num_slots=4, num_checkpoints=4)
+    scheduler = SchedulerConfig(block_size=16, cache_interval_multiplier=multiplier)
+    assert states.for_scheduler(scheduler, kv_bytes_per_block=100).interval == 16 * blocks
 
 
 @row("use_cache_eviction", "cache_eviction_config")

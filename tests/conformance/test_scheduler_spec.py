@@ -378,7 +378,7 @@ class Another(Scheduler):
 @pytest.mark.parametrize("scheduler_cls", [Another, f"{__name__}.Another"], ids=["class", "dotted name"])
 def test_another_scheduler_can_be_plugged_in(scheduler_cls):
     size = {"scheduler": SchedulerConfig(num_kv_blocks=8)}
-    plan = SimpleNamespace(num_blocks=8, max_model_len=32, kv_caches=(None,), windows=())
+    plan = SimpleNamespace(num_blocks=8, max_model_len=32, kv_caches=(None,), windows=(), states=None)
     other = build_scheduler(EngineConfig(scheduler_cls=scheduler_cls, **size), plan, SchedulerContext())
     assert type(other) is Another
     assert type(build_scheduler(EngineConfig(**size), plan, SchedulerContext())) is Scheduler

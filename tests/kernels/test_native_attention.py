@@ -292,7 +292,7 @@ def test_large_scores_do_not_overflow(instruction_set: str) -> None:
 
 
 def test_other_heads_go_to_the_reference() -> None:
-    for head_dim in (24, 272):
+    for head_dim in (24, 592):
         sequences = Sequences.random([70, 3], 4, 2, head_dim)
         expected = run_paged(sequences, kernel=ReferenceKernels().paged_attention)
         assert_equal_bits(run_paged(sequences, kernel=paged_attention), expected, head_dim)

@@ -370,7 +370,7 @@ def test_an_old_config_has_the_decoder_beside_vision(caplog: pytest.LogCaptureFi
     ("changes", "error", "message"),
     [
         ({"text_config": ["x"]}, ModelError, "text_config .* must be an object"),
-        ({"text_config": {"model_type": "phi"}}, UnknownArchitectureError, "type 'phi'; Quire knows .*Llama"),
+        ({"text_config": {"model_type": "mpt"}}, UnknownArchitectureError, "type 'mpt'; Quire knows .*Llama"),
         ({"text_config": {"model_type": ["x"]}}, UnknownArchitectureError, r"type \['x'\]"),
         ({"text_config": {"hidden_size": "8"}}, ModelError, "hidden_size '8'"),
         ({"architectures": ["Florence2ForConditionalGeneration"]}, UnknownArchitectureError, "Florence2"),

@@ -36,6 +36,7 @@ class FakeTokenizer:
     special_token_ids = frozenset(SPECIAL_TEXT)
     vocab_size = VOCAB_SIZE
     fingerprint = "characters"
+    digest = "digest of characters"
     chat_template_source = None
 
     @property

@@ -214,4 +214,5 @@ async def test_a_router_can_ask_what_the_engine_is(http, llm):
     assert (await http.get("/engine")).json() == {**described, "kv_transfer": address, "kv_events": None}
     llm.info.kv_transfer_address, llm.info.kv_events_ports = None, (7001, 7002)
     source = {"port": 7001, "replay_port": 7002, "tokenizer": llm.tokenizer.fingerprint}
+    source["prompts"] = llm.tokenizer.digest
     assert (await http.get("/engine")).json() == {**described, "kv_transfer": None, "kv_events": source}
