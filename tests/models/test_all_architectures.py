@@ -13,6 +13,10 @@ from quire.models.families.reading import model_config
 from quire.models.families.wrappers import WRAPPERS
 
 WITHOUT_DEFAULTS = {"gemma4_assistant"}  # its class takes no config that says nothing
+MISSING = {  # entries whose defaults make no model that runs
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "glm4_moe": {"head_dim": 128},
+}
 
 
 def _model_types() -> list[tuple[str, str]]:
@@ -44,7 +48,10 @@ def test_the_config_of_a_class_is_read_or_refused_by_the_name_of_its_architectur
 
     for model_type, architecture in _model_types():
         saved = AutoConfig.for_model(model_type).to_json_string(use_diff=False)
-        refusal = _refusal(json.loads(saved) | {"architectures": [architecture]})
+        values = json.loads(saved) | MISSING.get(model_type, {})
+        if architecture in ARCHITECTURES and "text_config" in values:
+            continue  # a decoder's checkpoints have the config of the decoder, which comes under its own type
+        refusal = _refusal(values | {"architectures": [architecture]})
         if architecture in ARCHITECTURES or architecture in WRAPPERS:
             assert not refusal, model_type
         else:
