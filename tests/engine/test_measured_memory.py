@@ -246,7 +246,7 @@ def test_memory_that_others_take_meanwhile_is_told_with_the_knobs(
         (0, r"no KV block of .* and activations 2\.9 GB; raise EngineConfig\.hbm_utilization, or lower"),
         (
             600,
-            r"num_kv_blocks asks for .*, but weights and activations leave .* largest that fits",
+            r"num_kv_blocks asks for .*, but the weights and activations leave .* largest that fits",
         ),
     ],
 )

@@ -162,6 +162,7 @@ def test_other_ranks_are_told_all_of_a_step():
         "others",  # its arrays are in those of the first group
         "plans",
         "sizes",
+        "states",  # models with them are refused
         "step_arrays",
     }
 

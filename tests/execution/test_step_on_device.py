@@ -32,6 +32,8 @@ from quire.sampling_params import SamplingParams
 
 COPIES_OF_A_FORWARD_PASS = 3  # positions, and by the kernels the blocks and offsets of tokens
 
+WITH_STATES = ("lfm2", "qwen3_5")  # refused on a device
+
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -66,7 +68,7 @@ def forward(model: Decoder, cache: PagedAttentionCache, computed: list[int], cou
 @pytest.mark.formats
 @pytest.mark.first_case
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITH_STATES])
 def test_a_forward_pass_stays_on_its_device(load: Any, family: str, dtype: str, tmp_path: Path) -> None:
     model = load(make_checkpoint(family, tmp_path))
     cache = cache_of(model, dtype)
