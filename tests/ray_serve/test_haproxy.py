@@ -100,7 +100,8 @@ def test_events_come_one_by_one_and_a_client_may_leave(urls: tuple[str, str]) ->
         assert 'role="both"} 1.0' in in_flight(ingress)
     while 'role="both"} 0.0' not in in_flight(ingress):
         pass
-    assert 'quire_route_answers_total{status="499"} 1.0' in httpx.get(f"{ingress}/metrics").text
+    while 'quire_route_answers_total{status="499"} 1.0' not in httpx.get(f"{ingress}/metrics").text:
+        pass
 
 
 def in_flight(ingress: str) -> str:

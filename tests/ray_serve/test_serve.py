@@ -223,7 +223,7 @@ def test_a_client_that_leaves_frees_the_engine(engines: str) -> None:
     wait_until(
         lambda: not any(stats["num_running"] for stats in handle.broadcast("record_routing_stats").results())
     )
-    assert 'quire_route_answers_total{status="499"}' in httpx.get(f"{engines}/metrics").text
+    wait_until(lambda: 'quire_route_answers_total{status="499"}' in httpx.get(f"{engines}/metrics").text)
 
 
 def test_clients_do_not_change_engines(engines: str) -> None:
