@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from quire.kernels.layers.activations import sigmoid
 from quire.kernels.layers.weights import Weight
 
 CLAMPED_SWIGLU = "clamped_swiglu"
@@ -83,7 +84,7 @@ def choose_experts(scores: torch.Tensor, mixture: Mixture) -> tuple[torch.Tensor
     if mixture.scoring == "sparsemixer":
         return _sparsemixer(scores, k, mixture.jitter)
     if mixture.scoring == "sigmoid":
-        likely = torch.exp(-scores).add_(1.0).reciprocal_()
+        likely = sigmoid(scores)
     else:
         likely = (scores - scores.amax(-1, keepdim=True)).exp()
     if mixture.is_plain:
