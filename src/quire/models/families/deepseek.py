@@ -9,7 +9,7 @@ from typing import Any
 from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
 from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, warn_once
-from quire.models.families.family import NAMES, Family, with_experts
+from quire.models.families.family import NAMES, Family, with_corrected_experts, with_routed_experts
 from quire.models.layer import LayerConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.latent_attention import LatentAttentionConfig
@@ -53,32 +53,12 @@ def _with_latents(hf: HFConfig, base: ModelConfig, *, is_interleaved: bool) -> M
     return replace(base, layers=tuple(layers))
 
 
-def _with_routed_experts(
-    hf: HFConfig, base: ModelConfig, has_experts: list[bool], scoring: str, **fields: Any
-) -> ModelConfig:
-    """Give layers experts, of which some compute all tokens.
-
-    What files have of layers after the last, which predict further tokens, is passed over.
-    """
+def _check_scoring(hf: HFConfig, scoring: str) -> None:
     if hf.get("scoring_func", scoring) != scoring or hf.get("moe_layer_freq", 1) != 1:
         raise ModelError(
             f"config.json has scoring_func {hf.get('scoring_func')!r} and moe_layer_freq "
             f"{hf.get('moe_layer_freq')}; this architecture has {scoring!r} and 1"
         )
-    config = with_experts(
-        base,
-        has_experts,
-        shared_inner_size=hf["moe_intermediate_size"] * hf["n_shared_experts"],
-        num_experts=hf["n_routed_experts"],
-        experts_per_token=hf["num_experts_per_tok"],
-        inner_size=hf["moe_intermediate_size"],
-        scale=float(hf["routed_scaling_factor"]),
-        scoring=scoring,
-        **fields,
-    )
-    further = max(hf.get("num_nextn_predict_layers", 0), hf.get("num_mtp_layers", 0))
-    ignored = (f"model.layers.{base.num_layers + number}." for number in range(further))
-    return replace(config, ignored_prefixes=tuple(ignored))
 
 
 def _deepseek2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -92,7 +72,8 @@ def _deepseek2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     groups = {"num_groups": hf["n_group"], "groups_per_token": hf["topk_group"]} if method != "greedy" else {}
     has_experts = [layer >= hf["first_k_dense_replace"] for layer in range(base.num_layers)]
     config = _with_latents(hf, base, is_interleaved=True)
-    return _with_routed_experts(hf, config, has_experts, "softmax", **groups)
+    _check_scoring(hf, "softmax")
+    return with_routed_experts(hf, config, has_experts, **groups)
 
 
 def _deepseek3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -110,16 +91,9 @@ def _glm4_lite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _like_deepseek3(hf: HFConfig, base: ModelConfig, has_experts: list[bool]) -> ModelConfig:
-    return _with_routed_experts(
-        hf,
-        _with_latents(hf, base, is_interleaved=bool(hf.get("rope_interleave", True))),
-        has_experts,
-        "sigmoid",
-        normalize=bool(hf["norm_topk_prob"]),
-        num_groups=hf["n_group"],
-        groups_per_token=hf["topk_group"],
-        correction=(hf["n_routed_experts"],),
-    )
+    config = _with_latents(hf, base, is_interleaved=bool(hf.get("rope_interleave", True)))
+    _check_scoring(hf, "sigmoid")
+    return with_corrected_experts(hf, config, has_experts)
 
 
 def _minicpm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:

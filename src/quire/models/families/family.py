@@ -155,13 +155,13 @@ def with_experts(
         has_experts: of each layer.
         shared_inner_size: of an expert beside them that computes all tokens; 0: there is none.
         shared_gate: that one has an output gate.
-        fields: of `ExpertsConfig`.
+        fields: of `ExpertsConfig`; its activation is that of the feed-forward layer if they do not say it.
     """
 
     def changed(layer: LayerConfig) -> LayerConfig:
         attention, dense = layer.parts
         assert isinstance(dense, FeedForwardConfig)
-        experts = ExpertsConfig(activation=dense.activation, **fields)
+        experts = ExpertsConfig(**{"activation": dense.activation, **fields})
         if not shared_inner_size:
             return LayerConfig((attention, experts))
         shared = replace(
@@ -176,6 +176,42 @@ def with_experts(
 
     layers = zip(base.layers, has_experts, strict=True)
     return replace(base, layers=tuple(changed(layer) if has else layer for layer, has in layers))
+
+
+def with_routed_experts(
+    hf: HFConfig, base: ModelConfig, has_experts: list[bool], **fields: Any
+) -> ModelConfig:
+    """Give layers experts as DeepSeek and GLM name them, of which some compute all tokens.
+
+    What files have of layers after the last, which predict further tokens, is passed over.
+    """
+    config = with_experts(
+        base,
+        has_experts,
+        shared_inner_size=hf["moe_intermediate_size"] * hf["n_shared_experts"],
+        num_experts=hf["n_routed_experts"],
+        experts_per_token=hf["num_experts_per_tok"],
+        inner_size=hf["moe_intermediate_size"],
+        scale=float(hf["routed_scaling_factor"]),
+        **fields,
+    )
+    further = max(hf.get("num_nextn_predict_layers", 0), hf.get("num_mtp_layers", 0))
+    ignored = (f"model.layers.{base.num_layers + number}." for number in range(further))
+    return replace(config, ignored_prefixes=tuple(ignored))
+
+
+def with_corrected_experts(hf: HFConfig, base: ModelConfig, has_experts: list[bool]) -> ModelConfig:
+    """Give layers experts of groups that are chosen by corrected sigmoids (DeepSeek-V3, 2024)."""
+    return with_routed_experts(
+        hf,
+        base,
+        has_experts,
+        scoring="sigmoid",
+        normalize=bool(hf["norm_topk_prob"]),
+        num_groups=hf["n_group"],
+        groups_per_token=hf["topk_group"],
+        correction=(hf["n_routed_experts"],),
+    )
 
 
 def with_two_ropes(base: ModelConfig, windows: list[int], two: tuple[RopeConfig, RopeConfig]) -> ModelConfig:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from quire.models.config import ModelConfig
-from quire.models.families.family import NAMES, Family, with_experts
+from quire.models.families.family import NAMES, Family, with_corrected_experts
 from quire.models.layer import SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.ropes import HFConfig, partial_ropes
@@ -34,29 +33,14 @@ def _glm4(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _glm4_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    """GLM-4.5: the first layers are dense, and layers after the last predict further tokens."""
-    num_layers, num_dense = base.num_layers, hf.get("first_k_dense_replace", 1)
-    experts = hf["n_routed_experts"]
-    config = with_experts(
-        base.changed(
-            AttentionConfig,
-            qkv_bias=bool(hf.get("attention_bias", False)),
-            qk_norm="head" if hf.get("use_qk_norm", False) else "",
-        ),
-        [layer >= num_dense for layer in range(num_layers)],
-        shared_inner_size=hf["moe_intermediate_size"] * hf.get("n_shared_experts", 1),
-        num_experts=experts,
-        experts_per_token=hf.get("num_experts_per_tok", 8),
-        inner_size=hf["moe_intermediate_size"],
-        normalize=bool(hf.get("norm_topk_prob", True)),
-        scoring="sigmoid",
-        num_groups=hf.get("n_group", 1),
-        groups_per_token=hf.get("topk_group", 1),
-        scale=float(hf.get("routed_scaling_factor", 1.0)),
-        correction=(experts,),
+    """GLM-4.5: the first layers are dense."""
+    config = base.changed(
+        AttentionConfig,
+        qkv_bias=bool(hf.get("attention_bias", False)),
+        qk_norm="head" if hf.get("use_qk_norm", False) else "",
     )
-    further = max(hf.get("num_nextn_predict_layers", 0), hf.get("num_mtp_layers", 0))
-    return replace(config, ignored_prefixes=tuple(f"model.layers.{num_layers + i}." for i in range(further)))
+    has_experts = [layer >= hf["first_k_dense_replace"] for layer in range(base.num_layers)]
+    return with_corrected_experts(hf, config, has_experts)
 
 
 FAMILIES: dict[str, Family] = {
@@ -74,6 +58,13 @@ FAMILIES: dict[str, Family] = {
             "num_mtp_layers": 1,
             "n_routed_experts": 128,
             "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
         },
         architectures=("Glm4MoeForCausalLM",),
         ropes=partial_ropes,

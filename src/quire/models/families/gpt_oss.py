@@ -6,7 +6,6 @@ from quire.errors import ModelError
 from quire.models.config import ModelConfig
 from quire.models.families.family import NAMES, Family, layer_windows, with_attention_biases, with_experts
 from quire.models.layers.attention import AttentionConfig
-from quire.models.layers.experts import ExpertsConfig
 from quire.models.ropes import HFConfig
 
 _SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
@@ -20,7 +19,7 @@ def _gpt_oss(hf: HFConfig, base: ModelConfig) -> ModelConfig:
             raise ModelError(f"config.json has {name} {hf[name]!r:.100}; only {known} is computed")
     windows = layer_windows(hf, lambda layer: layer % 2 == 0)
     attention = with_attention_biases(hf, base).changed(AttentionConfig, window=windows, has_sinks=True)
-    config = with_experts(
+    return with_experts(
         attention,
         [True] * base.num_layers,
         num_experts=hf["num_local_experts"],
@@ -28,8 +27,8 @@ def _gpt_oss(hf: HFConfig, base: ModelConfig) -> ModelConfig:
         inner_size=hf["intermediate_size"],
         normalize=True,
         bias=True,
+        activation="clamped_swiglu",
     )
-    return config.changed(ExpertsConfig, activation="clamped_swiglu")
 
 
 FAMILIES: dict[str, Family] = {
