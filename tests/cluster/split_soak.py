@@ -172,6 +172,8 @@ class EnginesUnderFaults:
     def _is_all_up(self) -> bool:
         try:
             metrics = self._metrics(ROUTER)
+            for name in self._roles:
+                self._metrics(name)  # the router may not have noticed the fault yet
         except (OSError, http.client.HTTPException):
             return False
         up = [value for key, value in metrics.items() if key.startswith("quire_route_engine_up")]
@@ -263,7 +265,7 @@ def soak(roles: dict[str, str], num_clients: int, num_faults: int, seed: int) ->
             split.begin()
             for number in range(num_faults):
                 kind, name = rng.choice(KINDS), rng.choice(list(roles))
-                print(f"{number}: {kind} {name}; so far {split.clients.counts['right']} right", flush=True)
+                print(f"{number}: {kind} {name}; so far {split.clients.counts['right']} right, {split.clients.counts['error']} errors", flush=True)
                 time.sleep(rng.uniform(0.1, 1.0))
                 split.strike(kind, name)
                 kinds[kind] += 1
