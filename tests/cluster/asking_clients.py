@@ -74,6 +74,10 @@ class Clients:
             if thread.ident is not None:
                 thread.join()
 
+    def so_far(self) -> str:
+        """Return how many answers have been right, and how many were errors."""
+        return f"{self.counts['right']} right, {self.counts['error']} errors"
+
     def report(self) -> str:
         """Return what they have got."""
         rows = [

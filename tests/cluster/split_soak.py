@@ -265,7 +265,7 @@ def soak(roles: dict[str, str], num_clients: int, num_faults: int, seed: int) ->
             split.begin()
             for number in range(num_faults):
                 kind, name = rng.choice(KINDS), rng.choice(list(roles))
-                print(f"{number}: {kind} {name}; so far {split.clients.counts['right']} right, {split.clients.counts['error']} errors", flush=True)
+                print(f"{number}: {kind} {name}; so far {split.clients.so_far()}", flush=True)
                 time.sleep(rng.uniform(0.1, 1.0))
                 split.strike(kind, name)
                 kinds[kind] += 1

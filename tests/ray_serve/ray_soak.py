@@ -155,7 +155,7 @@ def soak(num_clients: int, num_faults: int, seed: int) -> None:
             clients.begin()
             for number in range(num_faults):
                 kind = rng.choice(KINDS)
-                print(f"{number}: {kind}; so far {clients.counts['right']} right, {clients.counts['error']} errors", flush=True)
+                print(f"{number}: {kind}; so far {clients.so_far()}", flush=True)
                 time.sleep(rng.uniform(0.1, 1.0))
                 cluster.strike(kind, rng)
                 kinds[kind] += 1
