@@ -170,6 +170,8 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
         ("LlamaForCausalLM", {"rope_scaling": {"type": "linear"}}, "without factor, which it needs"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping"),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "longrope only"),
+        ("FalconForCausalLM", {"alibi": True}, "alibi true"),
+        ("FalconForCausalLM", {"num_ln_in_parallel_attn": 2}, "which make no Falcon"),
         ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
     ],
 )
@@ -184,8 +186,11 @@ def test_what_changes_numbers_and_is_not_computed_is_refused(
 OTHER = {
     "hidden_act": "gelu",
     "hidden_activation": "gelu",
+    "activation": "relu2",
     "head_dim": 20,
     "num_key_value_heads": 1,
+    "num_kv_heads": 2,
+    "num_ln_in_parallel_attn": 1,
     "sliding_window": 7,
     "use_sliding_window": True,
     "max_window_layers": 1,
@@ -216,6 +221,8 @@ OTHER = {
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 # Refused unless they say what is usual; the architectures for which they are read.
 REFUSED = {
+    "alibi": ("falcon",),
+    "parallel_attn": ("falcon",),
     "attn_logit_softcapping": ("gemma3",),
     "clip_qkv": ("olmoe",),
     "hidden_act": ("qwen3_5",),

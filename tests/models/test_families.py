@@ -84,6 +84,13 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2},
     ),
     ("gpt_neox-in-turn", "gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    ("falcon-heads", "falcon", {"multi_query": False, "bias": True, "parallel_attn": False}),
+    ("falcon-groups", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    (
+        "falcon-one-norm",
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
     ("stablelm-parallel", "stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     ("exaone4-no-windows", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 5}),
     (

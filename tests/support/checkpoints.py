@@ -233,6 +233,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOssConfig", {"head_dim": 24}),
     "exaone4": ("Exaone4Config", {"sliding_window": 12, "num_hidden_layers": 5}),
     "gpt_neox": ("GPTNeoXConfig", {"num_attention_heads": 4, "rope_parameters": _PARTIAL}),
+    "falcon": ("FalconConfig", {}),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", {"head_dim": 24}),
     "stablelm": ("StableLmConfig", {"rope_parameters": _PARTIAL}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 13, "tie_word_embeddings": True}),

@@ -12,8 +12,10 @@ from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS
 if TYPE_CHECKING:
     import torch
 
-_BODY = "model."
-_PARTS_OF_BODY = ("embed_tokens.", "layers.", "norm.")
+_PARTS_OF_BODY = {
+    "model.": ("embed_tokens.", "layers.", "norm."),
+    "transformer.": ("word_embeddings.", "wte.", "wpe.", "h.", "ln_f."),
+}
 _DECODER = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
 _OTHER_PART = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline|audio_tower)\b"
@@ -131,9 +133,10 @@ def published_name(stored: str) -> str:
     stored = _DECODER.sub("", stored, count=1) if _DECODER.match(stored) else stored
     if found := _QUANT_STATE.search(stored):
         stored = f"{stored[: found.start()]}.weight_{found[1].replace('.', '_')}"
-    if stored.startswith(_PARTS_OF_BODY):
-        return _BODY + stored
-    return stored.removeprefix(_BODY) if stored.startswith(f"{_BODY}lm_head.") else stored
+    for body, parts in _PARTS_OF_BODY.items():
+        if stored.startswith(parts):
+            return body + stored
+    return stored.removeprefix("model.") if stored.startswith("model.lm_head.") else stored
 
 
 def is_of_other_part(stored: str) -> bool:

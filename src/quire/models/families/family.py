@@ -52,8 +52,8 @@ class Family:
     where that differs from its own `weight_names`, to a sub-layer; these end before ".weight" or ".bias".
     `defaults` count where config.json lacks an entry, `architectures` are its names there, `activation` and
     `norm_eps` the entries with the activation and what norms add, `model_type` stands in config.json if it is
-    not the family's name, `layer_types` are those that it may name, and `ropes` reads the sets of rotary
-    frequencies for a head size.
+    not the family's name, `layer_types` are those that it may name, `ropes` reads the sets of rotary
+    frequencies for a head size, and `aliases` has what the usual entries are called by names of its own.
     """
 
     specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
@@ -65,6 +65,20 @@ class Family:
     model_type: str = ""
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def usual_entries(self, values: HFConfig) -> HFConfig:
+        """Return a config's entries by their usual names; those by an alias come first.
+
+        Where `intermediate_size` has another name and is not there, it is four times `hidden_size`.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        entries = {name: value for name, value in given.items() if name not in self.aliases}
+        entries |= {self.aliases[name]: value for name, value in given.items() if name in self.aliases}
+        hidden_size = entries.get("hidden_size")
+        if "intermediate_size" in self.aliases.values() and isinstance(hidden_size, int):
+            entries.setdefault("intermediate_size", 4 * hidden_size)
+        return entries
 
 
 def common(hf: HFConfig, architecture: str, family_name: str, family: Family) -> ModelConfig:

@@ -1,17 +1,21 @@
-"""GPT-NeoX and Pythia: attention and feed-forward layer side by side, each behind a layer norm of its own."""
+"""GPT-NeoX with Pythia, and Falcon: attention and feed-forward layer side by side, behind layer norms."""
 
 from __future__ import annotations
 
 from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
-from quire.models.families.family import Family
+from quire.models.config_entries import warn_once
+from quire.models.families.family import Family, with_parallel_blocks
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig, partial_ropes
 
-_NAMES = {
+_NEOX_NAMES = {
     "embedding": "gpt_neox.embed_in.weight",
     "norm": "gpt_neox.final_layer_norm.weight",
     "output": "embed_out.weight",
@@ -37,18 +41,87 @@ def _neox(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return replace(config, norm_kind="layer")
 
 
-def _ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, ...]:
+def _neox_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, ...]:
     beside = {"rope_theta": hf["rotary_emb_base"], "partial_rotary_factor": hf["rotary_pct"]}
     return partial_ropes(ChainMap(beside, hf), head_dim)  # type: ignore[arg-type]
 
 
+_TWO_NORMS = "falcon_two_norms"
+_FALCON_NAMES = {
+    "embedding": "transformer.word_embeddings.weight",
+    "norm": "transformer.ln_f.weight",
+    "output": "lm_head.weight",
+    "layer": "transformer.h.{}.",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "qkv": "self_attention.query_key_value",
+    "o": "self_attention.dense",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
+_FALCON_ALIASES = {"n_embed": "hidden_size", "ffn_hidden_size": "intermediate_size"}
+_FALCON_DEFAULTS: Mapping[str, Any] = {
+    "activation": "gelu",
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+
+
+def _falcon(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    if hf.get("alibi"):
+        raise ModelError(
+            "config.json has alibi true; attention with linear biases is not supported in Falcon"
+        )
+    heads, is_new = hf["num_attention_heads"], bool(hf.get("new_decoder_architecture"))
+    shared = 1 if hf.get("multi_query", True) else heads
+    kv_heads = hf.get("num_kv_heads", heads)
+    if not is_new and kv_heads not in (shared, heads):
+        warn_once(f"config.json has num_kv_heads {kv_heads}, which has no effect in old Falcon models")
+    bias, is_parallel = bool(hf.get("bias")), bool(hf.get("parallel_attn", True))
+    num_norms = hf.get("num_ln_in_parallel_attn", 2 if is_new else 1)
+    if (num_norms == 2 and not is_new) or (is_new and not is_parallel):
+        raise ModelError(
+            f"config.json has num_ln_in_parallel_attn {num_norms} and parallel_attn {is_parallel} beside "
+            f"new_decoder_architecture {is_new}, which make no Falcon"
+        )
+    config = base.changed(
+        AttentionConfig,
+        num_kv_heads=kv_heads if is_new else shared,
+        qkv_bias=bias,
+        output_bias=bias,
+        is_fused_by_group=True,
+    ).changed(FeedForwardConfig, gated=False, bias=bias)
+    if num_norms == 2:
+        config = replace(config.changed(FeedForwardConfig, is_parallel=True), family=_TWO_NORMS)
+    elif is_parallel:
+        config = with_parallel_blocks(config)
+    return replace(config, norm_kind="layer")
+
+
+_FALCON = Family(
+    _falcon,
+    _FALCON_NAMES,
+    _FALCON_DEFAULTS,
+    architectures=("FalconForCausalLM",),
+    activation="activation",
+    norm_eps="layer_norm_epsilon",
+    aliases=_FALCON_ALIASES,
+)
+
 FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(
         _neox,
-        _NAMES,
+        _NEOX_NAMES,
         {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rotary_emb_base": 1e4, "rotary_pct": 0.25},
         architectures=("GPTNeoXForCausalLM",),
         norm_eps="layer_norm_eps",
-        ropes=_ropes,
+        ropes=_neox_ropes,
+    ),
+    "falcon": _FALCON,
+    _TWO_NORMS: replace(
+        _FALCON,
+        weight_names=_FALCON_NAMES | {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"},
+        architectures=(),
     ),
 }
