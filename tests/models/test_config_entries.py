@@ -31,6 +31,10 @@ GIVEN |= {
     "num_local_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
+    "n_positions",
+    "n_embd",
+    "n_layer",
+    "n_head",
 }
 
 
@@ -172,6 +176,7 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "longrope only"),
         ("FalconForCausalLM", {"alibi": True}, "alibi true"),
         ("FalconForCausalLM", {"num_ln_in_parallel_attn": 2}, "which make no Falcon"),
+        ("GPT2LMHeadModel", {"add_cross_attention": True}, "attention to an encoder"),
         ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
     ],
 )
@@ -187,6 +192,8 @@ OTHER = {
     "hidden_act": "gelu",
     "hidden_activation": "gelu",
     "activation": "relu2",
+    "activation_function": "relu2",
+    "summary_activation": "tanh",
     "head_dim": 20,
     "num_key_value_heads": 1,
     "num_kv_heads": 2,
@@ -222,6 +229,7 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 # Refused unless they say what is usual; the architectures for which they are read.
 REFUSED = {
     "alibi": ("falcon",),
+    "add_cross_attention": ("gpt2", "gpt_bigcode"),
     "parallel_attn": ("falcon",),
     "attn_logit_softcapping": ("gemma3",),
     "clip_qkv": ("olmoe",),

@@ -91,6 +91,17 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         "falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
+    (
+        "gpt2-scales",
+        "gpt2",
+        {
+            "scale_attn_by_inverse_layer_idx": True,
+            "scale_attn_weights": False,
+            "n_inner": None,
+            "intermediate_size": None,
+        },
+    ),
+    ("gpt_bigcode-heads", "gpt_bigcode", {"multi_query": False}),
     ("stablelm-parallel", "stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     ("exaone4-no-windows", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 5}),
     (

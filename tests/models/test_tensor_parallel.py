@@ -187,7 +187,9 @@ def test_shares_are_runs_that_together_are_all(count: int, size: int) -> None:
 @pytest.mark.first_case
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_rank_holds_its_share_of_the_weights(family: str, tmp_path: Path) -> None:
-    config = read_model_config(make_checkpoint(family, tmp_path, num_attention_heads=4))
+    config = read_model_config(
+        make_checkpoint(family, tmp_path, num_attention_heads=4, max_position_embeddings=64)
+    )
     if config.has_states:
         pytest.skip("recurrent layers are refused beside tensor parallelism")
     whole = weight_bytes(config, "float32", "none", 128)

@@ -234,6 +234,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4Config", {"sliding_window": 12, "num_hidden_layers": 5}),
     "gpt_neox": ("GPTNeoXConfig", {"num_attention_heads": 4, "rope_parameters": _PARTIAL}),
     "falcon": ("FalconConfig", {}),
+    "gpt2": ("GPT2Config", {"n_inner": 112}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {"n_inner": 112}),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", {"head_dim": 24}),
     "stablelm": ("StableLmConfig", {"rope_parameters": _PARTIAL}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 13, "tie_word_embeddings": True}),

@@ -55,6 +55,7 @@ class ModelConfig:
     max_model_len: int = 0  # in tokens; replace it before loading to serve longer or only shorter sequences
     tie_word_embeddings: bool = False  # the output layer is the embedding
     output_bias: bool = False  # the output layer has a bias
+    learned_positions: int = 0  # for how many positions a trained vector is added to embeddings; 0: none
     embedding_field: str = "embedding"  # its name in files; "output": files have only the tied output matrix
     norm_kind: str = "rms"  # of the residual stream: rms, layer, or layer_without_bias
     norm_eps: float = 1e-6  # added to the mean square, or the variance, in every norm

@@ -140,6 +140,10 @@ RULES: dict[str, _Rule] = {
     "qk_layernorm": _BOOLEAN,
     "use_parallel_residual": _BOOLEAN,
     "activation": _TEXT,
+    "activation_function": _TEXT,
+    "add_cross_attention": _BOOLEAN,
+    "scale_attn_weights": _BOOLEAN,
+    "scale_attn_by_inverse_layer_idx": _BOOLEAN,
     "alibi": _BOOLEAN,
     "bias": _BOOLEAN,
     "multi_query": _BOOLEAN,
@@ -301,18 +305,20 @@ HARMLESS = frozenset(
         "ep_size",
         # classification
         "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
-        "prefix",
+        "prefix", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+        "summary_first_dropout",
         # how transformers computes and what it returns
         "use_cache", "cache_implementation", "attn_implementation", "_attn_implementation",
         "_attn_implementation_autoset", "experts_implementation", "return_dict", "use_return_dict",
         "output_attentions", "output_hidden_states", "torchscript", "chunk_size_feed_forward",
+        "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "reorder_and_upcast_attn",
         "is_encoder_decoder", "is_decoder", "tie_encoder_decoder", "use_bfloat16", "tie_last_hidden_states",
         # of other layers' windows than a family has; and what is refused unless it says nothing
         "max_window_layers", "_sliding_window_pattern", "is_causal",
         # follows from others
         "qk_head_dim",
         # published, and read by no class of transformers
-        "sliding_window_size", "seq_length",
+        "sliding_window_size", "seq_length", "n_ctx",
         # generation, which has a file of its own
         "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
         "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",

@@ -46,6 +46,7 @@ class Decoder:
         output: from the hidden states to the vocabulary; None: they are pooled.
         kernels: compute everything that is not a matrix product.
         parallel: the ranks that compute this model together, each with its shard; None: there is one.
+        positions: [`learned_positions`, hidden], of the embeddings' type, added to them; None: nothing.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Decoder:
         output: Linear | None,
         kernels: KernelSet,
         parallel: TensorParallel | None = None,
+        positions: torch.Tensor | None = None,
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -66,6 +68,7 @@ class Decoder:
         self.output = output
         self.kernels = kernels
         self._parallel = parallel
+        self._learned_positions = positions
         device = kernels.device
         self._rotary = [RotaryTable(rope, config.max_model_len, device) for rope in config.ropes]
         parts = [part for layer in layers for part in layer]
@@ -144,6 +147,8 @@ class Decoder:
         if self.config.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         positions, last = batch.positions_on(self.kernels.device), batch.last_position
+        if self._learned_positions is not None:
+            hidden += self._learned_positions.index_select(0, positions)
         angles = [table.rows(positions, last=last) for table in self._rotary]
         scales = [table.query_scale(positions) for table in self._rotary]
         step = Step((batch, *batch.others), angles, scales, kv)

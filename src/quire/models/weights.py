@@ -62,6 +62,9 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
     vocabulary = ((config.vocab_size, (shard.share(config.vocab_size),)),)
     embedding = (family_names[config.embedding_field], shape)
     yield _spec(-1, LayerWeight("embedding", (embedding,), sections=vocabulary), shard)
+    if config.learned_positions:
+        positions = (family_names["positions"], (config.learned_positions, config.hidden_size))
+        yield _spec(-1, LayerWeight("positions", (positions,)), shard)
     for index, layer in enumerate(config.layers):
         for part in layer.parts:
             names = {**part.weight_names, **family_names}

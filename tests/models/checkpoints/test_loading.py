@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import struct
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
-from quire.errors import ModelError
+from quire.errors import ConfigError, ModelError
 from quire.kernels.layers.linear import GroupedLinear, Linear
 from quire.models import weights
 from quire.models.checkpoints.config_reading import read_model_config
@@ -213,6 +214,28 @@ def test_buffers_of_old_checkpoints_are_ignored(qwen3: Path) -> None:
     expected, _ = _load(qwen3).layers[0]
     _change(qwen3, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(16))
     assert torch.equal(_matrix(_load(qwen3).layers[0][0].qkv), _matrix(expected.qkv))
+
+
+def test_gpt2_is_read_as_published(tmp_path: Path) -> None:
+    """The body by itself, with masks; its matrices are [inputs, outputs], square ones, too."""
+    decoder = _load(make_checkpoint("gpt2", tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 512, 512) for layer in (0, 1)}
+    save_file(bare, tmp_path / "model.safetensors")
+    published = _load(tmp_path)
+    for (attention, mlp), (same, same_mlp) in zip(decoder.layers, published.layers, strict=True):
+        assert torch.equal(_matrix(attention.output), _matrix(same.output))
+        assert torch.equal(_matrix(mlp.down), _matrix(same_mlp.down))
+    unbiased = _matrix(published.layers[0][0].output) - bare["h.0.attn.c_proj.bias"][:, None]
+    torch.testing.assert_close(unbiased, bare["h.0.attn.c_proj.weight"].T)
+
+
+def test_a_model_is_not_made_longer_than_it_has_learned_positions(tmp_path: Path) -> None:
+    path = make_checkpoint("gpt2", tmp_path)
+    longer = dataclasses.replace(read_model_config(path), max_model_len=513)
+    with pytest.raises(ConfigError, match=r"max_model_len is 513, .* vectors of only 512 positions"):
+        load_decoder(path, longer)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -17,7 +17,7 @@ from quire.models.checkpoints.gguf.config import read_gguf_config
 from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
-from quire.models.checkpoints.names import ExpertLayout, expert_layout, published_parts
+from quire.models.checkpoints.names import StoredLayout, published_parts, stored_layout
 from quire.models.checkpoints.quantized.description import StoredQuantization, describe_quantization
 from quire.models.checkpoints.quantized.memory_formats import (
     FLOATS,
@@ -68,7 +68,7 @@ def read_model_config(path: Path) -> ModelConfig:
             stored_quantization=stored.kind,
             stored_group_size=stored.group_size,
         )
-        layout = expert_layout(config.architecture, entries)
+        layout = stored_layout(config.architecture, entries)
         headers = _headers(path, stored_names(config), layout) if quantization else {}
         return with_stored_tensors(config, quantization, headers) if headers else config
     values, type_of = read_gguf_config(gguf)
@@ -122,7 +122,7 @@ def _equal(some: Headers, others: Headers) -> bool:
     )
 
 
-def _headers(path: Path, names: Set[str], layout: ExpertLayout | None = None) -> Headers:
+def _headers(path: Path, names: Set[str], layout: StoredLayout | None = None) -> Headers:
     """Return the headers of the readable tensors with these names in a model's safetensors files."""
     found: dict[str, TensorHeader] = {}
     for file in _weight_files(path):

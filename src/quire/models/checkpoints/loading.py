@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire.errors import ModelError
+from quire.errors import ConfigError, ModelError
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.devices.staging import weight_memory
 from quire.kernels.dispatch import kernel_set
@@ -81,7 +81,8 @@ def load_decoder(
 
     Raises:
         ModelError: names a missing, unexpected or misshapen weight, or a file that cannot be read.
-        ConfigError: a quantized matrix cannot be divided among the ranks.
+        ConfigError: a quantized matrix cannot be divided among the ranks, or the model has no vectors for so
+            many positions.
     """
     options = options or WeightOptions(dtype=dtype)
     options = dataclasses.replace(options, dtype=config.dtype if options.dtype == "auto" else options.dtype)
@@ -162,7 +163,19 @@ class _Loader:
             output=self._output(),
             kernels=self.kernels,
             parallel=self.parallel,
+            positions=self._positions(),
         )
+
+    def _positions(self) -> torch.Tensor | None:
+        count, length = self.model.learned_positions, self.model.max_model_len
+        if not count:
+            return None
+        if length > count:
+            raise ConfigError(
+                f"max_model_len is {length}, but {self.model.architecture} has vectors of only {count} "
+                "positions; lower it to that"
+            )
+        return self._tensor(self._specs[-1, "positions"]).to(self.kernels.device)
 
     def _embedding(self) -> Embedding:
         sources = self._specs[-1, "embedding"].sources

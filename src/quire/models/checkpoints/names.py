@@ -23,34 +23,39 @@ _OTHER_PART = re.compile(
 _STACKED = re.compile(
     r"(model\.layers\.([0-9]{1,6})\.mlp\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)"
 )
+_CONV1D = re.compile(r"transformer\.h\.[0-9]{1,6}\.(attn|mlp)\.c_(attn|proj|fc)\.weight")
 _QUANT_STATE = re.compile(
     r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(nf4|fp4))$"
 )
 _LAST_PARTS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 
 
-class ExpertLayout(NamedTuple):
-    """How tensors that hold all experts of a layer hold each one.
+class StoredLayout(NamedTuple):
+    """How files hold matrices that are not by themselves, as [outputs, inputs].
 
     Args:
-        num_experts: in each of them.
-        takes_turns: whether outputs are of gate and up by turns, and not first all of gate.
+        num_experts: in each of the tensors that hold all experts of a layer.
+        takes_turns: whether their outputs are of gate and up by turns, and not first all of gate.
         hidden_size: inputs of gate and up, and outputs of down: matrices in floating point that do not have
             them there are [inputs, outputs]; 0: they always are.
+        is_conv1d: whether the layers' matrices are [inputs, outputs], as of GPT-2.
     """
 
-    num_experts: int
-    takes_turns: bool
+    num_experts: int = 0
+    takes_turns: bool = False
     hidden_size: int = 0
+    is_conv1d: bool = False
 
 
-def expert_layout(architecture: str, entries: Mapping[str, Any]) -> ExpertLayout | None:
-    """Return how a model's files hold experts; None: in tensors of their own.
+def stored_layout(architecture: str, entries: Mapping[str, Any]) -> StoredLayout | None:
+    """Return how a model's files hold matrices; None: in tensors of their own, [outputs, inputs].
 
     Args:
         architecture: in config.json.
         entries: of the decoder, unchecked.
     """
+    if architecture == "GPT2LMHeadModel":
+        return StoredLayout(is_conv1d=True)
     experts, hidden_size = (
         entries.get("num_local_experts") or entries.get("num_experts"),
         entries.get("hidden_size"),
@@ -58,9 +63,9 @@ def expert_layout(architecture: str, entries: Mapping[str, Any]) -> ExpertLayout
     if not isinstance(experts, int) or not isinstance(hidden_size, int) or experts < 1:
         return None
     if architecture == "GptOssForCausalLM":
-        return ExpertLayout(experts, takes_turns=True)
+        return StoredLayout(experts, takes_turns=True)
     if architecture == "Qwen3VLMoeForConditionalGeneration":  # published so, and saved the other way
-        return ExpertLayout(experts, takes_turns=False, hidden_size=hidden_size)
+        return StoredLayout(experts, takes_turns=False, hidden_size=hidden_size)
     return None
 
 
@@ -75,25 +80,28 @@ class StoredPart(NamedTuple):
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of the whole tensor."""
         if self.expert is None:
-            return tensor
+            return tensor.t() if self.is_transposed else tensor
         own = tensor[self.expert]
         return (own.t() if self.is_transposed else own)[self.outputs]
 
 
 def published_parts(
-    stored: str, shape: Sequence[int], layout: ExpertLayout | None
+    stored: str, shape: Sequence[int], layout: StoredLayout | None
 ) -> Iterator[tuple[str, StoredPart]]:
     """Yield the weights in a tensor by their names in a whole model, with one for each expert.
 
     Args:
         stored: the tensor's name.
         shape: its shape.
-        layout: of tensors that hold all experts of a layer; None: there are none.
+        layout: of the model's files.
 
     Raises:
         ModelError: it has more experts than the model.
     """
     name = published_name(stored)
+    if layout is not None and layout.is_conv1d:
+        yield name, StoredPart(stored, is_transposed=_CONV1D.fullmatch(name) is not None)
+        return
     found = _STACKED.fullmatch(name)
     if layout is None or found is None or not shape:
         yield name, StoredPart(stored)

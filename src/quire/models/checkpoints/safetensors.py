@@ -17,9 +17,9 @@ from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.names import (
     StoredPart,
-    expert_layout,
     is_of_other_part,
     published_parts,
+    stored_layout,
 )
 from quire.models.checkpoints.quantized.formats import formats_of
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
@@ -29,7 +29,11 @@ from quire.models.families.wrappers import architecture_of, decoder_entries, is_
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What decoding can raise over parts whose shapes and types were not foreseen.
 _INCONSISTENCIES = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError)
-_DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)  # in old checkpoints; derived from the config
+# In old checkpoints: derived from the config, and masks that make attention causal.
+_DERIVED_SUFFIXES = (
+    ".rotary_emb.inv_freq",
+    *(f".{a}.{b}" for a in ("attn", "attention") for b in ("bias", "masked_bias")),
+)
 _DRAFTING = "mtp."  # heads for the tokens after the next, as in Qwen3.5
 
 
@@ -45,7 +49,7 @@ class SafetensorsWeights:
         config = path / "config.json"
         values = read_json(config) or {}
         self._is_wrapper = is_wrapper(values)
-        layout = expert_layout(architecture_of(values), decoder_entries(values))
+        layout = stored_layout(architecture_of(values), decoder_entries(values))
         self._formats = formats_of(entry(decoder_entries(values), "quantization_config", dict, config) or {})
         self._places: dict[str, tuple[Any, StoredPart]] = {}
         with contextlib.ExitStack() as files:

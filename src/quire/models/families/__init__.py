@@ -9,6 +9,7 @@ from quire.models.families import (
     ernie,
     gemma,
     glm,
+    gpt2,
     gpt_oss,
     lfm2,
     llama,
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Family] = {
     **lfm2.FAMILIES,
     **gpt_oss.FAMILIES,
     **neox.FAMILIES,
+    **gpt2.FAMILIES,
 }
 
 ARCHITECTURES: dict[str, str] = {
