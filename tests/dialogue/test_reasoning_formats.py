@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 
 import pytest
@@ -155,6 +156,13 @@ def test_what_the_beginning_of_an_answer_begins(continued, is_open):
 )
 def test_the_format_of_a_template(template, name):
     assert reasoning_format_of_template(template) == name
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_all_that_may_be_a_token_in_a_mark_is_a_mark_itself(name):
+    one = REASONING_FORMATS[name]
+    tokens = re.findall(r"<[^<>]+>", one.start + one.end)
+    assert set(tokens) <= set(one.marks)
 
 
 def test_each_format_can_be_configured():

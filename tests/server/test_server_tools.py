@@ -6,7 +6,7 @@ import re
 import httpx
 import openai
 import pytest
-from scripted_llm import CALLS, ScriptedLLM
+from scripted_llm import CALLS, ScriptedLLM, ScriptedTokenizer
 
 from quire.config import ServerConfig
 from quire.server.app import create_app
@@ -31,6 +31,14 @@ def tool_with(parameters):
 def allowed_ping(mode):
     ping = {"type": "function", "function": {"name": "ping"}}
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [ping]}}
+
+
+class GemmaTokenizer(ScriptedTokenizer):
+    chat_template_source = "{{ tools }}<|channel>thought <channel|> <|tool_call>"
+    eos_token_ids = (1,)
+
+    def added_token_id(self, text):
+        return {"<|tool_response>": 50}.get(text)
 
 
 @pytest.fixture
@@ -66,6 +74,17 @@ async def test_an_answer_with_two_calls(client, llm):
     assert (messages, tools) == ([USER], [WEATHER, PING_FOR_TEMPLATE])
     assert set(marks) >= {"<tool_call>", "</tool_call>"}
     assert llm.seen[0].params.structured_outputs is None
+
+
+async def test_marks_of_a_format_are_shown_and_may_end_the_answer(client, llm):
+    """Gemma 4 begins reasoning with a token and a word, and a call of it ends with the token of a result."""
+    llm.tokenizer = GemmaTokenizer()
+    llm.reply = "<|channel>thought\nHm.\n<channel|>Well.<|tool_call>call:ping{}<tool_call|>"
+    message = (await create(client)).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Hm.", "Well.")
+    assert [call.function.name for call in message.tool_calls] == ["ping"]
+    assert set(llm.conversation[2]) >= {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'}
+    assert llm.seen[0].params.stop_token_ids == (50,)
 
 
 async def test_an_answer_of_calls_alone_has_no_content(client, llm):

@@ -45,11 +45,6 @@ class HarmonyCallFormat(ToolCallFormat):
 
     @property
     @override
-    def ends(self) -> tuple[str, ...]:
-        return RETURN, CALL
-
-    @property
-    @override
     def in_messages(self) -> bool:
         return True
 
@@ -149,6 +144,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         layout=Layout("<|tool_call>", "<tool_call|><|tool_call>", "<tool_call|>"),
         notation=BareKeyCalls('<|"|>'),
         template_marks=(("<|tool_call>",),),
+        ends=("<|tool_response>",),
     ),
     "olmo3": MarkedCallFormat(
         openings=("<function_calls>",),
@@ -166,7 +162,9 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         template_marks=(("[TOOL_CALLS]",),),
         short_ids=True,
     ),
-    "harmony": HarmonyCallFormat(template_marks=((ANALYSIS_HEADER,),), one_call_a_turn=True),
+    "harmony": HarmonyCallFormat(
+        template_marks=((ANALYSIS_HEADER,),), ends=(RETURN, CALL), one_call_a_turn=True
+    ),
     "hermes": MarkedCallFormat(
         openings=("<tool_call>",),
         closings=("</tool_call>",),

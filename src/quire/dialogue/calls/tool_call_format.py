@@ -18,6 +18,7 @@ class ToolCallFormat(abc.ABC):
         arguments_as_text: whether the template wants a call's arguments as JSON text, not as an object.
         null_content: whether the template wants null, not "", for a message that has calls and no content.
         short_ids: whether the template wants ids of nine letters and digits.
+        ends: marks that end an answer where they are tokens, whether the model's files say so or not.
         one_call_a_turn: whether a message of the template has place for one call, and for either
         reasoning or content before it.
     """
@@ -26,6 +27,7 @@ class ToolCallFormat(abc.ABC):
     arguments_as_text: bool = False
     null_content: bool = False
     short_ids: bool = False
+    ends: tuple[str, ...] = ()
     one_call_a_turn: bool = False
 
     @property
@@ -37,11 +39,6 @@ class ToolCallFormat(abc.ABC):
     def known_only(self) -> bool:
         """Whether only calls of tools that the request has are calls."""
         return False
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """Marks that end an answer where they are tokens, whether the model's files say so or not."""
-        return ()
 
     @property
     def in_messages(self) -> bool:

@@ -14,6 +14,7 @@ class ReasoningFormat:
 
     Args:
         start, end: the marks.
+        tokens: special tokens of the model that are only a part of a mark.
         template_marks: a chat template of this format has at least one of these texts.
         space_before_end, space_after_end: white space that the model writes around `end`.
         message_start: begins each message but the first, where reasoning and content are messages; "" where
@@ -24,6 +25,7 @@ class ReasoningFormat:
 
     start: str
     end: str
+    tokens: tuple[str, ...] = ()
     template_marks: tuple[str, ...]
     space_before_end: str = "\n"
     space_after_end: str = "\n\n"
@@ -38,8 +40,8 @@ class ReasoningFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks; any may be a special token of the model."""
-        return MARKS if self.in_messages else (self.start, self.end)
+        """All marks, and parts of them; any may be a special token of the model."""
+        return MARKS if self.in_messages else (self.start, self.end, *self.tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "gemma4": ReasoningFormat(
         start="<|channel>thought",
         end="<channel|>",
+        tokens=("<|channel>",),
         template_marks=("<channel|>",),
         space_after_end="",
     ),
