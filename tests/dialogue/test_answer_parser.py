@@ -148,6 +148,9 @@ def test_random_texts_in_tags(arguments):
         ("<|tool|>' + message['tools'] + '<|/tool|>", "phi"),
         ('{"name": function name, "parameters": dictionary', "llama3_json"),
         ("<|python_start|>", "pythonic"),
+        ("<|im_start|>system\nList of tools: <|tool_list_start|>[", "lfm2"),
+        ("<|im_start|>system\nList of tools: [", "lfm2"),
+        ("<|im_start|><think>{{ '<|tool_call_start|>[' }}", "lfm2"),
         ("<start_function_call>call:", "gemma"),
         (f"{ALL_BEGIN}{BEGIN}function\n```json", "deepseek_v3"),
         (f"{ALL_BEGIN}{BEGIN}", "deepseek_v31"),
@@ -188,6 +191,8 @@ def test_whether_a_template_has_a_place_for_tools(template, has_place):
         ("qwen3_coder", "<tool_call><function=ping><parameter=a>", "</par\n"),
         ("qwen3_coder", "<tool_call><function=ping><parameter=", "a</par\n"),
         ("gemma", "<start_function_call>call:ping{a:<escape>", "<esc "),
+        ("lfm2", "<|tool_call_start|>[ping(a='", "x</|tool_call_end"),
+        ("lfm2", "", "<|tool_call_start|>[{"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 7])

@@ -201,6 +201,7 @@ JSON_WRITERS = [
      '"name": "{{ call.name }}"}{{ "" if loop.last else ", " }}{% endfor %}]'),
     ("phi", "<|tool_call|>{{ calls | tojson }}<|/tool_call|>"),
     ("phi", "functools{{ calls | tojson }}"),
+    ("lfm2", "<|tool_call_start|>{{ calls | tojson }}<|tool_call_end|>"),
     ("mistral", "[TOOL_CALLS] [{% for call in calls %}{{ (call | tojson)[:-1] }}, "
      '"id": "abcdefghi"}{{ "" if loop.last else ", " }}{% endfor %}]'),
     ("mistral", "{% for call in calls %}[TOOL_CALLS]{{ call.name }}[CALL_ID]abcdefghi[ARGS]"
@@ -218,6 +219,10 @@ KEYED_WRITERS = [
     ("pythonic", "[{% for call in calls %}{{ call.name }}({% for key, value in call.arguments.items() %}"
      "{{ key }}={{ '%r' | format(value) }}{{ '' if loop.last else ', ' }}{% endfor %})"
      "{{ '' if loop.last else ', ' }}{% endfor %}]"),
+    ("lfm2", "<|tool_call_start|>[{% for call in calls %}{{ call.name }}("
+     "{% for key, value in call.arguments.items() %}{{ key }}={{ '%r' | format(value) }}"
+     "{{ '' if loop.last else ', ' }}{% endfor %}){{ '' if loop.last else ', ' }}{% endfor %}]"
+     "<|tool_call_end|>"),
     ("olmo3", "<function_calls>{% for call in calls %}{{ call.name }}("
      "{% for key, value in call.arguments.items() %}{{ key }}={{ value | tojson }}"
      "{{ '' if loop.last else ', ' }}{% endfor %})\n{% endfor %}</function_calls>"),

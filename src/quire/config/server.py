@@ -28,6 +28,7 @@ ToolCallFormatName = Literal[
     "granite",
     "harmony",
     "hermes",
+    "lfm2",
     "llama3_json",
     "mistral",
     "olmo3",

@@ -186,6 +186,17 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         notation=JsonCalls(),
         template_marks=(("<|start_of_role|>", "<|tool_call|>"),),
     ),
+    "lfm2": MarkedCallFormat(
+        openings=("<|tool_call_start|>",),
+        closings=("<|tool_call_end|>",),
+        layout=Layout("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+        notation=PythonicCalls(),
+        template_marks=(
+            ("<|tool_call_start|>",),
+            ("<|tool_list_start|>",),
+            ("List of tools: [", "<|im_start|>"),
+        ),
+    ),
     "pythonic": MarkedCallFormat(
         openings=("<|python_start|>",),
         closings=("<|python_end|>",),

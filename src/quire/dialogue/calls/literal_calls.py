@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from quire.dialogue.calls.grammar_writing import GrammarWriter
+from quire.dialogue.calls.json_calls import JsonCalls
 from quire.dialogue.calls.literals import WORD, convert_value, skip_blanks
 from quire.dialogue.calls.reading import MAX_NAME_LENGTH, CallReader, NotACallError, json_text
 from quire.dialogue.calls.tagged_calls import require_plain, require_plain_object, unwritable
@@ -16,7 +17,7 @@ from quire.dialogue.incoming_text import Reading
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PythonicCalls:
-    """`[name(key=value, …), …]`, with values as Python or JSON has them.
+    """`[name(key=value, …), …]`, with values as Python or JSON has them; or a list of objects in JSON.
 
     Args:
         in_list: whether brackets are around all calls; if not, each is on a line of its own.
@@ -30,6 +31,10 @@ class PythonicCalls:
         text = reader.text
         if self.in_list:
             yield from reader.expect("[")
+            yield from skip_blanks(text)
+            if (yield from text.peek()) == "{":
+                yield from JsonCalls().read(reader)
+                return
         while True:
             yield from skip_blanks(text)
             name = yield from reader.name()
