@@ -91,7 +91,11 @@ class PlainModel:
             )
 
         if config.kv_source is None:
-            self.kv[index] = rotate(heads("k", config.head_dim), config), heads("v", config.value_size)
+            values = rows @ own[f"self_attn.{'k' if config.value_norm == 'key' else 'v'}_proj"].T
+            values = values.view(len(rows), -1, config.value_size)
+            if config.value_norm:
+                values = rms_norm(values, torch.ones(config.value_size))
+            self.kv[index] = rotate(heads("k", config.head_dim), config), values
         query = rotate(heads("q", config.head_dim), config)
         keys, values = self.kv[index if config.kv_source is None else config.kv_source]
         keys, values = (each.repeat_interleave(config.group, dim=1) for each in (keys, values))

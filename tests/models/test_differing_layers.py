@@ -30,6 +30,8 @@ ATTENTION = [
     AttentionConfig(num_heads=6, num_kv_heads=2, head_dim=48, qk_norm="head", scale=0.15),
     AttentionConfig(**HEADS, rope=FAST, window=7, kv_source=0, qk_norm="head"),
     AttentionConfig(**HEADS, rope=SLOW, kv_source=0),
+    AttentionConfig(**HEADS, rope=FAST, qk_norm="head", value_norm="value"),
+    AttentionConfig(num_heads=4, num_kv_heads=1, head_dim=32, rope=SLOW, qk_norm="head", value_norm="key"),
 ]
 LONGER_VALUES = AttentionConfig(**HEADS, value_dim=24, rope=SLOW)
 
@@ -91,7 +93,9 @@ def test_the_cache_has_what_each_layer_keeps() -> None:
         config,
         available_bytes=1 << 33,
     )
-    assert plan.kv_bytes_per_token == 2 * 4 * (2 * 16 + 2 * 32 + 2 * 48)  # none of the layers that share
+    assert plan.kv_bytes_per_token == 2 * 4 * (
+        2 * 16 + 2 * 32 + 2 * 48 + 2 * 16 + 32
+    )  # none of the layers that share
 
 
 def test_values_of_another_size_than_keys_are_refused_by_name(tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_layers_without_kv_are_refused_beside_eviction() -> None:
 @pytest.mark.interpreter
 @pytest.mark.skipif(not is_interpreted, reason="the harness has its cache in the host's memory")
 def test_kernels_in_triton_compute_the_same(tmp_path: Path) -> None:
-    config = model_of(ATTENTION[0], ATTENTION[1], ATTENTION[3])
+    config = model_of(ATTENTION[0], ATTENTION[1], ATTENTION[3], *ATTENTION[5:])
     plain = PlainModel(config, write_weights(config, tmp_path))
     decoder = load_decoder(tmp_path, config, options=WeightOptions(kernels="triton"))
     [prompt] = random_prompts([10], vocab_size=config.vocab_size)

@@ -42,6 +42,10 @@ class AttentionConfig(SubLayerConfig):
     """Norm of queries and keys: none (empty), per head ("head"), over all ("full"), or per head and after the
     rotation ("rotated_head").
     """
+    value_norm: str = ""
+    """Norm of values per head, without weights, beside one of keys: none (empty), "value", or "key": of keys
+    as they are before their own norm, which then are projected for both.
+    """
     is_fused_by_group: bool = False
     """In checkpoints, one matrix has for each KV head its queries, its key and its value."""
     qkv_bias: bool = False
@@ -91,7 +95,9 @@ class AttentionConfig(SubLayerConfig):
         query = head_section(self.num_heads, query_size, shard.query_heads(self.num_heads), pairs)
         key = head_section(self.num_kv_heads, self.head_dim, kv_heads, pairs)
         value = head_section(self.num_kv_heads, self.value_size, kv_heads)
-        sections = {"q": query} if self.kv_source is not None else {"q": query, "k": key, "v": value}
+        sections = {"q": query}
+        if self.kv_source is None:
+            sections |= {"k": key} if self.value_norm == "key" else {"k": key, "v": value}
         if self.qk_norm:
             for name, section in list(sections.items())[:2]:
                 is_full = self.qk_norm == "full"
@@ -227,6 +233,10 @@ class Attention(SubLayer):
         self._rope = None if whole.rope is None else loader.ropes.index(whole.rope)
         self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.value_size)
         self._q_norm, self._k_norm = loader.norm("q_norm"), loader.norm("k_norm")
+        self._v_norm: torch.Tensor | None = None
+        if whole.value_norm and whole.kv_source is None:
+            assert self._k_norm is not None
+            self._v_norm = self._k_norm.new_ones(config.value_size)
         self._query_factors: torch.Tensor | None = None
         if whole.qk_norm == "rotated_head":
             # A rotation keeps the mean square, but for its factor; weights after it are factors, and queries
@@ -267,8 +277,12 @@ class Attention(SubLayer):
         if config.is_gated:
             qkv, gate = self._split_gate(self.qkv(inputs, out=buffers["gated_qkv"]), buffers["qkv"])
         else:
-            qkv = self.qkv(inputs, out=buffers["qkv"])
+            qkv = buffers["qkv"]
+            has_values = config.kv_source is not None or config.value_norm != "key"
+            self.qkv(inputs, out=qkv if has_values else qkv[:, : self.qkv.out_features])
         if config.kv_source is None:
+            if self._v_norm is not None:
+                self._normalize_values(qkv, self._v_norm)
             query = self._kernels.rotary_and_write_kv(
                 qkv,
                 kv,
@@ -301,6 +315,16 @@ class Attention(SubLayer):
         if config.is_gated:
             attended = self._kernels.gated_by_sigmoid(attended, gate)
         return self.output(attended.flatten(1), out=out)
+
+    def _normalize_values(self, qkv: torch.Tensor, weight: torch.Tensor) -> None:
+        config = self._config
+        size, end = config.value_size, qkv.shape[1]
+        values = qkv[:, end - config.num_kv_heads * size :]
+        start = config.num_heads * config.head_dim if config.value_norm == "key" else end - values.shape[1]
+        for head in range(config.num_kv_heads):
+            source = qkv[:, start + head * size : start + (head + 1) * size]
+            own = values[:, head * size : (head + 1) * size]
+            self._kernels.rms_norm(source, weight, eps=self._eps, out=own)
 
     def _split_gate(self, gated: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy queries, keys and values to `qkv`; return it, and each head's gate [T, heads, head_dim]."""
