@@ -66,7 +66,7 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
         values |= {"moe_intermediate_size": 8} if "moe_intermediate_size" in _fields(architecture) else {}
     if "kv_lora_rank" in _fields(architecture):
         values |= {"num_key_value_heads": 32, "first_k_dense_replace": 1}
-    if architecture.startswith(("Qwen2Moe", "Qwen3Moe")):
+    if architecture.startswith(("Qwen2Moe", "Qwen3Moe", "Qwen3Next")):
         values |= {"mlp_only_layers": [0]}  # without such a layer, intermediate_size has no effect
     if architecture.startswith("Lfm2"):
         values |= {"full_attn_idxs": [1, 3], "block_multiple_of": 2}
@@ -233,7 +233,7 @@ REFUSED = {
     "parallel_attn": ("falcon",),
     "attn_logit_softcapping": ("gemma3",),
     "clip_qkv": ("olmoe",),
-    "hidden_act": ("qwen3_5",),
+    "hidden_act": ("qwen3_5", "qwen3_5_moe", "qwen3_next"),
     "qk_layernorm": ("phi", "stablelm"),
     "swiglu_alpha": ("gpt_oss",),
     "swiglu_limit": ("gpt_oss",),
@@ -266,9 +266,11 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
     for name, refusing in REFUSED.items():
         if family in refusing:
             del overrides[name]
-    if family == "qwen3_5":
+    if family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
         overrides["head_dim"] = 24  # a quarter of it is rotated
         overrides["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
+    if family == "lfm2_moe":
+        del overrides["layer_types"]  # transformers cannot do without
     if family == "phimoe":
         del overrides["num_experts_per_tok"]  # always 2
     changed = make_model(family, **overrides)

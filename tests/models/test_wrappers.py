@@ -92,6 +92,24 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         QWEN_VISION,
         {"tie_word_embeddings": True},
     ),
+    "Qwen3_5MoeForConditionalGeneration": (
+        "Qwen3_5MoeConfig",
+        {
+            "head_dim": 32,
+            "rope_parameters": {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+        },
+        QWEN_VISION,
+        {"tie_word_embeddings": False},
+    ),
     "Qwen3VLMoeForConditionalGeneration": (
         "Qwen3VLMoeConfig",
         {
@@ -250,6 +268,25 @@ def test_experts_in_one_tensor_lie_either_way(tmp_path: Path) -> None:
         for name, tensor in load_file(file).items()
     }
     save_file(turned, file, {"format": "pt"})
+    again = generate(load_decoder(tmp_path, read_model_config(tmp_path)), prompt, num_new=4)[0]
+    assert torch.equal(again.logits, expected.logits)
+
+
+def test_experts_in_one_tensor_are_read_as_those_by_themselves(tmp_path: Path) -> None:
+    """Qwen3.5's files are published so; transformers saves them by themselves."""
+    _save(_model("Qwen3_5MoeForConditionalGeneration"), tmp_path)
+    prompt = random_prompts([9], vocab_size=384)
+    expected = generate(load_decoder(tmp_path, read_model_config(tmp_path)), prompt, num_new=4)[0]
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(2):
+        experts = f"model.language_model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}{e}.{part}_proj.weight") for e in range(5)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{experts}gate_up_proj": torch.cat([gate, up], dim=1), f"{experts}down_proj": down}
+    save_file(tensors, file, {"format": "pt"})
     again = generate(load_decoder(tmp_path, read_model_config(tmp_path)), prompt, num_new=4)[0]
     assert torch.equal(again.logits, expected.logits)
 

@@ -57,6 +57,12 @@ _DEEPSEEK_YARN = {
 }
 
 # family: (config class, what differs from the common shape)
+_SHARED = {
+    "num_experts": 7,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 48,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama-3.1": (
@@ -167,6 +173,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 24,
         },
     ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            **_SHARED,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "mlp_only_layers": [1],
+            **_SHARED,
+        },
+    ),
     "lfm2": (
         "Lfm2Config",
         {
@@ -176,13 +209,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {
-            "num_experts": 7,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 40,
-            "shared_expert_intermediate_size": 48,
+            **_SHARED,
             "num_hidden_layers": 3,
             "mlp_only_layers": [1],
         },

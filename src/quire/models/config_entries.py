@@ -188,6 +188,8 @@ RULES: dict[str, _Rule] = {
     "n_group": _Integer(1, 1 << 10),
     "topk_group": _Integer(1, 1 << 10),
     "routed_scaling_factor": _FACTOR,
+    "num_dense_layers": _Integer(0, 1 << 12),
+    "use_expert_bias": _BOOLEAN,
     "moe_k": _Integer(1, 1 << 10),
     "moe_num_experts": _Integer(1, 1 << 16),
     "moe_num_shared_experts": _Integer(0, 1 << 10),

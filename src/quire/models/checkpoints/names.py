@@ -24,6 +24,12 @@ _STACKED = re.compile(
     r"(model\.layers\.([0-9]{1,6})\.mlp\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)"
 )
 _CONV1D = re.compile(r"transformer\.h\.[0-9]{1,6}\.(attn|mlp)\.c_(attn|proj|fc)\.weight")
+# Published with all experts of a layer in one tensor, and saved by transformers in another way.
+_PUBLISHED_STACKED = (
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 _QUANT_STATE = re.compile(
     r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(nf4|fp4))$"
 )
@@ -64,7 +70,7 @@ def stored_layout(architecture: str, entries: Mapping[str, Any]) -> StoredLayout
         return None
     if architecture == "GptOssForCausalLM":
         return StoredLayout(experts, takes_turns=True)
-    if architecture == "Qwen3VLMoeForConditionalGeneration":  # published so, and saved the other way
+    if architecture in _PUBLISHED_STACKED:
         return StoredLayout(experts, takes_turns=False, hidden_size=hidden_size)
     return None
 

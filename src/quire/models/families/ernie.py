@@ -50,7 +50,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5_moe": Family(
         _ernie_moe,
-        NAMES | {"router_correction": "mlp.moe_statics"},
+        NAMES | {"router_correction": "mlp.moe_statics.e_score_correction_bias"},
         _DEFAULTS
         | {
             "num_key_value_heads": 4,

@@ -1,11 +1,12 @@
-"""LFM2: short convolutions, and attention in some layers."""
+"""LFM2, also with experts: short convolutions, and attention in some layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from quire.models.config import ModelConfig
-from quire.models.families.family import NAMES, Family
+from quire.models.families.family import NAMES, Family, with_experts
 from quire.models.layer import LayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
@@ -32,6 +33,25 @@ _OF_TRAINING = (
 def _lfm2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     for name in _OF_TRAINING:  # or said elsewhere, too
         hf.get(name)
+    return _with_convolutions(hf, base.changed(FeedForwardConfig, inner_size=_inner_size(hf)))
+
+
+def _lfm2_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    experts, num_dense = hf.get("num_experts") or hf["num_local_experts"], hf["num_dense_layers"]
+    return with_experts(
+        _with_convolutions(hf, base),
+        [layer >= num_dense for layer in range(base.num_layers)],
+        num_experts=experts,
+        experts_per_token=hf["num_experts_per_tok"],
+        inner_size=hf["moe_intermediate_size"],
+        normalize=bool(hf["norm_topk_prob"]),
+        scale=float(hf["routed_scaling_factor"]),
+        scoring="sigmoid",
+        correction=(experts,) if hf["use_expert_bias"] else (),
+    )
+
+
+def _with_convolutions(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     conv = ShortConvConfig(size=base.hidden_size, num_taps=hf["conv_L_cache"], bias=bool(hf["conv_bias"]))
     layers = range(base.num_layers)
     attending = set(hf.get("full_attn_idxs", layers))
@@ -39,7 +59,6 @@ def _lfm2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     if types is not None:
         attending = {layer for layer in layers if types[layer] != "conv"}
     base = base.changed(AttentionConfig, qk_norm="head")
-    base = base.changed(FeedForwardConfig, inner_size=_inner_size(hf))
     attention, feed_forward = base.layers[0].parts
     return replace(
         base,
@@ -57,22 +76,47 @@ def _inner_size(hf: HFConfig) -> int:
     return -(-adjusted // multiple) * multiple if hf["block_auto_adjust_ff_dim"] else size
 
 
+_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+}
+
 FAMILIES: dict[str, Family] = {
     "lfm2": Family(
         _lfm2,
         NAMES | _LFM2_NAMES,
         {
-            "num_key_value_heads": 8,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": True,
-            "norm_eps": 1e-5,
-            "conv_L_cache": 3,
-            "conv_bias": False,
+            **_DEFAULTS,
             "block_auto_adjust_ff_dim": True,
             "block_multiple_of": 256,
             "block_ffn_dim_multiplier": 1.0,
         },
         architectures=("Lfm2ForCausalLM",),
+        layer_types=("full_attention", "conv"),
+    ),
+    "lfm2_moe": Family(
+        _lfm2_moe,
+        NAMES
+        | _LFM2_NAMES
+        | {
+            "router": "feed_forward.gate",
+            "router_correction": "feed_forward.expert_bias",
+            "expert_gate": "feed_forward.experts.{}.w1",
+            "expert_up": "feed_forward.experts.{}.w3",
+            "expert_down": "feed_forward.experts.{}.w2",
+        },
+        {
+            **_DEFAULTS,
+            "num_dense_layers": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
+        },
+        architectures=("Lfm2MoeForCausalLM",),
         layer_types=("full_attention", "conv"),
     ),
 }

@@ -12,7 +12,7 @@ from quire.models.ropes import HFConfig, partial_ropes
 
 _NAMES = NAMES | {
     "router": "block_sparse_moe.gate",
-    "router_correction": "block_sparse_moe",
+    "router_correction": "block_sparse_moe.e_score_correction_bias",
     "expert_gate": "block_sparse_moe.experts.{}.w1",
     "expert_up": "block_sparse_moe.experts.{}.w3",
     "expert_down": "block_sparse_moe.experts.{}.w2",

@@ -1,4 +1,4 @@
-"""Qwen 2, 3 and 3.5."""
+"""Qwen 2, 3, Next and 3.5."""
 
 from __future__ import annotations
 
@@ -79,15 +79,32 @@ def _qwen2_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     is_windowed = bool(hf.get("use_sliding_window", False))
     last = hf["max_window_layers"]
     windows = layer_windows(hf, lambda layer: layer % 2 == 0 and layer < last) if is_windowed else 0
+    config = base.changed(AttentionConfig, qkv_bias=bool(hf.get("qkv_bias", True)), window=windows)
+    normalize = bool(hf.get("norm_topk_prob", False))
+    return _with_gated_shared_expert(hf, config, _sparse_layers(hf, base.num_layers), normalize=normalize)
+
+
+def _qwen3_next(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    sparse, normalize = _sparse_layers(hf, base.num_layers), bool(hf.get("norm_topk_prob", True))
+    return _with_gated_shared_expert(hf, _qwen3_5(hf, base), sparse, normalize=normalize)
+
+
+def _qwen3_5_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    return _with_gated_shared_expert(hf, _qwen3_5(hf, base), [True] * base.num_layers, normalize=True)
+
+
+def _with_gated_shared_expert(
+    hf: HFConfig, base: ModelConfig, has_experts: list[bool], *, normalize: bool
+) -> ModelConfig:
     return with_experts(
-        base.changed(AttentionConfig, qkv_bias=bool(hf.get("qkv_bias", True)), window=windows),
-        _sparse_layers(hf, base.num_layers),
-        shared_inner_size=hf.get("shared_expert_intermediate_size", 5632),
+        base,
+        has_experts,
+        shared_inner_size=hf["shared_expert_intermediate_size"],
         shared_gate=True,
         num_experts=hf.get("num_experts") or hf["num_local_experts"],
         experts_per_token=hf["num_experts_per_tok"],
         inner_size=hf["moe_intermediate_size"],
-        normalize=bool(hf.get("norm_topk_prob", False)),
+        normalize=normalize,
     )
 
 
@@ -97,18 +114,48 @@ def _sparse_layers(hf: HFConfig, num_layers: int) -> list[bool]:
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
 
 
+_SHARED_EXPERT_NAMES = NAMES | {
+    "shared_gate": "mlp.shared_expert.gate_proj",
+    "shared_up": "mlp.shared_expert.up_proj",
+    "shared_down": "mlp.shared_expert.down_proj",
+}
+_QWEN3_5_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_QWEN3_5 = Family(
+    _qwen3_5,
+    NAMES,
+    _QWEN3_5_DEFAULTS,
+    architectures=("Qwen3_5ForCausalLM",),
+    model_type="qwen3_5_text",
+    layer_types=("full_attention", "linear_attention"),
+    ropes=partial_ropes,
+)
+_QWEN3_5_MOE_DEFAULTS = _QWEN3_5_DEFAULTS | {
+    "num_key_value_heads": 2,
+    "intermediate_size": 5632,  # of layers without experts
+    "shared_expert_intermediate_size": 512,
+}
+
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(_qwen2, NAMES, _QWEN_DEFAULTS, architectures=("Qwen2ForCausalLM",)),
     "qwen3": Family(_qwen3, NAMES, _QWEN_DEFAULTS | {"head_dim": 128}, architectures=("Qwen3ForCausalLM",)),
     "qwen2_moe": Family(
         _qwen2_moe,
-        NAMES
-        | {
-            "shared_gate": "mlp.shared_expert.gate_proj",
-            "shared_up": "mlp.shared_expert.up_proj",
-            "shared_down": "mlp.shared_expert.down_proj",
+        _SHARED_EXPERT_NAMES,
+        {
+            "num_key_value_heads": 16,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "shared_expert_intermediate_size": 5632,
         },
-        {"num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28},
         architectures=("Qwen2MoeForCausalLM",),
     ),
     "qwen3_moe": Family(
@@ -117,22 +164,22 @@ FAMILIES: dict[str, Family] = {
         {"num_key_value_heads": 4, "sliding_window": 4096},
         architectures=("Qwen3MoeForCausalLM",),
     ),
-    "qwen3_5": Family(
-        _qwen3_5,
-        NAMES,
-        {
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-        },
-        architectures=("Qwen3_5ForCausalLM",),
-        model_type="qwen3_5_text",
-        layer_types=("full_attention", "linear_attention"),
-        ropes=partial_ropes,
+    "qwen3_next": replace(
+        _QWEN3_5,
+        specialize=_qwen3_next,
+        weight_names=_SHARED_EXPERT_NAMES
+        | {"delta_qkvz": "linear_attn.in_proj_qkvz", "delta_ba": "linear_attn.in_proj_ba"},
+        defaults=_QWEN3_5_MOE_DEFAULTS,
+        architectures=("Qwen3NextForCausalLM",),
+        model_type="",
+    ),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": replace(
+        _QWEN3_5,
+        specialize=_qwen3_5_moe,
+        weight_names=_SHARED_EXPERT_NAMES,
+        defaults=_QWEN3_5_MOE_DEFAULTS,
+        architectures=("Qwen3_5MoeForCausalLM",),
+        model_type="qwen3_5_moe_text",
     ),
 }

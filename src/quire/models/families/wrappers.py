@@ -69,6 +69,7 @@ WRAPPERS: dict[str, _Wrapper] = {
     "Qwen3VLForConditionalGeneration": _Wrapper("qwen3_vl_text"),
     "Qwen3VLMoeForConditionalGeneration": _Wrapper("qwen3_vl_moe_text"),
     "Qwen3_5ForConditionalGeneration": _Wrapper("qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": _Wrapper("qwen3_5_moe_text"),
     "SmolVLMForConditionalGeneration": _Wrapper("llama"),
     "VoxtralForConditionalGeneration": _Wrapper("llama"),
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from typing_extensions import override
 
 from quire.kv.cache.state_layout import StatePart, StateSpec
-from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer, SubLayerConfig
+from quire.models.layer import LayerLoader, LayerWeight, Section, Step, StepSizes, SubLayer, SubLayerConfig
 from quire.models.layers.recurrence import conv_taps, refuse_ranks, require_recurrence
 from quire.models.shard import Shard
 
@@ -21,7 +22,11 @@ _FLOAT32_BYTES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetConfig(SubLayerConfig):
-    """The numbers of one gated DeltaNet. Each key head serves equally many value heads, in order."""
+    """The numbers of one gated DeltaNet. Each key head serves equally many value heads, in order.
+
+    Checkpoints have projections by themselves or, as `delta_qkvz` and `delta_ba`, those of all for one key
+    head after another.
+    """
 
     num_key_heads: int = 0
     num_value_heads: int = 0
@@ -60,16 +65,38 @@ class DeltaNetConfig(SubLayerConfig):
     @override
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
         heads, value_size = self.num_value_heads, self.value_size
-        projections = ("delta_qkv.weight", self.conv_size), ("delta_z.weight", value_size)
-        gates = ("delta_b.weight", heads), ("delta_a.weight", heads)
-        for field, parts, is_quantized in (("delta_in", projections, True), ("delta_gates", gates, False)):
-            sources = tuple((name, (rows, hidden_size)) for name, rows in parts)
-            yield LayerWeight(field, sources, is_quantized=is_quantized)
+        projections: dict[str, int] = {"delta_qkv": self.conv_size, "delta_z": value_size}
+        gates = {"delta_b": heads, "delta_a": heads}
+        by_head: tuple[tuple[Section, ...], ...] = (), ()
+        if "delta_qkvz" in names:
+            projections, gates = {"delta_qkvz": self.conv_size + value_size}, {"delta_ba": 2 * heads}
+            group = heads // self.num_key_heads
+            values = group * self.value_dim
+            by_head = (
+                (self._rows_by_key_head(self.key_dim, self.key_dim, values, values),),
+                (self._rows_by_key_head(group, group),),
+            )
+        for field, parts, sections in zip(
+            ("delta_in", "delta_gates"), (projections, gates), by_head, strict=True
+        ):
+            sources = tuple((f"{name}.weight", (rows, hidden_size)) for name, rows in parts.items())
+            yield LayerWeight(field, sources, sections=sections, is_quantized=field == "delta_in")
         yield LayerWeight("delta_conv", (("delta_conv.weight", (self.conv_size, 1, self.num_taps)),))
         yield LayerWeight("delta_decay", (("delta_parameters.A_log", (heads,)),))
         yield LayerWeight("delta_time_bias", (("delta_parameters.dt_bias", (heads,)),))
         yield LayerWeight("delta_norm", (("delta_norm.weight", (self.value_dim,)),))
         yield LayerWeight("delta_out", (("delta_out.weight", (hidden_size, value_size)),), is_quantized=True)
+
+    def _rows_by_key_head(self, *sizes: int) -> Section:
+        """Return where the rows of parts lie, each of which has so many for a key head."""
+        of_head = sum(sizes)
+        starts = itertools.accumulate(sizes, initial=0)
+        ranges = tuple(
+            range(head * of_head + start, head * of_head + start + size)
+            for start, size in zip(starts, sizes, strict=False)
+            for head in range(self.num_key_heads)
+        )
+        return self.num_key_heads * of_head, ranges
 
     @override
     def on_rank(self, shard: Shard) -> Self:

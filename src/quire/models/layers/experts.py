@@ -39,7 +39,7 @@ class ExpertsConfig(SubLayerConfig):
     role: ClassVar[str] = "mlp"
     weight_names: ClassVar[Mapping[str, str]] = {
         "router": "mlp.gate",
-        "router_correction": "mlp.gate",
+        "router_correction": "mlp.gate.e_score_correction_bias",
         "expert_gate": "mlp.experts.{}.gate_proj",
         "expert_up": "mlp.experts.{}.up_proj",
         "expert_down": "mlp.experts.{}.down_proj",
@@ -56,8 +56,7 @@ class ExpertsConfig(SubLayerConfig):
         down = tuple((f"expert.{e}.down.weight", (hidden_size, size)) for e in experts)
         yield LayerWeight("router", (("router.weight", (self.num_experts, hidden_size)),))
         if self.correction:
-            correction = ("router_correction.e_score_correction_bias", self.correction)
-            yield LayerWeight("router_correction", (correction,))
+            yield LayerWeight("router_correction", (("router_correction", self.correction),))
         yield LayerWeight("expert_gate_up", gate_up, sections=(inner,), is_quantized=True)
         yield LayerWeight("expert_down", down, axis=1, sections=(inner,), is_quantized=True)
         if self.bias:
