@@ -174,6 +174,23 @@ SAMPLES = [
     ("glm", 'I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>P "x"\ny</arg_value>\n'
      "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>ping</tool_call>",
      "I look.", [("get_weather", {"city": 'P "x"\ny', "days": 3}), PING]),
+    ("glm47", "I look.<tool_call>get_weather<arg_key>city</arg_key><arg_value>P </arg_key> </tool_call>\n"
+     "</arg_value><arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
+     "<tool_call>ping</tool_call><tool_call>ping\n</tool_call>", "I look.",
+     [("get_weather", {"city": "P </arg_key> </tool_call>\n", "days": 3}), PING, PING]),
+    ("minimax_m2", 'I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+     '<parameter name="city">P "x"\n</invoke>\n </minimax:tool_call></parameter>\n'
+     '<parameter name="days">3</parameter>\n<parameter name="where">{"a": "</invoke>"}</parameter>\n'
+     '<parameter name="part">\n-1.5\n</parameter>\n</invoke>\n<invoke name="ping">\n</invoke>\n'
+     "</minimax:tool_call>", "I look.",
+     [("get_weather", {"city": 'P "x"\n</invoke>\n </minimax:tool_call>', "days": 3,
+                       "where": {"a": "</invoke>"}, "part": -1.5}), PING]),
+    ("minimax_m2", "<minimax:tool_call>\n<invoke name=ping>\n</invoke>\n</minimax:tool_call>",
+     "<minimax:tool_call>\n<invoke name=ping>\n</invoke>\n</minimax:tool_call>", []),
+    ("seed_oss", "\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>P\nx</parameter>\n"
+     "<parameter=days>3</parameter>\n<parameter=precise>False</parameter>\n</function>\n</seed:tool_call>\n"
+     "<seed:tool_call>\n<function=ping>\n</function>\n</seed:tool_call>", "",
+     [("get_weather", {"city": "P\nx", "days": 3, "precise": False}), PING]),
     ("harmony", f"<|channel|>commentary<|message|>Well.<|end|><|start|>assistant<|channel|>commentary "
      f"to=functions.get_weather <|constrain|>json<|message|>{json.dumps(WEATHER[1])}<|call|>"
      "<|start|>assistant to=functions.ping<|channel|>commentary json<|message|>{}<|call|>", "Well.",
@@ -200,6 +217,12 @@ BROKEN = [
      'Hm\n<tool_call>{"name": "f", "arguments": {]', [("ping", "{}")]),
     ("hermes", '<tool_call>{"name": "ping"}\n{"name": "f", "arguments": [1]}</tool_call>',
      '{"name": "f", "arguments": [1]}</tool_call>', [("ping", "{}")]),
+    ("minimax_m2", '<minimax:tool_call><invoke name="ping"></invoke><invoke name="ping"><parameter>',
+     '<invoke name="ping"><parameter>', [("ping", "{}")]),
+    ("glm47", "<tool_call>ping<arg_key>a</arg_key>1</tool_call>",
+     "<tool_call>ping<arg_key>a</arg_key>1</tool_call>", []),
+    ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=a>x</function>\n</seed:tool_call>",
+     "<seed:tool_call>\n<function=f>\n<parameter=a>x</function>\n</seed:tool_call>", []),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>x", "<tool_call><function=f><parameter=a>x", []),
     ("pythonic", "[ping(a=1, b=", "[ping(a=1, b=", []),
     ("lfm2", "<|tool_call_start|>[ping(a='it's')]<|tool_call_end|>",

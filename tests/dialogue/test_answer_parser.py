@@ -123,13 +123,24 @@ def test_random_calls_in_python(arguments):
     assert json.loads(found) == arguments
 
 
+@pytest.mark.parametrize(
+    ("name", "parameter", "call"),
+    [
+        ("qwen3_coder", "<parameter={}>\n{}\n</parameter>\n",
+         "<tool_call>\n<function=ping>\n{}</function>\n</tool_call>"),
+        ("seed_oss", "<parameter={}>\n{}\n</parameter>\n",
+         "<seed:tool_call>\n<function=ping>\n{}</function>\n</seed:tool_call>"),
+        ("minimax_m2", '<parameter name="{}">\n{}\n</parameter>\n',
+         '<minimax:tool_call>\n<invoke name="ping">\n{}</invoke>\n</minimax:tool_call>'),
+        ("glm47", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "<tool_call>ping{}</tool_call>"),
+    ],
+)  # fmt: skip
 @given(st.dictionaries(KEYS, TEXTS.filter(lambda text: "</" not in text), max_size=3))
-@settings(max_examples=50)
-def test_random_texts_in_tags(arguments):
+@settings(max_examples=25)
+def test_random_texts_in_tags(name, parameter, call, arguments):
     schemas = {"ping": {"properties": {key: {"type": "string"} for key in arguments}}}
-    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    answer = f"<tool_call>\n<function=ping>\n{written}</function>\n</tool_call>"
-    [(_, found)] = said("qwen3_coder", answer, schemas).calls
+    written = "".join(parameter.format(key, value) for key, value in arguments.items())
+    [(_, found)] = said(name, call.format(written), schemas).calls
     assert json.loads(found) == arguments
 
 
@@ -139,6 +150,9 @@ def test_random_texts_in_tags(arguments):
         ("{{ '<tool_call>' }}", "hermes"),
         ("<tool_call>\n<function=example_function_name>\n<parameter=x>", "qwen3_coder"),
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>", "glm"),
+        ("<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>", "glm47"),
+        ("{{ '<minimax:tool_call>' }}<invoke name=", "minimax_m2"),
+        ("{% set begin = '<seed:tool_call>' %}\n<function=x>\n<parameter=a>", "seed_oss"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("<|start_of_role|>tools<|end_of_role|> <|tool_call|>", "granite"),
         ("prefix function calls with functools[", "phi"),
@@ -191,6 +205,11 @@ def test_whether_a_template_has_a_place_for_tools(template, has_place):
         ("qwen3_coder", "<tool_call><function=ping><parameter=a>", "</par\n"),
         ("qwen3_coder", "<tool_call><function=ping><parameter=", "a</par\n"),
         ("gemma", "<start_function_call>call:ping{a:<escape>", "<esc "),
+        ("glm47", "<tool_call>ping<arg_key>a</arg_key><arg_value>", "</arg_value </arg_key>"),
+        ("glm47", "<tool_call>", "ping<arg_key>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="ping"><parameter name="', "</parameter"),
+        ("minimax_m2", "", "<minimax:tool_call>"),
+        ("seed_oss", "<seed:tool_call><function=ping><parameter=a>", "</parameter <function=ping>"),
         ("lfm2", "<|tool_call_start|>[ping(a='", "x</|tool_call_end"),
         ("lfm2", "", "<|tool_call_start|>[{"),
     ],

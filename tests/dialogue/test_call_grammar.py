@@ -167,6 +167,44 @@ def test_an_answer_may_be_content_and_then_calls(name):
     assert not grammar.copy().accept(tokens_of(model, content + call.replace("ping", "pong")))
 
 
+OSLO = Tool(
+    "get_weather",
+    parameters={
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city", "days"],
+    },
+)
+# format, two calls as the models' templates write them
+WRITTEN = [
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=ping>\n"
+     "</function>\n</tool_call>"),
+    ("seed_oss", "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n"
+     "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=ping>\n"
+     "</function>\n</seed:tool_call>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="get_weather">\n'
+     '<parameter name="city">Oslo</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n'
+     '<invoke name="ping">\n</invoke>\n</minimax:tool_call>'),
+    ("glm", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
+     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>ping\n</tool_call>"),
+    ("glm47", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
+     "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>ping</tool_call>"),
+    ("lfm2", '<|tool_call_start|>[get_weather(city="Oslo", days=3), ping()]<|tool_call_end|>'),
+    ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>'
+     "<|tool_call>call:ping{}<tool_call|>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "answer"), WRITTEN)
+@pytest.mark.parametrize("has_marks", [False, True])
+def test_calls_that_a_template_writes_are_allowed(name, answer, has_marks):
+    model = Model(name, has_marks=has_marks)
+    use = ToolUse((OSLO, PING), frozenset({"get_weather", "ping"}), must_call=True)
+    grammar = model.backend.compile(structure_of_answer(FORMATS[name], use, model.marks.get))
+    assert grammar.accept([*tokens_of(model, answer), model.eos])
+    assert [called for called, _ in said(name, [answer]).calls] == ["get_weather", "ping"]
+
+
 @pytest.mark.parametrize("has_marks", [False, True])
 @pytest.mark.parametrize("content", [None, {"const": "Well."}])
 def test_an_answer_in_harmony_is_preambles_and_then_a_call_or_content(has_marks, content):
@@ -222,14 +260,14 @@ def test_content_may_have_a_structure():
     assert not grammar.copy().accept(tokens_of(model, "Well"))
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "gemma", "pythonic"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2", "gemma", "pythonic"])
 def test_names_that_a_format_cannot_write_are_refused(name):
     use = ToolUse((Tool("f", parameters={"properties": {" a>b</arg_key>": {}}}),), frozenset({"f"}))
     with pytest.raises(InvalidRequestError, match="cannot write"):
         structure_of_answer(FORMATS[name], use, {}.get)
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "gemma"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2", "gemma"])
 @pytest.mark.parametrize(
     ("parameters", "problem"),
     [

@@ -236,6 +236,10 @@ TAGGED_WRITERS = [
      "{% set is_list = value is sequence and value is not string %}"
      "{{ value | tojson if value is mapping or is_list else value | string }}\n"
      "</parameter>\n{% endfor %}</function>\n</tool_call>{{ '' if loop.last else '\n' }}{% endfor %}"),
+    ("glm47", "{% for call in calls %}<tool_call>{{ call.name }}"
+     "{% for key, value in call.arguments.items() %}<arg_key>{{ key }}</arg_key>"
+     "<arg_value>{{ value if value is string else value | tojson }}</arg_value>{% endfor %}</tool_call>"
+     "{% endfor %}"),
     ("glm", "{% for call in calls %}\n<tool_call>{{ call.name }}"
      "{% for key, value in call.arguments.items() %}\n<arg_key>{{ key }}</arg_key>\n"
      "<arg_value>{{ value if value is string else value | tojson }}</arg_value>{% endfor %}\n</tool_call>"

@@ -25,16 +25,19 @@ ToolCallFormatName = Literal[
     "gemma",
     "gemma4",
     "glm",
+    "glm47",
     "granite",
     "harmony",
     "hermes",
     "lfm2",
     "llama3_json",
+    "minimax_m2",
     "mistral",
     "olmo3",
     "phi",
     "pythonic",
     "qwen3_coder",
+    "seed_oss",
 ]
 
 ReasoningFormatName = Literal[

@@ -72,6 +72,26 @@ def _call_grammar(writer: GrammarWriter, tool: Tool) -> str:
 
 _IN_TAGS = Layout("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 
+_QWEN = TaggedCalls(
+    name_begin="<function=",
+    name_end=">",
+    key_begin="<parameter=",
+    key_end=">",
+    value_begin="",
+    value_end="</parameter>",
+    call_end="</function>",
+)
+
+_GLM = TaggedCalls(
+    name_begin="",
+    name_end="",
+    key_begin="<arg_key>",
+    key_end="</arg_key>",
+    value_begin="<arg_value>",
+    value_end="</arg_value>",
+    call_end="",
+)
+
 _DEEPSEEK = Layout(
     "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>",
     "<\uff5ctool\u2581call\u2581end\uff5c>\n<\uff5ctool\u2581call\u2581begin\uff5c>",
@@ -79,34 +99,48 @@ _DEEPSEEK = Layout(
 )
 
 FORMATS: Mapping[str, ToolCallFormat] = {
+    "seed_oss": MarkedCallFormat(
+        openings=("<seed:tool_call>",),
+        closings=("</seed:tool_call>",),
+        layout=Layout("<seed:tool_call>\n", "\n</seed:tool_call>\n<seed:tool_call>\n", "\n</seed:tool_call>"),
+        notation=dataclasses.replace(_QWEN, after_key=""),
+        template_marks=(("<seed:tool_call>",),),
+    ),
+    "minimax_m2": MarkedCallFormat(
+        openings=("<minimax:tool_call>",),
+        closings=("</minimax:tool_call>",),
+        layout=Layout("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"),
+        notation=TaggedCalls(
+            name_begin='<invoke name="',
+            name_end='">',
+            key_begin='<parameter name="',
+            key_end='">',
+            value_begin="",
+            value_end="</parameter>",
+            call_end="</invoke>",
+            after_key="",
+        ),
+        template_marks=(("<minimax:tool_call>",),),
+    ),
     "qwen3_coder": MarkedCallFormat(
         openings=("<tool_call>",),
         closings=("</tool_call>",),
         layout=_IN_TAGS,
-        notation=TaggedCalls(
-            name_begin="<function=",
-            name_end=">",
-            key_begin="<parameter=",
-            key_end=">",
-            value_begin="",
-            value_end="</parameter>",
-            call_end="</function>",
-        ),
+        notation=_QWEN,
         template_marks=(("<function=", "<parameter="),),
+    ),
+    "glm47": MarkedCallFormat(
+        openings=("<tool_call>",),
+        closings=("</tool_call>",),
+        layout=Layout("<tool_call>", "</tool_call><tool_call>", "</tool_call>"),
+        notation=dataclasses.replace(_GLM, line_end="", after_key=""),
+        template_marks=(("</arg_key><arg_value>",),),
     ),
     "glm": MarkedCallFormat(
         openings=("<tool_call>",),
         closings=("</tool_call>",),
         layout=Layout("<tool_call>", "</tool_call>\n<tool_call>", "</tool_call>"),
-        notation=TaggedCalls(
-            name_begin="",
-            name_end="",
-            key_begin="<arg_key>",
-            key_end="</arg_key>",
-            value_begin="<arg_value>",
-            value_end="</arg_value>",
-            call_end="",
-        ),
+        notation=_GLM,
         template_marks=(("<arg_key>", "<arg_value>"),),
     ),
     "deepseek_v3": MarkedCallFormat(

@@ -61,9 +61,8 @@ class MarkedCallFormat(ToolCallFormat):
     def answer_grammar(self, writer: GrammarWriter, use: ToolUse, content: str | None) -> str:
         call = writer.one_of(self.notation.grammar(writer, tool) for tool in use.callable_tools)
         layout = self._layout_for(writer)
-        head, tail = (writer.literal(text) for text in (layout.head, layout.tail))
-        more = f" ({writer.literal(layout.separator)} {call})*" if use.several else ""
-        calls = f"{call}{more} {tail}"
+        head = writer.literal(layout.head)
+        calls = _calls_grammar(writer, call, layout, several=use.several)
         if use.must_call:
             return f"{head} {calls}"
         if content is not None:
@@ -85,3 +84,13 @@ class MarkedCallFormat(ToolCallFormat):
         """Return the mark that a layout begins with."""
         marks = (*self.ignored, *self.openings)
         return next(mark for mark in marks if layout.head.startswith(mark))
+
+
+def _calls_grammar(writer: GrammarWriter, call: str, layout: Layout, *, several: bool) -> str:
+    """Return the expression for calls and what is after them."""
+    separator, tail = layout.separator, layout.tail
+    if not several:
+        return f"{call} {writer.literal(tail)}"
+    if tail.startswith(separator):  # a lexer cannot tell one from the other before both have come
+        return f"({call} {writer.literal(separator)})+ {writer.literal(tail[len(separator) :])}"
+    return f"{call} ({writer.literal(separator)} {call})* {writer.literal(tail)}"

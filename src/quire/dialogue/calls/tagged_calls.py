@@ -51,6 +51,7 @@ class TaggedCalls:
         key_begin, key_end: around a key.
         value_begin, value_end: around a value.
         call_end: after the last value; may be empty.
+        line_end, after_key: white space that the model writes after the name and each value, and after a key.
     """
 
     name_begin: str
@@ -60,11 +61,14 @@ class TaggedCalls:
     value_begin: str
     value_end: str
     call_end: str
+    line_end: str = "\n"
+    after_key: str = "\n"
 
     @property
     def marks(self) -> tuple[str, ...]:
         """See `CallNotation.marks`."""
-        return tuple(filter(None, dataclasses.astuple(self)))
+        name, key = (self.name_begin, self.name_end), (self.key_begin, self.key_end)
+        return tuple(filter(None, (*name, *key, self.value_begin, self.value_end, self.call_end)))
 
     def read(self, reader: CallReader) -> Reading[None]:
         """See `CallNotation.read`."""
@@ -108,13 +112,13 @@ class TaggedCalls:
         """See `CallNotation.grammar`."""
         require_plain_object(tool)
         required = tool.parameters.get("required", ())
-        parts = [writer.literal(f"{self.name_begin}{tool.name}{self.name_end}\n")]
+        parts = [writer.literal(f"{self.name_begin}{tool.name}{self.name_end}{self.line_end}")]
         for name, schema in tool.parameters.get("properties", {}).items():
             if self.key_end in name or name != name.strip():
                 raise unwritable(tool, name)
-            head = f"{self.key_begin}{name}{self.key_end}\n{self.value_begin}"
+            head = f"{self.key_begin}{name}{self.key_end}{self.after_key}{self.value_begin}"
             value = self._value_grammar(writer, tool, schema)
-            expression = f"{writer.literal(head)} {value} {writer.literal(chr(10))}"
+            expression = f"{writer.literal(head)} {value} {writer.literal(self.line_end)}"
             parts.append(expression if name in required else f"({expression})?")
         if self.call_end:
             parts.append(writer.literal(self.call_end))
@@ -123,7 +127,7 @@ class TaggedCalls:
     def _value_grammar(self, writer: GrammarWriter, tool: Tool, schema: Any) -> str:
         """Return the expression for a value and its end."""
         schema = _without_reference(schema if isinstance(schema, Mapping) else {}, tool.parameters)
-        end = self.value_end if self.value_begin else f"\n{self.value_end}"
+        end = self.value_end if self.value_begin else f"{self.after_key}{self.value_end}"
         if "string" not in _types_of(schema, tool.parameters):
             return f"{writer.json(schema, tool.parameters)} {writer.literal(end)}"
         if "enum" in schema:
