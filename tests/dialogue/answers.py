@@ -161,7 +161,20 @@ SAMPLES = [
     ("granite", f"<tool_call>[{object_call(*WEATHER)}]</tool_call>", "", [WEATHER]),
     ("phi", f"<|tool_call|>[{object_call(*WEATHER)}, {object_call(*PING)}]<|/tool_call|>", "",
      [WEATHER, PING]),
+    ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+     f'{json.dumps(WEATHER[1])}}},\n    {{"tool_call_id": "1", "tool_name": "ping", "parameters": {{}}}}\n]'
+     "<|END_ACTION|>", "", [WEATHER, PING]),
+    ("nemotron", f"I look.\n\n<TOOLCALL>[{object_call(*WEATHER)}, {object_call(*PING)}]</TOOLCALL>\n",
+     "I look.", [WEATHER, PING]),
+    ("nemotron", '<TOOLCALL>[{"name": "ping", "arguments": "{\\"a\\": 1}"}]</TOOLCALL>', "",
+     [("ping", {"a": 1})]),
+    ("hunyuan", f"<tool_calls><tool_call>get_weather\n```json\n{json.dumps(WEATHER[1])}\n```</tool_call>"
+     "<tool_call>ping\n```json\n{}\n```</tool_call></tool_calls>", "", [WEATHER, PING]),
+    ("hunyuan_a13b", f"I look. <tool_calls>[{object_call(*WEATHER)}, {object_call(*PING)}]</tool_calls>",
+     "I look.", [WEATHER, PING]),
+    ("hunyuan_a13b", f"<tool_calls>[\n    {object_call(*PING)}\n]</tool_calls>", "", [PING]),
     ("phi", f"functools[{object_call(*PING)}]", "", [PING]),
+    ("phi", 2 * f"<|tool_call|>{object_call(*PING)}<|/tool_call|>", "", [PING, PING]),
     ("phi", "use functools, or functools[int]", "use functools, or functools[int]", []),
     ("deepseek_v3", f"Hm{ALL_BEGIN}{BEGIN}function{SEP}get_weather\n```json\n{json.dumps(WEATHER[1])}\n```"
      f"{END}\n{BEGIN}function{SEP}ping\n```json\n{{}}\n```{END}{ALL_END}", "Hm", [WEATHER, PING]),
@@ -209,6 +222,12 @@ SAMPLES = [
 
 # format, answer, content, complete calls
 BROKEN = [
+    ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "parameters": {}}]<|END_ACTION|>',
+     '<|START_ACTION|>[{"tool_call_id": "0", "parameters": {}}]<|END_ACTION|>', []),
+    ("hunyuan", "<tool_calls><tool_call>ping\n```json\n[]\n```</tool_call></tool_calls>",
+     "<tool_call>ping\n```json\n[]\n```</tool_call>", []),
+    ("nemotron", '<TOOLCALL>[{"name": "ping"}, {"name": "f", "arguments": {"a": "]</TOOLCALL>',
+     ', {"name": "f", "arguments": {"a": "]</TOOLCALL>', [("ping", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": <b>}}</tool_call>z',
      '<tool_call>{"name": "f", "arguments": {"a": <b>}}</tool_call>z', []),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b',

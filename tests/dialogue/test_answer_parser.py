@@ -95,7 +95,9 @@ KEYS = st.sampled_from(["city", "a", "x_1"])
 @given(st.data())
 @settings(max_examples=60)
 def test_random_calls_as_json(data):
-    name = data.draw(st.sampled_from(["hermes", "llama3_json", "mistral", "granite", "phi"]))
+    name = data.draw(
+        st.sampled_from(["hermes", "llama3_json", "mistral", "granite", "phi", "nemotron", "hunyuan_a13b"])
+    )
     arguments = st.dictionaries(st.text(), VALUES | TEXTS, max_size=4)
     calls = data.draw(
         st.lists(st.tuples(st.sampled_from(sorted(SCHEMAS)), arguments), min_size=1, max_size=3)
@@ -108,6 +110,8 @@ def test_random_calls_as_json(data):
         "mistral": f"[TOOL_CALLS][{', '.join(written)}]",
         "granite": f"<|tool_call|>[{', '.join(written)}]",
         "phi": f"<|tool_call|>[{', '.join(written)}]<|/tool_call|>",
+        "nemotron": f"<TOOLCALL>[{', '.join(written)}]</TOOLCALL>",
+        "hunyuan_a13b": f"<tool_calls>[{', '.join(written)}]</tool_calls>",
     }[name]
     at = data.draw(st.integers(0, len(answer)))
     found = said(name, [answer[:at], answer[at:]])
@@ -153,6 +157,10 @@ def test_random_texts_in_tags(name, parameter, call, arguments):
         ("<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>", "glm47"),
         ("{{ '<minimax:tool_call>' }}<invoke name=", "minimax_m2"),
         ("{% set begin = '<seed:tool_call>' %}\n<function=x>\n<parameter=a>", "seed_oss"),
+        ("<|END_THINKING|><|START_ACTION|>[", "cohere"),
+        ("<SPECIAL_11> {{- '<TOOLCALL>[' -}}", "nemotron"),
+        ("<tool_calls><tool_call>{{ name }}\n```json", "hunyuan"),
+        ('<tool_calls>[{"name": "func_name1", "arguments": {}}]</tool_calls>', "hunyuan_a13b"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("<|start_of_role|>tools<|end_of_role|> <|tool_call|>", "granite"),
         ("prefix function calls with functools[", "phi"),
@@ -210,6 +218,8 @@ def test_whether_a_template_has_a_place_for_tools(template, has_place):
         ("minimax_m2", '<minimax:tool_call><invoke name="ping"><parameter name="', "</parameter"),
         ("minimax_m2", "", "<minimax:tool_call>"),
         ("seed_oss", "<seed:tool_call><function=ping><parameter=a>", "</parameter <function=ping>"),
+        ("cohere", '<|START_ACTION|>[{"tool_call_id": "', "0\\n"),
+        ("hunyuan", "", "<tool_call>ping\n```json\n"),
         ("lfm2", "<|tool_call_start|>[ping(a='", "x</|tool_call_end"),
         ("lfm2", "", "<|tool_call_start|>[{"),
     ],

@@ -200,6 +200,12 @@ JSON_WRITERS = [
     ("granite", '<|tool_call|>[{% for call in calls %}{"arguments": {{ call.arguments | tojson }}, '
      '"name": "{{ call.name }}"}{{ "" if loop.last else ", " }}{% endfor %}]'),
     ("phi", "<|tool_call|>{{ calls | tojson }}<|/tool_call|>"),
+    ("cohere", "<|START_ACTION|>[\n{% for call in calls %}    "
+     '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ call.name }}", '
+     '"parameters": {{ call.arguments | tojson }}}{{ "" if loop.last else "," }}\n{% endfor %}]'
+     "<|END_ACTION|>"),
+    ("hunyuan", "<tool_calls>{% for call in calls %}<tool_call>{{ call.name }}\n```json\n"
+     "{{ call.arguments | tojson }}\n```</tool_call>{% endfor %}</tool_calls>"),
     ("phi", "functools{{ calls | tojson }}"),
     ("lfm2", "<|tool_call_start|>{{ calls | tojson }}<|tool_call_end|>"),
     ("mistral", "[TOOL_CALLS] [{% for call in calls %}{{ (call | tojson)[:-1] }}, "

@@ -20,6 +20,7 @@ ModelName = Annotated[str, MinLen(1)]
 
 ToolCallFormatName = Literal[
     "auto",
+    "cohere",
     "deepseek_v3",
     "deepseek_v31",
     "gemma",
@@ -29,10 +30,13 @@ ToolCallFormatName = Literal[
     "granite",
     "harmony",
     "hermes",
+    "hunyuan",
+    "hunyuan_a13b",
     "lfm2",
     "llama3_json",
     "minimax_m2",
     "mistral",
+    "nemotron",
     "olmo3",
     "phi",
     "pythonic",

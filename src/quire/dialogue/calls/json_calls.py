@@ -12,6 +12,7 @@ from quire.dialogue.calls.reading import MAX_NAME_LENGTH, CallReader, NotACallEr
 from quire.dialogue.calls.tools import Tool
 from quire.dialogue.incoming_text import Reading
 
+_NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _SURPLUS = re.compile(r"[\s\]}]+")
 _ARGUMENTS = ("{", '"')  # with which an object, and a string that holds one, begin
@@ -24,10 +25,14 @@ class JsonCalls:
     """`{"name": …, "arguments": {…}}`: one, several after each other, or a list of them.
 
     Args:
+        name_key: under which it writes the name.
         argument_key: under which it writes the arguments.
+        id_key: under which it writes a number of the call before the name; "": nowhere.
     """
 
+    name_key: str = "name"
     argument_key: str = "arguments"
+    id_key: str = ""
     marks: ClassVar[tuple[str, ...]] = ()
 
     def read(self, reader: CallReader) -> Reading[None]:
@@ -45,8 +50,13 @@ class JsonCalls:
 
     def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
         """See `CallNotation.grammar`."""
-        head = f'{{"name": {json_text(tool.name)}, "{self.argument_key}": '
-        return f"{writer.literal(head)} {object_grammar(writer, tool)} {writer.literal('}')}"
+        head = f'"{self.name_key}": {json_text(tool.name)}, "{self.argument_key}": '
+        begin = writer.literal("{" + head)
+        if self.id_key:
+            number = writer.json({"type": "string", "pattern": "^[0-9]{1,4}$"})
+            before = writer.literal(f'{{"{self.id_key}": ')
+            begin = f"{before} {number} {writer.literal(', ' + head)}"
+        return f"{begin} {object_grammar(writer, tool)} {writer.literal('}')}"
 
 
 def object_grammar(writer: GrammarWriter, tool: Tool) -> str:
@@ -73,7 +83,7 @@ def _read_object(reader: CallReader) -> Reading[None]:
         if "".join(key) == "function" and not is_inside and (yield from text.match("{")):
             is_inside = True
             continue
-        if "".join(key) == "name" and not reader.is_open:
+        if "".join(key) in _NAME_KEYS and not reader.is_open:
             name: list[str] = []
             yield from decode_string(text, name.append, MAX_NAME_LENGTH)
             reader.begin(_whole_characters("".join(name)))
@@ -106,7 +116,7 @@ class NamedCalls:
     """A name, then its arguments as an object.
 
     Args:
-        separator: is between name and arguments; some models leave it out.
+        separator: is between name and arguments; some models leave it out. It may be white space.
         kind: text that may precede the name, with another separator.
         fence: what may begin and end the arguments.
         id_begin: text that may follow the name, with the call's id.
@@ -120,7 +130,7 @@ class NamedCalls:
     @property
     def marks(self) -> tuple[str, ...]:
         """See `CallNotation.marks`."""
-        return tuple(filter(None, (self.separator, self.id_begin)))
+        return tuple(mark for mark in (self.separator, self.id_begin) if mark.strip())
 
     def read(self, reader: CallReader) -> Reading[None]:
         """See `CallNotation.read`."""
