@@ -32,6 +32,7 @@ VARIANTS += [(family, "bfloat16", "none", "reference") for family in ("phi", "ap
 VARIANTS += [("phi", "bfloat16", "int8", "native"), ("glm4_moe", "bfloat16", "int4", "native")]
 VARIANTS += [("deepseek_v3", dtype, "none", "native") for dtype in ("float32", "bfloat16")]
 VARIANTS += [("deepseek_v2", "bfloat16", "int4", "native"), ("minicpm3", "float16", "none", "native")]
+VARIANTS += [("gemma4_unified", dtype, "none", "native") for dtype in ("float32", "bfloat16")]
 VARIANTS += [("minicpm3", dtype, "none", "reference") for dtype in ("float32", "bfloat16")]
 
 

@@ -70,6 +70,8 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
         values |= {"mlp_only_layers": [0]}  # without such a layer, intermediate_size has no effect
     if architecture.startswith("Lfm2"):
         values |= {"full_attn_idxs": [1, 3], "block_multiple_of": 2}
+    if architecture.startswith("Gemma4"):  # without such layers, use_double_wide_mlp has no effect
+        values |= {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2}
     return {"architectures": [architecture], **values, **entries}
 
 
@@ -177,6 +179,21 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
         ("FalconForCausalLM", {"alibi": True}, "alibi true"),
         ("FalconForCausalLM", {"num_ln_in_parallel_attn": 2}, "which make no Falcon"),
         ("GPT2LMHeadModel", {"add_cross_attention": True}, "attention to an encoder"),
+        (
+            "Gemma4UnifiedForCausalLM",
+            {"num_kv_shared_layers": 5},
+            "num_kv_shared_layers 5 of 6 layers, which leaves none",
+        ),
+        ("Gemma4UnifiedForCausalLM", {"per_layer_config": {"6": {}}}, "config.6 {}; .* head_dim, num_key_"),
+        ("Gemma4UnifiedForCausalLM", {"per_layer_config": {"1": {"hidden_size": 8}}}, "differ in head_dim"),
+        (
+            "Gemma4UnifiedForCausalLM",
+            {"per_layer_config": {"1": {"head_dim": 8}}},
+            r"heads of \[8, 256\] .* more than",
+        ),
+        ("Gemma4UnifiedForCausalLM", {"per_layer_config": {"1": {"head_dim": -8}}}, "1.head_dim -8; it must"),
+        ("Gemma4UnifiedForCausalLM", {"use_bidirectional_attention": "all"}, "bidirectional"),
+        ("Gemma4UnifiedForCausalLM", {"rope_scaling": {"factor": 2.0}}, "has rope_parameters by layer type"),
         ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
     ],
 )
@@ -224,6 +241,7 @@ OTHER = {
     "qk_nope_head_dim": 14,
     "kv_lora_rank": 26,
     "mlp_layer_types": ["sparse", "dense", "sparse"],
+    "num_kv_shared_layers": 2,
 }
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 # Refused unless they say what is usual; the architectures for which they are read.
@@ -262,7 +280,7 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
     """Harmless ones, too."""
     config = make_model(family).config
     fields = _fields(ARCHITECTURE_OF[family]).keys() - FIXED
-    overrides = {name: OTHER.get(name, _strange(getattr(config, name))) for name in fields}
+    overrides = {name: OTHER.get(name, _strange(vars(config)[name])) for name in fields}
     for name, refusing in REFUSED.items():
         if family in refusing:
             del overrides[name]
@@ -271,6 +289,9 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
         overrides["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
     if family == "lfm2_moe":
         del overrides["layer_types"]  # transformers cannot do without
+    if family.startswith("gemma4"):
+        overrides["layer_types"] = ["full_attention", "sliding_attention"] * 2
+        overrides["layer_types"][-1] = "full_attention"  # as the class does
     if family == "phimoe":
         del overrides["num_experts_per_tok"]  # always 2
     changed = make_model(family, **overrides)

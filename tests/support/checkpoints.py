@@ -130,6 +130,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma4_unified": (
+        "Gemma4UnifiedTextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 9,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+            "final_logit_softcapping": 3.0,
+            "use_bidirectional_attention": "vision",
+            "tie_word_embeddings": True,
+        },
+    ),
     "phi3": (
         "Phi3Config",
         {
@@ -413,8 +428,8 @@ def randomize(model: torch.nn.Module, *, seed: int) -> None:
         with torch.no_grad():
             parameter.copy_(values)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
-            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith(("correction_bias", "layer_scalar")):
+            buffer.add_(0.2 * torch.randn(buffer.shape, generator=generator))
 
 
 def make_model(family: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Any:

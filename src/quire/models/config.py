@@ -17,7 +17,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class RopeConfig:
     """One set of rotary position frequencies."""
 
-    kind: str = "default"  # default, linear, dynamic, llama3, yarn or longrope
+    kind: str = "default"  # default, linear, dynamic, llama3, yarn, longrope or proportional
     theta: float = 10000.0  # base of the frequencies
     rotary_dim: int = 0  # features of each head that are rotated
     factor: float = 1.0  # how many times longer than the original context
@@ -26,6 +26,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3: waves shorter than original / this are kept
     beta_fast: float = 32.0  # yarn: turns in the original context from which on nothing is slowed
     beta_slow: float = 1.0  # yarn: turns in the original context up to which all is slowed
+    turning_pairs: int = 0  # proportional: of rotary_dim / 2; the others, which would turn slowest, stay
     truncate: bool = True  # yarn: round the ramp's ends outwards to whole features
     attention_factor: float = 1.0  # multiplies cosines and sines
     query_beta: float = 0.0
@@ -65,7 +66,7 @@ class ModelConfig:
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0  # soft cap of logits; 0: none
     ignored_prefixes: tuple[str, ...] = ()
-    """Of the names of tensors in files that are passed over: layers that predict further tokens."""
+    """Of the names of tensors in files that are passed over: what no token is computed from."""
     pooling: PoolingParams | None = None  # how a prompt becomes a row, in place of logits; None: it generates
 
     @property

@@ -172,8 +172,16 @@ class Decoder:
                     delta = kernels.rms_norm(delta, weight, bias=bias, eps=eps, out=out)
                 if not next_is_parallel:
                     following, bias = next_norm or _NO_NORM
+                    if part.stream_scale != 1.0:
+                        hidden.mul_(part.stream_scale)
                     inputs = kernels.add_rms_norm(
-                        hidden, delta, following, bias=bias, eps=eps, scale=scale, out=normed
+                        hidden,
+                        delta,
+                        following,
+                        bias=bias,
+                        eps=eps,
+                        scale=scale * part.stream_scale,
+                        out=normed,
                     )
                     continue
                 if next_norm is not None:

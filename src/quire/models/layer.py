@@ -89,6 +89,9 @@ class SubLayerConfig(ABC):
     norm of its own, it reads that one's normalized input.
     """
 
+    scales_stream: bool = False
+    """The residual stream, with its result, is multiplied by a number of the layer's, whose last it is."""
+
     role: ClassVar[str]  # "attention" if it mixes tokens, "mlp" otherwise: the name of its norms
     weight_names: ClassVar[Mapping[str, str]]  # in checkpoints, where a family has no others
 
@@ -143,6 +146,11 @@ class SubLayerConfig(ABC):
     @abstractmethod
     def load(self, loader: LayerLoader) -> SubLayer:
         """Return it with its weights, as `loader.shard` computes it."""
+
+    def scale_weights(self) -> Iterator[LayerWeight]:
+        """Yield what the residual stream is multiplied by."""
+        if self.scales_stream:
+            yield LayerWeight("stream_scale", (("stream_scale", (1,)),))
 
     def norm_weights(self, hidden_size: int) -> Iterator[LayerWeight]:
         """Yield the norms of its input and output."""
@@ -254,6 +262,8 @@ class SubLayer(ABC):
     def __init__(self, config: SubLayerConfig, loader: LayerLoader) -> None:
         self.pre_norm = loader.residual_norm(f"{config.role}_norm") if config.pre_norm else None
         self.post_norm = loader.residual_norm(f"{config.role}_post_norm") if config.post_norm else None
+        stream_scale = loader.tensor("stream_scale") if config.scales_stream else None
+        self.stream_scale = 1.0 if stream_scale is None else float(stream_scale)
         self.buffers = config.buffers()
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import ModelError, nearest_name
@@ -18,6 +18,7 @@ from quire.models.config_entries import Entries
 HFConfig = Mapping[str, Any]  # the JSON object in a config.json
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_BY_TYPE_KINDS = (*KINDS, "proportional")
 ROTATED_FEATURES = "gguf.rope.dimension_count"
 """Entry that no config.json has: how many features of each head are rotated."""
 _NEEDED = {
@@ -96,6 +97,36 @@ def read_two_ropes(hf: HFConfig, head_dim: int, *, sliding_theta: float) -> tupl
     Raises:
         ModelError: see `read_rope`; or settings for all layers in the new form.
     """
+    by_type = _by_layer_type(hf)
+    full = {"rope_theta": hf["rope_theta"]} | by_type["full_attention"] | (hf.get("rope_scaling") or {})
+    sliding = {"rope_theta": sliding_theta} | by_type["sliding_attention"]
+    for values in (hf, full, sliding):
+        _refuse_partial(values)
+        if values.get("truncate") is False:
+            raise ModelError("config.json has truncate false for a layer type; transformers reads it as true")
+    return _rope(hf, full, head_dim), _rope(hf, sliding, head_dim)
+
+
+def read_proportional_ropes(
+    hf: HFConfig, full_head_dim: int, sliding_head_dim: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """Return the same for heads whose sizes differ, in the new form; frequencies may be proportional.
+
+    Raises:
+        ModelError: see `read_rope`; or settings for all layers.
+    """
+    if hf.get("rope_scaling"):
+        raise ModelError("config.json has rope_scaling; this architecture has rope_parameters by layer type")
+    ropes = []
+    for values, head_dim in zip(_by_layer_type(hf).values(), (full_head_dim, sliding_head_dim), strict=True):
+        if _kind(values) != "proportional":
+            _refuse_partial(values)
+        ropes.append(_rope(hf, {"rope_theta": hf["rope_theta"]} | values, head_dim, kinds=_BY_TYPE_KINDS))
+    return ropes[0], ropes[1]
+
+
+def _by_layer_type(hf: HFConfig) -> dict[str, dict[str, Any]]:
+    """Return the settings of layers with full attention and of those with a window, in this order."""
     parameters = hf.get("rope_parameters") or {}
     by_type = {name: parameters.get(name) or {} for name in _LAYER_TYPES}
     others = sorted(parameters.keys() - by_type.keys())
@@ -104,13 +135,7 @@ def read_two_ropes(hf: HFConfig, head_dim: int, *, sliding_theta: float) -> tupl
             f"config.json has rope_parameters.{', '.join(others)[:100] or 'full_attention'}; this "
             "architecture has an object for full_attention and one for sliding_attention, and nothing else"
         )
-    full = {"rope_theta": hf["rope_theta"]} | by_type["full_attention"] | (hf.get("rope_scaling") or {})
-    sliding = {"rope_theta": sliding_theta} | by_type["sliding_attention"]
-    for values in (hf, full, sliding):
-        _refuse_partial(values)
-        if values.get("truncate") is False:
-            raise ModelError("config.json has truncate false for a layer type; transformers reads it as true")
-    return _rope(hf, full, head_dim), _rope(hf, sliding, head_dim)
+    return by_type
 
 
 def _one_set(hf: HFConfig) -> dict[str, Any]:
@@ -138,7 +163,12 @@ def _kind(values: Mapping[str, Any]) -> str:
 
 
 def _rope(
-    hf: HFConfig, given: Mapping[str, Any], head_dim: int, *, original: int | None = None
+    hf: HFConfig,
+    given: Mapping[str, Any],
+    head_dim: int,
+    *,
+    original: int | None = None,
+    kinds: Sequence[str] = KINDS,
 ) -> RopeConfig:
     """Return one set of frequencies.
 
@@ -147,11 +177,12 @@ def _rope(
         given: the set's own entries.
         head_dim: features of a head.
         original: the context of the original training if the config says it beside the set.
+        kinds: those that the architecture has.
     """
     values = Entries(given)
     kind = _kind(values)
-    if kind not in KINDS:
-        raise ModelError(f"config.json says rope type {kind!r}; {nearest_name(kind, KINDS)}")
+    if kind not in kinds:
+        raise ModelError(f"config.json says rope type {kind!r}; {nearest_name(kind, kinds)}")
     # The one type that does not count, too; and text has one position in time, height and width.
     for name in ("rope_type", "type", "mrope_section", "mrope_interleaved"):
         values.get(name)
@@ -165,7 +196,7 @@ def _rope(
     else:
         original = max_len
     partial = values.get("partial_rotary_factor", 1.0)
-    rotary_dim = hf.get(ROTATED_FEATURES) or int(head_dim * partial)
+    rotary_dim = hf.get(ROTATED_FEATURES) or int(head_dim * (1.0 if kind == "proportional" else partial))
     if rotary_dim < 2 or rotary_dim % 2 or (kind == "dynamic" and rotary_dim == 2):
         raise ModelError(
             f"config.json has heads of {head_dim} features, of which {rotary_dim} are rotated; these must be "
@@ -176,6 +207,7 @@ def _rope(
         theta=float(values["rope_theta"]),
         rotary_dim=rotary_dim,
         original_max_len=original,
+        turning_pairs=int(head_dim * partial // 2) if kind == "proportional" else 0,
         **_scaling(kind, values, max_len, original),
     )
     _check(rope)
@@ -187,6 +219,8 @@ def _scaling(kind: str, values: Mapping[str, Any], max_len: int, original: int) 
     """Return the settings that only some kinds have."""
     if kind in ("linear", "dynamic", "llama3"):
         return {name: float(values[name]) for name in _NEEDED[kind]}
+    if kind == "proportional":
+        return {"factor": float(values.get("factor") or 1.0)}
     if kind not in ("yarn", "longrope"):
         return {}
     factor = float(values.get("factor") or max_len / original)

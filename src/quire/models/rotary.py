@@ -79,12 +79,15 @@ def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
     """Return the angle per position of each pair of features, [rotary_dim / 2] float32.
 
     Sources: RoPE (Su et al. 2021), position interpolation (Chen et al. 2023), dynamic NTK scaling (the
-    LocalLLaMA forum, 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024), Llama 3.1's model card.
+    LocalLLaMA forum, 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024), the model cards of Llama
+    3.1 and Gemma 4.
     """
     if rope.kind == "dynamic":
         return _powers(_dynamic_theta(rope, max_model_len), rope.rotary_dim)
     plain = _powers(rope.theta, rope.rotary_dim)
-    if rope.kind == "linear":
+    if rope.kind == "proportional":
+        plain[rope.turning_pairs :] = 0.0
+    if rope.kind in ("linear", "proportional"):
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(plain, rope)

@@ -69,7 +69,7 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
         for part in layer.parts:
             names = {**part.weight_names, **family_names}
             norms = _with_biases(part.norm_weights(config.hidden_size), config)
-            of_part = norms, part.weights(config.hidden_size, names, shard)
+            of_part = norms, part.scale_weights(), part.weights(config.hidden_size, names, shard)
             for weight in itertools.chain(*of_part):
                 if shard.rank == 0 or not weight.is_of_first_rank:
                     yield _spec(index, weight, shard, names)

@@ -52,8 +52,9 @@ class Family:
     where that differs from its own `weight_names`, to a sub-layer; these end before ".weight" or ".bias".
     `defaults` count where config.json lacks an entry, `architectures` are its names there, `activation` and
     `norm_eps` the entries with the activation and what norms add, `model_type` stands in config.json if it is
-    not the family's name, `layer_types` are those that it may name, `ropes` reads the sets of rotary
-    frequencies for a head size, and `aliases` has what the usual entries are called by names of its own.
+    not the family's name, `layer_types` are those that it may name, `layer_entries` those that a
+    `per_layer_config` may have, `ropes` reads the sets of rotary frequencies for a head size, and `aliases`
+    has what the usual entries are called by names of its own.
     """
 
     specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
@@ -64,6 +65,7 @@ class Family:
     norm_eps: str = "rms_norm_eps"
     model_type: str = ""
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
+    layer_entries: tuple[str, ...] = ()
     ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -136,6 +138,12 @@ def layer_windows(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[int]:
     if types is not None:
         return [window if types[i] == "sliding_attention" else 0 for i in layers]
     return [window if is_sliding(i) else 0 for i in layers]
+
+
+def by_layer(hf: HFConfig, name: str, value: int) -> list[int]:
+    """Return an entry of each layer: as `per_layer_config` says, else `value`."""
+    own = hf["per_layer_config"]
+    return [(own.get(str(layer)) or {}).get(name, value) for layer in range(hf["num_hidden_layers"])]
 
 
 def with_attention_biases(hf: HFConfig, base: ModelConfig) -> ModelConfig:

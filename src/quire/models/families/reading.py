@@ -8,9 +8,16 @@ from typing import Any
 
 from quire.errors import ModelError, UnknownArchitectureError
 from quire.models.config import ModelConfig
-from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, check_objects, warn_once
+from quire.models.config_entries import (
+    MAX_LAYERS_TIMES_EXPERTS,
+    RULES,
+    Entries,
+    check_entry,
+    check_objects,
+    warn_once,
+)
 from quire.models.families import ARCHITECTURES, FAMILIES
-from quire.models.families.family import common
+from quire.models.families.family import Family, common
 from quire.models.families.wrappers import WRAPPERS, architecture_of, decoder_entries
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
@@ -64,7 +71,7 @@ def model_config(values: HFConfig) -> ModelConfig:
     family = FAMILIES[family_name]
     values = family.usual_entries(values) if family.aliases else values
     hf = Entries(values, {**_DEFAULTS, **family.defaults}, _WHERE_NULL_IS_NONE, RULES)
-    _refuse_what_is_not_computed(hf, family.layer_types)
+    _refuse_what_is_not_computed(hf, family)
     try:
         config = family.specialize(hf, common(hf, architecture, family_name, family))
         _check_layer_types(hf, config)
@@ -80,24 +87,36 @@ def model_config(values: HFConfig) -> ModelConfig:
     return config
 
 
-def _refuse_what_is_not_computed(hf: HFConfig, layer_types: Sequence[str]) -> None:
-    if hf.get("use_bidirectional_attention") or not hf.get("is_causal", True):
+def _refuse_what_is_not_computed(hf: HFConfig, family: Family) -> None:
+    # Between tokens of one image ("vision") it does not concern text.
+    if (hf.get("use_bidirectional_attention") or "vision") != "vision" or not hf.get("is_causal", True):
         raise ModelError("config.json asks for bidirectional attention; Quire serves causal decoders only")
-    if hf.get("per_layer_config"):
-        raise ModelError(
-            "config.json has a per_layer_config; layers that differ in other entries are not supported"
-        )
     for name in _COUNTS:
         if hf.get(name) is None:
             raise ModelError(f"config.json has no {name}; it must be {RULES[name].describe()}")
+    _check_layer_entries(hf, family.layer_entries)
     types = hf.get("layer_types")
     for layer_type in types or ():
-        if layer_type not in layer_types:
+        if layer_type not in family.layer_types:
             raise ModelError(
-                f"config.json names the layer type {layer_type!r}; known: {', '.join(layer_types)}"
+                f"config.json names the layer type {layer_type!r}; known: {', '.join(family.layer_types)}"
             )
     if types is not None and len(types) != hf["num_hidden_layers"]:
         raise ModelError(f"config.json has {len(types)} layer_types for {hf['num_hidden_layers']} layers")
+
+
+def _check_layer_entries(hf: HFConfig, known: Sequence[str]) -> None:
+    numbers = {str(layer) for layer in range(hf["num_hidden_layers"])}
+    for layer, entries in (hf.get("per_layer_config") or {}).items():
+        name = f"per_layer_config.{layer:.20}"
+        check_entry(f"config.json has {name}", entries, RULES["per_layer_config"])
+        if layer not in numbers or not set(entries or {}) <= set(known):
+            raise ModelError(
+                f"config.json has {name} {entries!r:.100}; layers of this architecture may differ in "
+                f"{', '.join(known) or 'no entry'} here, by their numbers"
+            )
+        for entry, value in (entries or {}).items():
+            check_entry(f"config.json has {name}.{entry}", value, RULES[entry])
 
 
 def _check_layer_types(hf: HFConfig, config: ModelConfig) -> None:
