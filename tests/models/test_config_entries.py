@@ -220,6 +220,8 @@ OTHER = {
     "max_window_layers": 1,
     "no_rope_layer_interval": 3,
     "no_rope_layers": None,
+    "layer_rope_theta": [1e3] * 3,
+    "moe_topk": [3, 1],
     "layer_types": None,
     "mlp_only_layers": [0],
     "decoder_sparse_step": 2,

@@ -176,6 +176,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {
+            "attention_multiplier": 0.3,
+            "num_hidden_layers": 3,
+            "sliding_window": 11,
+            "layer_rope_theta": [0, 1e4, 5e5],
+        },
+    ),
     "qwen3_5": (
         "Qwen3_5TextConfig",
         {
@@ -295,6 +304,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_inner": 112}),
     "gpt_bigcode": ("GPTBigCodeConfig", {"n_inner": 112}),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", {"head_dim": 24}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"head_dim": 24, "num_experts": 6, "moe_topk": [2, 3]}),
     "stablelm": ("StableLmConfig", {"rope_parameters": _PARTIAL}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 13, "tie_word_embeddings": True}),
     "arcee": ("ArceeConfig", {}),

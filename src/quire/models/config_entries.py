@@ -87,18 +87,18 @@ class _ListOf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _IntegerOrText:
+class _IntegerOr:
     integer: _Integer
-    text: _Text
+    other: _Text | _ListOf
 
     def describe(self) -> str:
-        return f"{self.integer.describe()}, or {self.text.describe()}"
+        return f"{self.integer.describe()}, or {self.other.describe()}"
 
     def accepts(self, value: object) -> bool:
-        return self.integer.accepts(value) or self.text.accepts(value)
+        return self.integer.accepts(value) or self.other.accepts(value)
 
 
-_Rule = _Integer | _Number | _Is | _Text | _ListOf | _IntegerOrText
+_Rule = _Integer | _Number | _Is | _Text | _ListOf | _IntegerOr
 _POSITIVE = _Number(0, 1e30, has_least=False)
 _FACTOR = _Number(-1e30, 1e30)
 _BOOLEAN, _OBJECT, _TEXT = _Is(bool, "true or false"), _Is(dict, "an object"), _Text(256)
@@ -160,7 +160,7 @@ RULES: dict[str, _Rule] = {
     "sliding_window": _Integer(0, _MAX_POSITION),
     "use_sliding_window": _BOOLEAN,
     "max_window_layers": _Integer(0, _MAX_POSITION),
-    "sliding_window_pattern": _IntegerOrText(_Integer(0, _LAYERS), _TEXT),
+    "sliding_window_pattern": _IntegerOr(_Integer(0, _LAYERS), _TEXT),
     "layer_types": _ListOf(_TEXT, _LAYERS),
     "no_rope_layer_interval": _Integer(1, _LAYERS),
     "no_rope_layers": _ListOf(_Integer(0, 1), _LAYERS),
@@ -169,6 +169,7 @@ RULES: dict[str, _Rule] = {
     "num_experts": _Integer(1, 1 << 16),
     "num_local_experts": _Integer(1, 1 << 16),
     "num_experts_per_tok": _Integer(1, 1 << 10),
+    "moe_topk": _IntegerOr(_Integer(1, 1 << 10), _ListOf(_Integer(1, 1 << 10), _LAYERS)),
     "moe_intermediate_size": _Integer(1, 1 << 20),
     "q_lora_rank": _Integer(1, 1 << 17),
     "kv_lora_rank": _Integer(1, 1 << 12),
@@ -218,6 +219,7 @@ RULES: dict[str, _Rule] = {
     "logits_scaling": _POSITIVE,
     "rope_theta": _POSITIVE,
     "rope_local_base_freq": _POSITIVE,
+    "layer_rope_theta": _ListOf(_Number(0, 1e30), _LAYERS),
     "rope_scaling": _OBJECT,
     "rope_parameters": _OBJECT,
     "partial_rotary_factor": _Number(0, 1, has_least=False),

@@ -1,4 +1,4 @@
-"""Families of dense models, each a few fields away from Llama."""
+"""Families of dense models, each a few fields away from Llama, and HunYuan's experts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from quire.models.families.family import (
     all_sliding,
     layer_windows,
     with_attention_biases,
+    with_experts,
     with_parallel_blocks,
 )
 from quire.models.layer import SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.experts import ExpertsConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig, partial_ropes, read_rope
 
@@ -44,6 +46,21 @@ def _exaone4(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _hunyuan(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="rotated_head")
+
+
+def _hunyuan_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """How many experts a token has may differ by layer."""
+    hf.get("moe_intermediate_size")  # published beside `intermediate_size`, and has no effect
+    config = with_experts(
+        _hunyuan(hf, base),
+        [True] * base.num_layers,
+        shared_inner_size=hf["intermediate_size"],
+        num_experts=hf.get("num_experts") or hf.get("num_local_experts", 1),
+        inner_size=hf["intermediate_size"],
+        normalize=True,
+    )
+    chosen = hf.get("moe_topk") or hf.get("num_experts_per_tok", 1)
+    return config.changed(ExpertsConfig, experts_per_token=chosen)
 
 
 def _hunyuan_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, ...]:
@@ -80,6 +97,8 @@ def _apertus(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return config.changed(AttentionConfig, qk_norm="head")
 
 
+_HUNYUAN_NAMES = NAMES | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}
+
 FAMILIES: dict[str, Family] = {
     "seed_oss": Family(
         _seed_oss,
@@ -95,9 +114,22 @@ FAMILIES: dict[str, Family] = {
     ),
     "hunyuan_v1_dense": Family(
         _hunyuan,
-        NAMES | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+        _HUNYUAN_NAMES,
         {"rms_norm_eps": 1e-5},
         architectures=("HunYuanDenseV1ForCausalLM",),
+        ropes=_hunyuan_ropes,
+    ),
+    "hunyuan_v1_moe": Family(
+        _hunyuan_moe,
+        _HUNYUAN_NAMES
+        | {
+            "router": "mlp.gate.wg",
+            "shared_gate": "mlp.shared_mlp.gate_proj",
+            "shared_up": "mlp.shared_mlp.up_proj",
+            "shared_down": "mlp.shared_mlp.down_proj",
+        },
+        {"rms_norm_eps": 1e-5},
+        architectures=("HunYuanMoEV1ForCausalLM",),
         ropes=_hunyuan_ropes,
     ),
     "stablelm": Family(

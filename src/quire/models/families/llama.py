@@ -62,6 +62,22 @@ def _granite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return config.changed(AttentionConfig, scale=hf["attention_multiplier"])
 
 
+def _granite_swa(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Layers may have a base of frequencies of their own; 0: they are not rotated."""
+    [rope] = base.ropes
+    bases = hf.get("layer_rope_theta") or [rope.theta] * base.num_layers
+    return _granite(hf, base).changed(
+        AttentionConfig,
+        window=layer_windows(hf, lambda layer: layer % 4 != 0),
+        rope=[replace(rope, theta=float(theta)) if theta else None for theta in bases],
+        has_sinks=True,
+    )
+
+
+_GRANITE_DEFAULTS = dict.fromkeys(
+    ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, NAMES, architectures=("LlamaForCausalLM",)),
     "mistral": Family(
@@ -102,12 +118,17 @@ FAMILIES: dict[str, Family] = {
         {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
         architectures=("SmolLM3ForCausalLM",),
     ),
-    "granite": Family(
-        _granite,
+    "granite": Family(_granite, NAMES, _GRANITE_DEFAULTS, architectures=("GraniteForCausalLM",)),
+    "granite_swa": Family(
+        _granite_swa,
         NAMES,
-        dict.fromkeys(
-            ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
-        ),
-        architectures=("GraniteForCausalLM",),
+        _GRANITE_DEFAULTS
+        | {
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "sliding_window": 128,
+        },
+        architectures=("GraniteSWAForCausalLM",),
     ),
 }
