@@ -282,7 +282,8 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
     """Harmless ones, too."""
     config = make_model(family).config
     fields = _fields(ARCHITECTURE_OF[family]).keys() - FIXED
-    overrides = {name: OTHER.get(name, _strange(vars(config)[name])) for name in fields}
+    values = {name: getattr(config, name) for name in fields - vars(config).keys()} | vars(config)
+    overrides = {name: OTHER.get(name, _strange(values[name])) for name in fields}
     for name, refusing in REFUSED.items():
         if family in refusing:
             del overrides[name]
