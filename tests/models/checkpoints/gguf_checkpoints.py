@@ -28,13 +28,15 @@ ARCHITECTURES = {
     "ernie4_5": "ernie4_5",
     "ministral3": "mistral3",
     "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
     "qwen3_5": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
     "gpt_oss": "gpt-oss",
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
 _NOT_QUANTIZED = (".bias", "ffn_gate_inp", "shortconv.conv.", "ssm_conv1d")
-_WITH_OFFSET = ("gemma", "gemma2", "gemma3", "qwen3_5")
+_WITH_OFFSET = ("gemma", "gemma2", "gemma3", "qwen3_5", "qwen3_5_moe")
 _INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
 
 
@@ -91,6 +93,9 @@ def write_gguf(
         if len(shape) == 3 and shape[1] == 1:  # of a convolution
             arrays = [array.squeeze(1) for array in arrays]
         name = _EXPERT.sub(r"\1.\3", next(iter(parts))).replace(".dt_bias", ".dt_proj.bias")
+        if family == "lfm2_moe":  # as the conversion renames what it has no other names for
+            name = name.replace(".expert_bias", ".expert_bias.bias")
+            name = name.removeprefix("model." if ".experts." in name else "")
         own_kind = next((own for part, own in (other_kinds or {}).items() if part in name), kind)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None
@@ -174,7 +179,8 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], rotated_featu
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(_inner_size(config))
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(_inner_size(config))
     writer.add_head_count(heads)
     kv_heads = config["num_key_value_heads"]
     types = config.get("layer_types") or ()
@@ -220,9 +226,12 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if config["model_type"] == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if config["model_type"] == "lfm2":
+    if config["model_type"].startswith("lfm2"):
         writer.add_shortconv_l_cache(config["conv_L_cache"])
-    if config["model_type"] == "qwen3_5_text":
+    if config["model_type"] == "lfm2_moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["model_type"].startswith("qwen3_5"):
         heads = config["linear_num_value_heads"]
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(config["linear_key_head_dim"])

@@ -61,11 +61,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": SHAPES["ministral3"][1]["rope_parameters"] | {"llama_4_scaling_beta": 0.125}
     },
     "lfm2": {},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},  # not said by a file
     "gpt_oss": {},
     "qwen3_5": {
         "num_hidden_layers": 5,
         "layer_types": [f"{kind}_attention" for kind in (*["linear"] * 3, "full", "linear")],
         "linear_num_value_heads": 6,
+    },
+    "qwen3_5_moe": {
+        "num_hidden_layers": 5,
+        "layer_types": [f"{kind}_attention" for kind in (*["linear"] * 3, "full", "linear")],
     },
 }
 

@@ -62,6 +62,13 @@ _LFM2_NAMES = {
     "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down",
 }
+_LFM2_MOE_NAMES = {
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "feed_forward.experts.w1": "ffn_gate_exps",
+    "feed_forward.experts.w3": "ffn_up_exps",
+    "feed_forward.experts.w2": "ffn_down_exps",
+}
 _QWEN35_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "linear_attn.in_proj_qkv": "attn_qkv",
@@ -193,6 +200,30 @@ _GEMMA2 = Architecture(
     finish=_gemma_scale(46),
     norms_include_offset=True,
 )
+_LFM2 = Architecture(
+    "Lfm2ForCausalLM",
+    names=_LAYER_NAMES | _LFM2_NAMES,
+    keys=_KEYS | {"conv_L_cache": "shortconv.l_cache"},
+    finish=_lfm2,
+    without_kv="conv",
+)
+_QWEN2_MOE_KEYS = _EXPERT_KEYS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_QWEN35 = Architecture(
+    "Qwen3_5ForCausalLM",
+    names=_LAYER_NAMES | _QWEN35_NAMES,
+    keys=_KEYS
+    | {
+        "full_attention_interval": "full_attention_interval",
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+    },
+    finish=_qwen35,
+    ignored=("rope.dimension_sections",),  # positions in images
+    norms_include_offset=True,
+    tiles_value_heads=True,
+)
 _WINDOW_PATTERN = {"sliding_window_pattern": "attention.sliding_window_pattern"}
 ARCHITECTURES = {
     "llama": _LLAMA,
@@ -200,7 +231,7 @@ ARCHITECTURES = {
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         names=_LAYER_NAMES | _QWEN2_MOE_NAMES,
-        keys=_KEYS | _EXPERT_KEYS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        keys=_KEYS | _QWEN2_MOE_KEYS,
     ),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture(
@@ -229,12 +260,14 @@ ARCHITECTURES = {
             "llama_4_scaling_beta": "attention.temperature_scale",
         },
     ),
-    "lfm2": Architecture(
-        "Lfm2ForCausalLM",
-        names=_LAYER_NAMES | _LFM2_NAMES,
-        keys=_KEYS | {"conv_L_cache": "shortconv.l_cache"},
-        finish=_lfm2,
-        without_kv="conv",
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        hf_name="Lfm2MoeForCausalLM",
+        names=_LFM2.names | _LFM2_MOE_NAMES,
+        keys=_LFM2.keys | _EXPERT_KEYS | {"num_dense_layers": "leading_dense_block_count"},
+        finish=lambda values, metadata: {"norm_eps": values.get("rms_norm_eps")},
+        ignored=("expert_gating_func",),  # sigmoid
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
@@ -248,21 +281,12 @@ ARCHITECTURES = {
         finish=lambda values, metadata: {"truncate": False},
         ignored=("feed_forward_length",),
     ),
-    "qwen35": Architecture(
-        "Qwen3_5ForCausalLM",
-        names=_LAYER_NAMES | _QWEN35_NAMES,
-        keys=_KEYS
-        | {
-            "full_attention_interval": "full_attention_interval",
-            "linear_num_key_heads": "ssm.group_count",
-            "linear_num_value_heads": "ssm.time_step_rank",
-            "linear_key_head_dim": "ssm.state_size",
-            "linear_conv_kernel_dim": "ssm.conv_kernel",
-        },
-        finish=_qwen35,
-        ignored=("rope.dimension_sections",),  # positions in images
-        norms_include_offset=True,
-        tiles_value_heads=True,
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(
+        _QWEN35,
+        hf_name="Qwen3_5MoeForCausalLM",
+        names=_QWEN35.names | _QWEN2_MOE_NAMES,
+        keys=_QWEN35.keys | _QWEN2_MOE_KEYS,
     ),
     "olmo2": _OLMO2,
     "granite": Architecture(
