@@ -32,7 +32,8 @@ CALL = '<tool_call>\n{"name": "ping", "arguments": {"a": "<think>"}}\n</tool_cal
 def told(name, pieces, *, is_open=False, tools=None):
     """(reasoning, content, calls) of an answer in these pieces, in which the reasoning comes first."""
     reasoning = ExpectedReasoning(REASONING_FORMATS[name], is_open)
-    parser = AnswerParser(None if tools is None else FORMATS[tools], SCHEMAS, reasoning)
+    marks = reasoning.format.content_marks
+    parser = AnswerParser(None if tools is None else FORMATS[tools], SCHEMAS, reasoning, marks)
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     kinds = [isinstance(event, ReasoningDelta) for event in events]
     assert kinds == sorted(kinds, reverse=True)
@@ -95,6 +96,37 @@ def test_unusual_answers(answer, is_open, expected):
     at_every_split("think", answer, expected, is_open=is_open)
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "content"),
+    [
+        ("hunyuan", "<answer>\n1 < 2, </ans\n</answer>", "1 < 2, </ans"),
+        ("hunyuan", "It is.\n", "It is.\n"),
+        ("hunyuan", "<answer>\nIt is.\n", "It is.\n"),
+        ("hunyuan", "<answer></answer>", ""),
+        ("cohere", "<|START_RESPONSE|> <co>So</co: 0:[1]>.<|END_RESPONSE|>", "<co>So</co: 0:[1]>."),
+        ("cohere", "<|START_TEXT|>It is.<|END_TEXT|>", "It is."),
+    ],
+)  # fmt: skip
+def test_marks_around_content_are_no_part_of_it(name, answer, content):
+    one = REASONING_FORMATS[name]
+    for begin, reasoning in ((f"{one.start}\nHm.\n{one.end}\n", "Hm."), ("", "")):
+        whole = begin + answer
+        expected = (reasoning, content, [])
+        at_every_split(name, whole, expected)
+        assert told(name, whole, tools="hunyuan_a13b") == expected
+
+
+def test_marks_around_content_are_dropped_where_the_prompt_has_ended_reasoning():
+    marks = REASONING_FORMATS["hunyuan"].content_marks
+    parser = AnswerParser(None, {}, None, marks)
+    assert parser.feed("<answer>\nYes.\n</answer>") + parser.finish() == [ContentDelta("Yes.")]
+
+
+def test_calls_beside_marks_around_content():
+    answer = '<think>Hm.</think>\n<answer>\nWell. <tool_calls>[{"name": "ping"}]</tool_calls>\n</answer>'
+    at_every_split("hunyuan", answer, ("Hm.", "Well.", [("ping", {})]), tools="hunyuan_a13b")
+
+
 @pytest.mark.parametrize("name", MARKED)
 @given(st.data())
 @settings(max_examples=25)
@@ -131,6 +163,12 @@ def test_what_a_prompt_begins(prompt, is_open):
     assert expected_reasoning(one, prompt) == expected
 
 
+def test_a_prompt_may_go_on_after_the_first_mark():
+    one = REASONING_FORMATS["seed"]
+    prompt = "<seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>"
+    assert expected_reasoning(one, prompt) == ExpectedReasoning(one, is_open=True)
+
+
 @pytest.mark.parametrize(
     ("continued", "is_open"),
     [("", False), ("\n", False), ("Well", None), ("<think>Hm", True), ("<think>Hm</think>So", None)],
@@ -151,6 +189,8 @@ def test_what_the_beginning_of_an_answer_begins(continued, is_open):
         ("<seed:think>", "seed"),
         ("<|START_THINKING|><|END_THINKING|>", "cohere"),
         ("{{ '<|channel>thought\\n<channel|>' }}", "gemma4"),
+        ("<|extra_4|> <|extra_0|> {{- '<think>\\n\\n</think>\\n' }}", "hunyuan"),
+        ("[|assistant|]\\n<think>\\n\\n</think>", "think"),
         ("I think so", None),
     ],
 )

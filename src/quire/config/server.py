@@ -52,6 +52,7 @@ ReasoningFormatName = Literal[
     "gemma4",
     "granite",
     "harmony",
+    "hunyuan",
     "kimi",
     "mistral",
     "seed",

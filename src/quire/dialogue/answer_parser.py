@@ -32,6 +32,7 @@ class AnswerParser:
         call_format: in which the model calls tools; None: it has none to call.
         tools: JSON schema of each tool's arguments, by the tool's name.
         reasoning: with which the answer may begin; None: with none.
+        content_marks: around content, and no part of it, see `ReasoningFormat`.
     """
 
     def __init__(
@@ -39,15 +40,19 @@ class AnswerParser:
         call_format: ToolCallFormat | None,
         tools: Mapping[str, Mapping[str, Any]],
         reasoning: ExpectedReasoning | None = None,
+        content_marks: tuple[str, ...] = (),
     ) -> None:
         self._events: list[AnswerEvent] = []
         self._text = IncomingText()
         known_only = call_format is not None and call_format.known_only
         self._calls = CallReader(self._text, tools, known_only, self._events)
-        self._reading = self._answer(call_format, reasoning).read()
+        self._reading = self._answer(call_format, reasoning, content_marks).read()
 
     def _answer(
-        self, call_format: ToolCallFormat | None, reasoning: ExpectedReasoning | None
+        self,
+        call_format: ToolCallFormat | None,
+        reasoning: ExpectedReasoning | None,
+        content_marks: tuple[str, ...],
     ) -> MarkedAnswer | HarmonyAnswer:
         """Return the reader of answers in these formats."""
         in_harmony = call_format is not None and call_format.in_messages
@@ -56,7 +61,9 @@ class AnswerParser:
                 self._text, self._calls, self._events.append, reasoning, reads_calls=in_harmony
             )
         marked = call_format if isinstance(call_format, MarkedCallFormat) else None
-        return MarkedAnswer(self._text, self._calls, self._events.append, marked, reasoning)
+        return MarkedAnswer(
+            self._text, self._calls, self._events.append, marked, reasoning, content_marks=content_marks
+        )
 
     @property
     def has_calls(self) -> bool:

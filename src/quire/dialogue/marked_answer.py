@@ -20,6 +20,7 @@ class MarkedAnswer:
         emit: takes each event.
         call_format: in which the model calls tools; None: it has none to call.
         reasoning: with which the answer may begin; None: with none.
+        content_marks: around content, and no part of it.
     """
 
     def __init__(
@@ -29,26 +30,30 @@ class MarkedAnswer:
         emit: Callable[[AnswerEvent], None],
         call_format: MarkedCallFormat | None,
         reasoning: ExpectedReasoning | None,
+        *,
+        content_marks: tuple[str, ...],
     ) -> None:
         self._text = text
         self._calls = calls
         self._emit = emit
         self._format = call_format
         self._reasoning = reasoning
+        self._content_marks = content_marks
         self._space: list[str] = []  # after content, or before anything
         self._has_content = False
-        self._follows_call = False
+        self._follows_mark = False  # of calls or content
 
     def read(self) -> Reading[None]:
         """Read the whole answer."""
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
-        if self._format is None:
-            yield from self._read_content()
-        else:
+        if self._format is not None:
             yield from self._read_start(self._format)
+        if self._format is not None or self._content_marks:
             yield from self._read_content_and_calls(self._format)
-        if not self._follows_call and any(self._space):
+        else:
+            yield from self._read_content()
+        if not self._follows_mark and any(self._space):
             self._emit(ContentDelta("".join(self._space)))
 
     def _read_reasoning(self, reasoning: ExpectedReasoning) -> Reading[None]:
@@ -77,15 +82,17 @@ class MarkedAnswer:
             self._text.mark()
             self._add_content(piece)
 
-    def _read_content_and_calls(self, call_format: MarkedCallFormat) -> Reading[None]:
-        markers = (*call_format.openings, *call_format.ignored)
+    def _read_content_and_calls(self, call_format: MarkedCallFormat | None) -> Reading[None]:
+        of_calls = () if call_format is None else (*call_format.openings, *call_format.ignored)
+        markers = (*of_calls, *self._content_marks)
         while True:
             self._text.mark()
             before, marker = yield from self._text.piece_before(markers)
             if not marker and self._is_cut_off_mark(before, markers):
                 return
             self._add_content(before)
-            if marker in call_format.openings:
+            self._follows_mark |= marker in self._content_marks
+            if call_format is not None and marker in call_format.openings:
                 yield from self._read_calls(call_format, marker)
             if not before and not marker and not (yield from self._text.peek()):
                 return
@@ -114,7 +121,7 @@ class MarkedAnswer:
             return
         if self._calls.is_open:
             self._calls.take_back()
-        self._follows_call |= has_calls
+        self._follows_mark |= has_calls
         self._add_content(remainder if has_calls else opening + remainder)
         if has_calls and not remainder and call_format.closings:
             yield from self._text.skip_space()
@@ -128,25 +135,25 @@ class MarkedAnswer:
         return self._text.is_cut_off and self._text.has_run_out
 
     def _is_cut_off_mark(self, text: str, markers: Sequence[str]) -> bool:
-        """Whether the last text after a call may be the beginning of the mark of another."""
-        is_last = self._follows_call and self._text.is_cut_off
+        """Whether the last text after a mark may be the beginning of another."""
+        is_last = self._follows_mark and self._text.is_cut_off
         return is_last and any(marker.startswith(text.strip()) for marker in markers)
 
     def _drop_rest(self) -> Reading[None]:
         """Leave out the beginning of a call, or of its mark, that is all that is left."""
-        self._follows_call = True
+        self._follows_mark = True
         yield from self._text.piece()
 
     def _add_content(self, text: str) -> None:
         """Emit more content; white space at the end only once something follows it."""
-        if self._follows_call:
+        if self._follows_mark:
             text = text.lstrip()
         said = text.rstrip()
         if not said:
             self._space += [text] if text else []
             return
-        before = "" if self._follows_call and not self._has_content else "".join(self._space)
+        before = "" if self._follows_mark and not self._has_content else "".join(self._space)
         self._space[:] = [text[len(said) :]]
         self._has_content = True
-        self._follows_call = False
+        self._follows_mark = False
         self._emit(ContentDelta(before + said))

@@ -15,8 +15,10 @@ class ReasoningFormat:
     Args:
         start, end: the marks.
         tokens: special tokens of the model that are only a part of a mark.
+        content_marks: around content, and no part of it; a model may leave them out.
+        openings: other texts at the end of a prompt that has begun reasoning.
         template_marks: a chat template of this format has at least one of these texts.
-        space_before_end, space_after_end: white space that the model writes around `end`.
+        space_before_end, space_after_end: white space, or marks of content, that it writes around `end`.
         message_start: begins each message but the first, where reasoning and content are messages; "" where
             they are not.
         content_header: follows it in a message that is content.
@@ -26,6 +28,8 @@ class ReasoningFormat:
     start: str
     end: str
     tokens: tuple[str, ...] = ()
+    content_marks: tuple[str, ...] = ()
+    openings: tuple[str, ...] = ()
     template_marks: tuple[str, ...]
     space_before_end: str = "\n"
     space_after_end: str = "\n\n"
@@ -41,7 +45,7 @@ class ReasoningFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks, and parts of them; any may be a special token of the model."""
-        return MARKS if self.in_messages else (self.start, self.end, *self.tokens)
+        return MARKS if self.in_messages else (self.start, self.end, *self.tokens, *self.content_marks)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "cohere": ReasoningFormat(
         start="<|START_THINKING|>",
         end="<|END_THINKING|>",
+        content_marks=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         template_marks=("<|END_THINKING|>",),
         space_before_end="",
         space_after_end="",
@@ -89,6 +94,13 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         content_header=FINAL_HEADER,
         efforts=("low", "medium", "high"),
     ),
+    "hunyuan": ReasoningFormat(
+        start="<think>",
+        end="</think>",
+        content_marks=("<answer>", "</answer>"),
+        template_marks=("<answer>", "<|extra_0|>", "hy_Assistant"),
+        space_after_end="\n<answer>\n",
+    ),
     "kimi": ReasoningFormat(
         start="\u25c1think\u25b7", end="\u25c1/think\u25b7", template_marks=("\u25c1/think\u25b7",)
     ),
@@ -100,7 +112,10 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         space_after_end="",
     ),
     "seed": ReasoningFormat(
-        start="<seed:think>", end="</seed:think>", template_marks=("</seed:think>", "<seed:think>")
+        start="<seed:think>",
+        end="</seed:think>",
+        openings=("<seed:think><seed:cot_budget_reflect>",),
+        template_marks=("</seed:think>", "<seed:think>"),
     ),
     "think": ReasoningFormat(start="<think>", end="</think>", template_marks=("</think>", "<think>")),
 }
@@ -135,4 +150,6 @@ def expected_reasoning(
         reasoning_format.content_header if reasoning_format.in_messages else reasoning_format.end
     ):
         return None
-    return ExpectedReasoning(reasoning_format, said.endswith(reasoning_format.start))
+    return ExpectedReasoning(
+        reasoning_format, said.endswith((reasoning_format.start, *reasoning_format.openings))
+    )

@@ -103,6 +103,7 @@ class AnswerReader:
         call_format: format of the model's tool calls; None: it calls none.
         use: which tools the answer may call.
         reasoning: the reasoning that the answer may begin with; None: none.
+        content_marks: around content, and no part of it.
         shows_reasoning: whether the client sees the reasoning.
         seed: of the ids; another server makes the same with the same seed. None: a random one.
     """
@@ -113,13 +114,15 @@ class AnswerReader:
         use: ToolUse | None = None,
         reasoning: ExpectedReasoning | None = None,
         *,
+        content_marks: tuple[str, ...] = (),
         shows_reasoning: bool = True,
         seed: str | None = None,
     ) -> None:
         self._parser: AnswerParser | None = None
         self._must_call = use is not None and use.must_call
-        if call_format is not None or reasoning is not None:
-            self._parser = AnswerParser(call_format, {} if use is None else use.schemas, reasoning)
+        if call_format is not None or reasoning is not None or content_marks:
+            schemas = {} if use is None else use.schemas
+            self._parser = AnswerParser(call_format, schemas, reasoning, content_marks)
         self._shows_reasoning = shows_reasoning
         self._ids = random.Random(seed)
         self._short_ids = call_format is not None and call_format.short_ids

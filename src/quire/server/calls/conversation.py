@@ -181,6 +181,7 @@ class Conversation:
                 self._call_format,
                 self._tool_use,
                 self._reasoning,
+                content_marks=() if self._reasoning_format is None else self._reasoning_format.content_marks,
                 shows_reasoning=self._thinking.is_shown,
                 seed=None if self._answer_id is None else f"{self._answer_id}/{completion.index}",
             )
