@@ -7,7 +7,7 @@ import re
 import typing
 
 import pytest
-from answers import SCHEMAS
+from answers import ALL_BEGIN, ALL_END, BEGIN, END, SCHEMAS, SEP
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,6 +120,45 @@ def test_marks_around_content_are_dropped_where_the_prompt_has_ended_reasoning()
     marks = REASONING_FORMATS["hunyuan"].content_marks
     parser = AnswerParser(None, {}, None, marks)
     assert parser.feed("<answer>\nYes.\n</answer>") + parser.finish() == [ContentDelta("Yes.")]
+
+
+QWEN_CALL = "<tool_call>\n<function=ping>\n<parameter=a>\n</think\n</parameter>\n</function>\n</tool_call>"
+CALLED = [("ping", {"a": "</think"})]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (f"Hm.\n{QWEN_CALL}", ("Hm.", "", CALLED)),
+        (f"Hm.\n\n{QWEN_CALL}\n{QWEN_CALL}\n", ("Hm.", "", 2 * CALLED)),
+        (QWEN_CALL, ("", "", CALLED)),
+        (f"I write {QWEN_CALL}.\nSo:\n{QWEN_CALL}", (f"I write {QWEN_CALL}.\nSo:", "", CALLED)),
+        (f"I write {QWEN_CALL}", ("I write", "", CALLED)),
+        (f"I write {QWEN_CALL}\n</think>\n\nHi", (f"I write {QWEN_CALL}", "Hi", [])),
+        (f"I write {QWEN_CALL}\n</think>\n\n{QWEN_CALL}", (f"I write {QWEN_CALL}", "", CALLED)),
+        ("I write <tool_call> </think>Hi", ("I write <tool_call>", "Hi", [])),
+        ("I write <tool_call>\n<function=ping> ", ("I write <tool_call>\n<function=ping>", "", [])),
+        ("Hm <tool_call>no</tool_call>", ("Hm", "<tool_call>no</tool_call>", [])),
+    ],
+)  # fmt: skip
+def test_calls_with_which_an_answer_ends_in_its_reasoning(answer, expected):
+    at_every_split("think", answer, expected, is_open=True, tools="qwen3_coder")
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n<tool_", "\n<tool_call>\n<func"])
+def test_calls_in_reasoning_that_is_cut_off_are_reasoning(end):
+    expected = ExpectedReasoning(REASONING_FORMATS["think"], is_open=True)
+    parser = AnswerParser(FORMATS["qwen3_coder"], SCHEMAS, expected)
+    events = parser.feed(f"Hm.\n{QWEN_CALL}{end}") + parser.finish(is_cut_off=True)
+    assert "".join(one.text for one in events) == f"Hm.\n{QWEN_CALL}{end}".rstrip()
+    assert {type(one) for one in events} == {ReasoningDelta}
+
+
+def test_marks_around_all_calls_in_reasoning():
+    call = f"{ALL_BEGIN}{BEGIN}ping{SEP}{{}}{END}{ALL_END}"
+    answer = f"I write {ALL_BEGIN} or {ALL_END}, {call}"
+    expected = (f"I write {ALL_BEGIN} or {ALL_END},", "", [("ping", {})])
+    at_every_split("think", answer, expected, is_open=True, tools="deepseek_v31")
 
 
 def test_calls_beside_marks_around_content():
@@ -243,10 +282,13 @@ def num_reasoning_tokens(tokens, is_open):
 @pytest.mark.formats
 @pytest.mark.first_case
 @pytest.mark.parametrize("size", [1, 7])
-@pytest.mark.parametrize("repeated", ["word </thi ", "\n "])
+@pytest.mark.parametrize(
+    "repeated", ["word </thi ", "\n ", "<tool_call>", "<tool_call></tool_call>", "</tool_call> x <tool_call>"]
+)
 def test_the_cost_is_linear_in_the_text(repeated, size):
     def cost(times):
-        parser = AnswerParser(None, {}, ExpectedReasoning(REASONING_FORMATS["think"], is_open=True))
+        expected = ExpectedReasoning(REASONING_FORMATS["think"], is_open=True)
+        parser = AnswerParser(FORMATS["qwen3_coder"], {}, expected)
         text = times * repeated + "</think>" + times * repeated
 
         def read():

@@ -39,6 +39,7 @@ class MarkedAnswer:
         self._format = call_format
         self._reasoning = reasoning
         self._content_marks = content_marks
+        self._unsaid: list[str] = []  # white space after reasoning
         self._space: list[str] = []  # after content, or before anything
         self._has_content = False
         self._follows_mark = False  # of calls or content
@@ -57,25 +58,63 @@ class MarkedAnswer:
             self._emit(ContentDelta("".join(self._space)))
 
     def _read_reasoning(self, reasoning: ExpectedReasoning) -> Reading[None]:
-        """Read the reasoning that begins the answer, if one does."""
+        """Read the reasoning that begins the answer, if one does.
+
+        Calls with which the answer ends before the reasoning does are left to be read: models forget its end.
+        """
         space = yield from self._text.whole_run(SPACE)
         has_start = yield from self._text.match(reasoning.format.start)
         if not reasoning.is_open and not has_start:
             self._add_content(space)
             return
         yield from self._text.skip_space()
-        unsaid: list[str] = []  # white space that something may follow
-        marker = ""
-        while not marker:
+        end, marker = reasoning.format.end, ""
+        begins = () if self._format is None or not self._format.closings else self._format.beginnings
+        while marker != end:
             self._text.mark()
-            piece, marker = yield from self._text.piece_before((reasoning.format.end,))
+            piece, marker = yield from self._text.piece_before((end, *begins))
             if not piece and not marker:
                 return
-            if said := piece.rstrip():
-                self._emit(ReasoningDelta("".join(unsaid) + said))
-                unsaid.clear()
-            unsaid.append(piece[len(said) :])
+            self._say_reasoning(piece)
+            if self._format is not None and marker in begins:
+                beginning = marker
+                marker, are_calls = yield from self._read_possible_calls(self._format, beginning, end)
+                said = beginning + self._text.since_mark().removesuffix(marker)
+                if are_calls:
+                    self._text.add(said)
+                    return
+                self._say_reasoning(said)
         yield from self._text.skip_space()
+
+    def _read_possible_calls(
+        self, call_format: MarkedCallFormat, beginning: str, end: str
+    ) -> Reading[tuple[str, bool]]:
+        """Read what follows the beginning of calls in reasoning, up to where other text does.
+
+        Return the mark that ends the reasoning, "" if it goes on, and whether the answer ends with the calls.
+        """
+        self._text.mark()
+        closing = ""
+        while beginning:
+            if beginning in call_format.openings:
+                closing = ""
+                while not closing:
+                    piece, closing = yield from self._text.piece_before((end, *call_format.closings))
+                    if not piece and not closing:
+                        return "", False
+                if closing == end:
+                    return end, False
+            yield from self._text.skip_space()
+            beginning = yield from self._text.match(*call_format.beginnings)
+        is_over = not (yield from self._text.peek())
+        return "", bool(closing) and is_over and not self._text.is_cut_off
+
+    def _say_reasoning(self, text: str) -> None:
+        """Emit more reasoning; white space at the end only once something follows it."""
+        if said := text.rstrip():
+            self._emit(ReasoningDelta("".join(self._unsaid) + said))
+            self._unsaid.clear()
+        self._unsaid.append(text[len(said) :])
 
     def _read_content(self) -> Reading[None]:
         while piece := (yield from self._text.piece()):
@@ -83,7 +122,7 @@ class MarkedAnswer:
             self._add_content(piece)
 
     def _read_content_and_calls(self, call_format: MarkedCallFormat | None) -> Reading[None]:
-        of_calls = () if call_format is None else (*call_format.openings, *call_format.ignored)
+        of_calls = () if call_format is None else call_format.beginnings
         markers = (*of_calls, *self._content_marks)
         while True:
             self._text.mark()

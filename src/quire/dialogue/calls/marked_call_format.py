@@ -53,6 +53,11 @@ class MarkedCallFormat(ToolCallFormat):
         return (*self.openings, *self.closings, *self.ignored, *notation)
 
     @property
+    def beginnings(self) -> tuple[str, ...]:
+        """Marks that begin calls, or all calls."""
+        return (*self.openings, *self.ignored)
+
+    @property
     @override
     def known_only(self) -> bool:
         return bool(self.start)
