@@ -1,0 +1,134 @@
+"""Every family through the whole engine: the greedy tokens of `transformers`, however it gets to them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
+from paged_harness import generate
+from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
+from quire.engine.core import EngineCore
+from quire.engine.messages import EngineCoreRequest
+from quire.execution.drafts import adaptive_proposer
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.checkpoints.loading import load_decoder
+from quire.sampling_params import SamplingParams
+
+REPRESENTATIVE = ("llama", "gemma3", "lfm2", "deepseek_v3", "gpt2")  # one of each kind of layers and caches
+BLOCK_SIZE = 4
+LENGTHS = 37, 5, 22, 30
+MAX_TOKENS = 10
+SHORT, FEW = 9, 4  # of a prompt in chunks of every size, and of its answer
+
+
+class Engine:
+    """An engine in this process, whose accounts are checked after each step."""
+
+    def __init__(self, path: Path, speculation: SpeculationConfig | None = None, **options: Any) -> None:
+        scheduler = SchedulerConfig(
+            block_size=BLOCK_SIZE, max_num_seqs=4, cache_interval_multiplier=4, watermark=0.0, **options
+        )
+        speculation = speculation or SpeculationConfig()
+        config = EngineConfig(model=str(path), dtype="float32", scheduler=scheduler, speculation=speculation)
+        self.core = EngineCore(config, path)
+        self._numbers = itertools.count()
+
+    @property
+    def stats(self) -> Any:
+        return self.core.scheduler.make_stats()
+
+    def answers(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the tokens of each answer; the prompts run together."""
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        found: dict[str, list[int]] = {}
+        for prompt in prompts:
+            name = str(next(self._numbers))
+            found[name] = []
+            self.core.add(EngineCoreRequest([name], [0], prompt, params))
+        while self.core.has_unfinished_requests():
+            for output in self.core.step()[0]:
+                assert output.error is None
+                found[output.request_id] += output.new_token_ids
+            self.core.scheduler.check_invariants()
+        return list(found.values())
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts that repeat themselves, as answers may: drafts are accepted."""
+    rng = np.random.default_rng(5)
+    return [np.resize(rng.integers(5, 90, 11), length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that returns a family's checkpoint and the model of `transformers`, made once."""
+
+    @functools.cache
+    def made(family: str) -> tuple[Path, Any]:
+        model = make_model(family)
+        return save_checkpoint(model, tmp_path_factory.mktemp("models") / family), model
+
+    return made
+
+
+def assert_greedy(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Compare each token with the likeliest one behind those before it."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer[:-1]])).logits[0]
+        assert answer == logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+every_family = pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.representative] * (name in REPRESENTATIVE)) for name in FAMILIES],
+)
+
+
+@pytest.mark.formats
+@every_family
+def test_in_company_preempted_twice_and_with_drafts(
+    family: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = checkpoint(family)
+    engine = Engine(path, max_num_batched_tokens=13, num_kv_blocks=24, reserve_full_prompt=False)
+    answers = engine.answers(prompts())
+    assert_greedy(model, prompts(), answers)
+    assert engine.stats.num_preemptions
+    found = engine.stats.prefix_hit_tokens
+    assert engine.answers(prompts()) == answers
+    assert engine.stats.prefix_hit_tokens > found
+    if read_model_config(path).has_states:
+        return  # drafts are refused
+    # Drafts whatever steps take: how many are worth their time is asked elsewhere.
+    monkeypatch.setattr(adaptive_proposer, "AdaptiveProposer", lambda proposer, *_, **__: proposer)
+    drafting = SpeculationConfig(speculative_method="ngram", ngram_min=1)
+    engine = Engine(path, drafting, max_num_batched_tokens=64, num_kv_blocks=240)
+    all_tokens = np.random.default_rng(6).permutation(np.arange(3, VOCAB_SIZE)).tolist()
+    *again, last = engine.answers([*prompts(), all_tokens])
+    assert again == answers
+    assert_greedy(model, [all_tokens], [last])
+    assert engine.stats.num_draft_tokens >= MAX_TOKENS - 2
+
+
+@pytest.mark.formats
+@every_family
+def test_in_chunks_of_every_size(family: str, checkpoint: Any) -> None:
+    path, model = checkpoint(family)
+    decoder = load_decoder(path, read_model_config(path))
+    short = [prompt[:SHORT] for prompt in prompts()[:2]]
+    for chunk in range(1, SHORT + 1):
+        answers = [
+            one.token_ids for one in generate(decoder, short, num_new=FEW, chunk=chunk, block_size=BLOCK_SIZE)
+        ]
+        if chunk == 1:
+            assert_greedy(model, short, answers)
+            expected = answers
+        assert answers == expected
