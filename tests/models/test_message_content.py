@@ -64,6 +64,42 @@ def test_each_role_has_its_form():
     assert shown == "<user>ab<user>a\nb<tool>ab<tool>ab<assistant>None"
 
 
+THINKING = (
+    "{% if c.type == 'text' %}{{ c.text }}{% elif c.type == 'thinking' %}[THINK]{{ c.thinking }}[/THINK]"
+    "{% else %}{{ raise_exception('what?') }}{% endif %}"
+)
+IN_PARTS = ASKED.replace("{{ c.text }}", THINKING)
+
+
+@pytest.mark.parametrize(
+    ("source", "before"),
+    [
+        (IN_PARTS, "[THINK]Hm.[/THINK]"),
+        ("{% if m.thinking %}<{{ m.reasoning_content }}>{% endif %}" + ASKED, "<Hm.>"),
+        ("{{ m.content if m.content is string else m.content | map('tojson') | join }}", ""),
+        (ASKED, ""),
+        ("{{ m.content }}", ""),
+    ],
+)
+def test_reasoning_is_a_part_of_content_where_a_template_shows_it_so(source, before):
+    calls = "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}"
+    source = "{% for m in messages %}" + source + calls + "{% endfor %}"
+    renderer = TemplateRenderer(source, {}, ChatTemplateConfig())
+    said = dict.fromkeys(("thinking", "reasoning_content"), "Hm.")
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    try:
+        for content, shown in (("ab", "ab"), (PARTS, None), ("", "")):
+            message = {"role": "assistant", "content": content, "tool_calls": [call], **said}
+            text = renderer.render([message], add_generation_prompt=False).text
+            assert text.startswith(before)
+            assert text.endswith("(f)")
+            assert shown is None or text == f"{before}{shown}(f)"
+        silent = [{"role": "assistant", "content": "ab"}]
+        assert renderer.render(silent, add_generation_prompt=False).text == "ab"
+    finally:
+        renderer.close()
+
+
 def test_a_template_that_hangs_on_small_conversations_shows_texts():
     hang = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     source = (

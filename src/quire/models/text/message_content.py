@@ -1,4 +1,4 @@
-"""The content of messages, a text or a list of text parts, in the form that a chat template shows."""
+"""The content of messages, a text or a list of parts, in the form that a chat template shows."""
 
 from __future__ import annotations
 
@@ -34,14 +34,20 @@ class ContentForms:
     Args:
         texts: roles of whose messages it shows a text.
         parts: roles of whose messages it shows the text of all parts.
+        thinking: whether it shows reasoning that is a part of the model's content, as Mistral's templates do.
     """
 
     texts: frozenset[str]
     parts: frozenset[str]
+    thinking: bool = False
 
     def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message whose content has a form that is shown: the one that it has, if possible."""
         content, role = message.get("content"), message.get("role")
+        if self.thinking and role == "assistant" and message.get("thinking"):
+            said = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            reasoning = {"type": "thinking", "thinking": message["thinking"]}
+            return {**message, "content": [reasoning, *said] if content else [reasoning]}
         if role not in self.texts | self.parts:
             role = "user"
         if isinstance(content, list):
@@ -70,6 +76,11 @@ def forms_of(render: Callable[[Messages], str | None]) -> ContentForms:
         text = render(_probe(role, parts, forms))
         if _shows_all(text):
             forms = dataclasses.replace(forms, parts=forms.parts | {role})
+    if "assistant" in forms.parts:
+        thinking = {"type": "thinking", "thinking": _FIRST, "note": _NOTE}
+        said = {"type": "text", "text": _SECOND, "note": _NOTE}
+        text = render(_probe("assistant", [thinking, said], forms))
+        forms = dataclasses.replace(forms, thinking=_shows_all(text))
     return forms
 
 
