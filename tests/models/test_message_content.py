@@ -100,6 +100,38 @@ def test_reasoning_is_a_part_of_content_where_a_template_shows_it_so(source, bef
         renderer.close()
 
 
+RESULTS = "{% for r in m.tool_responses %}<{{ r.name | default('unknown') }}:{{ r.response }}>{% endfor %}"
+CALLS = "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CALLS + RESULTS + "{{ m.content }};", "Hi;(f)(g)<f:a\nb><unknown:c>;(f)<f:d>Hm;So;"),
+        (CALLS + "{{ m.content }};", "Hi;(f)(g);a\nb;c;(f)Hm;d;So;"),
+    ],
+)
+def test_results_are_a_part_of_the_message_with_the_calls_where_a_template_shows_them_so(source, expected):
+    def called(*names):
+        return [{"type": "function", "function": {"name": name, "arguments": {}}} for name in names]
+
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": called("f", "g")},
+        {"role": "tool", "content": PARTS, "name": "f"},
+        {"role": "tool", "content": "c"},
+        {"role": "assistant", "content": "Hm", "tool_calls": called("f")},
+        {"role": "tool", "content": "d", "name": "f"},
+        {"role": "assistant", "content": "So"},
+    ]
+    renderer = TemplateRenderer("{% for m in messages %}" + source + "{% endfor %}", {}, ChatTemplateConfig())
+    try:
+        assert renderer.render(messages, add_generation_prompt=False).text == expected
+        assert "tool_responses" not in messages[1]
+    finally:
+        renderer.close()
+
+
 def test_a_template_that_hangs_on_small_conversations_shows_texts():
     hang = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     source = (

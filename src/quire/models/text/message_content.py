@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Content = str | list[dict[str, str]] | None
@@ -35,14 +35,28 @@ class ContentForms:
         texts: roles of whose messages it shows a text.
         parts: roles of whose messages it shows the text of all parts.
         thinking: whether it shows reasoning that is a part of the model's content, as Mistral's templates do.
+        responses: whether it shows results of calls that are a part of the message with the calls, as Gemma
+            4's templates do, of which the first show no others as the model knows them.
     """
 
     texts: frozenset[str]
     parts: frozenset[str]
     thinking: bool = False
+    responses: bool = False
 
-    def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message whose content has a form that is shown: the one that it has, if possible."""
+    def apply(self, messages: Iterable[Mapping[str, Any]]) -> Messages:
+        """Return messages whose contents have a form that is shown: the one that they have, if possible."""
+        shown: Messages = []
+        for message in messages:
+            if self.responses and message.get("role") == "tool" and shown and shown[-1].get("tool_calls"):
+                response = {"response": joined_parts(message.get("content"))}
+                name = {key: message[key] for key in ("name",) if key in message}
+                shown[-1].setdefault("tool_responses", []).append({**name, **response})
+            else:
+                shown.append(self._applied(message))
+        return shown
+
+    def _applied(self, message: Mapping[str, Any]) -> dict[str, Any]:
         content, role = message.get("content"), message.get("role")
         if self.thinking and role == "assistant" and message.get("thinking"):
             said = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -81,7 +95,10 @@ def forms_of(render: Callable[[Messages], str | None]) -> ContentForms:
         said = {"type": "text", "text": _SECOND, "note": _NOTE}
         text = render(_probe("assistant", [thinking, said], forms))
         forms = dataclasses.replace(forms, thinking=_shows_all(text))
-    return forms
+    response = {"name": "f", "response": f"{_FIRST} {_SECOND}", "note": _NOTE}
+    call = {"role": "assistant", "content": "", "tool_calls": [_CALL], "tool_responses": [response]}
+    text = render(forms.apply([{"role": "user", "content": _HELLO}, call]))
+    return dataclasses.replace(forms, responses=_shows_all(text))
 
 
 def _shows_all(text: str | None) -> bool:
@@ -90,13 +107,14 @@ def _shows_all(text: str | None) -> bool:
 
 def _probe(role: str, content: Content, forms: ContentForms) -> Messages:
     """Return a conversation in which a message of the role has the content."""
-    user = forms.apply({"role": "user", "content": _HELLO})
+    user = {"role": "user", "content": _HELLO}
     said = {"role": role, "content": content}
     if role == "user":
         return [said]
+    [user] = forms.apply([user])
     if role == "system":
         return [said, user]
     if role == "assistant":
         return [user, said, user]
-    call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-    return [user, forms.apply(call), {**said, "name": "f", "tool_call_id": _CALL["id"]}]
+    [call] = forms.apply([{"role": "assistant", "content": "", "tool_calls": [_CALL]}])
+    return [user, call, {**said, "name": "f", "tool_call_id": _CALL["id"]}]

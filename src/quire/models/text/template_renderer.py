@@ -96,7 +96,7 @@ class TemplateRenderer:
         """
         forms = self._forms
         conversation = Conversation(
-            messages=[forms.apply(message) for message in messages],
+            messages=forms.apply(messages),
             add_generation_prompt=add_generation_prompt,
             tools=None if tools is None else [dict(tool) for tool in tools],
             variables=dict(variables),
