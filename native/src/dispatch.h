@@ -25,6 +25,7 @@ struct Kernels {
   void (*rotary_and_write_kv)(const RotaryCall&, ThreadPool&);
   void (*conv)(const ConvCall&, ThreadPool&);
   void (*delta_rule)(const DeltaRuleCall&, ThreadPool&);
+  void (*scan)(const ScanCall&, ThreadPool&);
   void (*largest)(const LargestCall&, ThreadPool&);
   void (*likeliest)(const LikeliestCall&, ThreadPool&);
   void (*sum_exp)(const SumExpCall&, ThreadPool&);

@@ -55,4 +55,26 @@ struct DeltaRuleCall {
 
 constexpr int kMaxKeyDim = 256;
 
+// The selective scan of Mamba-2 (Dao and Gu 2024); see KernelSet.selective_scan.
+struct ScanCall {
+  const void* inputs;  // [tokens, num_heads * head_dim + 2 * num_groups * state_size], adjacent: values, keys, queries
+  const void* times;   // [tokens, num_heads]
+  int64_t time_stride;
+  void* out;  // [tokens, num_heads * head_dim]
+  int64_t out_stride;
+  DType type;  // of all three
+  int64_t num_heads;
+  int64_t head_dim;
+  int64_t num_groups;
+  int64_t state_size;      // at most kMaxKeyDim
+  const float* decay;      // [num_heads]
+  const float* time_bias;  // [num_heads]
+  const float* skip;       // [num_heads]
+  float least_time;
+  float most_time;
+  float* state;  // [states, num_heads, state_size, head_dim], the last three adjacent
+  int64_t state_stride;
+  SequenceRows sequences;
+};
+
 }  // namespace quire

@@ -117,6 +117,54 @@ void check_delta_rule(const Kernels& kernels, int64_t key_dim, int64_t value_dim
 }
 
 template <class T>
+void check_scan(const Kernels& kernels, int64_t state_size, int64_t head_dim, float least_time, float most_time) {
+  constexpr int64_t kGroups = 2, kHeads = 4;
+  const int64_t value_size = kHeads * head_dim, key_size = kGroups * state_size, width = value_size + 2 * key_size;
+  const int64_t time_stride = kHeads + 3, out_stride = value_size + 5, size = kHeads * state_size * head_dim;
+  const std::vector<T> inputs = random_numbers<T>(kNumTokens * width), times = random_numbers<T>(kNumTokens * time_stride);
+  const std::vector<float> decay(kHeads, -0.7f), time_bias = random_floats(kHeads), skip = random_floats(kHeads);
+  const std::vector<float> before = random_floats(kNumStates * size);
+  std::vector<T> first_result;
+  for (const int num_threads : {1, 3}) {
+    ThreadPool pool(num_threads);
+    std::vector<float> states = before;
+    std::vector<T> out((kNumTokens - 1) * out_stride + value_size);
+    for (int64_t i = 0; i < size; ++i) states[kStates[0] * size + i] = std::nanf("");
+    kernels.scan(
+        {inputs.data(), times.data(), time_stride, out.data(), out_stride, TypeOf<T>::dtype, kHeads, head_dim, kGroups,
+         state_size, decay.data(), time_bias.data(), skip.data(), least_time, most_time, states.data(), size, kSequences},
+        pool);
+    for (int64_t index = 0; index < kNumSeqs; ++index) {
+      for (int64_t head = 0; head < kHeads; ++head) {
+        const int64_t place = kStates[index] * size + head * state_size * head_dim;
+        std::vector<double> memory(&before[place], &before[place] + state_size * head_dim);
+        if (kBefore[index] == 0) memory.assign(memory.size(), 0.0);
+        for (int64_t token = start_of(index); token < kEnds[index]; ++token) {
+          const double raw_time = number_of(times[token * time_stride + head]) + time_bias[head];
+          const double time = std::fmin(std::fmax(std::log1p(std::exp(raw_time)), least_time), most_time);
+          const int64_t key = token * width + value_size + head / 2 * state_size;
+          for (int64_t column = 0; column < head_dim; ++column) {
+            const double value = number_of(inputs[token * width + head * head_dim + column]);
+            double result = value * skip[head];
+            for (int64_t row = 0; row < state_size; ++row) {
+              double& number = memory[row * head_dim + column];
+              number = number * std::exp(decay[head] * time) + time * number_of(inputs[key + row]) * value;
+              result += number * number_of(inputs[key + key_size + row]);
+            }
+            check_close(kernels, "a recalled value", number_of(out[token * out_stride + head * head_dim + column]), result,
+                        16 * TypeOf<T>::rounding);
+          }
+        }
+        for (size_t i = 0; i < memory.size(); ++i) check_close(kernels, "a memory", states[place + i], memory[i], 1e-4);
+      }
+    }
+    CHECK(std::memcmp(&states[2 * size], &before[2 * size], size * sizeof(float)) == 0, "another state changed");
+    if (num_threads == 1) first_result = out;
+    CHECK(same_bits(out, first_result), "%s: the scan depends on the threads", kernels.instruction_set);
+  }
+}
+
+template <class T>
 void check_all(const Kernels& kernels) {
   for (const int64_t num_features : {16, 21, 600}) {
     for (const int64_t num_taps : {2, 4}) check_conv<T>(kernels, num_features, num_taps, num_taps == 2, num_taps == 4);
@@ -125,6 +173,9 @@ void check_all(const Kernels& kernels) {
   check_delta_rule<T>(kernels, 16, 32);
   check_delta_rule<T>(kernels, 7, 5);
   check_delta_rule<T>(kernels, kMaxKeyDim, 40);
+  check_scan<T>(kernels, 16, 32, 0.0f, INFINITY);
+  check_scan<T>(kernels, 7, 5, 0.5f, 0.9f);
+  check_scan<T>(kernels, kMaxKeyDim, 40, 0.0f, 1.0f);
 }
 
 int main() {

@@ -9,7 +9,7 @@ import torch
 from quire.kernels.attention.batch import AttentionBatch, StepStates
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.interface import KernelSet
-from quire.kernels.layers.recurrence import DeltaHeads
+from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.reference import ReferenceKernels
 
 COUNTS = [3, 1, 20, 2]
@@ -68,6 +68,40 @@ class Delta:
         return out
 
 
+class Scan:
+    """A Mamba-2 of two groups, whose times and results are parts of wider rows."""
+
+    def __init__(
+        self, dtype: torch.dtype, state_size: int, head_dim: int, *, least_time: float = 0.0
+    ) -> None:
+        self.heads = ScanHeads(
+            6,
+            head_dim,
+            2,
+            state_size,
+            decay=-random(6, seed=1).exp(),
+            time_bias=random(6, seed=2),
+            skip=random(6, seed=5),
+            time_limits=(least_time, 1.5),
+        )
+        self.inputs = random(sum(COUNTS), 6 * head_dim + 4 * state_size, dtype=dtype)
+        self.times = random(sum(COUNTS), 9, dtype=dtype, seed=3)[:, 3:] * 4
+        self.states = [random(6, 6, state_size, head_dim, seed=4)]
+
+    def run(
+        self, kernels: KernelSet, rows: slice, states: list[torch.Tensor], batch: AttentionBatch
+    ) -> torch.Tensor:
+        inputs = self.inputs[rows]
+        size = 6 * self.heads.head_dim
+        out = inputs.new_zeros(len(inputs), size + 3)
+        kernels.selective_scan(
+            inputs, self.times[rows], states[0], batch, heads=self.heads, out=out[:, 2 : size + 2]
+        )
+        assert not out[:, :2].any()
+        assert not out[:, -1].any()
+        return out[:, 2:-1]
+
+
 CASES = [
     *((Conv, (dtype, 4, "silu"), {"has_bias": False}) for dtype in DTYPES),
     (Conv, (torch.float32, 3, ""), {"has_bias": True}),
@@ -75,16 +109,19 @@ CASES = [
     *((Delta, (dtype, 32, 48), {}) for dtype in DTYPES),
     (Delta, (torch.float32, 17, 21), {}),
     (Delta, (torch.float32, 128, 128), {}),
+    *((Scan, (dtype, 32, 48), {}) for dtype in DTYPES),
+    (Scan, (torch.float32, 17, 21), {"least_time": 0.4}),
+    (Scan, (torch.float32, 256, 64), {}),
 ]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0].__name__}-{'-'.join(map(str, case[1]))}")
-def layer(request: pytest.FixtureRequest) -> Conv | Delta:
+def layer(request: pytest.FixtureRequest) -> Conv | Delta | Scan:
     kind, arguments, options = request.param
     return kind(*arguments, **options)
 
 
-def results(layer: Conv | Delta, kernels: KernelSet) -> tuple[torch.Tensor, torch.Tensor]:
+def results(layer: Conv | Delta | Scan, kernels: KernelSet) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a step computes, and the states after it."""
     states = [layer.states[0].clone()]
     states[0][NUMBERS[0]] = torch.nan  # of a sequence that begins

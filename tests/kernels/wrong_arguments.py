@@ -26,7 +26,7 @@ from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.interface import KernelSet
-from quire.kernels.layers.recurrence import DeltaHeads
+from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.layers.weights import MAX_ZERO, GroupedWeight, quantize_int4, quantize_int8
 from quire.kernels.reference import ReferenceKernels
 from quire.kv.cache.view import PagedAttentionCacheView
@@ -139,6 +139,23 @@ def _delta_arguments() -> Arguments:
     }
 
 
+def _scan(kernels: KernelSet, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    kernels.selective_scan(**arguments)
+    return arguments["out"], arguments["state"]
+
+
+def _scan_arguments() -> Arguments:
+    heads = ScanHeads(4, 24, 2, 16, decay=-_random(4).exp(), time_bias=_random(4), skip=_random(4))
+    return {
+        "inputs": _random(23, 160),
+        "times": _random(23, 4),
+        "state": _random(5, 4, 16, 24),
+        "batch": _state_batch(),
+        "heads": heads,
+        "out": torch.empty(23, 96),
+    }
+
+
 def _logits() -> Arguments:
     return {"logits": _random(6, 700).numpy(), "rows": np.array([5, 0, 3])}
 
@@ -197,6 +214,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     ),
     "causal_conv": (_conv, _conv_arguments),
     "gated_delta_rule": (_delta_rule, _delta_arguments),
+    "selective_scan": (_scan, _scan_arguments),
     "linear": (_linear, lambda: _linear_arguments(_random(24, 64), _random(16, 64))),
     "linear_int8": (
         _linear,

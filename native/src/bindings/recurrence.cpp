@@ -35,6 +35,18 @@ void delta_rule(uintptr_t qkv, uintptr_t gates, uintptr_t out, int type, int64_t
       context.pool());
 }
 
+void scan(uintptr_t inputs, uintptr_t times, int64_t time_stride, uintptr_t out, int64_t out_stride, int type, int64_t num_heads,
+          int64_t head_dim, int64_t num_groups, int64_t state_size, uintptr_t decay, uintptr_t time_bias, uintptr_t skip,
+          float least_time, float most_time, uintptr_t state, int64_t state_stride, const SequenceRows& sequences) {
+  Context& context = Context::get();
+  const std::lock_guard<std::mutex> lock(context.mutex);
+  context.kernels().scan({at_address<const void>(inputs), at_address<const void>(times), time_stride, at_address<void>(out),
+                          out_stride, static_cast<DType>(type), num_heads, head_dim, num_groups, state_size,
+                          at_address<const float>(decay), at_address<const float>(time_bias), at_address<const float>(skip),
+                          least_time, most_time, at_address<float>(state), state_stride, sequences},
+                         context.pool());
+}
+
 }  // namespace
 
 void bind_recurrence(nb::module_& module) {
@@ -46,6 +58,9 @@ void bind_recurrence(nb::module_& module) {
   module.def("delta_rule", &delta_rule, "qkv"_a, "gates"_a, "out"_a, "type"_a, "num_key_heads"_a, "num_value_heads"_a,
              "key_dim"_a, "value_dim"_a, "decay"_a, "time_bias"_a, "state"_a, "state_stride"_a, "sequences"_a,
              nb::call_guard<nb::gil_scoped_release>());
+  module.def("scan", &scan, "inputs"_a, "times"_a, "time_stride"_a, "out"_a, "out_stride"_a, "type"_a, "num_heads"_a,
+             "head_dim"_a, "num_groups"_a, "state_size"_a, "decay"_a, "time_bias"_a, "skip"_a, "least_time"_a, "most_time"_a,
+             "state"_a, "state_stride"_a, "sequences"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace quire

@@ -1,4 +1,4 @@
-// Convolutions over tokens, and the gated delta rule: see recurrence.h. Compiled once for each instruction set.
+// Convolutions over tokens, the gated delta rule, and the selective scan: see recurrence.h. Compiled once for each instruction set.
 #include "recurrence.h"
 
 #include <math.h>
@@ -58,26 +58,15 @@ void convolve(const ConvCall& call, ThreadPool& pool) {
   });
 }
 
-// -- delta rule --------------------------------------------------------------------------------------------------------------
+// -- memories of heads -------------------------------------------------------------------------------------------------------
 
 constexpr int64_t kColumnsPerTask = 32;  // of a head's values: their memory stays in the first cache
 constexpr int kVectors = kColumnsPerTask / kLanes;
 constexpr int kPartialSums = 2;
 
-// Writes numbers as floats, divided by their length and times `scale`.
-template <class T>
-QUIRE_INLINE void unit_vector(const T* from, int64_t count, float scale, float* to) {
-  f32x16 squares = {};
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const f32x16 values = load_left(from + i, count - i);
-    squares += values * values;
-    store(to + i, values);
-  }
-  const float factor = scale / __builtin_sqrtf(sum_of_lanes(squares) + 1e-6f);
-  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(to + i) * factor);
-}
-
 QUIRE_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+QUIRE_INLINE float clamp(float x, float least, float most) { return x < least ? least : x > most ? most : x; }
 
 // The memory of some columns of a head, and what passes through it.
 struct Columns {
@@ -119,60 +108,145 @@ struct Columns {
   }
 };
 
-template <class T>
-void delta_columns(const DeltaRuleCall& call, int64_t index, int64_t head, int64_t column, Columns& columns) {
-  const SequenceRows& sequences = call.sequences;
-  const int64_t key_size = call.num_key_heads * call.key_dim, value_size = call.num_value_heads * call.value_dim;
-  const int64_t width = min(kColumnsPerTask, call.value_dim - column);
-  const int64_t num_rows = round_up(call.key_dim, kPartialSums);
-  const int64_t key_head = head / (call.num_value_heads / call.num_key_heads);
-  const float query_scale = 1.0f / __builtin_sqrtf(static_cast<float>(call.key_dim));
-  float* state = call.state + sequences.states[index] * call.state_stride + head * call.key_dim * call.value_dim + column;
-  const bool begins = sequences.num_before[index] == 0;
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const bool is_there = row < call.key_dim && !begins;
+// Heads with a memory [rows, columns] each, of every state.
+struct Memories {
+  float* state;
+  int64_t state_stride;
+  int64_t num_heads;
+  int64_t num_rows;
+  int64_t num_columns;
+  const SequenceRows& sequences;
+};
+
+// Some columns of a head of one sequence.
+struct Share {
+  int64_t index;
+  int64_t head;
+  int64_t column;
+  int64_t width;  // columns
+
+  QUIRE_INLINE int64_t left(int vector) const { return max(width - vector * kLanes, 0); }
+};
+
+// Calls visit(token) for each token of a share's sequence, between loading its memory and storing it.
+template <class Visit>
+QUIRE_INLINE void with_memory(const Memories& memories, const Share& share, Columns& columns, const Visit& visit) {
+  const SequenceRows& sequences = memories.sequences;
+  float* state = memories.state + sequences.states[share.index] * memories.state_stride +
+                 share.head * memories.num_rows * memories.num_columns + share.column;
+  const bool begins = sequences.num_before[share.index] == 0;
+  for (int64_t row = 0; row < round_up(memories.num_rows, kPartialSums); ++row) {
+    const bool is_there = row < memories.num_rows && !begins;
     for (int i = 0; i < kVectors; ++i) {
-      const int64_t left = max(width - i * kLanes, 0);
-      const f32x16 values = is_there ? load_left(state + row * call.value_dim + i * kLanes, left) : f32x16{};
-      store(columns.memory[row] + i * kLanes, values);
+      const float* place = state + row * memories.num_columns + i * kLanes;
+      store(columns.memory[row] + i * kLanes, is_there ? load_left(place, share.left(i)) : f32x16{});
     }
     columns.key[row] = columns.query[row] = 0.0f;
   }
-  for (int64_t token = first_row(sequences, index); token < sequences.ends[index]; ++token) {
-    const T* qkv = static_cast<const T*>(call.qkv) + token * (2 * key_size + value_size);
-    const T* gates = static_cast<const T*>(call.gates) + token * 2 * call.num_value_heads;
-    unit_vector(qkv + key_head * call.key_dim, call.key_dim, query_scale, columns.query);
-    unit_vector(qkv + key_size + key_head * call.key_dim, call.key_dim, 1.0f, columns.key);
-    const float time = to_float(gates[call.num_value_heads + head]) + call.time_bias[head];
-    const float decay = expf(call.decay[head] * softplus(time));
-    const float strength = 1.0f / (1.0f + expf(-to_float(gates[head])));
-    f32x16 written[kVectors], result[kVectors];
-    columns.recall(columns.key, num_rows, written);
-    const T* values = qkv + 2 * key_size + head * call.value_dim + column;
+  for (int64_t token = first_row(sequences, share.index); token < sequences.ends[share.index]; ++token) visit(token);
+  for (int64_t row = 0; row < memories.num_rows; ++row) {
     for (int i = 0; i < kVectors; ++i) {
-      const int64_t left = max(width - i * kLanes, 0);
-      written[i] = (load_left(values + i * kLanes, left) - written[i] * decay) * strength;
-    }
-    columns.update(decay, written, num_rows, result);
-    T* out = static_cast<T*>(call.out) + token * value_size + head * call.value_dim + column;
-    for (int i = 0; i < kVectors; ++i) store_left(out + i * kLanes, result[i], max(width - i * kLanes, 0));
-  }
-  for (int64_t row = 0; row < call.key_dim; ++row) {
-    for (int i = 0; i < kVectors; ++i) {
-      store_left(state + row * call.value_dim + i * kLanes, load(columns.memory[row] + i * kLanes), max(width - i * kLanes, 0));
+      store_left(state + row * memories.num_columns + i * kLanes, load(columns.memory[row] + i * kLanes), share.left(i));
     }
   }
 }
 
+// Calls visit(share, columns) for all columns of all heads and sequences.
+template <class Visit>
+void for_each_share(const Memories& memories, ThreadPool& pool, const Visit& visit) {
+  const int64_t num_parts = ceil_div(memories.num_columns, kColumnsPerTask);
+  const int64_t tasks_per_seq = memories.num_heads * num_parts;
+  parallel_for(pool, memories.sequences.num_seqs * tasks_per_seq, [&](int64_t task, int) {
+    Columns columns;
+    const int64_t of_seq = task % tasks_per_seq, column = of_seq % num_parts * kColumnsPerTask;
+    visit(Share{task / tasks_per_seq, of_seq / num_parts, column, min(kColumnsPerTask, memories.num_columns - column)}, columns);
+  });
+}
+
+// -- delta rule --------------------------------------------------------------------------------------------------------------
+
+// Writes numbers as floats, divided by their length and times `scale`.
+template <class T>
+QUIRE_INLINE void unit_vector(const T* from, int64_t count, float scale, float* to) {
+  f32x16 squares = {};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const f32x16 values = load_left(from + i, count - i);
+    squares += values * values;
+    store(to + i, values);
+  }
+  const float factor = scale / __builtin_sqrtf(sum_of_lanes(squares) + 1e-6f);
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(to + i) * factor);
+}
+
+template <class T>
+void delta_columns(const DeltaRuleCall& call, const Memories& memories, const Share& share, Columns& columns) {
+  const int64_t key_size = call.num_key_heads * call.key_dim, value_size = call.num_value_heads * call.value_dim;
+  const int64_t num_rows = round_up(call.key_dim, kPartialSums);
+  const int64_t key_head = share.head / (call.num_value_heads / call.num_key_heads);
+  const int64_t first_value = share.head * call.value_dim + share.column;
+  const float query_scale = 1.0f / __builtin_sqrtf(static_cast<float>(call.key_dim));
+  with_memory(memories, share, columns, [&](int64_t token) {
+    const T* qkv = static_cast<const T*>(call.qkv) + token * (2 * key_size + value_size);
+    const T* gates = static_cast<const T*>(call.gates) + token * 2 * call.num_value_heads;
+    unit_vector(qkv + key_head * call.key_dim, call.key_dim, query_scale, columns.query);
+    unit_vector(qkv + key_size + key_head * call.key_dim, call.key_dim, 1.0f, columns.key);
+    const float time = to_float(gates[call.num_value_heads + share.head]) + call.time_bias[share.head];
+    const float decay = expf(call.decay[share.head] * softplus(time));
+    const float strength = 1.0f / (1.0f + expf(-to_float(gates[share.head])));
+    f32x16 written[kVectors], result[kVectors];
+    columns.recall(columns.key, num_rows, written);
+    const T* values = qkv + 2 * key_size + first_value;
+    for (int i = 0; i < kVectors; ++i) {
+      written[i] = (load_left(values + i * kLanes, share.left(i)) - written[i] * decay) * strength;
+    }
+    columns.update(decay, written, num_rows, result);
+    T* out = static_cast<T*>(call.out) + token * value_size + first_value;
+    for (int i = 0; i < kVectors; ++i) store_left(out + i * kLanes, result[i], share.left(i));
+  });
+}
+
 template <class T>
 void apply_delta_rule(const DeltaRuleCall& call, ThreadPool& pool) {
-  const int64_t num_parts = ceil_div(call.value_dim, kColumnsPerTask);
-  const int64_t tasks_per_seq = call.num_value_heads * num_parts;
-  parallel_for(pool, call.sequences.num_seqs * tasks_per_seq, [&](int64_t task, int) {
-    Columns columns;
-    const int64_t of_seq = task % tasks_per_seq;
-    delta_columns<T>(call, task / tasks_per_seq, of_seq / num_parts, of_seq % num_parts * kColumnsPerTask, columns);
+  const Memories memories{call.state, call.state_stride, call.num_value_heads, call.key_dim, call.value_dim, call.sequences};
+  for_each_share(memories, pool, [&](const Share& share, Columns& columns) { delta_columns<T>(call, memories, share, columns); });
+}
+
+// -- selective scan ----------------------------------------------------------------------------------------------------------
+
+template <class T>
+QUIRE_INLINE void to_floats(const T* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load_left(from + i, count - i));
+}
+
+template <class T>
+void scan_columns(const ScanCall& call, const Memories& memories, const Share& share, Columns& columns) {
+  const int64_t value_size = call.num_heads * call.head_dim, key_size = call.num_groups * call.state_size;
+  const int64_t num_rows = round_up(call.state_size, kPartialSums);
+  const int64_t first_key = share.head / (call.num_heads / call.num_groups) * call.state_size;
+  const int64_t first_value = share.head * call.head_dim + share.column;
+  with_memory(memories, share, columns, [&](int64_t token) {
+    const T* values = static_cast<const T*>(call.inputs) + token * (value_size + 2 * key_size);
+    to_floats(values + value_size + first_key, call.state_size, columns.key);
+    to_floats(values + value_size + key_size + first_key, call.state_size, columns.query);
+    const float raw_time = to_float(static_cast<const T*>(call.times)[token * call.time_stride + share.head]);
+    const float time = clamp(softplus(raw_time + call.time_bias[share.head]), call.least_time, call.most_time);
+    f32x16 inputs[kVectors], written[kVectors], result[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      inputs[i] = load_left(values + first_value + i * kLanes, share.left(i));
+      written[i] = inputs[i] * time;
+    }
+    columns.update(expf(call.decay[share.head] * time), written, num_rows, result);
+    T* out = static_cast<T*>(call.out) + token * call.out_stride + first_value;
+    for (int i = 0; i < kVectors; ++i) {
+      store_left(out + i * kLanes, result[i] + inputs[i] * call.skip[share.head], share.left(i));
+    }
   });
+}
+
+template <class T>
+void apply_scan(const ScanCall& call, ThreadPool& pool) {
+  const Memories memories{call.state, call.state_stride, call.num_heads, call.state_size, call.head_dim, call.sequences};
+  for_each_share(memories, pool, [&](const Share& share, Columns& columns) { scan_columns<T>(call, memories, share, columns); });
 }
 
 }  // namespace
@@ -190,6 +264,14 @@ void delta_rule(const DeltaRuleCall& call, ThreadPool& pool) {
     case DType::kBFloat16: return apply_delta_rule<bf16>(call, pool);
     case DType::kFloat16: return apply_delta_rule<fp16>(call, pool);
     default: return apply_delta_rule<float>(call, pool);
+  }
+}
+
+void scan(const ScanCall& call, ThreadPool& pool) {
+  switch (call.type) {
+    case DType::kBFloat16: return apply_scan<bf16>(call, pool);
+    case DType::kFloat16: return apply_scan<fp16>(call, pool);
+    default: return apply_scan<float>(call, pool);
   }
 }
 

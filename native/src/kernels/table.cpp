@@ -15,6 +15,7 @@ void gated_activation(const GatedActivationCall& call, ThreadPool& pool);
 void rotary_and_write_kv(const RotaryCall& call, ThreadPool& pool);
 void conv(const ConvCall& call, ThreadPool& pool);
 void delta_rule(const DeltaRuleCall& call, ThreadPool& pool);
+void scan(const ScanCall& call, ThreadPool& pool);
 void largest(const LargestCall& call, ThreadPool& pool);
 void likeliest(const LikeliestCall& call, ThreadPool& pool);
 void sum_exp(const SumExpCall& call, ThreadPool& pool);
@@ -32,8 +33,24 @@ void attention(const AttentionCall& call, ThreadPool& pool);
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
-    QUIRE_TEXT(QUIRE_ISA), pack_scratch,        pack, linear,     attention_scratch, attention, mass_scratch, masses, norm,
-    gated_activation,      rotary_and_write_kv, conv, delta_rule, largest,           likeliest, sum_exp,      ranks,
+    QUIRE_TEXT(QUIRE_ISA),
+    pack_scratch,
+    pack,
+    linear,
+    attention_scratch,
+    attention,
+    mass_scratch,
+    masses,
+    norm,
+    gated_activation,
+    rotary_and_write_kv,
+    conv,
+    delta_rule,
+    scan,
+    largest,
+    likeliest,
+    sum_exp,
+    ranks,
 };
 
 }  // namespace quire::QUIRE_ISA

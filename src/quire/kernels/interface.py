@@ -21,7 +21,7 @@ from quire.kernels.layers.activations import ACTIVATIONS, sigmoid, silu
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
-from quire.kernels.layers.recurrence import DeltaHeads
+from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.layers.weights import Weight
 from quire.kernels.sampling.token_choice import TokenChoice
 
@@ -322,6 +322,34 @@ class KernelSet(ABC):
             batch: the step; `batch.states` says which these are.
             heads: what `qkv` consists of.
             out: [T, num_values, value_dim] for the result.
+        """
+        raise NotImplementedError
+
+    def selective_scan(
+        self,
+        inputs: torch.Tensor,
+        times: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        heads: ScanHeads,
+        out: torch.Tensor,
+    ) -> None:
+        """Update the memory of each head by each token, and recall its query (Mamba-2, Dao and Gu 2024).
+
+        A memory M [state_size, head_dim] is multiplied by `exp(decay * time)`, where `time` is
+        `softplus(times + time_bias)` within the limits; then `time * key value^T` is added to it, and
+        `query^T M + skip * value` is the result. With `has_recurrence` only.
+
+        Args:
+            inputs: [T, num_heads * head_dim + 2 * num_groups * state_size]: values, keys (also known as B)
+                and queries (C).
+            times: [T, num_heads].
+            state: [states, num_heads, state_size, head_dim] float32; those of the step's sequences are
+                brought up to date.
+            batch: the step; `batch.states` says which these are.
+            heads: what `inputs` consists of.
+            out: [T, num_heads * head_dim] for the result.
         """
         raise NotImplementedError
 

@@ -31,7 +31,13 @@ from quire.kernels.layers.linear import (
     OneDnnLinear,
     quantization_of,
 )
-from quire.kernels.layers.recurrence import DeltaHeads, causal_conv, gated_delta_rule
+from quire.kernels.layers.recurrence import (
+    DeltaHeads,
+    ScanHeads,
+    causal_conv,
+    gated_delta_rule,
+    selective_scan,
+)
 from quire.kernels.layers.weights import Weight
 from quire.kernels.sampling.host_choice import HostChoice
 from quire.kernels.sampling.row_scans import ReferenceScans
@@ -195,6 +201,19 @@ class ReferenceKernels(KernelSet):
         out: torch.Tensor,
     ) -> None:
         gated_delta_rule(qkv, gates, state, batch, heads=heads, out=out)
+
+    @override
+    def selective_scan(
+        self,
+        inputs: torch.Tensor,
+        times: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        heads: ScanHeads,
+        out: torch.Tensor,
+    ) -> None:
+        selective_scan(inputs, times, state, batch, heads=heads, out=out)
 
 
 def seen_blocks(query: torch.Tensor, kv: KVLayer, batch: AttentionBatch, scores: Scores) -> SeenBlocks | None:

@@ -220,6 +220,26 @@ def delta_rule(
     state_stride: int,
     sequences: SequenceRows,
 ) -> None: ...
+def scan(
+    inputs: int,
+    times: int,
+    time_stride: int,
+    out: int,
+    out_stride: int,
+    type: int,
+    num_heads: int,
+    head_dim: int,
+    num_groups: int,
+    state_size: int,
+    decay: int,
+    time_bias: int,
+    skip: int,
+    least_time: float,
+    most_time: float,
+    state: int,
+    state_stride: int,
+    sequences: SequenceRows,
+) -> None: ...
 
 MIN_HEAD_TOKENS: int = 128
 

@@ -16,7 +16,7 @@ from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native
 from quire.kernels.cpu.layers import LAYER, PLAN, attention_plan, native_key_scores, native_layer
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.recurrence import causal_conv, gated_delta_rule
+from quire.kernels.cpu.recurrence import causal_conv, gated_delta_rule, selective_scan
 from quire.kernels.cpu.rotary import ROTARY, rotary_layer, rotary_step
 from quire.kernels.cpu.sampling import NativeScans
 from quire.kernels.cpu.tensors import (
@@ -33,7 +33,7 @@ from quire.kernels.interface import KernelSet
 from quire.kernels.layers.expert_by_expert import ExpertByExpert
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.linear import Linear
-from quire.kernels.layers.recurrence import DeltaHeads
+from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.layers.weights import Weight
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling.host_choice import HostChoice
@@ -304,6 +304,20 @@ class NativeKernels(KernelSet):
     ) -> None:
         kernel = gated_delta_rule if heads.key_dim <= _native.MAX_KEY_DIM else _REFERENCE.gated_delta_rule
         kernel(qkv, gates, state, batch, heads=heads, out=out)
+
+    @override
+    def selective_scan(
+        self,
+        inputs: torch.Tensor,
+        times: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        heads: ScanHeads,
+        out: torch.Tensor,
+    ) -> None:
+        kernel = selective_scan if heads.state_size <= _native.MAX_KEY_DIM else _REFERENCE.selective_scan
+        kernel(inputs, times, state, batch, heads=heads, out=out)
 
 
 @checked_once

@@ -19,8 +19,9 @@ from quire.kernels.cpu.tensors import (
     float_type,
     form_of,
     row_stride,
+    written_row_stride,
 )
-from quire.kernels.layers.recurrence import DeltaHeads
+from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 
 _ROWS = "cpu recurrence"  # among a batch's plans
 
@@ -184,9 +185,74 @@ def _delta_numbers(
         if form[2] is not dtype:
             raise TypeError(f"{name} is {form[2]}; it must be {dtype}, as qkv")
         _check_contiguous(name, form, shape)
-    if state[2] is not torch.float32:
-        raise TypeError(f"the state is {state[2]}; it must be float32")
-    return kind, _state_stride(state, (num_values, key_dim, value_dim), num_states)
+    return kind, _memory_stride(state, (num_values, key_dim, value_dim), num_states)
+
+
+def selective_scan(
+    inputs: torch.Tensor,
+    times: torch.Tensor,
+    state: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    heads: ScanHeads,
+    out: torch.Tensor,
+) -> None:
+    """See `KernelSet.selective_scan`."""
+    step = _rows_of(batch)
+    sizes = heads.num_heads, heads.head_dim, heads.num_groups, heads.state_size
+    kind, time_stride, out_stride, state_stride = _scan_numbers(
+        (form_of(inputs), form_of(times), form_of(out)),
+        form_of(state),
+        (form_of(heads.decay), form_of(heads.time_bias), form_of(heads.skip)),
+        (*sizes, step.num_tokens, step.num_states),
+    )
+    _native.scan(
+        inputs.data_ptr(),
+        times.data_ptr(),
+        time_stride,
+        out.data_ptr(),
+        out_stride,
+        kind,
+        *sizes,
+        heads.decay.data_ptr(),
+        heads.time_bias.data_ptr(),
+        heads.skip.data_ptr(),
+        *heads.time_limits,
+        state.data_ptr(),
+        state_stride,
+        step.native,
+    )
+
+
+@checked_once
+def _scan_numbers(
+    rows: tuple[Form, Form, Form],
+    state: Form,
+    vectors: tuple[Form, Form, Form],
+    sizes: tuple[int, int, int, int, int, int],
+) -> tuple[int, int, int, int]:
+    """Return the type, and the strides of times, results and states."""
+    num_heads, head_dim, num_groups, state_size, num_tokens, num_states = sizes
+    if min(sizes[:4]) < 1 or num_heads % num_groups or state_size > _native.MAX_KEY_DIM:
+        raise ValueError(
+            f"there are {num_heads} heads of {head_dim} features, and {num_groups} groups of keys with "
+            f"{state_size}; each must be at least 1, the groups divide the heads, and keys have at most "
+            f"{_native.MAX_KEY_DIM}"
+        )
+    for name, vector in zip(("decay", "time_bias", "skip"), vectors, strict=True):
+        check_vector(name, vector, num_heads)
+    inputs, times, out = rows
+    kind, value_size = float_type("inputs", inputs), num_heads * head_dim
+    for name, form in (("times", times), ("out", out)):
+        if form[2] is not inputs[2]:
+            raise TypeError(f"{name} is {form[2]}; it must be {inputs[2]}, as inputs")
+    _check_contiguous("inputs", inputs, (num_tokens, value_size + 2 * num_groups * state_size))
+    return (
+        kind,
+        row_stride("times", times, (num_tokens, num_heads)),
+        written_row_stride("out", out, (num_tokens, value_size)),
+        _memory_stride(state, (num_heads, state_size, head_dim), num_states),
+    )
 
 
 def _check_floats(name: str, form: Form, shape: tuple[int, ...]) -> None:
@@ -201,6 +267,13 @@ def _check_contiguous(name: str, form: Form, shape: tuple[int, ...]) -> None:
             f"{name} is {list(form[0])} with strides {form[1]}; it must be {list(shape)} and contiguous"
         )
     check_on_cpu(name, form)
+
+
+def _memory_stride(state: Form, shape: tuple[int, int, int], num_states: int) -> int:
+    """Return the elements from one state to the next, of memories in float32."""
+    if state[2] is not torch.float32:
+        raise TypeError(f"the state is {state[2]}; it must be float32")
+    return _state_stride(state, shape, num_states)
 
 
 def _state_stride(state: Form, shape: tuple[int, ...], num_states: int) -> int:

@@ -7,6 +7,7 @@ So the bits do not depend on how a sequence is divided into steps, nor on the ot
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,14 +106,69 @@ def gated_delta_rule(
             group = heads.num_values // heads.num_keys
             query, key = (each.repeat_interleave(group, 0)[:, :, None] for each in (query, key))
             strength, time = gates[token].float()
-            time = time + heads.time_bias
-            softplus = torch.where(time > _LINEAR_FROM, time, torch.log1p(torch.exp(time)))
-            memory.mul_(torch.exp(heads.decay * softplus)[:, None, None])
+            time = _softplus(time + heads.time_bias)
+            memory.mul_(torch.exp(heads.decay * time)[:, None, None])
             recalled = (memory * key).sum(1)
             written = (value.view(recalled.shape) - recalled) / (1 + torch.exp(-strength))[:, None]
             memory.add_(key * written[:, None])
             out[token] = (memory * (query * heads.key_dim**-0.5)).sum(1)
     state[numbers] = memories
+
+
+@dataclasses.dataclass(slots=True, frozen=True, eq=False)
+class ScanHeads:
+    """The heads of a Mamba-2; each group of keys and queries serves equally many heads, in order.
+
+    Args:
+        num_heads: memories.
+        head_dim: features of a head's values.
+        num_groups: of keys and queries.
+        state_size: features of keys and queries.
+        decay: [num_heads] float32, below 0: of each head's memory, per unit of time.
+        time_bias: [num_heads] float32, added to the time that a token takes before softplus.
+        skip: [num_heads] float32: what of the values is added to the result.
+        time_limits: the least and the most time that a token takes.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    decay: torch.Tensor
+    time_bias: torch.Tensor
+    skip: torch.Tensor
+    time_limits: tuple[float, float] = (0.0, math.inf)
+
+
+def selective_scan(
+    inputs: torch.Tensor,
+    times: torch.Tensor,
+    state: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    heads: ScanHeads,
+    out: torch.Tensor,
+) -> None:
+    """Token by token, so that all operations have one shape; see `KernelSet.selective_scan`."""
+    numbers = _numbers(batch)
+    memories = _begun(state[numbers], batch)
+    ends = np.cumsum(batch.num_tokens)
+    value_size, group = heads.num_heads * heads.head_dim, heads.num_heads // heads.num_groups
+    for memory, start, end in zip(memories, (ends - batch.num_tokens).tolist(), ends.tolist(), strict=True):
+        for token in range(start, end):
+            row = inputs[token].float()
+            value = row[:value_size].view(heads.num_heads, heads.head_dim)
+            key, query = row[value_size:].view(2, heads.num_groups, -1).repeat_interleave(group, 1)
+            time = _softplus(times[token].float() + heads.time_bias).clamp(*heads.time_limits)
+            memory.mul_(torch.exp(heads.decay * time)[:, None, None])
+            memory.add_(key[:, :, None] * (value * time[:, None])[:, None])
+            recalled = (memory * query[:, :, None]).sum(1)
+            out[token] = (recalled + value * heads.skip[:, None]).flatten()
+    state[numbers] = memories
+
+
+def _softplus(time: torch.Tensor) -> torch.Tensor:
+    return torch.where(time > _LINEAR_FROM, time, torch.log1p(torch.exp(time)))
 
 
 def _unit(rows: torch.Tensor) -> torch.Tensor:
