@@ -97,7 +97,13 @@ def tokens(answers: list[list[Any]]) -> list[list[int]]:
     return [[token for token, _ in answer] for answer in answers]
 
 
-@pytest.fixture(scope="module", params=["lfm2", pytest.param("qwen3_5", marks=pytest.mark.formats)])
+FAMILIES = [
+    "lfm2",
+    *(pytest.param(name, marks=pytest.mark.formats) for name in ("qwen3_5", "granitemoehybrid")),
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / request.param
     return make_checkpoint(request.param, directory, max_position_embeddings=512)

@@ -72,6 +72,8 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
         values |= {"full_attn_idxs": [1, 3], "block_multiple_of": 2}
     if architecture.startswith("Gemma4"):  # without such layers, use_double_wide_mlp has no effect
         values |= {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2}
+    if architecture == "GraniteMoeHybridForCausalLM":
+        values |= {"layer_types": ["mamba", "attention"] * 3}
     return {"architectures": [architecture], **values, **entries}
 
 
@@ -194,6 +196,10 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
         ("Gemma4UnifiedForCausalLM", {"per_layer_config": {"1": {"head_dim": -8}}}, "1.head_dim -8; it must"),
         ("Gemma4UnifiedForCausalLM", {"use_bidirectional_attention": "all"}, "bidirectional"),
         ("Gemma4UnifiedForCausalLM", {"rope_scaling": {"factor": 2.0}}, "has rope_parameters by layer type"),
+        ("GraniteMoeHybridForCausalLM", {"time_step_limit": [0.1]}, "must be two numbers from 0 on"),
+        ("GraniteMoeHybridForCausalLM", {"mamba_d_head": 3}, "do not make up the 512 features"),
+        ("GraniteMoeHybridForCausalLM", {"mamba_n_groups": 3}, "which 3 groups cannot serve"),
+        ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "alibi"}, "must be rope or nope"),
         ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
     ],
 )
@@ -242,6 +248,12 @@ OTHER = {
     "qk_rope_head_dim": 6,
     "qk_nope_head_dim": 14,
     "kv_lora_rank": 26,
+    "mamba_n_heads": 16,
+    "mamba_d_head": 16,
+    "mamba_expand": 4,
+    "mamba_n_groups": 4,
+    "time_step_limit": [0.4, 0.9],
+    "position_embedding_type": "rope",
     "mlp_layer_types": ["sparse", "dense", "sparse"],
     "num_kv_shared_layers": 2,
 }
@@ -253,7 +265,7 @@ REFUSED = {
     "parallel_attn": ("falcon",),
     "attn_logit_softcapping": ("gemma3",),
     "clip_qkv": ("olmoe",),
-    "hidden_act": ("qwen3_5", "qwen3_5_moe", "qwen3_next"),
+    "hidden_act": ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid"),
     "qk_layernorm": ("phi", "stablelm"),
     "swiglu_alpha": ("gpt_oss",),
     "swiglu_limit": ("gpt_oss",),
@@ -295,6 +307,8 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
     if family.startswith("gemma4"):
         overrides["layer_types"] = ["full_attention", "sliding_attention"] * 2
         overrides["layer_types"][-1] = "full_attention"  # as the class does
+    if family == "granitemoehybrid":
+        overrides["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
     if family == "phimoe":
         del overrides["num_experts_per_tok"]  # always 2
     changed = make_model(family, **overrides)
@@ -313,6 +327,16 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
 
 # What the published files of some models have beside the shape, as far as it could be taken for strange.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {
+        "attention_bias": False, "attention_multiplier": 0.015625, "embedding_multiplier": 12,
+        "init_method": "mup", "layer_types": ["mamba"] * 5 + ["attention"], "logits_scaling": 3,
+        "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64,
+        "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 8,
+        "mamba_proj_bias": False, "model_type": "granitemoehybrid", "normalization_function": "rmsnorm",
+        "num_experts_per_tok": 0, "num_local_experts": 0, "output_router_logits": False,
+        "position_embedding_type": "nope", "residual_multiplier": 0.246, "rope_scaling": None,
+        "rope_theta": 10000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 8192,
+    },
     "Qwen2ForCausalLM": {
         "attention_dropout": 0.0, "bos_token_id": 151643, "initializer_range": 0.02, "max_window_layers": 28,
         "model_type": "qwen2", "rms_norm_eps": 1e-6, "sliding_window": 131072, "torch_dtype": "bfloat16",

@@ -136,6 +136,16 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
             }
         },
     ),
+    (
+        "granitemoehybrid-dense",
+        "granitemoehybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
+    ),
+    (
+        "granitemoehybrid-time-limits",
+        "granitemoehybrid",
+        {"mamba_n_groups": 1, "time_step_limit": [0.5, 0.8], "mamba_conv_bias": False},
+    ),
     ("olmo2-bias", "olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
 ]
 

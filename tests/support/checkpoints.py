@@ -39,6 +39,20 @@ _COMMON: dict[str, Any] = {
 
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
+_MAMBA = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+}
+_GRANITE_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.0,
+}
+
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 20,
@@ -168,11 +182,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": (
         "GraniteConfig",
+        {**_GRANITE_MULTIPLIERS, "tie_word_embeddings": True},
+    ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {**_GRANITE_MULTIPLIERS, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 40},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
         {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.3,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 2.0,
+            **_MAMBA,
+            **_GRANITE_MULTIPLIERS,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
             "tie_word_embeddings": True,
         },
     ),

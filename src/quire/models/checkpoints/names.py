@@ -21,7 +21,11 @@ _OTHER_PART = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline|audio_tower)\b"
 )
 _STACKED = re.compile(
-    r"(model\.layers\.([0-9]{1,6})\.mlp\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)"
+    r"(model\.layers\.([0-9]{1,6})\.(?:mlp|block_sparse_moe)\.experts\.)(gate_up_proj|down_proj)"
+    r"(|_bias|_blocks|_scales)"
+)
+_STACKED_IN_GRANITE = re.compile(
+    r"(model\.layers\.[0-9]{1,6}\.block_sparse_moe\.)(input|output)_linear\.weight"
 )
 _CONV1D = re.compile(r"transformer\.h\.[0-9]{1,6}\.(attn|mlp)\.c_(attn|proj|fc)\.weight")
 # Published with all experts of a layer in one tensor, and saved by transformers in another way.
@@ -70,7 +74,7 @@ def stored_layout(architecture: str, entries: Mapping[str, Any]) -> StoredLayout
         return None
     if architecture == "GptOssForCausalLM":
         return StoredLayout(experts, takes_turns=True)
-    if architecture in _PUBLISHED_STACKED:
+    if architecture in _PUBLISHED_STACKED or architecture.startswith("GraniteMoe"):
         return StoredLayout(experts, takes_turns=False, hidden_size=hidden_size)
     return None
 
@@ -108,6 +112,8 @@ def published_parts(
     if layout is not None and layout.is_conv1d:
         yield name, StoredPart(stored, is_transposed=_CONV1D.fullmatch(name) is not None)
         return
+    if granite := _STACKED_IN_GRANITE.fullmatch(name):
+        name = f"{granite[1]}experts.{'gate_up' if granite[2] == 'input' else 'down'}_proj"
     found = _STACKED.fullmatch(name)
     if layout is None or found is None or not shape:
         yield name, StoredPart(stored)

@@ -11,6 +11,7 @@ from quire.models.families import (
     glm,
     gpt2,
     gpt_oss,
+    granite,
     lfm2,
     llama,
     minimax,
@@ -23,6 +24,7 @@ from quire.models.families.family import Family
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
+    **granite.FAMILIES,
     **qwen.FAMILIES,
     **gemma.FAMILIES,
     **phi.FAMILIES,

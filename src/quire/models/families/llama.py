@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from quire.models.config import ModelConfig
 from quire.models.families.family import (
     NAMES,
@@ -25,7 +23,8 @@ _MIXTRAL_NAMES = {
 }
 
 
-def _llama(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+def llama(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Llama's biases, which other families have, too."""
     return with_attention_biases(hf, base).changed(FeedForwardConfig, bias=bool(hf.get("mlp_bias", False)))
 
 
@@ -45,41 +44,15 @@ def _smollm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     has_rope = hf.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(base.num_layers)]
     is_windowed = bool(hf.get("use_sliding_window", False))
     [rope] = base.ropes
-    return _llama(hf, base).changed(
+    return llama(hf, base).changed(
         AttentionConfig,
         rope=[rope if has_rope[layer] else None for layer in range(base.num_layers)],
         window=layer_windows(hf, lambda layer: is_windowed and not has_rope[layer]),
     )
 
 
-def _granite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    config = replace(
-        _llama(hf, base),
-        embedding_scale=hf["embedding_multiplier"],
-        residual_scale=hf["residual_multiplier"],
-        logits_divisor=hf["logits_scaling"],
-    )
-    return config.changed(AttentionConfig, scale=hf["attention_multiplier"])
-
-
-def _granite_swa(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    """Layers may have a base of frequencies of their own; 0: they are not rotated."""
-    [rope] = base.ropes
-    bases = hf.get("layer_rope_theta") or [rope.theta] * base.num_layers
-    return _granite(hf, base).changed(
-        AttentionConfig,
-        window=layer_windows(hf, lambda layer: layer % 4 != 0),
-        rope=[replace(rope, theta=float(theta)) if theta else None for theta in bases],
-        has_sinks=True,
-    )
-
-
-_GRANITE_DEFAULTS = dict.fromkeys(
-    ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
-)
-
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_llama, NAMES, architectures=("LlamaForCausalLM",)),
+    "llama": Family(llama, NAMES, architectures=("LlamaForCausalLM",)),
     "mistral": Family(
         all_sliding,
         NAMES,
@@ -117,18 +90,5 @@ FAMILIES: dict[str, Family] = {
         NAMES,
         {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
         architectures=("SmolLM3ForCausalLM",),
-    ),
-    "granite": Family(_granite, NAMES, _GRANITE_DEFAULTS, architectures=("GraniteForCausalLM",)),
-    "granite_swa": Family(
-        _granite_swa,
-        NAMES,
-        _GRANITE_DEFAULTS
-        | {
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "sliding_window": 128,
-        },
-        architectures=("GraniteSWAForCausalLM",),
     ),
 }

@@ -1,0 +1,97 @@
+"""Hybrids of Mamba-2 and attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from quire.errors import ModelError
+from quire.models.config import ModelConfig
+from quire.models.layer import LayerConfig
+from quire.models.layers.feed_forward import FeedForwardConfig
+from quire.models.layers.mamba import MambaConfig
+from quire.models.ropes import HFConfig
+
+MAMBA_TYPES = ("linear_attention", "mamba")  # as files name the layers with one, and as older ones do
+DEFAULTS: dict[str, Any] = {
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
+_INFINITY = {"__float__": "Infinity"}  # as transformers writes it
+
+
+def mamba_layers(hf: HFConfig, base: ModelConfig, is_mamba: list[bool]) -> ModelConfig:
+    """Give layers a Mamba-2 in place of attention.
+
+    Args:
+        hf: the entries, which begin with `mamba_`.
+        base: all layers are attention and a feed-forward layer.
+        is_mamba: which layers have a Mamba-2.
+
+    Raises:
+        ModelError: its numbers do not fit each other.
+    """
+    size = hf["mamba_expand"] * base.hidden_size
+    mamba = read_mamba(hf, base, size)
+    layers = (
+        LayerConfig((mamba, *layer.parts[1:])) if has else layer
+        for layer, has in zip(base.layers, is_mamba, strict=True)
+    )
+    return replace(base, layers=tuple(layers))
+
+
+def read_mamba(hf: HFConfig, base: ModelConfig, size: int) -> MambaConfig:
+    """Return the Mamba-2 of a model, whose values have `size` features.
+
+    Raises:
+        ModelError: see `mamba_layers`.
+    """
+    heads, head_dim = hf["mamba_n_heads"], hf["mamba_d_head"]
+    mamba = MambaConfig(
+        num_heads=heads,
+        head_dim=size // heads if head_dim == "auto" else head_dim,
+        num_groups=hf["mamba_n_groups"],
+        state_size=hf["mamba_d_state"],
+        num_taps=hf["mamba_d_conv"],
+        conv_bias=hf["mamba_conv_bias"],
+        bias=hf["mamba_proj_bias"],
+        output_bias=hf["mamba_proj_bias"],
+        time_limits=_time_limits(hf),
+    )
+    if mamba.value_size != size:
+        raise ModelError(
+            f"config.json has mamba_n_heads {heads} and mamba_d_head {head_dim!r:.100}, which do not make up "
+            f"the {size} features of a Mamba"
+        )
+    _check(mamba, base)
+    return mamba
+
+
+def _check(mamba: MambaConfig, base: ModelConfig) -> None:
+    if mamba.num_heads % mamba.num_groups:
+        raise ModelError(
+            f"config.json has {mamba.num_heads} heads of a Mamba, which {mamba.num_groups} groups cannot "
+            "serve evenly"
+        )
+    for part in base.parts:
+        if isinstance(part, FeedForwardConfig) and part.activation != "silu":
+            raise ModelError(f"config.json has the activation {part.activation}; a Mamba has only silu")
+
+
+def _time_limits(hf: HFConfig) -> tuple[float, float]:
+    limits = [
+        math.inf if limit == _INFINITY else limit for limit in hf.get("time_step_limit", (0.0, math.inf))
+    ]
+    are_numbers = len(limits) == 2 and all(type(limit) in (int, float) for limit in limits)
+    if not are_numbers or not 0 <= limits[0] <= limits[1]:
+        raise ModelError(
+            f"config.json has time_step_limit {limits!r:.100}; it must be two numbers from 0 on, in order"
+        )
+    return float(limits[0]), float(limits[1])

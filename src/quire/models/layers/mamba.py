@@ -1,0 +1,176 @@
+"""Mamba-2 (Dao and Gu 2024): a selective state space, whose memory decays with the time that tokens take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from typing_extensions import override
+
+from quire.kv.cache.state_layout import StatePart, StateSpec
+from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer, SubLayerConfig
+from quire.models.layers.recurrence import conv_taps, refuse_ranks, require_recurrence
+from quire.models.shard import Shard
+
+if TYPE_CHECKING:
+    import torch
+
+_FLOAT32_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig(SubLayerConfig):
+    """The numbers of one Mamba-2. Each group of keys and queries serves equally many heads, in order."""
+
+    num_heads: int = 0
+    head_dim: int = 0  # features of a head's values
+    num_groups: int = 1
+    state_size: int = 0  # features of keys and queries, which other code calls B and C
+    num_taps: int = 0  # of the convolution of values, keys and queries
+    conv_bias: bool = True
+    bias: bool = False  # the projection of the input has one
+    output_bias: bool = False
+    time_limits: tuple[float, float] = (0.0, math.inf)  # of what a token takes, by which memories decay
+
+    role: ClassVar[str] = "attention"
+    weight_names: ClassVar[Mapping[str, str]] = {
+        "mamba_in": "mamba.in_proj",
+        "mamba_conv": "mamba.conv1d",
+        "mamba_parameters": "mamba",
+        "mamba_norm": "mamba.norm",
+        "mamba_out": "mamba.out_proj",
+    }
+
+    @property
+    def value_size(self) -> int:
+        """Features of the values of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Features of values, keys and queries together."""
+        return self.value_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def input_size(self) -> int:
+        """Features of what the input becomes: gates, values, keys and queries, and times."""
+        return self.value_size + self.conv_size + self.num_heads
+
+    @property
+    @override
+    def state(self) -> StateSpec:
+        memory = StatePart("memory", (self.num_heads, self.state_size, self.head_dim), "float32")
+        return StatePart("conv", (self.num_taps - 1, self.conv_size)), memory
+
+    @override
+    def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
+        matrices = {"mamba_in": (self.input_size, hidden_size), "mamba_out": (hidden_size, self.value_size)}
+        for field, shape in matrices.items():
+            yield LayerWeight(field, ((f"{field}.weight", shape),), is_quantized=True)
+        yield LayerWeight("mamba_conv", (("mamba_conv.weight", (self.conv_size, 1, self.num_taps)),))
+        biases = {"mamba_in": self.bias, "mamba_conv": self.conv_bias, "mamba_out": self.output_bias}
+        sizes = self.input_size, self.conv_size, hidden_size
+        for (field, is_there), size in zip(biases.items(), sizes, strict=True):
+            if is_there:
+                yield LayerWeight(f"{field}_bias", ((f"{field}.bias", (size,)),))
+        for field, name in (("mamba_decay", "A_log"), ("mamba_time_bias", "dt_bias"), ("mamba_skip", "D")):
+            yield LayerWeight(field, ((f"mamba_parameters.{name}", (self.num_heads,)),))
+        yield LayerWeight("mamba_norm", (("mamba_norm.weight", (self.value_size,)),))
+
+    @override
+    def on_rank(self, shard: Shard) -> Self:
+        return self
+
+    @override
+    def check_divisible(self, size: int) -> None:
+        refuse_ranks(size)
+
+    @override
+    def buffers(self) -> dict[str, tuple[int, ...]]:
+        return {"mamba_in": (self.input_size,), "mamba_gated": (self.value_size,)}
+
+    @override
+    def peak_bytes(self, step: StepSizes) -> int:
+        rows = 5 * step.tokens * self.conv_size * _FLOAT32_BYTES
+        return step.product_bytes(self.value_size) + step.reference_gate_bytes(self.value_size) + rows
+
+    @override
+    def load(self, loader: LayerLoader) -> Mamba:
+        return Mamba(self, loader)
+
+
+class Mamba(SubLayer):
+    """A Mamba-2 with its weights.
+
+    Args:
+        config: its numbers.
+        loader: of the layer.
+
+    Raises:
+        ModelError: the kernels have no recurrence.
+    """
+
+    def __init__(self, config: MambaConfig, loader: LayerLoader) -> None:
+        from quire.kernels.layers.recurrence import ScanHeads
+
+        require_recurrence(loader)
+        super().__init__(config, loader)
+        self.project = loader.linear("mamba_in")
+        self.output = loader.linear("mamba_out")
+        self._taps = conv_taps(loader, "mamba_conv")
+        self._conv_bias = loader.tensor("mamba_conv_bias")
+        fields = "mamba_decay", "mamba_time_bias", "mamba_skip", "mamba_norm"
+        decay, time_bias, skip, norm = map(loader.tensor, fields)
+        assert decay is not None
+        assert time_bias is not None
+        assert skip is not None
+        assert norm is not None
+        self._heads = ScanHeads(
+            config.num_heads,
+            config.head_dim,
+            config.num_groups,
+            config.state_size,
+            decay=-decay.exp(),
+            time_bias=time_bias,
+            skip=skip,
+            time_limits=config.time_limits,
+        )
+        self._norms = norm.chunk(config.num_groups)
+        self._eps = loader.model.norm_eps
+        self._config = config
+        self._index = loader.index
+        self._kernels = loader.kernels
+
+    @property
+    @override
+    def kind(self) -> Hashable:
+        return type(self), self.project.kind, self.output.kind
+
+    @override
+    def forward(
+        self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
+    ) -> torch.Tensor:
+        batch, state = step.batches[0], step.state(self._index)
+        size, conv_size = self._config.value_size, self._config.conv_size
+        projected = self.project(inputs, out=buffers["mamba_in"])
+        convolved = self._kernels.causal_conv(
+            projected[:, size : size + conv_size],
+            self._taps,
+            state["conv"],
+            batch,
+            bias=self._conv_bias,
+            activation="silu",
+        )
+        # The result takes the place of the values, beside the gates.
+        times, result = projected[:, size + conv_size :], projected[:, size : 2 * size]
+        self._kernels.selective_scan(convolved, times, state["memory"], batch, heads=self._heads, out=result)
+        gated = self._kernels.gated_activation(projected[:, : 2 * size], "silu", out=buffers["mamba_gated"])
+        self._normalize(gated)
+        return self.output(gated, out=out)
+
+    def _normalize(self, rows: torch.Tensor) -> None:
+        """Replace the features of each group by their norm."""
+        for part, norm in zip(rows.chunk(len(self._norms), dim=1), self._norms, strict=True):
+            self._kernels.rms_norm(part, norm, eps=self._eps, out=part)
