@@ -103,6 +103,7 @@ def test_unusual_answers(answer, is_open, expected):
         ("hunyuan", "It is.\n", "It is.\n"),
         ("hunyuan", "<answer>\nIt is.\n", "It is.\n"),
         ("hunyuan", "<answer></answer>", ""),
+        ("ernie", "\n<response>\nIt is.\n</response>\n", "It is."),
         ("cohere", "<|START_RESPONSE|> <co>So</co: 0:[1]>.<|END_RESPONSE|>", "<co>So</co: 0:[1]>."),
         ("cohere", "<|START_TEXT|>It is.<|END_TEXT|>", "It is."),
     ],
@@ -120,6 +121,66 @@ def test_marks_around_content_are_dropped_where_the_prompt_has_ended_reasoning()
     marks = REASONING_FORMATS["hunyuan"].content_marks
     parser = AnswerParser(None, {}, None, marks)
     assert parser.feed("<answer>\nYes.\n</answer>") + parser.finish() == [ContentDelta("Yes.")]
+
+
+# model, its formats, whether the prompt begins reasoning, an answer that reasons, has content, and calls
+WHOLE = [
+    ("Qwen3.5", "think", "qwen3_coder", True,
+     "Hm.\n</think>\n\nI look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"),
+    ("Gemma 4", "gemma4", "gemma4", False,
+     "<|channel>thought\nHm.\n<channel|>I look."
+     '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>'),
+    ("LFM2.5", "think", "lfm2", False,
+     "<think>Hm.</think>I look.<|tool_call_start|>[get_weather(city='Oslo', days=3)]<|tool_call_end|>"),
+    ("GLM-4.5", "think", "glm", False,
+     "\n<think>Hm.</think>\nI look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
+     "<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"),
+    ("GLM-4.7", "think", "glm47", True,
+     "Hm.</think>I look.<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
+     "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"),
+    ("DeepSeek V3.1", "think", "deepseek_v31", True,
+     f'Hm.</think>I look.{ALL_BEGIN}{BEGIN}get_weather{SEP}{{"city": "Oslo", "days": 3}}{END}{ALL_END}'),
+    ("DeepSeek V3", "think", "deepseek_v3", True,
+     f'Hm.\n</think>\n\nI look.{ALL_BEGIN}{BEGIN}function{SEP}get_weather\n```json\n'
+     f'{{"city": "Oslo", "days": 3}}\n```{END}{ALL_END}'),
+    ("Ministral 3", "mistral", "mistral", False,
+     '[THINK]Hm.[/THINK]I look.[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3}'),
+    ("Seed-OSS", "seed", "seed_oss", False,
+     "<seed:think>Hm. <seed:cot_budget_reflect></seed:cot_budget_reflect>\n</seed:think>\nI look.\n"
+     "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n"
+     "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>"),
+    ("MiniMax M2", "think", "minimax_m2", True,
+     'Hm.\n</think>\n\nI look.\n<minimax:tool_call>\n<invoke name="get_weather">\n'
+     '<parameter name="city">Oslo</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n'
+     "</minimax:tool_call>"),
+    ("EXAONE 4", "think", "hermes", True,
+     'Hm.\n</think>\n\nI look.<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}'
+     "</tool_call>"),
+    ("ERNIE 4.5", "ernie", "hermes", True,
+     'Hm.\n</think>\n\n<response>\nI look.\n</response>\n\n<tool_call>\n'
+     '{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>\n'),
+    ("HunYuan A13B", "hunyuan", "hunyuan_a13b", False,
+     '<think>\nHm.\n</think>\n<answer>\nI look.<tool_calls>'
+     '[{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}]</tool_calls>\n</answer>'),
+    ("Nemotron Nano 2", "think", "nemotron", True,
+     'Hm.\n</think>\n\nI look.\n\n<TOOLCALL>'
+     '[{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}]</TOOLCALL>\n'),
+    ("Command A", "cohere", "cohere", False,
+     "<|START_THINKING|>Hm.<|END_THINKING|><|START_TEXT|>I look.<|END_TEXT|><|START_ACTION|>[\n"
+     '    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Oslo", "days": 3}}\n'
+     "]<|END_ACTION|>"),
+]  # fmt: skip
+
+
+@pytest.mark.formats
+@pytest.mark.first_case
+@pytest.mark.parametrize(("reasoning", "tools", "is_open", "answer"), [row[1:] for row in WHOLE])
+def test_a_whole_answer_of_a_model_at_every_split(reasoning, tools, is_open, answer):
+    calls = [("get_weather", {"city": "Oslo", "days": 3})]
+    said, content, called = told(reasoning, [answer], is_open=is_open, tools=tools)
+    assert (said.split()[0], content, called) == ("Hm.", "I look.", calls)
+    at_every_split(reasoning, answer, (said, content, calls), is_open=is_open, tools=tools)
 
 
 QWEN_CALL = "<tool_call>\n<function=ping>\n<parameter=a>\n</think\n</parameter>\n</function>\n</tool_call>"
@@ -230,6 +291,8 @@ def test_what_the_beginning_of_an_answer_begins(continued, is_open):
         ("{{ '<|channel>thought\\n<channel|>' }}", "gemma4"),
         ("<|extra_4|> <|extra_0|> {{- '<think>\\n\\n</think>\\n' }}", "hunyuan"),
         ("[|assistant|]\\n<think>\\n\\n</think>", "think"),
+        ("{{ '<think>\\n' }}{{ '<response>\\n' }}", "ernie"),
+        ("{{ '<think>' ~ '\\n' }}{{- '\\n<response>' }}{{- '</response>' }}", "think"),
         ("I think so", None),
     ],
 )

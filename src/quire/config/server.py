@@ -48,6 +48,7 @@ ReasoningFormatName = Literal[
     "auto",
     "none",
     "cohere",
+    "ernie",
     "exaone",
     "gemma4",
     "granite",

@@ -70,6 +70,13 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         space_before_end="",
         space_after_end="",
     ),
+    "ernie": ReasoningFormat(
+        start="<think>",
+        end="</think>",
+        content_marks=("<response>", "</response>"),
+        template_marks=("<response>\\n",),
+        space_after_end="\n\n<response>\n",
+    ),
     "exaone": ReasoningFormat(start="<thought>", end="</thought>", template_marks=("</thought>",)),
     "gemma4": ReasoningFormat(
         start="<|channel>thought",
