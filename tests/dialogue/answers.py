@@ -208,6 +208,10 @@ SAMPLES = [
      f"to=functions.get_weather <|constrain|>json<|message|>{json.dumps(WEATHER[1])}<|call|>"
      "<|start|>assistant to=functions.ping<|channel|>commentary json<|message|>{}<|call|>", "Well.",
      [WEATHER, PING]),
+    ("qwen3_coder", "I look.\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\n</function>\n"
+     "<function=ping>\n</function>\n</tool_call>", "I look.", [("get_weather", {"days": 3}), PING]),
+    ("qwen3_coder", "<function=ping></function> So <function= and <tool_call> <function", "So <function= and "
+     "<tool_call> <function", [PING]),
     ("qwen3_coder", "<tool_call>\n<function=ping>\n</function>\n<function=get_weather>\n<parameter=unit>None"
      "</parameter></function>\n</tool_call>", "", [PING, ("get_weather", {"unit": None})]),
     ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\n007 </param\n\n</parameter>\n"
@@ -243,6 +247,8 @@ BROKEN = [
     ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=a>x</function>\n</seed:tool_call>",
      "<seed:tool_call>\n<function=f>\n<parameter=a>x</function>\n</seed:tool_call>", []),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>x", "<tool_call><function=f><parameter=a>x", []),
+    ("qwen3_coder", "Use <function=f> <function=f><parameter=a>x</function>", "Use <function=f> <function=f>"
+     "<parameter=a>x</function>", []),
     ("pythonic", "[ping(a=1, b=", "[ping(a=1, b=", []),
     ("lfm2", "<|tool_call_start|>[ping(a='it's')]<|tool_call_end|>",
      "<|tool_call_start|>[ping(a='it's')]<|tool_call_end|>", []),

@@ -211,6 +211,8 @@ def test_whether_a_template_has_a_place_for_tools(template, has_place):
         ("hermes", '<tool_call>{"name": "f", "arguments": {?', "</tool "),
         ("pythonic", "[ping(a=[", "1, 'b', "),
         ("qwen3_coder", "<tool_call><function=ping><parameter=a>", "</par\n"),
+        ("qwen3_coder", "", "<function="),
+        ("qwen3_coder", "", "<function=ping> "),
         ("qwen3_coder", "<tool_call><function=ping><parameter=", "a</par\n"),
         ("gemma", "<start_function_call>call:ping{a:<escape>", "<esc "),
         ("glm47", "<tool_call>ping<arg_key>a</arg_key><arg_value>", "</arg_value </arg_key>"),

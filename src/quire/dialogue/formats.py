@@ -123,7 +123,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         template_marks=(("<minimax:tool_call>",),),
     ),
     "qwen3_coder": MarkedCallFormat(
-        openings=("<tool_call>",),
+        openings=("<tool_call>", _QWEN.name_begin),
         closings=("</tool_call>",),
         layout=_IN_TAGS,
         notation=_QWEN,

@@ -59,6 +59,11 @@ class IncomingText:
         """Return the text consumed since `mark`."""
         return "".join(self._kept)
 
+    def unread(self, text: str) -> None:
+        """Take back what the last call has returned, or its end, before more text is added."""
+        self._position -= len(text)
+        self._kept[-1] = self._kept[-1].removesuffix(text)
+
     def peek(self) -> Reading[str]:
         """Return the next character without consuming it; "" at the end."""
         while self._position == len(self._text):

@@ -146,6 +146,10 @@ class MarkedAnswer:
     def _read_calls(self, call_format: MarkedCallFormat, opening: str) -> Reading[None]:
         """Read calls after the mark that begins them, and the mark that ends them."""
         num_before = self._calls.num_calls
+        is_marked = bool(opening)
+        if opening in call_format.notation.marks:  # it is the call's own
+            self._text.unread(opening)
+            opening = ""
         self._text.mark()
         remainder = ""
         try:
@@ -153,7 +157,7 @@ class MarkedAnswer:
         except NotACallError:
             remainder = self._text.since_mark()
         has_calls = self._calls.num_calls > num_before
-        if (opening or has_calls or self._calls.is_open) and self._is_cut_off:
+        if (is_marked or has_calls or self._calls.is_open) and self._is_cut_off:
             if self._calls.is_open:
                 self._calls.cut_off()
             yield from self._drop_rest()

@@ -27,7 +27,7 @@ class MarkedCallFormat(ToolCallFormat):
 
     Args:
         notation: notation of the calls between the marks.
-        openings: marks that begin calls.
+        openings: marks that begin calls; also one of the notation's, with which models begin without them.
         closings: marks that may end them.
         ignored: marks around all calls, which say nothing.
         start: first characters of answers that are calls without a mark; "" if there are none such. JSON and
