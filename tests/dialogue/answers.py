@@ -161,6 +161,10 @@ SAMPLES = [
     ("granite", f"<tool_call>[{object_call(*WEATHER)}]</tool_call>", "", [WEATHER]),
     ("phi", f"<|tool_call|>[{object_call(*WEATHER)}, {object_call(*PING)}]<|/tool_call|>", "",
      [WEATHER, PING]),
+    ("apertus", f'I look.<|tools_prefix|>[{{"get_weather": {json.dumps(WEATHER[1])}}}, {{"ping": {{}}}}]'
+     "<|tools_suffix|>", "I look.", [WEATHER, PING]),
+    ("apertus", '<|tools_prefix|>[{"name": {"arguments": 1}}]<|tools_suffix|>', "",
+     [("name", {"arguments": 1})]),
     ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
      f'{json.dumps(WEATHER[1])}}},\n    {{"tool_call_id": "1", "tool_name": "ping", "parameters": {{}}}}\n]'
      "<|END_ACTION|>", "", [WEATHER, PING]),
@@ -226,6 +230,8 @@ SAMPLES = [
 
 # format, answer, content, complete calls
 BROKEN = [
+    ("apertus", '<|tools_prefix|>[{"ping": {}}, {"ping": {}, "f": {}}]<|tools_suffix|>',
+     ', {"ping": {}, "f": {}}]<|tools_suffix|>', [("ping", "{}")]),
     ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "parameters": {}}]<|END_ACTION|>',
      '<|START_ACTION|>[{"tool_call_id": "0", "parameters": {}}]<|END_ACTION|>', []),
     ("hunyuan", "<tool_calls><tool_call>ping\n```json\n[]\n```</tool_call></tool_calls>",

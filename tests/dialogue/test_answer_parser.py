@@ -157,6 +157,7 @@ def test_random_texts_in_tags(name, parameter, call, arguments):
         ("<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>", "glm47"),
         ("{{ '<minimax:tool_call>' }}<invoke name=", "minimax_m2"),
         ("{% set begin = '<seed:tool_call>' %}\n<function=x>\n<parameter=a>", "seed_oss"),
+        ("{{ '<|tools_prefix|>[' }}", "apertus"),
         ("<|END_THINKING|><|START_ACTION|>[", "cohere"),
         ("<SPECIAL_11> {{- '<TOOLCALL>[' -}}", "nemotron"),
         ("<tool_calls><tool_call>{{ name }}\n```json", "hunyuan"),

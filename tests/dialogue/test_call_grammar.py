@@ -189,6 +189,8 @@ WRITTEN = [
      "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>ping\n</tool_call>"),
     ("glm47", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
      "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>ping</tool_call>"),
+    ("apertus", '<|tools_prefix|>[{"get_weather": {"city": "Oslo", "days": 3}}, {"ping": {}}]'
+     "<|tools_suffix|>"),
     ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
      '{"city": "Oslo", "days": 3}},\n    {"tool_call_id": "1", "tool_name": "ping", "parameters": {}}\n]'
      "<|END_ACTION|>"),

@@ -200,6 +200,9 @@ JSON_WRITERS = [
     ("granite", '<|tool_call|>[{% for call in calls %}{"arguments": {{ call.arguments | tojson }}, '
      '"name": "{{ call.name }}"}{{ "" if loop.last else ", " }}{% endfor %}]'),
     ("phi", "<|tool_call|>{{ calls | tojson }}<|/tool_call|>"),
+    ("apertus", "<|tools_prefix|>[{% for call in calls %}"
+     '{"{{ call.name }}": {{ call.arguments | tojson }}}{{ "" if loop.last else ", " }}'
+     "{% endfor %}]<|tools_suffix|>"),
     ("cohere", "<|START_ACTION|>[\n{% for call in calls %}    "
      '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ call.name }}", '
      '"parameters": {{ call.arguments | tojson }}}{{ "" if loop.last else "," }}\n{% endfor %}]'

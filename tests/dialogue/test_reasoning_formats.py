@@ -166,6 +166,9 @@ WHOLE = [
     ("Nemotron Nano 2", "think", "nemotron", True,
      'Hm.\n</think>\n\nI look.\n\n<TOOLCALL>'
      '[{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}]</TOOLCALL>\n'),
+    ("Apertus", "apertus", "apertus", False,
+     "<|inner_prefix|>Hm.<|inner_suffix|>I look."
+     '<|tools_prefix|>[{"get_weather": {"city": "Oslo", "days": 3}}]<|tools_suffix|>'),
     ("Command A", "cohere", "cohere", False,
      "<|START_THINKING|>Hm.<|END_THINKING|><|START_TEXT|>I look.<|END_TEXT|><|START_ACTION|>[\n"
      '    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Oslo", "days": 3}}\n'

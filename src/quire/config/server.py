@@ -20,6 +20,7 @@ ModelName = Annotated[str, MinLen(1)]
 
 ToolCallFormatName = Literal[
     "auto",
+    "apertus",
     "cohere",
     "deepseek_v3",
     "deepseek_v31",
@@ -47,6 +48,7 @@ ToolCallFormatName = Literal[
 ReasoningFormatName = Literal[
     "auto",
     "none",
+    "apertus",
     "cohere",
     "ernie",
     "exaone",

@@ -194,6 +194,14 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         notation=JsonCalls(name_key="tool_name", argument_key="parameters", id_key="tool_call_id"),
         template_marks=(("<|START_ACTION|>",),),
     ),
+    "apertus": MarkedCallFormat(
+        openings=("<|tools_prefix|>",),
+        closings=("<|tools_suffix|>",),
+        layout=Layout("<|tools_prefix|>[", ", ", "]<|tools_suffix|>"),
+        notation=JsonCalls(name_key=""),
+        template_marks=(("<|tools_prefix|>",),),
+        arguments_as_text=True,
+    ),
     "nemotron": MarkedCallFormat(
         openings=("<TOOLCALL>",),
         closings=("</TOOLCALL>",),

@@ -25,7 +25,7 @@ class JsonCalls:
     """`{"name": …, "arguments": {…}}`: one, several after each other, or a list of them.
 
     Args:
-        name_key: under which it writes the name.
+        name_key: under which it writes the name; "": the name itself is the key of the arguments.
         argument_key: under which it writes the arguments.
         id_key: under which it writes a number of the call before the name; "": nowhere.
     """
@@ -42,7 +42,7 @@ class JsonCalls:
         yield from text.match("[")
         has_more = True
         while has_more:
-            yield from _read_object(reader)
+            yield from _read_object(reader) if self.name_key else _read_keyed_object(reader)
             yield from text.whole_run(_SURPLUS)
             text.mark()
             has_separator = yield from text.match(",", ";")
@@ -50,7 +50,9 @@ class JsonCalls:
 
     def grammar(self, writer: GrammarWriter, tool: Tool) -> str:
         """See `CallNotation.grammar`."""
-        head = f'"{self.name_key}": {json_text(tool.name)}, "{self.argument_key}": '
+        head = f"{json_text(tool.name)}: "
+        if self.name_key:
+            head = f'"{self.name_key}": {json_text(tool.name)}, "{self.argument_key}": '
         begin = writer.literal("{" + head)
         if self.id_key:
             number = writer.json({"type": "string", "pattern": "^[0-9]{1,4}$"})
@@ -103,6 +105,20 @@ def _read_object(reader: CallReader) -> Reading[None]:
     is_enough = has_arguments and (yield from text.peek()) in _AFTER_UNCLOSED
     if not reader.is_open or not (is_closed or is_enough):
         raise NotACallError
+    reader.end()
+
+
+def _read_keyed_object(reader: CallReader) -> Reading[None]:
+    """Read one call, an object whose only key is the name."""
+    name: list[str] = []
+    yield from reader.expect("{")
+    yield from reader.text.skip_space()
+    yield from decode_string(reader.text, name.append, MAX_NAME_LENGTH)
+    yield from reader.expect(":")
+    yield from reader.text.skip_space()
+    reader.begin(_whole_characters("".join(name)))
+    yield from copy_arguments(reader.text, reader.arguments)
+    yield from reader.expect("}")
     reader.end()
 
 

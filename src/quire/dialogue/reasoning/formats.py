@@ -62,6 +62,13 @@ class ExpectedReasoning:
 
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "apertus": ReasoningFormat(
+        start="<|inner_prefix|>",
+        end="<|inner_suffix|>",
+        template_marks=("<|inner_suffix|>",),
+        space_before_end="",
+        space_after_end="",
+    ),
     "cohere": ReasoningFormat(
         start="<|START_THINKING|>",
         end="<|END_THINKING|>",
