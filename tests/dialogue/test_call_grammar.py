@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from answers import said
+from answers import ALL_BEGIN, ALL_END, BEGIN, END, SEP, said
 
 import quire
 from byte_grammars import accepts, compiled
@@ -198,6 +198,14 @@ WRITTEN = [
      '{"name": "ping", "arguments": {}}]</TOOLCALL>'),
     ("hunyuan", '<tool_calls><tool_call>get_weather\n```json\n{"city": "Oslo", "days": 3}\n```</tool_call>'
      "<tool_call>ping\n```json\n{}\n```</tool_call></tool_calls>"),
+    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+     '\n<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'),
+    ("deepseek_v3", f'{ALL_BEGIN}{BEGIN}function{SEP}get_weather\n```json\n{{"city": "Oslo", "days": 3}}\n```'
+     f"{END}\n{BEGIN}function{SEP}ping\n```json\n{{}}\n```{END}{ALL_END}"),
+    ("deepseek_v31", f'{ALL_BEGIN}{BEGIN}get_weather{SEP}{{"city": "Oslo", "days": 3}}{END}'
+     f"{BEGIN}ping{SEP}{{}}{END}{ALL_END}"),
+    ("granite", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}, '
+     '{"name": "ping", "arguments": {}}]'),
     ("lfm2", '<|tool_call_start|>[get_weather(city="Oslo", days=3), ping()]<|tool_call_end|>'),
     ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>'
      "<|tool_call>call:ping{}<tool_call|>"),

@@ -92,11 +92,13 @@ _GLM = TaggedCalls(
     call_end="",
 )
 
-_DEEPSEEK = Layout(
+_DEEPSEEK_V3 = Layout(
     "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>",
     "<\uff5ctool\u2581call\u2581end\uff5c>\n<\uff5ctool\u2581call\u2581begin\uff5c>",
     "<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
 )
+
+_DEEPSEEK_V31 = dataclasses.replace(_DEEPSEEK_V3, separator=_DEEPSEEK_V3.separator.replace("\n", ""))
 
 FORMATS: Mapping[str, ToolCallFormat] = {
     "seed_oss": MarkedCallFormat(
@@ -147,7 +149,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         openings=("<\uff5ctool\u2581call\u2581begin\uff5c>",),
         closings=("<\uff5ctool\u2581call\u2581end\uff5c>",),
         ignored=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
-        layout=_DEEPSEEK,
+        layout=_DEEPSEEK_V3,
         notation=NamedCalls("<\uff5ctool\u2581sep\uff5c>", kind="function", fence=("```json", "```")),
         template_marks=(("<\uff5ctool\u2581call\u2581begin\uff5c>", "```json"),),
         arguments_as_text=True,
@@ -157,7 +159,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         openings=("<\uff5ctool\u2581call\u2581begin\uff5c>",),
         closings=("<\uff5ctool\u2581call\u2581end\uff5c>",),
         ignored=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
-        layout=_DEEPSEEK,
+        layout=_DEEPSEEK_V31,
         notation=NamedCalls("<\uff5ctool\u2581sep\uff5c>"),
         template_marks=(("<\uff5ctool\u2581call\u2581begin\uff5c>",),),
         arguments_as_text=True,
