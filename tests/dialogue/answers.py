@@ -168,6 +168,12 @@ SAMPLES = [
     ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
      f'{json.dumps(WEATHER[1])}}},\n    {{"tool_call_id": "1", "tool_name": "ping", "parameters": {{}}}}\n]'
      "<|END_ACTION|>", "", [WEATHER, PING]),
+    ("kimi_k2", "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+     f"<|tool_call_argument_begin|>{json.dumps(WEATHER[1])}<|tool_call_end|><|tool_call_begin|>"
+     "functions.ping:1 <|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>", "I look.",
+     [WEATHER, PING]),
+    ("kimi_k2", "<|tool_call_begin|>a:1:12<|tool_call_argument_begin|>{}<|tool_call_end|>", "",
+     [("a:1", {})]),
     ("nemotron", f"I look.\n\n<TOOLCALL>[{object_call(*WEATHER)}, {object_call(*PING)}]</TOOLCALL>\n",
      "I look.", [WEATHER, PING]),
     ("nemotron", '<TOOLCALL>[{"name": "ping", "arguments": "{\\"a\\": 1}"}]</TOOLCALL>', "",
@@ -230,6 +236,8 @@ SAMPLES = [
 
 # format, answer, content, complete calls
 BROKEN = [
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.ping:0<|tool_call_end|>",
+     "<|tool_call_begin|>functions.ping:0<|tool_call_end|>", []),
     ("apertus", '<|tools_prefix|>[{"ping": {}}, {"ping": {}, "f": {}}]<|tools_suffix|>',
      ', {"ping": {}, "f": {}}]<|tools_suffix|>', [("ping", "{}")]),
     ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "parameters": {}}]<|END_ACTION|>',

@@ -158,6 +158,7 @@ def test_random_texts_in_tags(name, parameter, call, arguments):
         ("{{ '<minimax:tool_call>' }}<invoke name=", "minimax_m2"),
         ("{% set begin = '<seed:tool_call>' %}\n<function=x>\n<parameter=a>", "seed_oss"),
         ("{{ '<|tools_prefix|>[' }}", "apertus"),
+        ("<|tool_call_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|>", "kimi_k2"),
         ("<|END_THINKING|><|START_ACTION|>[", "cohere"),
         ("<SPECIAL_11> {{- '<TOOLCALL>[' -}}", "nemotron"),
         ("<tool_calls><tool_call>{{ name }}\n```json", "hunyuan"),

@@ -191,6 +191,9 @@ WRITTEN = [
      "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>ping</tool_call>"),
     ("apertus", '<|tools_prefix|>[{"get_weather": {"city": "Oslo", "days": 3}}, {"ping": {}}]'
      "<|tools_suffix|>"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+     '<|tool_call_argument_begin|>{"city": "Oslo", "days": 3}<|tool_call_end|><|tool_call_begin|>'
+     "functions.ping:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"),
     ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
      '{"city": "Oslo", "days": 3}},\n    {"tool_call_id": "1", "tool_name": "ping", "parameters": {}}\n]'
      "<|END_ACTION|>"),

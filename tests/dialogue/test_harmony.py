@@ -328,6 +328,20 @@ def test_earlier_turns_have_one_call_each_followed_by_its_results():
         assert turns_for_template([user, turn, *results], other) == [user, turn, *results]
 
 
+def test_ids_of_calls_are_numbered_where_a_template_wants_that():
+    turns = []
+    for ids in (("a", "b"), ("b",)):
+        calls = [call(id_, name) for id_, name in zip(ids, ("ping", "look"), strict=False)]
+        turns += [{"role": "assistant", "content": "", "tool_calls": calls}, *map(result, ids)]
+    given = [*turns, result("x")]
+    numbered = turns_for_template(given, FORMATS["kimi_k2"])
+    ids = [one["id"] for turn in numbered for one in turn.get("tool_calls", ())]
+    assert ids == ["functions.ping:0", "functions.look:1", "functions.ping:2"]
+    answered = [turn["tool_call_id"] for turn in numbered if turn["role"] == "tool"]
+    assert answered == ["functions.ping:0", "functions.look:1", "functions.ping:2", "x"]
+    assert [one["id"] for one in given[0]["tool_calls"]] == ["a", "b"]
+
+
 def test_calls_with_one_id_keep_their_results():
     turn = {"role": "assistant", "content": "", "tool_calls": [call("a"), call("a")]}
     turns = turns_for_template([turn, result("a"), result("a")], HARMONY)

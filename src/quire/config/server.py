@@ -33,6 +33,7 @@ ToolCallFormatName = Literal[
     "hermes",
     "hunyuan",
     "hunyuan_a13b",
+    "kimi_k2",
     "lfm2",
     "llama3_json",
     "minimax_m2",

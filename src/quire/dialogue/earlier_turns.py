@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,12 +24,15 @@ def turns_for_template(
     """Return a conversation, in which the model calls as many tools in a turn as its template has place for.
 
     Where that is one, each call of a turn is followed by its own results, and what the model said before it
-    is the end of its reasoning: templates refuse a call with both.
+    is the end of its reasoning: templates refuse a call with both. If the template wants that, ids of calls
+    are numbered.
 
     Args:
         messages: messages of the conversation.
         call_format: call format of the model's calls; None if it is unknown.
     """
+    if call_format is not None and call_format.numbered_ids:
+        return _with_numbered_ids(messages)
     if call_format is None or not call_format.one_call_a_turn:
         return messages
     turns: list[dict[str, Any]] = []
@@ -43,6 +47,23 @@ def turns_for_template(
         while at < len(messages) and messages[at]["role"] == "tool":
             at += 1
         turns += _turns_of_one_call(message, messages[first_result:at])
+    return turns
+
+
+def _with_numbered_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation in which the id of each call is its tool and its number."""
+    numbers = itertools.count()
+    numbered: dict[Any, str] = {}  # by the id that it had
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        turn = dict(message)
+        for call in message.get("tool_calls", ()):
+            numbered[call["id"]] = f"functions.{call['function']['name']}:{next(numbers)}"
+        if message.get("tool_calls"):
+            turn["tool_calls"] = [{**call, "id": numbered[call["id"]]} for call in message["tool_calls"]]
+        if message.get("tool_call_id") in numbered:
+            turn["tool_call_id"] = numbered[message["tool_call_id"]]
+        turns.append(turn)
     return turns
 
 

@@ -165,6 +165,19 @@ FORMATS: Mapping[str, ToolCallFormat] = {
         arguments_as_text=True,
         null_content=True,
     ),
+    "kimi_k2": MarkedCallFormat(
+        openings=("<|tool_call_begin|>",),
+        closings=("<|tool_call_end|>",),
+        ignored=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        layout=Layout(
+            "<|tool_calls_section_begin|><|tool_call_begin|>",
+            "<|tool_call_end|><|tool_call_begin|>",
+            "<|tool_call_end|><|tool_calls_section_end|>",
+        ),
+        notation=NamedCalls("<|tool_call_argument_begin|>", prefix="functions.", numbered=True),
+        template_marks=(("<|tool_call_argument_begin|>",),),
+        numbered_ids=True,
+    ),
     "gemma": MarkedCallFormat(
         openings=("<start_function_call>",),
         closings=("<end_function_call>",),

@@ -14,6 +14,7 @@ from quire.dialogue.incoming_text import Reading
 
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
+_NUMBER = re.compile(r":[0-9]+$")
 _SURPLUS = re.compile(r"[\s\]}]+")
 _ARGUMENTS = ("{", '"')  # with which an object, and a string that holds one, begin
 _AFTER_NO_ARGUMENTS = ("", "<", "`")  # the end of the text, a mark, the end of a fence
@@ -134,12 +135,16 @@ class NamedCalls:
     Args:
         separator: is between name and arguments; some models leave it out. It may be white space.
         kind: text that may precede the name, with another separator.
+        prefix: text that may precede the name.
+        numbered: whether a colon and the number of the call follow the name.
         fence: what may begin and end the arguments.
         id_begin: text that may follow the name, with the call's id.
     """
 
     separator: str
     kind: str = ""
+    prefix: str = ""
+    numbered: bool = False
     id_begin: str = ""
     fence: tuple[str, str] = ("", "")
 
@@ -152,7 +157,8 @@ class NamedCalls:
         """See `CallNotation.read`."""
         text = reader.text
         yield from text.skip_space()
-        name = yield from reader.name()
+        name = (yield from reader.name()).removeprefix(self.prefix)
+        name = _NUMBER.sub("", name) if self.numbered else name
         if self.id_begin and (yield from text.match(self.id_begin)):
             yield from reader.name()
         yield from text.skip_space()
@@ -182,7 +188,13 @@ class NamedCalls:
         opening, closing = self.fence
         head = f"{self.kind}{self.separator}{tool.name}\n" if self.kind else f"{tool.name}{self.separator}"
         begin, end = (f"{opening}\n", f"\n{closing}") if opening else ("", "")
-        return f"{writer.literal(head + begin)} {object_grammar(writer, tool)} {writer.literal(end)}"
+        before = writer.literal(head + begin)
+        if self.numbered:
+            number = writer.json({"type": "integer", "minimum": 0, "maximum": 9999})
+            before = (
+                f"{writer.literal(f'{self.prefix}{tool.name}:')} {number} {writer.literal(self.separator)}"
+            )
+        return f"{before} {object_grammar(writer, tool)} {writer.literal(end)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

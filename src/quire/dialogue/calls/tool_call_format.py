@@ -18,6 +18,7 @@ class ToolCallFormat(abc.ABC):
         arguments_as_text: whether the template wants a call's arguments as JSON text, not as an object.
         null_content: whether the template wants null, not "", for a message that has calls and no content.
         short_ids: whether the template wants ids of nine letters and digits.
+        numbered_ids: whether the template wants ids such as functions.name:0, counted in the conversation.
         ends: marks that end an answer where they are tokens, whether the model's files say so or not.
         one_call_a_turn: whether a message of the template has place for one call, and for either
         reasoning or content before it.
@@ -27,6 +28,7 @@ class ToolCallFormat(abc.ABC):
     arguments_as_text: bool = False
     null_content: bool = False
     short_ids: bool = False
+    numbered_ids: bool = False
     ends: tuple[str, ...] = ()
     one_call_a_turn: bool = False
 
