@@ -15,6 +15,7 @@ FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe", "lf
 FAMILIES += ["ministral3", "gpt_oss", "granitemoehybrid"]
 # Layer norms and parallel blocks; xIELU; norms after the rotation; and ways of choosing experts.
 OTHER_LAYERS = ["phi", "cohere2", "apertus", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "phimoe"]
+GEMMA4 = ["gemma4", "gemma4_unified", "gemma4-experts"]
 PROMPT_LENGTHS = [1, 7, 66, 131]
 NUM_NEW = 6
 
@@ -33,7 +34,8 @@ VARIANTS += [(family, "bfloat16", "none", "reference") for family in ("phi", "ap
 VARIANTS += [("phi", "bfloat16", "int8", "native"), ("glm4_moe", "bfloat16", "int4", "native")]
 VARIANTS += [("deepseek_v3", dtype, "none", "native") for dtype in ("float32", "bfloat16")]
 VARIANTS += [("deepseek_v2", "bfloat16", "int4", "native"), ("minicpm3", "float16", "none", "native")]
-VARIANTS += [("gemma4_unified", dtype, "none", "native") for dtype in ("float32", "bfloat16")]
+VARIANTS += [(family, "bfloat16", "none", "native") for family in GEMMA4]
+VARIANTS += [("gemma4", "float32", "none", "reference"), ("gemma4", "bfloat16", "int4", "native")]
 VARIANTS += [("minicpm3", dtype, "none", "reference") for dtype in ("float32", "bfloat16")]
 
 

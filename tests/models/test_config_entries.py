@@ -22,7 +22,7 @@ from quire.models.families import ARCHITECTURES
 from quire.models.families.reading import model_config
 
 ARCHITECTURE_OF = {family: architecture for architecture, family in ARCHITECTURES.items()}
-SHAPES = [name for name in FAMILIES if name not in ("llama-3.1", "smollm2")]
+SHAPES = [name for name in FAMILIES if name not in ("llama-3.1", "smollm2", "gemma4-experts")]
 # Entries by which a published config says what a model is; files without them are refused.
 GIVEN = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 GIVEN |= {
@@ -74,6 +74,9 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
         values |= {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2}
     if architecture == "GraniteMoeHybridForCausalLM":
         values |= {"layer_types": ["mamba", "attention"] * 3}
+    if architecture == "Gemma4ForCausalLM":
+        values |= {"enable_moe_block": True, "num_experts": 9, "top_k_experts": 2}
+        values |= {"moe_intermediate_size": 8}
     return {"architectures": [architecture], **values, **entries}
 
 
@@ -99,7 +102,8 @@ def test_no_entry_of_the_class_is_passed_over_in_silence(
         if name in HARMLESS | {"dtype", "rope_parameters", "layer_types", "original_max_position_embeddings"}:
             continue  # what is not harmless has tests of its own
         caplog.clear()
-        strange = False if name == "use_sliding_window" else _strange(default)
+        is_on = name in ("use_sliding_window", "enable_moe_block")
+        strange = False if is_on else _strange(default)
         try:
             config = model_config(_saved(architecture, **{**windows, name: strange}))
         except ModelError:
@@ -185,6 +189,11 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
             "Gemma4UnifiedForCausalLM",
             {"num_kv_shared_layers": 5},
             "num_kv_shared_layers 5 of 6 layers, which leaves none",
+        ),
+        (
+            "Gemma4ForCausalLM",
+            {"vocab_size_per_layer_input": 63},
+            "vocab_size_per_layer_input 63; there must be a row for each of vocab_size 64",
         ),
         ("Gemma4UnifiedForCausalLM", {"per_layer_config": {"6": {}}}, "config.6 {}; .* head_dim, num_key_"),
         ("Gemma4UnifiedForCausalLM", {"per_layer_config": {"1": {"hidden_size": 8}}}, "differ in head_dim"),
@@ -305,10 +314,12 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
     if family == "lfm2_moe":
         del overrides["layer_types"]  # transformers cannot do without
     if family.startswith("gemma4"):
-        overrides["layer_types"] = ["full_attention", "sliding_attention"] * 2
+        overrides["layer_types"] = ["full_attention", "sliding_attention"] * (config.num_hidden_layers // 2)
         overrides["layer_types"][-1] = "full_attention"  # as the class does
     if family == "granitemoehybrid":
         overrides["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
+    if family == "gemma4":
+        overrides |= {"num_experts": 9, "moe_intermediate_size": 40}
     if family == "phimoe":
         del overrides["num_experts_per_tok"]  # always 2
     changed = make_model(family, **overrides)

@@ -17,6 +17,7 @@ from quire.kernels.layers.linear import Linear
 from quire.models.config import ModelConfig
 from quire.models.embedding import Embedding
 from quire.models.layer import Norm, Step, SubLayer
+from quire.models.layers.per_layer import PerLayerInputs
 from quire.models.parallel import TensorParallel
 from quire.models.rotary import RotaryTable
 from quire.step import Int64Array
@@ -44,6 +45,7 @@ class Decoder:
         layers: the layers in order.
         norm: the last norm.
         output: from the hidden states to the vocabulary; None: they are pooled.
+        per_layer: makes what each layer gets of the tokens by itself; None: nothing.
         kernels: compute everything that is not a matrix product.
         parallel: the ranks that compute this model together, each with its shard; None: there is one.
         positions: [`learned_positions`, hidden], of the embeddings' type, added to them; None: nothing.
@@ -57,6 +59,7 @@ class Decoder:
         layers: Sequence[Layer],
         norm: Norm,
         output: Linear | None,
+        per_layer: PerLayerInputs | None = None,
         kernels: KernelSet,
         parallel: TensorParallel | None = None,
         positions: torch.Tensor | None = None,
@@ -66,6 +69,7 @@ class Decoder:
         self.layers = layers
         self.norm = norm
         self.output = output
+        self.per_layer = per_layer
         self.kernels = kernels
         self._parallel = parallel
         self._learned_positions = positions
@@ -151,7 +155,8 @@ class Decoder:
             hidden += self._learned_positions.index_select(0, positions)
         angles = [table.rows(positions, last=last) for table in self._rotary]
         scales = [table.query_scale(positions) for table in self._rotary]
-        step = Step((batch, *batch.others), angles, scales, kv)
+        per_layer = None if self.per_layer is None else self.per_layer(token_ids, hidden)
+        step = Step((batch, *batch.others), angles, scales, kv, per_layer)
         buffers = self._workspace.step(len(token_ids))
         normed, out = buffers[0].values()
         kernels, eps, scale = self.kernels, self.config.norm_eps, self.config.residual_scale

@@ -92,7 +92,7 @@ class SubLayerConfig(ABC):
     scales_stream: bool = False
     """The residual stream, with its result, is multiplied by a number of the layer's, whose last it is."""
 
-    role: ClassVar[str]  # "attention" if it mixes tokens, "mlp" otherwise: the name of its norms
+    role: ClassVar[str]  # the name of its norms: "attention" if it mixes tokens, otherwise mostly "mlp"
     weight_names: ClassVar[Mapping[str, str]]  # in checkpoints, where a family has no others
 
     @abstractmethod
@@ -243,6 +243,7 @@ class Step:
     angles: Sequence[Angles]  # of each of the model's `ropes`
     query_scales: Sequence[torch.Tensor | None]  # of each of them, [T, 1, 1] float32; None: 1
     kv: Sequence[KVLayer]  # of each layer; of those without KV, nothing to touch
+    per_layer: torch.Tensor | None = None  # [T, layers, per_layer_size], see `PerLayerInputs`
 
     def state(self, layer: int) -> Mapping[str, torch.Tensor]:
         """Return a recurrent layer's tensors of all states, by the names of its `StatePart`s."""

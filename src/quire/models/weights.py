@@ -11,6 +11,7 @@ from quire.kernels.bounds import kernel_group
 from quire.models.config import DTYPE_BYTES, ModelConfig
 from quire.models.families import FAMILIES
 from quire.models.layer import LayerWeight
+from quire.models.layers import per_layer
 from quire.models.shard import WHOLE, Shard
 
 _IN_GROUPS = ("int4", "grouped_int8")
@@ -65,6 +66,8 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
     if config.learned_positions:
         positions = (family_names["positions"], (config.learned_positions, config.hidden_size))
         yield _spec(-1, LayerWeight("positions", (positions,)), shard)
+    for weight in per_layer.per_layer_weights(config, family_names):
+        yield _spec(-1, weight, shard)
     for index, layer in enumerate(config.layers):
         for part in layer.parts:
             names = {**part.weight_names, **family_names}
@@ -120,7 +123,7 @@ def weight_bytes(
 
     A tied embedding counts as the output layer; beside it only the rows that are looked up are read, where
     the file is mapped, unless the file has it in another floating-point type: then it is held a second time.
-    A quantized one is decoded there row by row.
+    A quantized one is decoded there row by row. So it is with the embedding that layers get vectors of.
 
     Args:
         config: the whole model's numbers.
@@ -145,9 +148,10 @@ def weight_bytes(
             wanted = quantization, group_size
         elif spec.field in ("embedding", "output"):
             wanted = output_quantization(quantization), group_size
-        if spec.field == "embedding":
+        if spec.field in ("embedding", per_layer.EMBEDDING):
             total += _looked_up_bytes(spec, config, dtype, on_gpu=on_gpu)
-            if not config.tie_word_embeddings or config.pooling is not None:
+            is_output = config.tie_word_embeddings and config.pooling is None
+            if spec.field == per_layer.EMBEDDING or not is_output:
                 continue
         for source in spec.sources:
             held, held_size = wanted if is_float else (kind, size)
@@ -183,8 +187,9 @@ def _in_fitting_groups(
 
 
 def _looked_up_bytes(spec: WeightSpec, config: ModelConfig, dtype: str, *, on_gpu: bool) -> int:
-    """Return the bytes of the embedding that rows are looked up in, beside those of a tied output layer."""
-    is_mapped = config.tie_word_embeddings and config.embedding_dtype == dtype
+    """Return the bytes of an embedding that rows are looked up in, beside those of a tied output layer."""
+    is_seldom_read = config.tie_word_embeddings or spec.field == per_layer.EMBEDDING
+    is_mapped = is_seldom_read and config.embedding_dtype == dtype
     if not on_gpu and (is_mapped or not config.embedding_dtype):
         return 0
     return sum(math.prod(source.held_shape) for source in spec.sources) * DTYPE_BYTES[dtype]

@@ -31,6 +31,7 @@ from quire.kv.eviction.lengths import eviction_lengths
 from quire.kv.tiers.block_copier import num_staged_blocks
 from quire.models.config import DTYPE_BYTES
 from quire.models.layer import StepSizes
+from quire.models.layers.per_layer import per_layer_bytes
 from quire.models.shard import check_divisible, check_kv_divisible
 from quire.models.weights import held_quantization
 
@@ -433,6 +434,7 @@ def activation_bytes(
             buffers[name] = max(buffers.get(name, 0), math.prod(shape))
     # Residual stream, normalized rows, output of a sub-layer; and what those keep that share memory by name.
     kept = tokens * (3 * model.hidden_size + sum(buffers.values())) * step.item
+    kept += per_layer_bytes(model, step)
     kept += logit_rows * model.vocab_size * FLOAT32_BYTES if model.pooling is None else 0
     if num_ranks > 1:
         kept += _exchange_bytes(model, tokens, places, num_ranks) + on_gpu * bounds.NCCL_BYTES

@@ -37,12 +37,13 @@ class Mixture:
     whose two best sum up to most.
     """
     scale: float = 1.0  # of the weights
+    expert_scales: torch.Tensor | None = None  # [experts] float32, of each one's weights
 
     @property
     def is_plain(self) -> bool:
         """Whether experts are chosen by the softmax of their scores, and nothing else."""
         is_softmax = self.scoring == "softmax" and self.correction is None
-        return is_softmax and self.num_groups == 1 and self.scale == 1.0
+        return is_softmax and self.num_groups == 1 and self.scale == 1.0 and self.expert_scales is None
 
 
 class ExpertWeights(NamedTuple):
@@ -96,6 +97,8 @@ def choose_experts(scores: torch.Tensor, mixture: Mixture) -> tuple[torch.Tensor
     best = likely.gather(-1, chosen)
     if mixture.normalize:
         best /= sum_in_order(best).unsqueeze(-1)
+    if mixture.expert_scales is not None:
+        best *= mixture.expert_scales[chosen]
     return best * mixture.scale, chosen
 
 

@@ -27,6 +27,8 @@ from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.embedding import Embedding
 from quire.models.layer import Norm
+from quire.models.layers.per_layer import EMBEDDING as PER_LAYER_EMBEDDING
+from quire.models.layers.per_layer import PerLayerInputs
 from quire.models.parallel import (
     RowParallelExperts,
     RowParallelLinear,
@@ -147,7 +149,10 @@ class _Loader:
 
     def load(self) -> Decoder:
         """Return the decoder."""
-        embedding = self._embedding()
+        embedding = self._embedding("embedding")
+        per_layer = None
+        if self.model.per_layer_size:
+            per_layer = PerLayerInputs(self._embedding(PER_LAYER_EMBEDDING), self)
         layers = []
         for index, layer in enumerate(self.model.layers):
             self.index = index
@@ -161,6 +166,7 @@ class _Loader:
             layers=layers,
             norm=norm,
             output=self._output(),
+            per_layer=per_layer,
             kernels=self.kernels,
             parallel=self.parallel,
             positions=self._positions(),
@@ -177,8 +183,8 @@ class _Loader:
             )
         return self._tensor(self._specs[-1, "positions"]).to(self.kernels.device)
 
-    def _embedding(self) -> Embedding:
-        sources = self._specs[-1, "embedding"].sources
+    def _embedding(self, field: str) -> Embedding:
+        sources = self._specs[-1, field].sources
         embedding = self._checkpoint.embedding(sources[0], self._dtype).on(self.kernels.device, self._memory)
         self._release(sources)
         return embedding

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 _PARTS_OF_BODY = {
-    "model.": ("embed_tokens.", "layers.", "norm."),
+    "model.": ("embed_tokens.", "embed_tokens_per_layer.", "per_layer_", "layers.", "norm."),
     "transformer.": ("word_embeddings.", "wte.", "wpe.", "h.", "ln_f."),
 }
 _DECODER = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
@@ -21,21 +21,23 @@ _OTHER_PART = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline|audio_tower)\b"
 )
 _STACKED = re.compile(
-    r"(model\.layers\.([0-9]{1,6})\.(?:mlp|block_sparse_moe)\.experts\.)(gate_up_proj|down_proj)"
+    r"(model\.layers\.([0-9]{1,6})\.(?:mlp\.|block_sparse_moe\.)?experts\.)(gate_up_proj|down_proj)"
     r"(|_bias|_blocks|_scales)"
 )
 _STACKED_IN_GRANITE = re.compile(
     r"(model\.layers\.[0-9]{1,6}\.block_sparse_moe\.)(input|output)_linear\.weight"
 )
 _CONV1D = re.compile(r"transformer\.h\.[0-9]{1,6}\.(attn|mlp)\.c_(attn|proj|fc)\.weight")
+_QUANT_STATE = re.compile(
+    r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(nf4|fp4))$"
+)
 # Published with all experts of a layer in one tensor, and saved by transformers in another way.
-_PUBLISHED_STACKED = (
+_EITHER_WAY = (
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
-)
-_QUANT_STATE = re.compile(
-    r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(nf4|fp4))$"
 )
 _LAST_PARTS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 
@@ -74,7 +76,7 @@ def stored_layout(architecture: str, entries: Mapping[str, Any]) -> StoredLayout
         return None
     if architecture == "GptOssForCausalLM":
         return StoredLayout(experts, takes_turns=True)
-    if architecture in _PUBLISHED_STACKED or architecture.startswith("GraniteMoe"):
+    if architecture in _EITHER_WAY or architecture.startswith("GraniteMoe"):
         return StoredLayout(experts, takes_turns=False, hidden_size=hidden_size)
     return None
 

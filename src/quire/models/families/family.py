@@ -142,8 +142,8 @@ def layer_windows(hf: HFConfig, is_sliding: Callable[[int], bool]) -> list[int]:
 
 def by_layer(hf: HFConfig, name: str, value: int) -> list[int]:
     """Return an entry of each layer: as `per_layer_config` says, else `value`."""
-    own = hf["per_layer_config"]
-    return [(own.get(str(layer)) or {}).get(name, value) for layer in range(hf["num_hidden_layers"])]
+    own = {int(layer): entries or {} for layer, entries in hf["per_layer_config"].items()}
+    return [own.get(layer, {}).get(name, value) for layer in range(hf["num_hidden_layers"])]
 
 
 def with_attention_biases(hf: HFConfig, base: ModelConfig) -> ModelConfig:

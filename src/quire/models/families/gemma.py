@@ -17,9 +17,12 @@ from quire.models.families.family import (
     with_attention_biases,
     with_two_ropes,
 )
-from quire.models.layer import SubLayerConfig
+from quire.models.layer import LayerConfig, SubLayerConfig
+from quire.models.layers import per_layer
 from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.dense_and_experts import DenseAndExpertsConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
+from quire.models.layers.per_layer import PerLayerConfig
 from quire.models.ropes import HFConfig, read_proportional_ropes, read_two_ropes
 
 _GEMMA_DEFAULTS: dict[str, Any] = {
@@ -79,6 +82,58 @@ def _gemma4(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     config = config.changed(AttentionConfig, scale=1.0, qk_norm="head", value_norm="value")
     config = _with_heads_by_type(hf, config.changed(SubLayerConfig, post_norm=True))
     return _with_shared_kv(hf, config).changed(FeedForwardConfig, scales_stream=True)
+
+
+def _gemma4_of_text(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    config = _gemma4(hf, base)
+    if hf["enable_moe_block"]:
+        config = _with_experts_beside(hf, config)
+    size = hf.get("hidden_size_per_layer_input", 0)
+    if not size:
+        return config
+    if hf["vocab_size_per_layer_input"] < base.vocab_size:
+        raise ModelError(
+            f"config.json has vocab_size_per_layer_input {hf['vocab_size_per_layer_input']}; there must be a "
+            f"row for each of vocab_size {base.vocab_size} tokens"
+        )
+    own = PerLayerConfig(size=size, pre_norm=False, post_norm=True, scales_stream=True)
+    own = replace(own, activation=_feed_forward(base.layers[0]).activation)
+    layers = (
+        LayerConfig((*layer.parts, own))
+        for layer in config.changed(SubLayerConfig, scales_stream=False).layers
+    )
+    return replace(
+        config,
+        layers=tuple(layers),
+        per_layer_size=size,
+        per_layer_vocab_size=hf["vocab_size_per_layer_input"],
+    )
+
+
+def _feed_forward(layer: LayerConfig) -> FeedForwardConfig:
+    (found,) = (part for part in layer.parts if isinstance(part, FeedForwardConfig))
+    return found
+
+
+def _with_experts_beside(hf: HFConfig, config: ModelConfig) -> ModelConfig:
+    """Give each layer experts beside its feed-forward layer, to which the norms in between belong."""
+
+    def changed(layer: LayerConfig) -> LayerConfig:
+        dense = _feed_forward(layer)
+        both = DenseAndExpertsConfig(
+            num_experts=hf["num_experts"],
+            experts_per_token=hf["top_k_experts"],
+            inner_size=hf["moe_intermediate_size"],
+            normalize=True,
+            has_expert_scales=True,
+            activation=dense.activation,
+            dense=replace(dense, pre_norm=False, post_norm=False, scales_stream=False),
+            post_norm=True,
+            scales_stream=True,
+        )
+        return LayerConfig((layer.parts[0], both))
+
+    return replace(config, layers=tuple(map(changed, config.layers)))
 
 
 def _gemma4_windows(hf: HFConfig) -> list[int]:
@@ -149,6 +204,14 @@ def _with_shared_kv(hf: HFConfig, config: ModelConfig) -> ModelConfig:
     )
 
 
+_GEMMA4_NAMES = {
+    **NAMES,
+    **FOUR_NORM_NAMES,
+    "stream_scale": "layer_scalar",
+    per_layer.EMBEDDING: "model.embed_tokens_per_layer.weight",
+    per_layer.PROJECTION: "model.per_layer_model_projection.weight",
+    per_layer.NORM: "model.per_layer_projection_norm.weight",
+}
 _GEMMA4_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "global_head_dim": 512,
@@ -192,9 +255,19 @@ FAMILIES: dict[str, Family] = {
         ropes=_gemma3_ropes,
         architectures=("Gemma3ForCausalLM",),
     ),
+    "gemma4": Family(
+        _gemma4_of_text,
+        _GEMMA4_NAMES,
+        _GEMMA4_DEFAULTS | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144},
+        activation="hidden_activation",
+        model_type="gemma4_text",
+        ropes=_gemma4_ropes,
+        architectures=("Gemma4ForCausalLM",),
+        layer_entries=("head_dim", "num_key_value_heads"),
+    ),
     "gemma4_unified": Family(
         _gemma4,
-        NAMES | FOUR_NORM_NAMES | {"stream_scale": "layer_scalar"},
+        _GEMMA4_NAMES,
         _GEMMA4_DEFAULTS | {"sliding_window": 1024},
         activation="hidden_activation",
         model_type="gemma4_unified_text",

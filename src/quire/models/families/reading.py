@@ -28,6 +28,7 @@ _COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
 )  # fmt: skip
+_DIGITS = 8  # that the number of a layer has at most
 _DEFAULTS: dict[str, Any] = {
     "rope_theta": 1e4,
     "rms_norm_eps": 1e-6,
@@ -40,6 +41,7 @@ _WHERE_NULL_IS_NONE = frozenset(
         "sliding_window",
         "attn_logit_softcapping",
         "final_logit_softcapping",
+        "hidden_size_per_layer_input",
         "q_lora_rank",
         "scale_depth",
         "dim_model_base",
@@ -106,11 +108,11 @@ def _refuse_what_is_not_computed(hf: HFConfig, family: Family) -> None:
 
 
 def _check_layer_entries(hf: HFConfig, known: Sequence[str]) -> None:
-    numbers = {str(layer) for layer in range(hf["num_hidden_layers"])}
     for layer, entries in (hf.get("per_layer_config") or {}).items():
         name = f"per_layer_config.{layer:.20}"
         check_entry(f"config.json has {name}", entries, RULES["per_layer_config"])
-        if layer not in numbers or not set(entries or {}) <= set(known):
+        is_layer = layer.isascii() and layer.isdigit() and int(layer[:_DIGITS]) < hf["num_hidden_layers"]
+        if not is_layer or len(layer) > _DIGITS or not set(entries or {}) <= set(known):
             raise ModelError(
                 f"config.json has {name} {entries!r:.100}; layers of this architecture may differ in "
                 f"{', '.join(known) or 'no entry'} here, by their numbers"

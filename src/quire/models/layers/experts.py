@@ -35,6 +35,7 @@ class ExpertsConfig(SubLayerConfig):
     groups_per_token: int = 1
     scale: float = 1.0
     correction: tuple[int, ...] = ()  # shape of what is added to weights for the choice; (): nothing
+    has_expert_scales: bool = False  # each expert's weight is multiplied by a number of its own
 
     role: ClassVar[str] = "mlp"
     weight_names: ClassVar[Mapping[str, str]] = {
@@ -57,6 +58,8 @@ class ExpertsConfig(SubLayerConfig):
         yield LayerWeight("router", (("router.weight", (self.num_experts, hidden_size)),))
         if self.correction:
             yield LayerWeight("router_correction", (("router_correction", self.correction),))
+        if self.has_expert_scales:
+            yield LayerWeight("expert_scales", (("expert_scales", (self.num_experts,)),))
         yield LayerWeight("expert_gate_up", gate_up, sections=(inner,), is_quantized=True)
         yield LayerWeight("expert_down", down, axis=1, sections=(inner,), is_quantized=True)
         if self.bias:
@@ -75,7 +78,7 @@ class ExpertsConfig(SubLayerConfig):
     @override
     def peak_bytes(self, step: StepSizes) -> int:
         rows = step.product_bytes(self.inner_size) + step.reference_gate_bytes(self.inner_size)
-        if self.scoring != "softmax" or self.correction:
+        if self.scoring != "softmax" or self.correction or self.has_expert_scales:
             rows += step.tokens * _ROUTING_TENSORS * self.num_experts * _FLOAT32_BYTES
         hidden, inner, item = step.hidden_size, self.inner_size, step.item
         if step.on_gpu:  # inner features, as they are and as they are multiplied, and results
@@ -117,6 +120,7 @@ class MixtureOfExperts(SubLayer):
             num_groups=config.num_groups,
             groups_per_token=config.groups_per_token,
             scale=config.scale,
+            expert_scales=loader.tensor("expert_scales"),
         )
         self.router = loader.linear("router", is_quantized=False)
         self.experts = loader.experts("expert_gate_up", "expert_down", mixture)
