@@ -45,6 +45,17 @@ YARN = {
     "llama_4_scaling_beta": 0.1,
 }
 
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 3.0,
+}
+ARCHITECTURES_OF = {"mistral-small": "Mistral3ForConditionalGeneration"}
+ARCHITECTURES_OF |= {"gemma4-experts": "Gemma4ForConditionalGeneration"}
+
 # architecture: (config class, entries of the decoder, of vision or audio, and others)
 SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": (
@@ -52,6 +63,38 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20, "num_hidden_layers": 6},
         {**VISION, "image_size": 28, "patch_size": 14},
         {"mm_tokens_per_image": 4},
+    ),
+    "Gemma4ForConditionalGeneration": (
+        "Gemma4Config",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 384,
+        },
+        {**VISION, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4},
+        {"audio_config": None},
+    ),
+    "gemma4-experts": (
+        "Gemma4Config",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "use_bidirectional_attention": "vision",
+        },
+        {**VISION, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4},
+        {"audio_config": None},
+    ),
+    "Gemma4UnifiedForConditionalGeneration": (
+        "Gemma4UnifiedConfig",
+        {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 16, "output_proj_dims": 64},
+        {"audio_config": {"audio_embed_dim": 16}},
     ),
     "Mistral3ForConditionalGeneration": (
         "Mistral3Config",
@@ -177,8 +220,7 @@ def _model(name: str) -> Any:
     part = "audio_config" if "Voxtral" in name else "vision_config"
     config = kind(text_config={**TEXT, **text}, **{part: other}, **beside)
     config._attn_implementation = "eager"
-    architecture = name if name in WRAPPERS else "Mistral3ForConditionalGeneration"
-    model = getattr(transformers, architecture)._from_config(config)
+    model = getattr(transformers, ARCHITECTURES_OF.get(name, name))._from_config(config)
     randomize(model, seed=0)
     return model.float().eval()
 
@@ -204,7 +246,7 @@ def test_greedy_tokens_and_logits_of_text_equal_transformers(name: str, tmp_path
     model = _model(name)
     _save(model, tmp_path)
     decoder = load_decoder(tmp_path, read_model_config(tmp_path))
-    body = sum(parameter.numel() for parameter in _decoder_of(model).parameters())
+    body = sum(tensor.numel() for tensor in _decoder_of(model).state_dict().values())
     is_tied = getattr(model.config, "tie_word_embeddings", False)
     output = 0 if is_tied else model.get_output_embeddings().weight.numel()
     assert count_parameters(decoder.config) == body + output

@@ -18,7 +18,8 @@ _PARTS_OF_BODY = {
 }
 _DECODER = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
 _OTHER_PART = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|image_newline|audio_tower)\b"
+    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|connector|image_newline|"
+    r"audio_tower|embed_vision|embed_audio)\b"
 )
 _STACKED = re.compile(
     r"(model\.layers\.([0-9]{1,6})\.(?:mlp\.|block_sparse_moe\.)?experts\.)(gate_up_proj|down_proj)"

@@ -14,7 +14,8 @@ from quire.models.config_entries import RULES, check_entry
 from quire.models.families import ARCHITECTURES, FAMILIES
 from quire.models.ropes import HFConfig
 
-_OF_OTHER_PARTS = ("_config", "_token_id", "_token_index")
+_OF_OTHER_PARTS = ("_config", "_token_id", "_token_index")  # the ends of their names
+_OF_TEXT = ("per_layer_config",)
 _OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 _MROPE_ENTRIES = ("mrope_section", "mrope_interleaved")
 _LLAMA = {
@@ -25,6 +26,14 @@ _LLAMA = {
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
 }
+_GEMMA4 = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131072,
+}
 _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {  # by type of decoder: text_configs leave out what is usual
     "gemma3_text": {
         "vocab_size": 262208,
@@ -34,6 +43,8 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {  # by type of decoder: text_config
         "num_attention_heads": 8,
         "max_position_embeddings": 131072,
     },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4 | {"max_position_embeddings": 262144},
     "llama": _LLAMA,
     "mistral": _LLAMA | {"intermediate_size": 14336, "max_position_embeddings": 131072},
     "qwen2": _LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
@@ -58,6 +69,8 @@ class _Wrapper:
 
 WRAPPERS: dict[str, _Wrapper] = {
     "Gemma3ForConditionalGeneration": _Wrapper("gemma3_text", is_tied=True),
+    "Gemma4ForConditionalGeneration": _Wrapper("gemma4_text", is_tied=True),
+    "Gemma4UnifiedForConditionalGeneration": _Wrapper("gemma4_unified_text", is_tied=True),
     "Idefics3ForConditionalGeneration": _Wrapper("llama"),
     "InternVLForConditionalGeneration": _Wrapper("qwen2", is_tied=True),
     "LlavaForConditionalGeneration": _Wrapper("llama"),
@@ -120,7 +133,9 @@ def decoder_entries(values: HFConfig) -> HFConfig:
     architecture, defaults = _TEXT_TYPES.get(str(text_type), (architecture_of(values), {}))
     family = FAMILIES.get(ARCHITECTURES.get(architecture, ""))
     own = {
-        name: value for name, value in text.items() if name in _OF_BOTH or not name.endswith(_OF_OTHER_PARTS)
+        name: value
+        for name, value in text.items()
+        if name in (*_OF_TEXT, *_OF_BOTH) or not name.endswith(_OF_OTHER_PARTS)
     }
     own = defaults | {name: value for name, value in own.items() if value is not None or name not in defaults}
     own |= {name: values[name] for name in _OF_BOTH if values.get(name) is not None}
