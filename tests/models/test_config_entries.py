@@ -77,6 +77,8 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
     if architecture == "Gemma4ForCausalLM":
         values |= {"enable_moe_block": True, "num_experts": 9, "top_k_experts": 2}
         values |= {"moe_intermediate_size": 8}
+    if architecture == "FalconH1ForCausalLM":  # otherwise, some entries have no effect
+        values |= {"mamba_rms_norm": True, "mamba_d_ssm": None}
     return {"architectures": [architecture], **values, **entries}
 
 
@@ -97,13 +99,13 @@ def test_no_entry_of_the_class_is_passed_over_in_silence(
 ) -> None:
     """Fails where a new transformers has an entry that Quire does not know."""
     windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
-    plain = model_config(_saved(architecture, **windows))
+    saved = _saved(architecture, **windows)
+    plain = model_config(saved)
     for name, default in _fields(architecture).items():
         if name in HARMLESS | {"dtype", "rope_parameters", "layer_types", "original_max_position_embeddings"}:
             continue  # what is not harmless has tests of its own
         caplog.clear()
-        is_on = name in ("use_sliding_window", "enable_moe_block")
-        strange = False if is_on else _strange(default)
+        strange = _strange(saved.get(name, default) if isinstance(default, bool) else default)
         try:
             config = model_config(_saved(architecture, **{**windows, name: strange}))
         except ModelError:
@@ -209,6 +211,12 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
         ("GraniteMoeHybridForCausalLM", {"mamba_d_head": 3}, "do not make up the 512 features"),
         ("GraniteMoeHybridForCausalLM", {"mamba_n_groups": 3}, "which 3 groups cannot serve"),
         ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "alibi"}, "must be rope or nope"),
+        (
+            "FalconH1ForCausalLM",
+            {"attention_in_multiplier": 0.5, "attention_bias": True},
+            "attention_in_multiplier 0.5 and attention_bias",
+        ),
+        ("FalconH1ForCausalLM", {"ssm_multipliers": [0.5]}, "has 1 ssm_multipliers"),
         ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
     ],
 )
@@ -260,6 +268,9 @@ OTHER = {
     "mamba_n_heads": 16,
     "mamba_d_head": 16,
     "mamba_expand": 4,
+    "mamba_d_ssm": 256,
+    "mlp_multipliers": [1.7, 0.3],
+    "ssm_multipliers": [1.2, 0.4, 0.6, 1.4, 0.5],
     "mamba_n_groups": 4,
     "time_step_limit": [0.4, 0.9],
     "position_embedding_type": "rope",
@@ -274,12 +285,13 @@ REFUSED = {
     "parallel_attn": ("falcon",),
     "attn_logit_softcapping": ("gemma3",),
     "clip_qkv": ("olmoe",),
-    "hidden_act": ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid"),
+    "hidden_act": ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "falcon_h1"),
     "qk_layernorm": ("phi", "stablelm"),
     "swiglu_alpha": ("gpt_oss",),
     "swiglu_limit": ("gpt_oss",),
     "use_qk_norm": ("cohere",),
-    "attention_bias": LATENT,
+    "attention_bias": (*LATENT, "falcon_h1"),  # beside a factor of inputs
+    "mamba_proj_bias": ("falcon_h1",),
     "num_key_value_heads": LATENT,
     "head_dim": ("deepseek_v2", "minicpm3"),  # without effect, which is logged
     "norm_topk_prob": ("deepseek_v2",),
@@ -338,6 +350,19 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
 
 # What the published files of some models have beside the shape, as far as it could be taken for strange.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "FalconH1ForCausalLM": {
+        "attention_bias": False, "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375,
+        "attn_layer_indices": None, "embedding_multiplier": 5.656854249492381, "head_dim": 64,
+        "key_multiplier": 0.39, "lm_head_multiplier": 0.0195, "mamba_chunk_size": 128,
+        "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_ssm": 1536,
+        "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 24,
+        "mamba_norm_before_gate": False, "mamba_proj_bias": False,
+        "mamba_rms_norm": False, "mamba_use_mlp": True, "mlp_bias": False, "mlp_expansion_factor": 8,
+        "mlp_multipliers": [0.88, 0.58], "model_type": "falcon_h1", "num_logits_to_keep": 1,
+        "projectors_bias": False, "rope_scaling": None, "rope_theta": 100000000000.0,
+        "ssm_in_multiplier": 1.25, "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35],
+        "ssm_out_multiplier": 0.23,
+    },
     "GraniteMoeHybridForCausalLM": {
         "attention_bias": False, "attention_multiplier": 0.015625, "embedding_multiplier": 12,
         "init_method": "mup", "layer_types": ["mamba"] * 5 + ["attention"], "logits_scaling": 3,

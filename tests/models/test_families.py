@@ -146,6 +146,22 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         "granitemoehybrid",
         {"mamba_n_groups": 1, "time_step_limit": [0.5, 0.8], "mamba_conv_bias": False},
     ),
+    ("falcon_h1-norm-before-gate", "falcon_h1", {"mamba_norm_before_gate": True}),
+    (
+        "falcon_h1-without-norm",
+        "falcon_h1",
+        {
+            "mamba_rms_norm": False,
+            "mamba_d_ssm": None,
+            "mamba_n_heads": 8,
+            "projectors_bias": True,
+            "mlp_bias": True,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "attention_in_multiplier": 1.0,
+            "ssm_in_multiplier": 1.0,
+        },
+    ),
     ("olmo2-bias", "olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
 ]
 

@@ -53,6 +53,18 @@ _GRANITE_MULTIPLIERS = {
     "logits_scaling": 2.0,
 }
 
+_FALCON_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 0.9,
+    "ssm_out_multiplier": 1.2,
+    "lm_head_multiplier": 0.4,
+    "mlp_multipliers": [0.6, 1.4],
+    "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8],
+}
+
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 20,
@@ -244,6 +256,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "sliding_window": 11,
             "layer_rope_theta": [0, 1e4, 5e5],
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **_MAMBA,
+            **_FALCON_MULTIPLIERS,
+            "num_hidden_layers": 2,
+            "mamba_n_heads": 6,
+            "mamba_d_ssm": 96,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
         },
     ),
     "qwen3_5": (

@@ -92,6 +92,7 @@ class Decoder:
                     next(are_parallel),
                     next(numbers),
                     None if own.kv is None else index,
+                    config.residual_scale * own.output_scale,
                 )
                 for part, own in zip(layer, config.layers[index].parts, strict=True)
             ]
@@ -159,14 +160,14 @@ class Decoder:
         step = Step((batch, *batch.others), angles, scales, kv, per_layer)
         buffers = self._workspace.step(len(token_ids))
         normed, out = buffers[0].values()
-        kernels, eps, scale = self.kernels, self.config.norm_eps, self.config.residual_scale
+        kernels, eps = self.kernels, self.config.norm_eps
         inputs = hidden
         if self._first_norm is not None:
             weight, bias = self._first_norm
             inputs = kernels.rms_norm(hidden, weight, bias=bias, eps=eps, out=normed)
         only_compiles = kernels.compiles_only and hook is None
         for layer in self._different_layers if only_compiles else self._layers:
-            for part, next_norm, next_is_parallel, number, kv_layer in layer:
+            for part, next_norm, next_is_parallel, number, kv_layer, scale in layer:
                 if hook is not None and kv_layer is not None:
                     hook.before_layer(kv_layer)
                 delta = part.forward(inputs, step, buffers[number], out)
@@ -234,6 +235,7 @@ class _PartStep(NamedTuple):
     next_is_parallel: bool  # the next sub-layer reads what is there before its result is added
     number: int  # of its buffers
     kv_layer: int | None  # whose KV it writes
+    scale: float  # of its result
 
 
 Buffers = Mapping[str, torch.Tensor]

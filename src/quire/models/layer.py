@@ -88,6 +88,7 @@ class SubLayerConfig(ABC):
     """It reads the residual stream as the sub-layer before it did, without that one's result; if it has no
     norm of its own, it reads that one's normalized input.
     """
+    output_scale: float = 1.0  # multiplies what it adds to the residual stream
 
     scales_stream: bool = False
     """The residual stream, with its result, is multiplied by a number of the layer's, whose last it is."""

@@ -49,6 +49,27 @@ class GatedLinear:
         return self._kernels.gated_activation(self.gate_up(rows, out=products), self._activation, out=out)
 
 
+class ScaledGateLinear(GatedLinear):
+    """A gated activation whose gates are multiplied by a number first.
+
+    Args:
+        kernels, gate_up, activation: as for `GatedLinear`.
+        scale: the number.
+    """
+
+    def __init__(self, kernels: KernelSet, gate_up: Linear, activation: str, scale: float) -> None:
+        super().__init__(kernels, gate_up, activation)
+        self._scale = scale
+
+    @override
+    def __call__(
+        self, rows: torch.Tensor, *, products: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        gate_up = self.gate_up(rows, out=products)
+        gate_up[:, : gate_up.shape[1] // 2].mul_(self._scale)
+        return self._kernels.gated_activation(gate_up, self._activation, out=out)
+
+
 class ActivatedLinear(GatedLinear):
     """The activation of a layer's products, without gates: [T, in_features] to [T, n].
 

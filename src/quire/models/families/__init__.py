@@ -14,6 +14,7 @@ from quire.models.families import (
     granite,
     lfm2,
     llama,
+    mamba,
     minimax,
     neox,
     olmo,
@@ -25,6 +26,7 @@ from quire.models.families.family import Family
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
     **granite.FAMILIES,
+    **mamba.FAMILIES,
     **qwen.FAMILIES,
     **gemma.FAMILIES,
     **phi.FAMILIES,

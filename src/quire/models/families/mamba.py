@@ -8,11 +8,25 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig
+from quire.models.families.family import NAMES, Family
+from quire.models.families.llama import llama
 from quire.models.layer import LayerConfig
+from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.mamba import MambaConfig
 from quire.models.ropes import HFConfig
 
+_NAMES = NAMES | {
+    "norm": "model.final_layernorm.weight",
+    "mlp_norm": "pre_ff_layernorm",
+    "gate": "feed_forward.gate_proj",
+    "up": "feed_forward.up_proj",
+    "down": "feed_forward.down_proj",
+}
+_FALCON_FACTORS = (
+    "embedding_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier",
+    "ssm_in_multiplier", "ssm_out_multiplier", "lm_head_multiplier",
+)  # fmt: skip
 MAMBA_TYPES = ("linear_attention", "mamba")  # as files name the layers with one, and as older ones do
 DEFAULTS: dict[str, Any] = {
     "mamba_n_heads": 128,
@@ -95,3 +109,67 @@ def _time_limits(hf: HFConfig) -> tuple[float, float]:
             f"config.json has time_step_limit {limits!r:.100}; it must be two numbers from 0 on, in order"
         )
     return float(limits[0]), float(limits[1])
+
+
+def _falcon_h1(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Attention and a Mamba-2 read the same input, each times a number of its own."""
+    for name, bias in (
+        ("attention_in_multiplier", "attention_bias"),
+        ("ssm_in_multiplier", "mamba_proj_bias"),
+    ):
+        if hf[name] != 1.0 and hf.get(bias):
+            raise ModelError(f"config.json has {name} {hf[name]} and {bias}; both together are not supported")
+    of_gates, of_results = hf["mlp_multipliers"]
+    config = replace(
+        llama(hf, base),
+        embedding_scale=hf["embedding_multiplier"],
+        logits_divisor=1 / hf["lm_head_multiplier"],
+    ).changed(FeedForwardConfig, gate_scale=of_gates, output_scale=of_results)
+    attention, feed_forward = config.layers[0].parts
+    assert isinstance(attention, AttentionConfig)
+    of_input = hf["attention_in_multiplier"]  # of queries, keys and values
+    attention = replace(
+        attention,
+        scale=attention.scale * hf["key_multiplier"] * of_input**2,
+        output_scale=hf["attention_out_multiplier"] * of_input,
+    )
+    norm = "ungated" if hf["mamba_norm_before_gate"] else "gated"
+    usual_size = hf["mamba_expand"] * base.hidden_size
+    mamba = replace(
+        read_mamba(hf, base, hf.get("mamba_d_ssm") or usual_size),
+        is_parallel=True,
+        pre_norm=False,
+        output_bias=hf["projectors_bias"],
+        norm=norm if hf["mamba_rms_norm"] else "",
+        input_scales=_input_scales(hf),
+        output_scale=hf["ssm_out_multiplier"],
+    )
+    return replace(config, layers=(LayerConfig((attention, mamba, feed_forward)),) * base.num_layers)
+
+
+def _input_scales(hf: HFConfig) -> tuple[float, ...]:
+    scales = hf["ssm_multipliers"]
+    if len(scales) != 5:
+        raise ModelError(f"config.json has {len(scales)} ssm_multipliers; there must be 5")
+    return tuple(float(hf["ssm_in_multiplier"] * scale) for scale in scales)
+
+
+FAMILIES: dict[str, Family] = {
+    "falcon_h1": Family(
+        _falcon_h1,
+        _NAMES,
+        DEFAULTS
+        | dict.fromkeys(_FALCON_FACTORS, 1.0)
+        | {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_d_ssm": 1024,
+            "mamba_norm_before_gate": True,
+            "mamba_rms_norm": False,
+            "projectors_bias": False,
+            "mlp_multipliers": [1.0, 1.0],
+            "ssm_multipliers": [1.0] * 5,
+        },
+        architectures=("FalconH1ForCausalLM",),
+    ),
+}

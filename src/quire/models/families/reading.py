@@ -44,6 +44,7 @@ _WHERE_NULL_IS_NONE = frozenset(
         "hidden_size_per_layer_input",
         "q_lora_rank",
         "scale_depth",
+        "mamba_d_ssm",
         "dim_model_base",
     }
 )
@@ -135,8 +136,9 @@ def _check_layer_types(hf: HFConfig, config: ModelConfig) -> None:
 def _check(config: ModelConfig) -> None:
     if config.pooling is not None and config.pooling.pooling_type is None:
         raise ModelError(f"the pooling of the family {config.family} has no pooling_type; it must have one")
-    factors = [config.embedding_scale, *(rope.factor for rope in config.ropes)]
+    factors = [config.embedding_scale, config.logits_divisor, *(rope.factor for rope in config.ropes)]
     for part in dict.fromkeys(config.parts):
+        factors.append(part.output_scale)
         if isinstance(part, ExpertsConfig):
             _check_experts(part, config.num_layers)
         if isinstance(part, ExpertsConfig) or (isinstance(part, FeedForwardConfig) and part.gated):

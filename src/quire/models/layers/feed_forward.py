@@ -29,6 +29,7 @@ class FeedForwardConfig(SubLayerConfig):
     inner_size: int = 0  # features between its matrices
     activation: str = "silu"  # silu, gelu_tanh, gelu, relu2, or xielu without a gate
     gated: bool = True  # the activation is that of a gate, which multiplies `up`
+    gate_scale: float = 1.0  # multiplies gates before their activation
     bias: bool = False  # its projections have a bias
     is_shared_expert: bool = False  # beside a mixture of experts: its weights have names of their own
     output_gate: bool = False  # the sigmoid of a product with its input, one number, multiplies its output
@@ -127,9 +128,11 @@ class FeedForward(SubLayer):
 
 def _inner(config: FeedForwardConfig, loader: LayerLoader) -> GatedLinear:
     from quire.kernels.layers.activations import XIELU
-    from quire.kernels.layers.gated_linear import ActivatedLinear
+    from quire.kernels.layers.gated_linear import ActivatedLinear, ScaledGateLinear
 
     products = loader.linear("gate_up")
+    if config.gate_scale != 1.0:
+        return ScaledGateLinear(loader.kernels, products, config.activation, config.gate_scale)
     if config.gated:
         return loader.kernels.gated_linear(products, config.activation)
     if config.activation != "xielu":

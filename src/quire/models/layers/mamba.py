@@ -32,6 +32,11 @@ class MambaConfig(SubLayerConfig):
     conv_bias: bool = True
     bias: bool = False  # the projection of the input has one
     output_bias: bool = False
+    norm: str = "gated"
+    """Norm of each group's result: of what gates have multiplied ("gated"), before that ("ungated"), or none
+    (empty).
+    """
+    input_scales: tuple[float, ...] = ()  # of gates, values, keys, queries and times; (): they are 1
     time_limits: tuple[float, float] = (0.0, math.inf)  # of what a token takes, by which memories decay
 
     role: ClassVar[str] = "attention"
@@ -59,6 +64,13 @@ class MambaConfig(SubLayerConfig):
         return self.value_size + self.conv_size + self.num_heads
 
     @property
+    def feature_scales(self) -> list[float]:
+        """By what each feature of the projected input is multiplied; empty: by 1."""
+        keys = self.num_groups * self.state_size
+        sizes = self.value_size, self.value_size, keys, keys, self.num_heads
+        return [scale for scale, size in zip(self.input_scales, sizes, strict=False) for _ in range(size)]
+
+    @property
     @override
     def state(self) -> StateSpec:
         memory = StatePart("memory", (self.num_heads, self.state_size, self.head_dim), "float32")
@@ -77,7 +89,8 @@ class MambaConfig(SubLayerConfig):
                 yield LayerWeight(f"{field}_bias", ((f"{field}.bias", (size,)),))
         for field, name in (("mamba_decay", "A_log"), ("mamba_time_bias", "dt_bias"), ("mamba_skip", "D")):
             yield LayerWeight(field, ((f"mamba_parameters.{name}", (self.num_heads,)),))
-        yield LayerWeight("mamba_norm", (("mamba_norm.weight", (self.value_size,)),))
+        if self.norm:
+            yield LayerWeight("mamba_norm", (("mamba_norm.weight", (self.value_size,)),))
 
     @override
     def on_rank(self, shard: Shard) -> Self:
@@ -121,12 +134,11 @@ class Mamba(SubLayer):
         self.output = loader.linear("mamba_out")
         self._taps = conv_taps(loader, "mamba_conv")
         self._conv_bias = loader.tensor("mamba_conv_bias")
-        fields = "mamba_decay", "mamba_time_bias", "mamba_skip", "mamba_norm"
-        decay, time_bias, skip, norm = map(loader.tensor, fields)
+        fields = "mamba_decay", "mamba_time_bias", "mamba_skip"
+        decay, time_bias, skip = map(loader.tensor, fields)
         assert decay is not None
         assert time_bias is not None
         assert skip is not None
-        assert norm is not None
         self._heads = ScanHeads(
             config.num_heads,
             config.head_dim,
@@ -137,7 +149,10 @@ class Mamba(SubLayer):
             skip=skip,
             time_limits=config.time_limits,
         )
-        self._norms = norm.chunk(config.num_groups)
+        norm = loader.tensor("mamba_norm")
+        self._norms = () if norm is None else norm.chunk(config.num_groups)
+        scales = config.feature_scales
+        self._scales = decay.new_tensor(scales) if set(scales) - {1.0} else None
         self._eps = loader.model.norm_eps
         self._config = config
         self._index = loader.index
@@ -155,6 +170,8 @@ class Mamba(SubLayer):
         batch, state = step.batches[0], step.state(self._index)
         size, conv_size = self._config.value_size, self._config.conv_size
         projected = self.project(inputs, out=buffers["mamba_in"])
+        if self._scales is not None:
+            projected.mul_(self._scales)
         convolved = self._kernels.causal_conv(
             projected[:, size : size + conv_size],
             self._taps,
@@ -166,8 +183,11 @@ class Mamba(SubLayer):
         # The result takes the place of the values, beside the gates.
         times, result = projected[:, size + conv_size :], projected[:, size : 2 * size]
         self._kernels.selective_scan(convolved, times, state["memory"], batch, heads=self._heads, out=result)
+        if self._config.norm == "ungated":
+            self._normalize(result)
         gated = self._kernels.gated_activation(projected[:, : 2 * size], "silu", out=buffers["mamba_gated"])
-        self._normalize(gated)
+        if self._config.norm == "gated":
+            self._normalize(gated)
         return self.output(gated, out=out)
 
     def _normalize(self, rows: torch.Tensor) -> None:
