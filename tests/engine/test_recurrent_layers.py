@@ -99,7 +99,10 @@ def tokens(answers: list[list[Any]]) -> list[list[int]]:
 
 FAMILIES = [
     "lfm2",
-    *(pytest.param(name, marks=pytest.mark.formats) for name in ("qwen3_5", "granitemoehybrid", "falcon_h1")),
+    *(
+        pytest.param(name, marks=pytest.mark.formats)
+        for name in ("qwen3_5", "granitemoehybrid", "falcon_h1", "nemotron_h")
+    ),
 ]
 
 

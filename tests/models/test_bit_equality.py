@@ -12,7 +12,7 @@ from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.decoder import Decoder
 
 FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe", "lfm2", "qwen3_5"]
-FAMILIES += ["ministral3", "gpt_oss", "granitemoehybrid", "falcon_h1"]
+FAMILIES += ["ministral3", "gpt_oss", "granitemoehybrid", "falcon_h1", "nemotron_h"]
 # Layer norms and parallel blocks; xIELU; norms after the rotation; and ways of choosing experts.
 OTHER_LAYERS = ["phi", "cohere2", "apertus", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "phimoe"]
 GEMMA4 = ["gemma4", "gemma4_unified", "gemma4-experts"]

@@ -77,6 +77,8 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
     if architecture == "Gemma4ForCausalLM":
         values |= {"enable_moe_block": True, "num_experts": 9, "top_k_experts": 2}
         values |= {"moe_intermediate_size": 8}
+    if architecture == "NemotronHForCausalLM":
+        values |= {"layers_block_type": ["mamba", "moe", "attention", "mlp", "moe", "mamba"]}
     if architecture == "FalconH1ForCausalLM":  # otherwise, some entries have no effect
         values |= {"mamba_rms_norm": True, "mamba_d_ssm": None}
     return {"architectures": [architecture], **values, **entries}
@@ -105,6 +107,7 @@ def test_no_entry_of_the_class_is_passed_over_in_silence(
         if name in HARMLESS | {"dtype", "rope_parameters", "layer_types", "original_max_position_embeddings"}:
             continue  # what is not harmless has tests of its own
         caplog.clear()
+        config_entries.warn_once.cache_clear()
         strange = _strange(saved.get(name, default) if isinstance(default, bool) else default)
         try:
             config = model_config(_saved(architecture, **{**windows, name: strange}))
@@ -217,6 +220,13 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
             "attention_in_multiplier 0.5 and attention_bias",
         ),
         ("FalconH1ForCausalLM", {"ssm_multipliers": [0.5]}, "has 1 ssm_multipliers"),
+        ("NemotronHForCausalLM", {"moe_latent_size": 64}, "moe_latent_size"),
+        ("NemotronHForCausalLM", {"layers_block_type": ["mlp"]}, "1 layers_block_type for 6 layers"),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": None, "hybrid_override_pattern": "M-*EX-"},
+            "layers_block_type 'X'; known: linear_attention",
+        ),
         ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
     ],
 )
@@ -268,6 +278,12 @@ OTHER = {
     "mamba_n_heads": 16,
     "mamba_d_head": 16,
     "mamba_expand": 4,
+    "mamba_num_heads": 12,
+    "n_groups": 4,
+    "mlp_hidden_act": "silu",
+    "mamba_ssm_cache_dtype": "bfloat16",
+    "layers_block_type": ["moe", "linear_attention", "full_attention", "mlp"],
+    "mtp_layers_block_type": ["mlp"],
     "mamba_d_ssm": 256,
     "mlp_multipliers": [1.7, 0.3],
     "ssm_multipliers": [1.2, 0.4, 0.6, 1.4, 0.5],
@@ -290,9 +306,13 @@ REFUSED = {
     "swiglu_alpha": ("gpt_oss",),
     "swiglu_limit": ("gpt_oss",),
     "use_qk_norm": ("cohere",),
-    "attention_bias": (*LATENT, "falcon_h1"),  # beside a factor of inputs
-    "mamba_proj_bias": ("falcon_h1",),
+    "attention_bias": (*LATENT, "falcon_h1", "nemotron_h"),  # beside a factor of inputs
+    "mamba_proj_bias": ("falcon_h1", "nemotron_h"),
     "num_key_value_heads": LATENT,
+    "mamba_hidden_act": ("nemotron_h",),
+    "moe_latent_size": ("nemotron_h",),
+    # without effect there, which is logged
+    **dict.fromkeys(("n_shared_experts", "residual_in_fp32", "sliding_window"), ("nemotron_h",)),
     "head_dim": ("deepseek_v2", "minicpm3"),  # without effect, which is logged
     "norm_topk_prob": ("deepseek_v2",),
     "mlp_bias": ("deepseek_v2",),
@@ -350,6 +370,20 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
 
 # What the published files of some models have beside the shape, as far as it could be taken for strange.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "NemotronHForCausalLM": {
+        "attention_bias": False, "chunk_size": 128, "conv_kernel": 4, "expand": 2, "head_dim": 128,
+        "hidden_dropout": 0.0, "hybrid_override_pattern": "ME*M-E", "layer_norm_epsilon": 1e-05,
+        "layers_block_type": None, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 64,
+        "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32", "mlp_bias": False,
+        "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8, "n_routed_experts": 128,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 6,
+        "num_key_value_heads": 2, "num_local_experts": None, "num_logits_to_keep": 1,
+        "rescale_prenorm_residual": True, "residual_in_fp32": False, "routed_scaling_factor": 2.5,
+        "sliding_window": None, "ssm_state_size": 128, "time_step_floor": 0.0001,
+        "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001,
+        "topk_group": 1, "use_bias": False, "use_conv_bias": True, "use_mamba_kernels": True,
+    },
     "FalconH1ForCausalLM": {
         "attention_bias": False, "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375,
         "attn_layer_indices": None, "embedding_multiplier": 5.656854249492381, "head_dim": 64,

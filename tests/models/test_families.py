@@ -162,6 +162,11 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
             "ssm_in_multiplier": 1.0,
         },
     ),
+    (
+        "nemotron_h-biases",
+        "nemotron_h",
+        {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.6},
+    ),
     ("olmo2-bias", "olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
 ]
 

@@ -270,6 +270,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_norm_before_gate": False,
         },
     ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "num_hidden_layers": 5,
+            "head_dim": 24,
+            "ssm_state_size": 24,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 48,
+        },
+    ),
     "qwen3_5": (
         "Qwen3_5TextConfig",
         {

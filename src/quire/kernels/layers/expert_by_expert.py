@@ -20,7 +20,7 @@ from quire.kernels.layers.experts import (
     choose_experts,
     sum_in_order,
 )
-from quire.kernels.layers.gated_linear import GatedLinear
+from quire.kernels.layers.gated_linear import ActivatedLinear, GatedLinear
 from quire.kernels.layers.linear import Linear
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class ExpertByExpert(Experts):
             )
             if mixture.activation == CLAMPED_SWIGLU:
                 gated: GatedLinear = _ClampedSwiGLU(kernels, gate_up, CLAMPED_SWIGLU)
+            elif not mixture.is_gated:
+                gated = ActivatedLinear(kernels, gate_up, mixture.activation)
             else:
                 gated = kernels.gated_linear(gate_up, mixture.activation)
             self._experts.append(_Expert(gated, down))

@@ -25,6 +25,7 @@ class Mixture:
     experts_per_token: int  # k
     normalize: bool  # a token's k weights are scaled to sum to 1
     activation: str  # as for `KernelSet.gated_activation`, or clamped_swiglu
+    is_gated: bool = True  # the activation is that of a gate, which multiplies another product
     scoring: str = "softmax"
     """What makes weights of scores: softmax, sigmoid, or sparsemixer (Liu et al. 2023, as in Phi-3.5-MoE),
     where each of the best is weighed against those that are about as good.
@@ -49,9 +50,9 @@ class Mixture:
 class ExpertWeights(NamedTuple):
     """The matrices of one expert, each in parts as for `KernelSet.linear`; inputs may be in any order."""
 
-    gate_up: Sequence[Weight]  # to 2 * size, gate first
+    gate_up: Sequence[Weight]  # to 2 * size, gate first; without gates to size
     down: Sequence[Weight]
-    gate_up_bias: torch.Tensor | None = None  # [2 * size], any floating-point type
+    gate_up_bias: torch.Tensor | None = None  # of its outputs, any floating-point type
     down_bias: torch.Tensor | None = None  # [hidden]
 
 

@@ -240,12 +240,14 @@ class _Loader:
             return self._tensor(dataclasses.replace(spec, sources=spec.sources[start:stop]))
 
         def weights() -> Iterator[ExpertWeights]:
+            count = 2 if mixture.is_gated else 1
             for index in range(mixture.num_experts):
-                sources = gate_ups[2 * index : 2 * index + 2], downs[index : index + 1]
+                first = count * index
+                sources = gate_ups[first : first + count], downs[index : index + 1]
                 yield ExpertWeights(
                     self._checkpoint.matrix(sources[0]),
                     self._checkpoint.matrix(sources[1]),
-                    bias_of(gate_up_biases, 2 * index, 2 * index + 2),
+                    bias_of(gate_up_biases, first, first + count),
                     bias_of(down_biases, index, index + 1),
                 )
                 self._release(itertools.chain(*sources))

@@ -54,7 +54,8 @@ class Family:
     `norm_eps` the entries with the activation and what norms add, `model_type` stands in config.json if it is
     not the family's name, `layer_types` are those that it may name, `layer_entries` those that a
     `per_layer_config` may have, `ropes` reads the sets of rotary frequencies for a head size, and `aliases`
-    has what the usual entries are called by names of its own.
+    has what the usual entries are called by names of its own. `derived` returns defaults that follow from a
+    config.json, whatever that holds.
     """
 
     specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
@@ -66,6 +67,7 @@ class Family:
     model_type: str = ""
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     layer_entries: tuple[str, ...] = ()
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
     ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
     aliases: Mapping[str, str] = field(default_factory=dict)
 

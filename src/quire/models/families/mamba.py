@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig
-from quire.models.families.family import NAMES, Family
+from quire.models.families.family import NAMES, Family, with_experts
 from quire.models.families.llama import llama
-from quire.models.layer import LayerConfig
+from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.mamba import MambaConfig
@@ -23,6 +24,31 @@ _NAMES = NAMES | {
     "up": "feed_forward.up_proj",
     "down": "feed_forward.down_proj",
 }
+_NEMOTRON_NAMES = {
+    "embedding": "backbone.embeddings.weight",
+    "norm": "backbone.norm_f.weight",
+    "output": "lm_head.weight",
+    "layer": "backbone.layers.{}.",
+    "attention_norm": "norm",
+    "mlp_norm": "norm",
+    **{name: f"mixer.{name}_proj" for name in ("q", "k", "v", "o", "up", "down")},
+    "router": "mixer.gate",
+    "router_correction": "mixer.gate",
+    "expert_up": "mixer.experts.{}.up_proj",
+    "expert_down": "mixer.experts.{}.down_proj",
+    "shared_up": "mixer.shared_experts.up_proj",
+    "shared_down": "mixer.shared_experts.down_proj",
+    **{name: of_mamba.replace("mamba", "mixer") for name, of_mamba in MambaConfig.weight_names.items()},
+}
+_BLOCK_TYPES = {
+    "M": "linear_attention",
+    "mamba": "linear_attention",
+    "*": "full_attention",
+    "attention": "full_attention",
+    "-": "mlp",
+    "E": "moe",
+}
+"""Those of Nemotron-H by their names in older files."""
 _FALCON_FACTORS = (
     "embedding_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier",
     "ssm_in_multiplier", "ssm_out_multiplier", "lm_head_multiplier",
@@ -84,19 +110,19 @@ def read_mamba(hf: HFConfig, base: ModelConfig, size: int) -> MambaConfig:
             f"config.json has mamba_n_heads {heads} and mamba_d_head {head_dim!r:.100}, which do not make up "
             f"the {size} features of a Mamba"
         )
-    _check(mamba, base)
+    _check(mamba)
+    for part in base.parts:
+        if isinstance(part, FeedForwardConfig) and part.activation != "silu":
+            raise ModelError(f"config.json has the activation {part.activation}; a Mamba has only silu")
     return mamba
 
 
-def _check(mamba: MambaConfig, base: ModelConfig) -> None:
+def _check(mamba: MambaConfig) -> None:
     if mamba.num_heads % mamba.num_groups:
         raise ModelError(
             f"config.json has {mamba.num_heads} heads of a Mamba, which {mamba.num_groups} groups cannot "
             "serve evenly"
         )
-    for part in base.parts:
-        if isinstance(part, FeedForwardConfig) and part.activation != "silu":
-            raise ModelError(f"config.json has the activation {part.activation}; a Mamba has only silu")
 
 
 def _time_limits(hf: HFConfig) -> tuple[float, float]:
@@ -147,6 +173,80 @@ def _falcon_h1(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return replace(config, layers=(LayerConfig((attention, mamba, feed_forward)),) * base.num_layers)
 
 
+def _nemotron_h(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Each layer is a Mamba-2, attention without rotation, a feed-forward layer without gates, or experts."""
+    base = base.changed(FeedForwardConfig, gated=False, bias=bool(hf.get("mlp_bias", False)))
+    base = base.changed(AttentionConfig, rope=None)
+    attention, feed_forward = base.layers[0].parts
+    layer_of: dict[str, tuple[SubLayerConfig, ...]] = {
+        "linear_attention": (_nemotron_mamba(hf),),
+        "full_attention": (attention,),
+        "mlp": (feed_forward,),
+        "moe": _nemotron_experts(hf, base),
+    }
+    blocks = hf.get("layers_block_type") or hf["hybrid_override_pattern"]
+    types = [_BLOCK_TYPES.get(kind, kind) for kind in blocks]
+    if len(types) != base.num_layers:
+        raise ModelError(f"config.json has {len(types)} layers_block_type for {base.num_layers} layers")
+    for kind in types:
+        if kind not in layer_of:
+            raise ModelError(f"config.json has layers_block_type {kind!r:.100}; known: {', '.join(layer_of)}")
+    layers = tuple(LayerConfig(layer_of[kind]) for kind in types)
+    further = ("mtp.",) if hf.get("num_nextn_predict_layers", 0) else ()
+    return replace(base, layers=layers, ignored_prefixes=further)
+
+
+def _nemotron_mamba(hf: HFConfig) -> MambaConfig:
+    if hf.get("mamba_hidden_act", "silu") != "silu":
+        raise ModelError(
+            f"config.json has mamba_hidden_act {hf['mamba_hidden_act']!r}; a Mamba has only silu"
+        )
+    _time_limits(hf)  # without effect, as in transformers
+    bias = bool(hf.get("use_bias", False))
+    mamba = MambaConfig(
+        num_heads=hf["mamba_num_heads"],
+        head_dim=hf["mamba_head_dim"],
+        num_groups=hf["n_groups"],
+        state_size=hf["ssm_state_size"],
+        num_taps=hf["conv_kernel"],
+        conv_bias=hf["use_conv_bias"],
+        bias=bias,
+        output_bias=bias,
+        time_limits=(float(hf["time_step_min"]), math.inf),
+    )
+    _check(mamba)
+    return mamba
+
+
+def _nemotron_experts(hf: HFConfig, base: ModelConfig) -> tuple[SubLayerConfig, ...]:
+    if hf.get("moe_latent_size"):
+        raise ModelError("config.json has moe_latent_size; experts of fewer features are not supported")
+    config = with_experts(
+        base,
+        [True] * base.num_layers,
+        shared_inner_size=hf["moe_shared_expert_intermediate_size"],
+        num_experts=hf["n_routed_experts"],
+        experts_per_token=hf["num_experts_per_tok"],
+        inner_size=hf["moe_intermediate_size"],
+        gated=False,
+        scoring="sigmoid",
+        normalize=bool(hf.get("norm_topk_prob", True)),
+        num_groups=hf["n_group"],
+        groups_per_token=hf["topk_group"],
+        correction=(hf["n_routed_experts"],),
+        scale=float(hf["routed_scaling_factor"]),
+    )
+    return config.layers[0].parts[1:]
+
+
+def _num_blocks(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many layers a Nemotron-H has, which newer files say only by their types."""
+    types = values.get("layers_block_type") or values.get("hybrid_override_pattern")
+    if not isinstance(types, str | list):
+        return {}
+    return {"num_hidden_layers": len(types)}
+
+
 def _input_scales(hf: HFConfig) -> tuple[float, ...]:
     scales = hf["ssm_multipliers"]
     if len(scales) != 5:
@@ -171,5 +271,33 @@ FAMILIES: dict[str, Family] = {
             "ssm_multipliers": [1.0] * 5,
         },
         architectures=("FalconH1ForCausalLM",),
+    ),
+    "nemotron_h": Family(
+        _nemotron_h,
+        _NEMOTRON_NAMES,
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "layer_norm_epsilon": 1e-5,
+            "mlp_hidden_act": "relu2",
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "time_step_min": 0.001,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        },
+        architectures=("NemotronHForCausalLM",),
+        activation="mlp_hidden_act",
+        norm_eps="layer_norm_epsilon",
+        derived=_num_blocks,
     ),
 }

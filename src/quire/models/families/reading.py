@@ -73,7 +73,8 @@ def model_config(values: HFConfig) -> ModelConfig:
     check_objects(values)
     family = FAMILIES[family_name]
     values = family.usual_entries(values) if family.aliases else values
-    hf = Entries(values, {**_DEFAULTS, **family.defaults}, _WHERE_NULL_IS_NONE, RULES)
+    defaults = {**_DEFAULTS, **family.defaults, **family.derived(values)}
+    hf = Entries(values, defaults, _WHERE_NULL_IS_NONE, RULES)
     _refuse_what_is_not_computed(hf, family)
     try:
         config = family.specialize(hf, common(hf, architecture, family_name, family))

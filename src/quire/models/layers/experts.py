@@ -27,7 +27,8 @@ class ExpertsConfig(SubLayerConfig):
     experts_per_token: int = 0
     inner_size: int = 0  # features inside one expert
     normalize: bool = False  # the weights of a token's experts sum to 1
-    activation: str = "silu"  # silu, gelu_tanh, gelu or clamped_swiglu
+    activation: str = "silu"  # silu, gelu_tanh, gelu, relu2 or clamped_swiglu
+    gated: bool = True  # as of `FeedForwardConfig`
     bias: bool = False  # the router and the projections have a bias
     scoring: str = "softmax"  # this and the next are as in `Mixture`
     jitter: float = 0.0
@@ -48,12 +49,14 @@ class ExpertsConfig(SubLayerConfig):
 
     @override
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
-        """Experts lie one below another, [experts * 2 * size, hidden] and [experts * hidden, size]."""
+        """Experts lie one below another, [experts * 2 * size, hidden] and [experts * hidden, size].
+
+        Without gates the first is [experts * size, hidden].
+        """
         size, experts = self.inner_size, range(self.num_experts)
         inner = size, (shard.share(size),)
-        gate_up = tuple(
-            (f"expert.{e}.{part}.weight", (size, hidden_size)) for e in experts for part in ("gate", "up")
-        )
+        parts = ("gate", "up") if self.gated else ("up",)
+        gate_up = tuple((f"expert.{e}.{part}.weight", (size, hidden_size)) for e in experts for part in parts)
         down = tuple((f"expert.{e}.down.weight", (hidden_size, size)) for e in experts)
         yield LayerWeight("router", (("router.weight", (self.num_experts, hidden_size)),))
         if self.correction:
@@ -114,6 +117,7 @@ class MixtureOfExperts(SubLayer):
             config.experts_per_token,
             normalize=config.normalize,
             activation=config.activation,
+            is_gated=config.gated,
             scoring=config.scoring,
             jitter=config.jitter,
             correction=None if correction is None else correction.flatten(),

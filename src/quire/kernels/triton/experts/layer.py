@@ -55,10 +55,11 @@ class FusedExperts(Experts):
         self._mixture = mixture
         up, down = self._gate_up, self._down = [ExpertMatrices(mixture.num_experts) for _ in range(2)]
         for number, expert in zip(range(mixture.num_experts), weights, strict=True):
-            if mixture.activation == CLAMPED_SWIGLU or expert.gate_up_bias is not None:
+            is_usual = mixture.is_gated and mixture.activation != CLAMPED_SWIGLU
+            if not is_usual or expert.gate_up_bias is not None:
                 raise ModelError(
-                    f"experts have biases or the activation {mixture.activation}, which these kernels do not "
-                    "compute; EngineConfig.kernels 'native' computes them on the CPU"
+                    f"experts have biases, no gates, or the activation {mixture.activation}, which these "
+                    "kernels do not compute; EngineConfig.kernels 'native' computes them on the CPU"
                 )
             for held, matrix in zip((up, down), expert[:2], strict=True):
                 parts, order = take_order(matrix, memory)
