@@ -32,7 +32,14 @@ from quire.sampling_params import SamplingParams
 
 COPIES_OF_A_FORWARD_PASS = 3  # positions, and by the kernels the blocks and offsets of tokens
 
-WITH_STATES = ("lfm2", "qwen3_5", "granitemoehybrid", "falcon_h1", "nemotron_h")  # refused on a device
+WITH_STATES = (
+    "lfm2",
+    "qwen3_5",
+    "granitemoehybrid",
+    "bamba",
+    "falcon_h1",
+    "nemotron_h",
+)  # refused on a device
 
 
 @pytest.fixture

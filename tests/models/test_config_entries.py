@@ -79,6 +79,8 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
         values |= {"moe_intermediate_size": 8}
     if architecture == "NemotronHForCausalLM":
         values |= {"layers_block_type": ["mamba", "moe", "attention", "mlp", "moe", "mamba"]}
+    if architecture == "BambaForCausalLM":
+        values |= {"attn_layer_indices": [1, 3]}
     if architecture == "FalconH1ForCausalLM":  # otherwise, some entries have no effect
         values |= {"mamba_rms_norm": True, "mamba_d_ssm": None}
     return {"architectures": [architecture], **values, **entries}
@@ -278,6 +280,7 @@ OTHER = {
     "mamba_n_heads": 16,
     "mamba_d_head": 16,
     "mamba_expand": 4,
+    "attn_layer_indices": [0, 2],
     "mamba_num_heads": 12,
     "n_groups": 4,
     "mlp_hidden_act": "silu",
@@ -301,7 +304,7 @@ REFUSED = {
     "parallel_attn": ("falcon",),
     "attn_logit_softcapping": ("gemma3",),
     "clip_qkv": ("olmoe",),
-    "hidden_act": ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "falcon_h1"),
+    "hidden_act": ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "falcon_h1", "bamba"),
     "qk_layernorm": ("phi", "stablelm"),
     "swiglu_alpha": ("gpt_oss",),
     "swiglu_limit": ("gpt_oss",),

@@ -258,6 +258,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_rope_theta": [0, 1e4, 5e5],
         },
     ),
+    "bamba": ("BambaConfig", {**_MAMBA, "attn_layer_indices": [1], "mamba_n_groups": 1}),
     "falcon_h1": (
         "FalconH1Config",
         {

@@ -247,6 +247,7 @@ RULES: dict[str, _Rule] = {
     "mamba_expand": _Integer(1, 64),
     "mamba_conv_bias": _BOOLEAN,
     "mamba_proj_bias": _BOOLEAN,
+    "attn_layer_indices": _ListOf(_Integer(0, _LAYERS), _LAYERS),
     "mamba_num_heads": _Integer(1, 1 << 12),
     "mamba_head_dim": _Integer(1, 1 << 12),
     "n_groups": _Integer(1, 1 << 12),
@@ -350,7 +351,8 @@ HARMLESS = frozenset(
         "embd_pdrop", "resid_pdrop", "input_jitter_noise",
         "classifier_dropout", "initializer_range", "router_aux_loss_coef", "router_jitter_noise",
         "output_router_logits", "gradient_checkpointing", "pretraining_tp", "aux_loss_alpha", "seq_aux",
-        "ep_size", "rescale_prenorm_residual", "time_step_max", "time_step_floor", "time_step_rank",
+        "ep_size", "z_loss_coefficient", "rescale_prenorm_residual", "time_step_max", "time_step_floor",
+        "time_step_rank",
         # classification
         "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
         "prefix", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",

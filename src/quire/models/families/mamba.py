@@ -15,7 +15,7 @@ from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.mamba import MambaConfig
-from quire.models.ropes import HFConfig
+from quire.models.ropes import HFConfig, partial_ropes
 
 _NAMES = NAMES | {
     "norm": "model.final_layernorm.weight",
@@ -137,6 +137,12 @@ def _time_limits(hf: HFConfig) -> tuple[float, float]:
     return float(limits[0]), float(limits[1])
 
 
+def _bamba(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    attending = set(hf.get("attn_layer_indices") or ())
+    is_mamba = [layer not in attending for layer in range(base.num_layers)]
+    return mamba_layers(hf, llama(hf, base), is_mamba)
+
+
 def _falcon_h1(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     """Attention and a Mamba-2 read the same input, each times a number of its own."""
     for name, bias in (
@@ -255,6 +261,13 @@ def _input_scales(hf: HFConfig) -> tuple[float, ...]:
 
 
 FAMILIES: dict[str, Family] = {
+    "bamba": Family(
+        _bamba,
+        _NAMES,
+        DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        architectures=("BambaForCausalLM",),
+        ropes=partial_ropes,
+    ),
     "falcon_h1": Family(
         _falcon_h1,
         _NAMES,
