@@ -33,7 +33,7 @@ _NEMOTRON_NAMES = {
     "mlp_norm": "norm",
     **{name: f"mixer.{name}_proj" for name in ("q", "k", "v", "o", "up", "down")},
     "router": "mixer.gate",
-    "router_correction": "mixer.gate",
+    "router_correction": "mixer.gate.e_score_correction_bias",
     "expert_up": "mixer.experts.{}.up_proj",
     "expert_down": "mixer.experts.{}.down_proj",
     "shared_up": "mixer.shared_experts.up_proj",
