@@ -123,6 +123,7 @@ class Clients:
         data = b"".join(timed(response, self._note_pause)).decode()
         connection.close()
         if response.status != 200:
+            self._stop.wait(float(response.headers.get("Retry-After", 0)))
             return self._named_error(json.loads(data))
         events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: {")]
         answers = events if streamed else [json.loads(data)]

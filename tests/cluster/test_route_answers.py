@@ -104,6 +104,21 @@ async def test_another_engine_answers_in_place_of_one_of_which_nothing_is_heard(
     assert (answer.status_code, answer.content) == (200, ANSWER)
 
 
+async def test_engines_that_cannot_be_reached_do_not_end_a_request(routed):
+    engines, other = [FakeEngine() for _ in range(3)], FakeEngine()
+    http, router = await routed(engine=engines, recovery_timeout=60)
+    for engine in engines:
+        await engine.stop()
+    answering = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    while not all(engine.failure for engine in router.engines.by_url.values()):
+        await asyncio.sleep(0.01)
+    await other.start()
+    await router.add(Engine(other.url, Role.BOTH))
+    answer = await answering
+    await other.stop()
+    assert (answer.status_code, answer.content) == (200, ANSWER)
+
+
 async def test_a_stream_of_an_engine_of_which_nothing_is_heard_ends(routed):
     engine = FakeEngine("hangs in the body")
     http, _ = await routed(engine=[engine], connect_timeout=0.2, health_interval=0.05, recovery_timeout=60)

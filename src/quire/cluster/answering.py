@@ -23,7 +23,10 @@ from quire.server.wire.errors import SERVER_ERROR, TIMEOUT, UNAVAILABLE, ApiErro
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""Maximum number of engines tried for one request, or for the rest of a stream after its last event."""
+"""Maximum number of engines that fail with one request, or with the rest of a stream after its last event.
+
+One that could not be reached is not counted: the request cannot be why.
+"""
 
 RETRY_DELAY = 0.1
 """Seconds between two looks for an engine that is up."""
@@ -157,7 +160,9 @@ class Answering:
         loop = asyncio.get_running_loop()
         while (engine := self._choose(prompt)) is None:
             failure = self._failure
-            if failure is None or failure.timed_out or self._num_failures >= MAX_ATTEMPTS:
+            if failure is None or self._num_failures >= MAX_ATTEMPTS:
+                return None
+            if failure.timed_out and failure.was_reached:
                 return None
             if loop.time() + RETRY_DELAY > self._deadline:
                 return None
@@ -176,7 +181,7 @@ class Answering:
             self._num_failures = 0
             self._tried = [error.engine]
             self._deadline = asyncio.get_running_loop().time() + self._config.recovery_timeout
-        self._num_failures += 1
+        self._num_failures += error.was_reached
         self._failure = error
 
     def _no_answer(self, model: str) -> ApiError:
