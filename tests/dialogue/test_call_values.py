@@ -205,8 +205,7 @@ JSON_WRITERS = [
      "{% endfor %}]<|tools_suffix|>"),
     ("kimi_k2", "<|tool_calls_section_begin|>{% for call in calls %}<|tool_call_begin|>functions."
      "{{ call.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>{{ call.arguments | tojson }}"
-     "<|tool_call_end|>"
-     "{% endfor %}<|tool_calls_section_end|>"),
+     "<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>"),
     ("cohere", "<|START_ACTION|>[\n{% for call in calls %}    "
      '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ call.name }}", '
      '"parameters": {{ call.arguments | tojson }}}{{ "" if loop.last else "," }}\n{% endfor %}]'
