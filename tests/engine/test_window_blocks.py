@@ -72,9 +72,12 @@ class Engine:
         return list(answers.values())
 
 
-@pytest.fixture(scope="module", params=["gemma3", pytest.param("mistral", marks=pytest.mark.formats)])
+OTHERS = [pytest.param(family, marks=pytest.mark.formats) for family in ("mistral", "gemma4")]
+
+
+@pytest.fixture(scope="module", params=["gemma3", *OTHERS])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with windows in some layers, or in all."""
+    """A checkpoint with windows in some layers, or in all; with layers that share their KV."""
     directory = tmp_path_factory.mktemp("models") / request.param
     return make_checkpoint(request.param, directory, max_position_embeddings=512)
 

@@ -73,7 +73,7 @@ def results(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("family", ["gemma3", "mistral"])  # of mistral, the first group has no layers
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "gemma4"])  # mistral's first group has no layers
 def test_tokens_and_bits_are_those_of_one_cache(tmp_path: Path, family: str, kernels: str) -> None:
     """Of chunks across the edge of the window and decodes, also of requests that are computed again."""
     model = load(tmp_path, family, kernels=kernels)
