@@ -176,24 +176,20 @@ class Decoder:
                 if part.post_norm is not None:
                     weight, bias = part.post_norm
                     delta = kernels.rms_norm(delta, weight, bias=bias, eps=eps, out=out)
-                if not next_is_parallel:
-                    following, bias = next_norm or _NO_NORM
-                    if part.stream_scale != 1.0:
-                        hidden.mul_(part.stream_scale)
+                following, bias = next_norm or _NO_NORM
+                if part.stream_scale is not None:
+                    kernels.add_rms_norm(hidden, delta, None, eps=eps, scale=scale)
+                    inputs = hidden.mul_(part.stream_scale)
+                    if following is not None:
+                        inputs = kernels.rms_norm(hidden, following, bias=bias, eps=eps, out=normed)
+                elif not next_is_parallel:
                     inputs = kernels.add_rms_norm(
-                        hidden,
-                        delta,
-                        following,
-                        bias=bias,
-                        eps=eps,
-                        scale=scale * part.stream_scale,
-                        out=normed,
+                        hidden, delta, following, bias=bias, eps=eps, scale=scale, out=normed
                     )
-                    continue
-                if next_norm is not None:
-                    weight, bias = next_norm
-                    inputs = kernels.rms_norm(hidden, weight, bias=bias, eps=eps, out=normed)
-                kernels.add_rms_norm(hidden, delta, None, eps=eps, scale=scale)
+                else:
+                    if following is not None:
+                        inputs = kernels.rms_norm(hidden, following, bias=bias, eps=eps, out=normed)
+                    kernels.add_rms_norm(hidden, delta, None, eps=eps, scale=scale)
         return inputs
 
     @torch.inference_mode()

@@ -264,8 +264,7 @@ class SubLayer(ABC):
     def __init__(self, config: SubLayerConfig, loader: LayerLoader) -> None:
         self.pre_norm = loader.residual_norm(f"{config.role}_norm") if config.pre_norm else None
         self.post_norm = loader.residual_norm(f"{config.role}_post_norm") if config.post_norm else None
-        stream_scale = loader.tensor("stream_scale") if config.scales_stream else None
-        self.stream_scale = 1.0 if stream_scale is None else float(stream_scale)
+        self.stream_scale = loader.tensor("stream_scale") if config.scales_stream else None
         self.buffers = config.buffers()
 
     @property
