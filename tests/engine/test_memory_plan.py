@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,10 @@ from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from quire.engine.memory.byte_sizes import GB, format_bytes
 from quire.engine.memory.plan import MemoryPlan, activation_bytes, plan_memory, plan_memory_again
 from quire.errors import ConfigError
+from quire.kv import PagedAttentionCache
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
+from quire.models.families.reading import model_config
 from quire.models.layer import LayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
@@ -349,3 +352,44 @@ def test_a_cache_too_large_for_the_ranks_is_refused_with_what_fits(qwen: ModelCo
         plan(qwen, engine={"tensor_parallel_size": 2}, cache_size=20)
     largest = float(str(error.value).rpartition("(")[2].split()[0])
     plan(qwen, engine={"tensor_parallel_size": 2}, cache_size=largest * 0.99)
+
+
+def _gemma4(num_layers: int, period: int, **entries: Any) -> dict[str, Any]:
+    types = ["sliding_attention"] * num_layers
+    types[period - 1 :: period] = ["full_attention"] * (num_layers // period)
+    values = {"vocab_size": 262144, "hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8}
+    values |= {"max_position_embeddings": 131072, "num_hidden_layers": num_layers, "dtype": "bfloat16"}
+    values |= {"sliding_window": 32}  # so that a small cache has several
+    return {"architectures": ["Gemma4ForCausalLM"], "layer_types": types, **values, **entries}
+
+
+# Shape; bytes of a token that stay, and those that windows give back, each of keys and values in 16 bits.
+GEMMA4_KV = {
+    "E2B": (
+        _gemma4(35, 5, num_key_value_heads=1, num_kv_shared_layers=20),
+        2 * 2 * 3 * 512,
+        2 * 2 * 12 * 256,
+    ),
+    "E4B": (
+        _gemma4(42, 6, num_key_value_heads=2, num_kv_shared_layers=18),
+        2 * 2 * 4 * 2 * 512,
+        2 * 2 * 20 * 2 * 256,
+    ),
+    "12B": (
+        _gemma4(48, 6, num_key_value_heads=8, num_global_key_value_heads=1, attention_k_eq_v=True),
+        2 * 2 * 8 * 512,
+        2 * 2 * 40 * 8 * 256,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(GEMMA4_KV))
+def test_layers_that_share_kv_keep_none(name: str) -> None:
+    shape, kept, in_windows = GEMMA4_KV[name]
+    scheduler = SchedulerConfig(num_kv_blocks=8, block_size=16, max_num_seqs=1, max_num_batched_tokens=64)
+    config = EngineConfig(dtype="bfloat16", scheduler=scheduler)
+    result = plan_memory(config, model_config(shape), available_bytes=1 << 40)
+    assert [cache.bytes_per_block for cache in result.kv_caches] == [16 * kept, 16 * in_windows]
+    assert result.kv_bytes_per_token == kept + in_windows
+    caches = [PagedAttentionCache.init_cache(None, metadata) for metadata in result.kv_caches]
+    assert sum(cache.tensor.nbytes for cache in caches) == result.kv_bytes

@@ -222,6 +222,7 @@ _GEMMA4_DEFAULTS: dict[str, Any] = {
     "attention_k_eq_v": False,
     "num_kv_shared_layers": 0,
     "use_double_wide_mlp": False,
+    "enable_moe_block": False,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {
