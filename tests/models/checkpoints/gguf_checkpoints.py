@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "qwen3_5": "qwen35",
     "qwen3_5_moe": "qwen35moe",
     "gpt_oss": "gpt-oss",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
@@ -50,6 +51,7 @@ def write_gguf(
     other_kinds: Mapping[str, str] | None = None,
     rotated_features: int = 0,
     random_kind: str = "",
+    has_halves: bool = True,
     **metadata: Any,
 ) -> tuple[Path, Path]:
     """Convert the float32 checkpoint in directory `checkpoint`.
@@ -62,6 +64,7 @@ def write_gguf(
         other_kinds: of the matrices in whose names in the checkpoint a key occurs.
         rotated_features: of each head; 0: as many as the checkpoint's config says.
         random_kind: of the matrices, which are random blocks, but for the twin; empty: they are not.
+        has_halves: what makes keys of latents is apart from what makes values.
         has_tokenizer: write the checkpoint's tokenizer into the file too.
         metadata: more of it, {architecture}. before each name and dots for double underscores.
 
@@ -73,7 +76,7 @@ def write_gguf(
     file = checkpoint.with_name(checkpoint.name + ".gguf")
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(file, ARCHITECTURES[family], split_max_tensors=max_tensors)
-    _add_metadata(writer, config, rotated_features)
+    _add_metadata(writer, config, rotated_features, has_halves)
     for name, value in metadata.items():
         writer.add_key_value(
             f"{ARCHITECTURES[family]}.{name.replace('__', '.')}",
@@ -87,7 +90,11 @@ def write_gguf(
     names = gguf.get_tensor_name_map(_ENUMS[ARCHITECTURES[family]], config["num_hidden_layers"])
     floats = {}
     weights = load_file(checkpoint / "model.safetensors")
-    for parts in _merged(_separated(weights) if family == "gpt_oss" else weights):
+    if family == "gpt_oss":
+        weights = _separated(weights)
+    if "kv_lora_rank" in config and has_halves:
+        weights = _halved(weights, config)
+    for parts in _merged(weights):
         arrays = [_as_llama_cpp(family, name, weight.numpy(), config) for name, weight in parts.items()]
         shape = arrays[0].shape
         if len(shape) == 3 and shape[1] == 1:  # of a convolution
@@ -96,6 +103,7 @@ def write_gguf(
         if family == "lfm2_moe":  # as the conversion renames what it has no other names for
             name = name.replace(".expert_bias", ".expert_bias.bias")
             name = name.removeprefix("model." if ".experts." in name else "")
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         own_kind = next((own for part, own in (other_kinds or {}).items() if part in name), kind)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None
@@ -115,6 +123,8 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if "kv_lora_rank" in config:
+        _join_halves(floats)
     if family != "gpt_oss":  # whose twin is the checkpoint itself
         save_file(floats, twin / "model.safetensors")
     return file, twin
@@ -139,6 +149,28 @@ def _separated(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             parts = {f"{both}gate": rows[:, ::2], f"{both}up": rows[:, 1::2]}
         separated |= {f"{part}_proj.{last}": part_rows.contiguous() for part, part_rows in parts.items()}
     return separated
+
+
+def _halved(weights: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return weights with what makes keys of latents, transposed for each head, apart from values."""
+    halved = {}
+    for name, weight in weights.items():
+        if ".kv_b_proj." not in name:
+            halved[name] = weight
+            continue
+        sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+        heads = weight.view(config["num_attention_heads"], sum(sizes), -1)
+        keys, values = torch.split(heads, sizes, dim=1)
+        halved[name.replace("kv_b", "k_b")] = keys.transpose(1, 2).contiguous()
+        halved[name.replace("kv_b", "v_b")] = values.contiguous()
+    return halved
+
+
+def _join_halves(weights: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in weights if ".k_b_proj." in name]:
+        keys, values = weights.pop(name), weights.pop(name.replace("k_b", "v_b"))
+        joined = torch.cat((keys.transpose(1, 2), values), dim=1)
+        weights[name.replace("k_b", "kv_b")] = joined.flatten(0, 1).contiguous()
 
 
 def _merged(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -171,7 +203,9 @@ def _random_blocks(shape: tuple[int, int], kind: gguf.GGMLQuantizationType) -> n
     return blocks.reshape(rows, width)
 
 
-def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], rotated_features: int) -> None:
+def _add_metadata(
+    writer: gguf.GGUFWriter, config: dict[str, Any], rotated_features: int, has_halves: bool
+) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or {}
@@ -182,13 +216,26 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], rotated_featu
     if "intermediate_size" in config:
         writer.add_feed_forward_length(_inner_size(config))
     writer.add_head_count(heads)
-    kv_heads = config["num_key_value_heads"]
+    kv_heads = 1 if "kv_lora_rank" in config else config["num_key_value_heads"]
     types = config.get("layer_types") or ()
     writer.add_head_count_kv(
         [0 if kind == "conv" else kv_heads for kind in types] if "conv" in types else kv_heads
     )
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if "kv_lora_rank" in config:
+        rotated_features = config["qk_rope_head_dim"]
+        sizes = config["qk_nope_head_dim"] + rotated_features, config["v_head_dim"]
+        if has_halves:
+            writer.add_key_length_mla(sizes[0])
+            writer.add_value_length_mla(sizes[1])
+            sizes = config["kv_lora_rank"] + rotated_features, config["kv_lora_rank"]
+        writer.add_key_length(sizes[0])
+        writer.add_value_length(sizes[1])
+        writer.add_kv_lora_rank(config["kv_lora_rank"])
+        if config["q_lora_rank"]:
+            writer.add_q_lora_rank(config["q_lora_rank"])
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
     rotated = rotated_features or int(head_dim * rope.get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(rotated)
@@ -219,11 +266,19 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
     if config["model_type"] == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if "kv_lora_rank" in config:
+        is_softmax = config["model_type"] == "deepseek_v2"
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType["SOFTMAX" if is_softmax else "SIGMOID"])
+        writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
+        if rope.get("rope_type") == "yarn":
+            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+        if not is_softmax:
+            writer.add_expert_weights_norm(config["norm_topk_prob"])
     if config["model_type"] == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config["model_type"].startswith("lfm2"):
@@ -245,6 +300,11 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
     adders: dict[str, Callable[[Any], None]] = {
         "num_experts": writer.add_expert_count,
         "num_local_experts": writer.add_expert_count,
+        "n_routed_experts": writer.add_expert_count,
+        "n_shared_experts": writer.add_expert_shared_count,
+        "n_group": writer.add_expert_group_count,
+        "topk_group": writer.add_expert_group_used_count,
+        "routed_scaling_factor": writer.add_expert_weights_scale,
         "num_experts_per_tok": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,

@@ -35,6 +35,8 @@ from quire.models.weights import count_parameters, weight_bytes, weight_specs
 from subprocesses import python_output
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+# Files have one factor for what a config.json has two for.
+ONE_MSCALE = {"rope_parameters": SHAPES["deepseek_v3"][1]["rope_parameters"] | {"mscale": 1.2}}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "head_dim": 16},
     "llama-3.1": {},
@@ -63,6 +65,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "lfm2_moe": {"routed_scaling_factor": 1.0},  # not said by a file
     "gpt_oss": {},
+    "deepseek_v2": ONE_MSCALE,
+    "deepseek_v3": ONE_MSCALE,
+    "glm4_moe_lite": {},
     "qwen3_5": {
         "num_hidden_layers": 5,
         "layer_types": [f"{kind}_attention" for kind in (*["linear"] * 3, "full", "linear")],
@@ -99,6 +104,42 @@ def test_every_architecture_computes_what_its_checkpoint_does(family: str, tmp_p
     (tokens, logits), (same_tokens, same_logits) = _generate(file), _generate(twin)
     assert tokens == same_tokens
     torch.testing.assert_close(logits, same_logits, atol=1e-4, rtol=0)
+
+
+LATENT = {
+    "hidden_size": 64, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "moe_intermediate_size": 64, "intermediate_size": 128, **ONE_MSCALE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("has_halves", [True, False], ids=["halves", "whole"])
+def test_what_makes_keys_and_values_of_latents_in_any_form(has_halves: bool, tmp_path: Path) -> None:
+    """Since April 2025, files have it apart and by heads, and sizes of heads under other keys."""
+    path = make_checkpoint("deepseek_v3", tmp_path / "model", **LATENT)
+    file, twin = write_gguf(path, "deepseek_v3", "Q8_0", has_halves=has_halves)
+    wanted = load_file(twin / "model.safetensors")
+    config = read_model_config(file)
+    assert config.kv_specs == read_model_config(twin).kv_specs
+    sources = [source for spec in weight_specs(config) if spec.field == "kv_b" for source in spec.sources]
+    assert len(sources) == config.num_layers
+    with Checkpoint(file) as checkpoint:
+        for source in sources:
+            assert torch.equal(dequantize(checkpoint.weight(source)), wanted[source.name])
+    load_decoder(file, config)  # the shapes of all others are as the metadata say
+
+
+def test_sizes_of_heads_that_do_not_fit_their_tensors_are_named(tmp_path: Path) -> None:
+    path = make_checkpoint("deepseek_v3", tmp_path / "model", **LATENT, num_hidden_layers=1)
+    file, _ = write_gguf(path, "deepseek_v3", "F32")
+    key = b"deepseek2.attention.value_length_mla" + struct.pack("<I", 4)
+    octets = file.read_bytes()
+    assert octets.count(key) == 1
+    place = octets.index(key) + len(key)
+    file.write_bytes(octets[:place] + struct.pack("<I", 48) + octets[place + 4 :])
+    with pytest.raises(
+        ModelError, match=r"attn_k_b\.weight and .*attn_v_b\.weight in .* have shapes \[4, 32,"
+    ):
+        load_decoder(file, read_model_config(file))
 
 
 @pytest.mark.formats

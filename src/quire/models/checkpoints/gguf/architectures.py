@@ -93,6 +93,18 @@ _QWEN2_MOE_NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 _GLM4_NAMES = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
+_DEEPSEEK_NAMES = {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
 _LAYER_PREFIX = "model.layers."
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<rest>.*)")
 
@@ -133,6 +145,7 @@ class Architecture:
     norms_include_offset: bool = False  # norm weights are 1 more than in the checkpoint
     has_adjacent_pairs: bool = False  # the features that are rotated together are neighbours
     tiles_value_heads: bool = False  # of a DeltaNet: the first of each key head, then the second of each
+    has_latents: bool = False  # heads of keys and values are those of the latents, or of what is made of them
     without_kv: str = ""  # type of the layers that have no heads of keys and values; empty: all have some
 
     def tensor(self, name: str) -> tuple[str, int | None]:
@@ -187,6 +200,33 @@ def _qwen35(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str,
     return {"linear_value_head_dim": size // heads if type(size) is int and heads else None}
 
 
+def _deepseek(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of heads are of those made of latents, or, if these have keys of their own, of what attends."""
+    is_absorbed = metadata.get("attention.key_length_mla") is not None
+    of_latents = metadata.get("attention.key_length"), metadata.get("attention.value_length")
+    of_heads = metadata.get("attention.key_length_mla"), metadata.get("attention.value_length_mla")
+    keys, value_size = of_heads if is_absorbed else of_latents
+    rotated, log_multiplier = metadata.get("rope.dimension_count"), values.get("mscale_all_dim")
+    gating = metadata.get("expert_gating_func", _SOFTMAX)
+    if gating not in (_SOFTMAX, _SIGMOID):
+        raise ModelError(f"deepseek2.expert_gating_func is {gating!r:.100}; Quire computes 1 and 2 only")
+    groups = values.get("n_group") or 1
+    return {
+        "head_dim": None,
+        "q_lora_rank": values.get("q_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys - rotated if type(keys) is type(rotated) is int else None,
+        "v_head_dim": value_size,
+        "norm_topk_prob": values.get("norm_topk_prob", False),
+        "routed_scaling_factor": values.get("routed_scaling_factor") or 1.0,
+        "n_group": groups,
+        "topk_group": values.get("topk_group") or groups,
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "mscale": 10 * log_multiplier if log_multiplier else None,  # a tenth is stored
+    }
+
+
+_SOFTMAX, _SIGMOID = 1, 2  # numbers of llama.cpp's functions
 _LLAMA = Architecture("LlamaForCausalLM", has_adjacent_pairs=True)
 _OLMO2 = Architecture("Olmo2ForCausalLM", names=_LAYER_NAMES | _FOUR_NORM_NAMES)
 _GEMMA2 = Architecture(
@@ -223,6 +263,28 @@ _QWEN35 = Architecture(
     ignored=("rope.dimension_sections",),  # positions in images
     norms_include_offset=True,
     tiles_value_heads=True,
+)
+_DEEPSEEK2 = Architecture(
+    "DeepseekV2ForCausalLM",
+    names=_LAYER_NAMES | _DEEPSEEK_NAMES,
+    keys={name: key for name, key in _KEYS.items() if name not in ("num_key_value_heads", "head_dim")}
+    | {
+        "q_lora_rank": "attention.q_lora_rank",
+        "kv_lora_rank": "attention.kv_lora_rank",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "n_routed_experts": "expert_count",
+        "n_shared_experts": "expert_shared_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+        "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+    },
+    finish=_deepseek,
+    ignored=("attention.head_count_kv", "expert_gating_func"),
+    has_latents=True,
 )
 _WINDOW_PATTERN = {"sliding_window_pattern": "attention.sliding_window_pattern"}
 ARCHITECTURES = {
@@ -288,6 +350,7 @@ ARCHITECTURES = {
         names=_QWEN35.names | _QWEN2_MOE_NAMES,
         keys=_QWEN35.keys | _QWEN2_MOE_KEYS,
     ),
+    "deepseek2": _DEEPSEEK2,
     "olmo2": _OLMO2,
     "granite": Architecture(
         "GraniteForCausalLM",
@@ -302,14 +365,15 @@ ARCHITECTURES = {
         has_adjacent_pairs=True,
     ),
 }
-_WITH = {  # where the metadata have a key that says something
-    ("llama", "expert_count"): replace(
+_WITH = {  # where the metadata have a key that says this; None: something
+    ("llama", "expert_count", None): replace(
         _LLAMA,
         hf_name="MixtralForCausalLM",
         names=_LAYER_NAMES | _MIXTRAL_NAMES,
         keys=_KEYS | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
     ),
-    ("olmo2", "attention.sliding_window"): replace(
+    ("deepseek2", "expert_gating_func", _SIGMOID): replace(_DEEPSEEK2, hf_name="DeepseekV3ForCausalLM"),
+    ("olmo2", "attention.sliding_window", None): replace(
         _OLMO2, hf_name="Olmo3ForCausalLM", keys=_KEYS | _WINDOW_PATTERN, finish=_olmo3
     ),
 }
@@ -322,8 +386,9 @@ def architecture_of(metadata: Mapping[str, Any], path: Path) -> Architecture:
         ModelError: Quire does not read it; the message lists those that it reads.
     """
     name = str(metadata.get("general.architecture"))
-    for (with_key, key), architecture in _WITH.items():
-        if with_key == name and metadata.get(f"{name}.{key}"):
+    for (with_key, key, value), architecture in _WITH.items():
+        found = metadata.get(f"{name}.{key}")
+        if with_key == name and found and value in (None, found):
             return architecture
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

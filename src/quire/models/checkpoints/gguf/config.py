@@ -78,7 +78,7 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Callable[[str], str]]:
     head_dim = values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"] or None)
     value_length = metadata.get("attention.value_length", head_dim)
     if head_dim is not None:
-        if value_length != head_dim:
+        if value_length != head_dim and not architecture.has_latents:
             raise _refusal(file, "attention.value_length", value_length, f"{head_dim}, as of keys,")
         values |= architecture.finish(values, metadata)
     values |= _rope(file, metadata, values)
@@ -135,7 +135,8 @@ def num_draft_layers(file: GGUFFile) -> int:
 
 def _matrix_kind(file: GGUFFile) -> int:
     """Return ggml's number for the kind of a layer's first matrix."""
-    names = ("blk.0.attn_q.weight", "blk.0.attn_qkv.weight", "token_embd.weight")
+    layer = (f"blk.0.{name}.weight" for name in ("attn_q", "attn_qkv", "attn_kv_a_mqa"))
+    names = (*layer, "token_embd.weight")
     return next(file.tensors[name].kind for name in names if name in file.tensors)
 
 
@@ -157,7 +158,7 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         original = values["max_position_embeddings"]  # one set of factors for every length
     scaling: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind}
     beyond, beta = values.pop("mscale_all_dim", 0.0), values.pop("llama_4_scaling_beta", None)
-    truncate = values.pop("truncate", None)
+    truncate, mscale = values.pop("truncate", None), values.pop("mscale", None)
     if factors:
         if kind not in ("none", "longrope") and factor != 1:
             raise _refusal(file, "rope.scaling.type", kind, "with tensors of factors, none and longrope")
@@ -167,6 +168,9 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         # llama.cpp stores a factor to the paper's value; a config.json has the product.
         times = (attention_factor or 1) * (entry("scaling.yarn_attn_factor") or 1)
         turns = 0.1 * math.log(max(factor, 1))
+        if mscale is not None:  # of scores, and none of cosines and sines
+            beyond = 1.0
+            scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
         scaling["attention_factor"] = times * (turns + 1) / (beyond * turns + 1)
         scaling |= {"original_max_position_embeddings": original, "truncate": truncate}
     elif attention_factor not in (None, 1):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from quire.errors import ModelError
-from quire.kernels.layers.weights import Weight, part_of, with_tensors
+from quire.kernels.layers.weights import Weight, dequantize, part_of, with_tensors
 from quire.models.checkpoints.gguf.architectures import architecture_of
 from quire.models.checkpoints.gguf.blocks import KINDS, Kind
 from quire.models.checkpoints.gguf.config import ROPE_TENSORS, num_draft_layers
@@ -25,6 +25,7 @@ from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.embedding import EncodedRows
 
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.")
+_OF_LATENTS = "attn_kv_b.weight"
 _VALUE_HEADS = {  # axis, whether a head is one number, and whether it comes behind queries and keys
     "attn_qkv.weight": (0, False, True),
     "attn_gate.weight": (0, False, False),
@@ -58,7 +59,7 @@ class GGUFWeights:
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         """See `WeightStore`."""
-        return (self._architecture.tensor(name)[0],)
+        return self._halves(name) or (self._architecture.tensor(name)[0],)
 
     def is_ignored(self, name: str) -> bool:
         """See `WeightStore`: rotary factors are read with the config; layers that draft are passed over."""
@@ -70,30 +71,63 @@ class GGUFWeights:
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         """See `WeightStore`."""
         stored, _ = self._architecture.tensor(name)
-        kind, octets = self._blocks(name, shape)
+        halves = self._halves(name)
+        if halves:
+            return self._of_latents(halves, shape)
+        return self._as_published(stored, self._decoded(stored, self._info(name), shape))
+
+    def encoded_embedding(self, name: str, shape: tuple[int, ...]) -> EncodedRows | None:
+        """See `WeightStore`."""
+        stored, _ = self._architecture.tensor(name)
+        kind, octets = self._blocks(stored, self._info(name), shape)
+        return None if kind.block_size == 1 else EncodedRows(octets, kind.floats)
+
+    def release(self, name: str) -> None:
+        """See `WeightStore`."""
+        halves = [self._file.tensors[half] for half in self._halves(name)]
+        for info in halves or [self._info(name)]:
+            drop_pages(self._bytes(info))
+
+    def _halves(self, name: str) -> tuple[str, ...]:
+        """Return the tensors that hold what makes keys and values of latents, if not in one; else none."""
+        stored, _ = self._architecture.tensor(name)
+        if not stored.endswith(_OF_LATENTS) or stored in self._file.tensors:
+            return ()
+        layer = stored.removesuffix(_OF_LATENTS)
+        return f"{layer}attn_k_b.weight", f"{layer}attn_v_b.weight"
+
+    def _of_latents(self, halves: tuple[str, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Return [heads * (key + value), latent] of [heads, latent, key] and [heads, value, latent]."""
+        heads, latent = self._entry("attention.head_count"), shape[1]
+        keys, values = (self._file.tensors[half] for half in halves)
+        if (
+            len(keys.shape) != 3
+            or len(values.shape) != 3
+            or heads * (keys.shape[2] + values.shape[1]) != shape[0]
+        ):
+            raise ModelError(
+                f"{' and '.join(halves)} in {self._file.path} have shapes {list(keys.shape)} and "
+                f"{list(values.shape)}; the metadata ask for {list(shape)} of both"
+            )
+        shapes = (heads, latent, keys.shape[2]), (heads, values.shape[1], latent)
+        keys_of, values_of = (
+            dequantize(self._decoded(half, self._file.tensors[half], wanted)).view(wanted)
+            for half, wanted in zip(halves, shapes, strict=True)
+        )
+        return torch.cat((keys_of.transpose(1, 2), values_of), dim=1).view(shape)
+
+    def _decoded(self, stored: str, info: TensorInfo, shape: tuple[int, ...]) -> Weight:
+        kind, octets = self._blocks(stored, info, shape)
         try:
             kind.check(octets)
         except ValueError as error:
             raise ModelError(f"{stored} in {self._file.path} cannot be read: {error}") from error
         weight = kind.decode(octets)
-        if isinstance(weight, torch.Tensor):
-            weight = weight.view(shape)
-        return self._as_published(stored, weight)
+        return weight.view(shape) if isinstance(weight, torch.Tensor) else weight
 
-    def encoded_embedding(self, name: str, shape: tuple[int, ...]) -> EncodedRows | None:
-        """See `WeightStore`."""
-        kind, octets = self._blocks(name, shape)
-        return None if kind.block_size == 1 else EncodedRows(octets, kind.floats)
-
-    def release(self, name: str) -> None:
-        """See `WeightStore`."""
-        drop_pages(self._bytes(self._info(name)))
-
-    def _blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Kind, torch.Tensor]:
+    def _blocks(self, stored: str, info: TensorInfo, shape: tuple[int, ...]) -> tuple[Kind, torch.Tensor]:
         """Return the kind of a weight, and its bytes [rows, blocks, block_bytes]."""
-        info = self._info(name)
         if _without_ones(info.shape) != _without_ones(shape):
-            stored, _ = self._architecture.tensor(name)
             raise ModelError(
                 f"{stored} in {self._file.path} has shape {list(info.shape)}; its metadata ask for "
                 f"{list(shape)}"
