@@ -148,12 +148,8 @@ class Decoder:
         Returns:
             [T, hidden] on the device, normalized and ready for `logits`; the next step overwrites it.
         """
-        hidden = self._embed(token_ids)
-        if self.config.embedding_scale != 1.0:
-            hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         positions, last = batch.positions_on(self.kernels.device), batch.last_position
-        if self._learned_positions is not None:
-            hidden += self._learned_positions.index_select(0, positions)
+        hidden = self._begun_stream(token_ids, positions)
         angles = [table.rows(positions, last=last) for table in self._rotary]
         scales = [table.query_scale(positions) for table in self._rotary]
         per_layer = None if self.per_layer is None else self.per_layer(token_ids, hidden)
@@ -191,6 +187,15 @@ class Decoder:
                         inputs = kernels.rms_norm(hidden, following, bias=bias, eps=eps, out=normed)
                     kernels.add_rms_norm(hidden, delta, None, eps=eps, scale=scale)
         return inputs
+
+    def _begun_stream(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return what the residual stream begins with, [T, hidden]."""
+        hidden = self._embed(token_ids)
+        if self.config.embedding_scale != 1.0:
+            hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
+        if self._learned_positions is not None:
+            hidden += self._learned_positions.index_select(0, positions)
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,8 @@ ARCHITECTURES = {
     **dict.fromkeys(("llama", "llama-3.1", "mixtral"), "llama"),
     **dict.fromkeys(("olmo2", "olmo3"), "olmo2"),
     "qwen2_moe": "qwen2moe",
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), "granitemoe"),
+    **dict.fromkeys(("granitemoehybrid", "granitemoehybrid-dense"), "granitehybrid"),
     "qwen3_moe": "qwen3moe",
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
@@ -38,7 +40,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
 _NOT_QUANTIZED = (".bias", "ffn_gate_inp", "shortconv.conv.", "ssm_conv1d")
 _WITH_OFFSET = ("gemma", "gemma2", "gemma3", "qwen3_5", "qwen3_5_moe")
-_INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
+_INTERLEAVED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3")
+_SEPARATED = ("gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoehybrid-dense")
 
 
 def write_gguf(
@@ -90,20 +93,12 @@ def write_gguf(
     names = gguf.get_tensor_name_map(_ENUMS[ARCHITECTURES[family]], config["num_hidden_layers"])
     floats = {}
     weights = load_file(checkpoint / "model.safetensors")
-    if family == "gpt_oss":
-        weights = _separated(weights)
-    if "kv_lora_rank" in config and has_halves:
-        weights = _halved(weights, config)
-    for parts in _merged(weights):
+    for parts in _merged(_as_named_there(weights, family, config, has_halves=has_halves)):
         arrays = [_as_llama_cpp(family, name, weight.numpy(), config) for name, weight in parts.items()]
         shape = arrays[0].shape
         if len(shape) == 3 and shape[1] == 1:  # of a convolution
             arrays = [array.squeeze(1) for array in arrays]
-        name = _EXPERT.sub(r"\1.\3", next(iter(parts))).replace(".dt_bias", ".dt_proj.bias")
-        if family == "lfm2_moe":  # as the conversion renames what it has no other names for
-            name = name.replace(".expert_bias", ".expert_bias.bias")
-            name = name.removeprefix("model." if ".experts." in name else "")
-        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = _known_name(next(iter(parts)), family)
         own_kind = next((own for part, own in (other_kinds or {}).items() if part in name), kind)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None
@@ -116,6 +111,8 @@ def write_gguf(
             quantization = gguf.GGMLQuantizationType[random_kind]
             stored = _random_blocks(arrays[0].shape, quantization)
         writer.add_tensor(stored_name, stored, raw_dtype=quantization)
+        if family in _SEPARATED:
+            continue
         exact = gguf.quants.dequantize(stored, quantization)
         for part, array in zip(parts, exact if len(parts) > 1 else [exact], strict=True):
             floats[part] = torch.from_numpy(_back(family, part, array, config).reshape(shape).copy())
@@ -125,9 +122,29 @@ def write_gguf(
     writer.close()
     if "kv_lora_rank" in config:
         _join_halves(floats)
-    if family != "gpt_oss":  # whose twin is the checkpoint itself
+    if family not in _SEPARATED:  # whose twin is the checkpoint itself
         save_file(floats, twin / "model.safetensors")
     return file, twin
+
+
+def _as_named_there(
+    weights: dict[str, torch.Tensor], family: str, config: dict[str, Any], *, has_halves: bool
+) -> dict[str, torch.Tensor]:
+    """Return weights with one for each part of a tensor that llama.cpp keeps apart."""
+    if "kv_lora_rank" in config and has_halves:
+        return _halved(weights, config)
+    if family not in _SEPARATED:
+        return weights
+    return _separated(weights) if family == "gpt_oss" else _separated_granite(weights)
+
+
+def _known_name(name: str, family: str) -> str:
+    """Return a name of which the `gguf` package knows llama.cpp's, as the conversion renames it."""
+    name = _EXPERT.sub(r"\1.\3", name).replace(".dt_bias", ".dt_proj.bias")
+    if family == "lfm2_moe":
+        name = name.replace(".expert_bias", ".expert_bias.bias")
+        name = name.removeprefix("model." if ".experts." in name else "")
+    return name.replace("e_score_correction_bias", "e_score_correction.bias")
 
 
 _ENUMS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -171,6 +188,27 @@ def _join_halves(weights: dict[str, torch.Tensor]) -> None:
         keys, values = weights.pop(name), weights.pop(name.replace("k_b", "v_b"))
         joined = torch.cat((keys.transpose(1, 2), values), dim=1)
         weights[name.replace("k_b", "kv_b")] = joined.flatten(0, 1).contiguous()
+
+
+def _separated_granite(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights of Granite by names that the `gguf` package knows, gates in tensors of their own."""
+    has_experts = any("block_sparse_moe" in name for name in weights)
+    shared = "mlp.shared_expert." if has_experts else "mlp."
+    separated = {}
+    for name, weight in weights.items():
+        layer, found, last = name.partition("block_sparse_moe.")
+        to = "mlp.experts."
+        if not found:
+            layer, found, last = name.partition("shared_mlp.")
+            to = shared
+        if not found or last.startswith("router"):
+            separated[name] = weight
+        elif last.startswith("output"):
+            separated[f"{layer}{to}down_proj.weight"] = weight
+        else:
+            for part, rows in zip(("gate", "up"), weight.chunk(2, dim=-2), strict=True):
+                separated[f"{layer}{to}{part}_proj.weight"] = rows.contiguous()
+    return separated
 
 
 def _merged(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -218,8 +256,9 @@ def _add_metadata(
     writer.add_head_count(heads)
     kv_heads = 1 if "kv_lora_rank" in config else config["num_key_value_heads"]
     types = config.get("layer_types") or ()
+    without_kv = "linear_attention" if config["model_type"] == "granitemoehybrid" else "conv"
     writer.add_head_count_kv(
-        [0 if kind == "conv" else kv_heads for kind in types] if "conv" in types else kv_heads
+        [0 if kind == without_kv else kv_heads for kind in types] if without_kv in types else kv_heads
     )
     if "kv_lora_rank" in config:
         rotated_features = config["qk_rope_head_dim"]
@@ -259,42 +298,19 @@ def _inner_size(config: dict[str, Any]) -> int:
 
 def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any]) -> None:
     """Add what only some architectures have."""
-    if rope.get("rope_type") == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
-        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
-    if config["model_type"] == "ministral3":
-        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
-        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    _add_scaling(writer, config, rope)
+    _add_states(writer, config)
     if "kv_lora_rank" in config:
         is_softmax = config["model_type"] == "deepseek_v2"
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType["SOFTMAX" if is_softmax else "SIGMOID"])
         writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
-        if rope.get("rope_type") == "yarn":
-            writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
         if not is_softmax:
             writer.add_expert_weights_norm(config["norm_topk_prob"])
     if config["model_type"] == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if config["model_type"].startswith("lfm2"):
-        writer.add_shortconv_l_cache(config["conv_L_cache"])
     if config["model_type"] == "lfm2_moe":
         writer.add_leading_dense_block_count(config["num_dense_layers"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if config["model_type"].startswith("qwen3_5"):
-        heads = config["linear_num_value_heads"]
-        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-        writer.add_ssm_state_size(config["linear_key_head_dim"])
-        writer.add_ssm_group_count(config["linear_num_key_heads"])
-        writer.add_ssm_time_step_rank(heads)
-        writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
-        writer.add_full_attention_interval(4)
-        writer.add_rope_dimension_sections([11, 11, 10, 0])
     if config["model_type"] == "olmo3":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     adders: dict[str, Callable[[Any], None]] = {
@@ -308,6 +324,7 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
         "num_experts_per_tok": writer.add_expert_used_count,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
+        "shared_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
         "attention_multiplier": writer.add_attention_scale,
@@ -318,6 +335,46 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
     given = {adder: config[name] for name, adder in adders.items() if config.get(name) is not None}
     for adder, value in given.items():  # transformers writes the number of experts by two names
         adder(value)
+
+
+def _add_scaling(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Add how frequencies of rotary embedding are scaled, and scores with them."""
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
+    if config["model_type"] == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if "kv_lora_rank" in config and rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _add_states(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Add the sizes of layers that keep a state."""
+    if config["model_type"].startswith("lfm2"):
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if config["model_type"] == "granitemoehybrid":
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+        writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    if config["model_type"].startswith("qwen3_5"):
+        heads = config["linear_num_value_heads"]
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, published: dict[str, Any]) -> None:
@@ -357,6 +414,10 @@ def _as_llama_cpp(
         return array + np.float32(1)
     if name.endswith("A_log"):
         array = -np.exp(array)
+    if ".mamba." in name and name.endswith(("A_log", "D")):
+        return array[:, None]
+    if name.endswith("mamba.norm.weight"):
+        return array.reshape(config["mamba_n_groups"], -1)
     if "linear_attn" in name:
         return _swap_heads(name, array, config, is_back=False)
     heads = _rotated_heads(family, name, config)

@@ -54,6 +54,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {},
     "granite": {},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "granitemoehybrid": {},
+    "granitemoehybrid-dense": {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 112,
+        "position_embedding_type": "rope",
+        "mamba_n_groups": 1,
+    },
     "mixtral": {},
     "qwen3_moe": {"mlp_only_layers": []},
     "qwen2_moe": {"mlp_only_layers": []},
@@ -93,7 +102,8 @@ def _generate(path: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
 @pytest.mark.first_case
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_architecture_computes_what_its_checkpoint_does(family: str, tmp_path: Path) -> None:
-    path = make_checkpoint(family, tmp_path / "model", **FAMILIES[family])
+    shape = family.removesuffix("-dense")
+    path = make_checkpoint(shape, tmp_path / "model", **FAMILIES[family])
     file, twin = write_gguf(path, family, "F32")
     wanted = read_model_config(twin)
     found = read_model_config(file)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig
+from quire.models.config_entries import SPLIT_GATES
 from quire.models.families.family import NAMES, Family, layer_windows, with_experts
 from quire.models.families.llama import llama
 from quire.models.families.mamba import DEFAULTS, MAMBA_TYPES, mamba_layers
@@ -18,6 +19,8 @@ _MOE_NAMES = NAMES | {
     "expert_gate": "block_sparse_moe.experts.{}.gate_proj",
     "expert_up": "block_sparse_moe.experts.{}.up_proj",
     "expert_down": "block_sparse_moe.experts.{}.down_proj",
+    "shared_gate": "shared_mlp.gate_proj",
+    "shared_up": "shared_mlp.up_proj",
     "shared_gate_up": "shared_mlp.input_linear",
     "shared_down": "shared_mlp.output_linear",
 }
@@ -38,6 +41,7 @@ def _granite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
         residual_scale=hf["residual_multiplier"],
         logits_divisor=hf["logits_scaling"],
     )
+    config = config.changed(FeedForwardConfig, has_split_gates=bool(hf.get(SPLIT_GATES)))
     return config.changed(AttentionConfig, scale=hf["attention_multiplier"])
 
 
@@ -105,7 +109,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "granitemoehybrid": Family(
         _granitemoehybrid,
-        _MOE_NAMES | {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+        _MOE_NAMES
+        | {
+            name.removeprefix("shared_"): _MOE_NAMES[name]
+            for name in _MOE_NAMES
+            if name.startswith("shared_")
+        },
         _MOE_DEFAULTS | DEFAULTS | {"shared_intermediate_size": 1024},
         architectures=("GraniteMoeHybridForCausalLM",),
         layer_types=("full_attention", "attention", *MAMBA_TYPES),

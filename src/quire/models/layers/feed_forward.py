@@ -31,6 +31,7 @@ class FeedForwardConfig(SubLayerConfig):
     gated: bool = True  # the activation is that of a gate, which multiplies `up`
     gate_scale: float = 1.0  # multiplies gates before their activation
     bias: bool = False  # its projections have a bias
+    has_split_gates: bool = False  # files have no matrix of gates and `up`, though others of the family do
     is_shared_expert: bool = False  # beside a mixture of experts: its weights have names of their own
     output_gate: bool = False  # the sigmoid of a product with its input, one number, multiplies its output
 
@@ -53,7 +54,7 @@ class FeedForwardConfig(SubLayerConfig):
         sizes = {f"{of}gate": size, f"{of}up": size}
         if not self.gated:
             sizes = {f"{of}up": size}
-        elif f"{of}gate_up" in names:
+        elif f"{of}gate_up" in names and not self.has_split_gates:
             sizes = {f"{of}gate_up": 2 * size}
         sections = (inner, inner) if self.gated else (inner,)
         matrices = tuple((f"{name}.weight", (rows, hidden_size)) for name, rows in sizes.items())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelError
+from quire.models.config_entries import SPLIT_GATES
 
 _MODEL_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -80,6 +81,27 @@ _QWEN35_NAMES = {
     "linear_attn.dt_bias": "ssm_dt.bias",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+}
+_GRANITE_MOE_NAMES = {
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
+    "block_sparse_moe.experts.up_proj": "ffn_up_exps",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+    "shared_mlp.gate_proj": "ffn_gate_shexp",
+    "shared_mlp.up_proj": "ffn_up_shexp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+}
+_GRANITE_HYBRID_NAMES = {
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+    "shared_mlp.gate_proj": "ffn_gate",
+    "shared_mlp.up_proj": "ffn_up",
+    "shared_mlp.output_linear": "ffn_down",
 }
 _GPT_OSS_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
@@ -187,6 +209,23 @@ def _granite(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str
     }
 
 
+def _granitemoe(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    shared_size = values.get("shared_intermediate_size") or 0
+    return _granite(values, metadata) | {"shared_intermediate_size": shared_size, SPLIT_GATES: True}
+
+
+def _granitehybrid(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether anything is rotated stands where other files say that a scaling was trained with."""
+    entries = _granitemoe(values, metadata)
+    size, heads = metadata.get("ssm.inner_size"), values.get("mamba_n_heads")
+    if type(size) is int and heads:
+        entries |= {"mamba_expand": size // values["hidden_size"], "mamba_d_head": size // heads}
+    if not values.get("num_local_experts"):
+        entries |= {"num_local_experts": 0, "shared_intermediate_size": values.get("intermediate_size")}
+    is_rotated = metadata.get("rope.scaling.finetuned", False)
+    return entries | {"position_embedding_type": "rope" if is_rotated else "nope"}
+
+
 def _olmo3(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"sliding_attention": {"rope_theta": values.get("rope_theta", 1e4)}}}
 
@@ -286,6 +325,44 @@ _DEEPSEEK2 = Architecture(
     ignored=("attention.head_count_kv", "expert_gating_func"),
     has_latents=True,
 )
+_GRANITE = Architecture(
+    "GraniteForCausalLM",
+    keys=_KEYS
+    | {
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "attention_multiplier": "attention.scale",
+        "logits_scaling": "logit_scale",
+    },
+    finish=_granite,
+    has_adjacent_pairs=True,
+)
+_GRANITE_MOE = replace(
+    _GRANITE,
+    hf_name="GraniteMoeSharedForCausalLM",
+    names=_LAYER_NAMES | _GRANITE_MOE_NAMES,
+    keys=_GRANITE.keys
+    | {
+        "num_local_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "shared_intermediate_size": "expert_shared_feed_forward_length",
+    },
+    finish=_granitemoe,
+)
+_GRANITE_HYBRID = replace(
+    _GRANITE_MOE,
+    hf_name="GraniteMoeHybridForCausalLM",
+    names=_LAYER_NAMES | _GRANITE_HYBRID_NAMES,
+    keys=_GRANITE_MOE.keys
+    | {
+        "mamba_n_heads": "ssm.time_step_rank",
+        "mamba_n_groups": "ssm.group_count",
+        "mamba_d_state": "ssm.state_size",
+        "mamba_d_conv": "ssm.conv_kernel",
+    },
+    finish=_granitehybrid,
+    without_kv="mamba",
+)
 _WINDOW_PATTERN = {"sliding_window_pattern": "attention.sliding_window_pattern"}
 ARCHITECTURES = {
     "llama": _LLAMA,
@@ -352,18 +429,9 @@ ARCHITECTURES = {
     ),
     "deepseek2": _DEEPSEEK2,
     "olmo2": _OLMO2,
-    "granite": Architecture(
-        "GraniteForCausalLM",
-        keys=_KEYS
-        | {
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "attention_multiplier": "attention.scale",
-            "logits_scaling": "logit_scale",
-        },
-        finish=_granite,
-        has_adjacent_pairs=True,
-    ),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE_MOE,
+    "granitehybrid": _GRANITE_HYBRID,
 }
 _WITH = {  # where the metadata have a key that says this; None: something
     ("llama", "expert_count", None): replace(
@@ -373,6 +441,9 @@ _WITH = {  # where the metadata have a key that says this; None: something
         keys=_KEYS | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
     ),
     ("deepseek2", "expert_gating_func", _SIGMOID): replace(_DEEPSEEK2, hf_name="DeepseekV3ForCausalLM"),
+    ("granitehybrid", "expert_count", None): replace(
+        _GRANITE_HYBRID, names=_LAYER_NAMES | _GRANITE_HYBRID_NAMES | _GRANITE_MOE_NAMES
+    ),
     ("olmo2", "attention.sliding_window", None): replace(
         _OLMO2, hf_name="Olmo3ForCausalLM", keys=_KEYS | _WINDOW_PATTERN, finish=_olmo3
     ),
