@@ -7,14 +7,14 @@ import re
 import typing
 
 import pytest
-from answers import ALL_BEGIN, ALL_END, BEGIN, END, SCHEMAS, SEP
+from answers import ALL_BEGIN, ALL_END, BEGIN, END, SAMPLES, SCHEMAS, SEP
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counted_lines import num_lines
 from quire.config.server import ReasoningFormatName
 from quire.dialogue.answer_parser import AnswerParser
-from quire.dialogue.events import ArgumentsDelta, CallBegin, ContentDelta, ReasoningDelta
+from quire.dialogue.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, ReasoningDelta
 from quire.dialogue.formats import FORMATS
 from quire.dialogue.reasoning.formats import (
     REASONING_FORMATS,
@@ -202,7 +202,10 @@ CALLED = [("ping", {"a": "</think"})]
         (f"I write {QWEN_CALL}\n</think>\n\n{QWEN_CALL}", (f"I write {QWEN_CALL}", "", CALLED)),
         ("I write <tool_call> </think>Hi", ("I write <tool_call>", "Hi", [])),
         ("I write <tool_call>\n<function=ping> ", ("I write <tool_call>\n<function=ping>", "", [])),
-        ("Hm <tool_call>no</tool_call>", ("Hm", "<tool_call>no</tool_call>", [])),
+        ("Hm <tool_call>no</tool_call>", ("Hm <tool_call>no</tool_call>", "", [])),
+        ("Hm <tool_call></tool_call>", ("Hm <tool_call></tool_call>", "", [])),
+        ("Hm <function=ping> </function>\n</tool_call>", ("Hm", "", [("ping", {})])),
+        (f"Hm {QWEN_CALL[:-12]} more</tool_call>", (f"Hm {QWEN_CALL[:-12]} more</tool_call>", "", [])),
     ],
 )  # fmt: skip
 def test_calls_with_which_an_answer_ends_in_its_reasoning(answer, expected):
@@ -216,6 +219,45 @@ def test_calls_in_reasoning_that_is_cut_off_are_reasoning(end):
     events = parser.feed(f"Hm.\n{QWEN_CALL}{end}") + parser.finish(is_cut_off=True)
     assert "".join(one.text for one in events) == f"Hm.\n{QWEN_CALL}{end}".rstrip()
     assert {type(one) for one in events} == {ReasoningDelta}
+
+
+@pytest.mark.parametrize("tools", ["qwen3_coder", "hermes", "deepseek_v31", "lfm2", "gemma4"])
+@given(st.data())
+@settings(max_examples=25)
+def test_reasoning_with_calls_is_told_the_same_at_any_split(tools, data):
+    marks = (*FORMATS[tools].marks, *REASONING_FORMATS["think"].marks)
+    whole = [answer for name, answer, *_ in SAMPLES if name == tools]
+    part = st.sampled_from([*marks, *whole, "\n", "ping", "{}", "f(a=1)"]) | st.text(max_size=3)
+    answer = "".join(data.draw(st.lists(part, max_size=8)))
+    ends = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
+    pieces = [answer[a:b] for a, b in zip([0, *ends], [*ends, len(answer)], strict=True)]
+
+    def all_told(given):
+        expected = ExpectedReasoning(REASONING_FORMATS["think"], is_open=True)
+        parser = AnswerParser(FORMATS[tools], SCHEMAS, expected)
+        events = [event for piece in given for event in parser.feed(piece)] + parser.finish()
+        texts = dict.fromkeys((ReasoningDelta, ContentDelta), "")
+        calls, written = [], ""
+        for event in events:
+            if isinstance(event, CallBegin | CallEnd):
+                calls += [written] if isinstance(event, CallEnd) and event.is_complete else []
+                written = ""
+            elif isinstance(event, ArgumentsDelta):
+                written += event.text
+            else:
+                texts[type(event)] += event.text
+        return texts, calls, parser.has_calls
+
+    assert all_told(pieces) == all_told([answer])
+
+
+def test_reasoning_that_only_mentions_a_call_is_not_held_back():
+    parser = AnswerParser(
+        FORMATS["qwen3_coder"], SCHEMAS, ExpectedReasoning(REASONING_FORMATS["think"], is_open=True)
+    )
+    assert parser.feed("I write <tool_call> and") == [ReasoningDelta("I write <tool_call> and")]
+    assert parser.feed(" <tool_call>\n<function=ping>\n<param") == []
+    assert parser.feed(" no") == [ReasoningDelta(" <tool_call>\n<function=ping>\n<param no")]
 
 
 def test_marks_around_all_calls_in_reasoning():
@@ -349,8 +391,12 @@ def num_reasoning_tokens(tokens, is_open):
 @pytest.mark.first_case
 @pytest.mark.parametrize("size", [1, 7])
 @pytest.mark.parametrize(
-    "repeated", ["word </thi ", "\n ", "<tool_call>", "<tool_call></tool_call>", "</tool_call> x <tool_call>"]
-)
+    "repeated",
+    [
+        "word </thi ", "\n ", "<tool_call>", "<tool_call></tool_call>", "</tool_call> x <tool_call>",
+        "<function=ping><parameter=a>", "<function=ping></function>",
+    ],
+)  # fmt: skip
 def test_the_cost_is_linear_in_the_text(repeated, size):
     def cost(times):
         expected = ExpectedReasoning(REASONING_FORMATS["think"], is_open=True)

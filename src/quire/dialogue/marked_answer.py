@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quire.dialogue.calls.marked_call_format import MarkedCallFormat
-from quire.dialogue.calls.reading import CallReader, NotACallError
+from quire.dialogue.calls.reading import CallNotation, CallReader, NotACallError
 from quire.dialogue.events import AnswerEvent, ContentDelta, ReasoningDelta
 from quire.dialogue.incoming_text import SPACE, IncomingText, Reading
 from quire.dialogue.reasoning.formats import ExpectedReasoning
@@ -40,6 +40,7 @@ class MarkedAnswer:
         self._reasoning = reasoning
         self._content_marks = content_marks
         self._unsaid: list[str] = []  # white space after reasoning
+        self._held: list[str] = []  # what may be calls in reasoning
         self._space: list[str] = []  # after content, or before anything
         self._has_content = False
         self._follows_mark = False  # of calls or content
@@ -72,42 +73,65 @@ class MarkedAnswer:
         begins = () if self._format is None or not self._format.closings else self._format.beginnings
         while marker != end:
             self._text.mark()
+            if self._format is not None and marker in begins:
+                marker, are_calls = yield from self._read_possible_calls(self._format, marker, end)
+                if are_calls:
+                    return
+                continue
             piece, marker = yield from self._text.piece_before((end, *begins))
             if not piece and not marker:
                 return
             self._say_reasoning(piece)
-            if self._format is not None and marker in begins:
-                beginning = marker
-                marker, are_calls = yield from self._read_possible_calls(self._format, beginning, end)
-                said = beginning + self._text.since_mark().removesuffix(marker)
-                if are_calls:
-                    self._text.add(said)
-                    return
-                self._say_reasoning(said)
         yield from self._text.skip_space()
 
     def _read_possible_calls(
         self, call_format: MarkedCallFormat, beginning: str, end: str
     ) -> Reading[tuple[str, bool]]:
-        """Read what follows the beginning of calls in reasoning, up to where other text does.
+        """Read what may be calls in reasoning, and leave them to be read if the answer ends with them.
 
-        Return the mark that ends the reasoning, "" if it goes on, and whether the answer ends with the calls.
+        Return the mark that has been read after it, the end of the reasoning or a beginning, and whether the
+        answer ends with calls.
         """
-        self._text.mark()
-        closing = ""
+        is_call = False
         while beginning:
+            self._held.append(beginning)
             if beginning in call_format.openings:
-                closing = ""
-                while not closing:
-                    piece, closing = yield from self._text.piece_before((end, *call_format.closings))
-                    if not piece and not closing:
-                        return "", False
-                if closing == end:
-                    return end, False
-            yield from self._text.skip_space()
+                marker, is_call = yield from self._read_draft(call_format, beginning, end)
+                if marker not in call_format.closings:
+                    return marker, False
+            self._held.append((yield from self._text.whole_run(SPACE)))
             beginning = yield from self._text.match(*call_format.beginnings)
-        is_over = not (yield from self._text.peek())
-        return "", bool(closing) and is_over and not self._text.is_cut_off
+        if is_call and not (yield from self._text.peek()) and not self._text.is_cut_off:
+            self._text.add("".join(self._held))
+            return "", True
+        self._say_held()
+        return "", False
+
+    def _read_draft(
+        self, call_format: MarkedCallFormat, beginning: str, end: str
+    ) -> Reading[tuple[str, bool]]:
+        """Read up to the next mark; return it, and whether the text is a call. What is none is reasoning."""
+        notation = call_format.notation
+        draft, first = _Draft(notation), beginning if beginning in notation.marks else ""
+        others = tuple(mark for mark in call_format.beginnings if mark not in notation.marks)
+        may_be_call, marker = True, ""
+        while not marker:
+            self._text.mark()
+            piece, marker = yield from self._text.piece_before((end, *others, *call_format.closings))
+            is_closed = marker in call_format.closings
+            goes_on = is_closed or bool(piece and not marker)
+            may_be_call = may_be_call and goes_on and draft.may_be_call(first + piece, is_whole=is_closed)
+            first = ""
+            self._held.append(piece + marker if is_closed else piece)
+            if not may_be_call:
+                self._say_held()
+            if not piece and not marker:
+                break
+        return marker, may_be_call
+
+    def _say_held(self) -> None:
+        self._say_reasoning("".join(self._held))
+        self._held.clear()
 
     def _say_reasoning(self, text: str) -> None:
         """Emit more reasoning; white space at the end only once something follows it."""
@@ -200,3 +224,32 @@ class MarkedAnswer:
         self._has_content = True
         self._follows_mark = False
         self._emit(ContentDelta(before + said))
+
+
+class _Draft:
+    """Text in reasoning that may be a call.
+
+    Args:
+        notation: notation of the model's calls.
+    """
+
+    def __init__(self, notation: CallNotation) -> None:
+        self._text = IncomingText()
+        self._reading = self._read(notation)
+
+    def may_be_call(self, more: str, *, is_whole: bool) -> bool:
+        """Add a piece of the text; return whether it may be a call so far, or is one if it is whole."""
+        self._text.add(more)
+        if is_whole:
+            self._text.end()
+        try:
+            next(self._reading, None)
+        except NotACallError:
+            return False
+        return True
+
+    def _read(self, notation: CallNotation) -> Reading[None]:
+        yield from notation.read(CallReader(self._text, {}, False, []))
+        yield from self._text.skip_space()
+        if (yield from self._text.peek()):
+            raise NotACallError
