@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 import torch
 
 from caches import make_cache
+from checkpoints import FAMILIES, make_checkpoint
 from counted_memory import CountedMemory
+from paged_harness import PagedHarness, random_prompts
 from quire.config import CacheEvictionConfig, EngineConfig, SchedulerConfig, SparseAttentionConfig
 from quire.engine.memory.byte_sizes import GB
 from quire.engine.memory.eviction import eviction_bytes, score_bytes_per_token
-from quire.engine.memory.plan import plan_memory
+from quire.engine.memory.plan import activation_bytes, plan_memory
 from quire.execution.eviction import evicted_keys
 from quire.execution.eviction.cache_evictor import CacheEvictor
 from quire.execution.eviction.evicted_keys import KeyRotation, cached_keys, copy_blocks
@@ -37,6 +40,7 @@ from quire.kv.eviction.diversity import diversity
 from quire.models.config import ModelConfig, RopeConfig
 from quire.models.layers.attention import (
     AttentionConfig,
+    attention_of,
     gpu_key_selection_bytes,
     key_selection_bytes,
     native_attention_bytes,
@@ -260,6 +264,37 @@ def test_comparing_keys_stays_within_its_bound(model: ModelConfig):
     finally:
         tracemalloc.stop()
     assert 0.8 * bound < measured < bound
+
+
+@pytest.mark.formats
+@pytest.mark.first_case
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_largest_step_of_a_family_stays_within_its_bound(family: str, tmp_path: Path):
+    """With the logits of a whole prompt; what native kernels take for themselves is counted apart."""
+    from quire.models.checkpoints.config_reading import read_model_config
+    from quire.models.checkpoints.loading import load_decoder
+
+    tokens = 512
+    make_checkpoint(family, tmp_path, dtype="bfloat16")
+    shape = dataclasses.replace(read_model_config(tmp_path), max_model_len=tokens)
+    decoder = load_decoder(tmp_path, shape)
+    config = SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=1, block_size=16)
+    bound = activation_bytes(config, shape, "bfloat16", max_model_len=tokens)
+    harness = PagedHarness(decoder, [tokens])
+    (prompt,) = random_prompts([tokens], vocab_size=shape.vocab_size)
+    logit_rows = min(bounds.prompt_logit_rows(shape.vocab_size, 1), tokens)
+
+    def compute() -> None:
+        decoder.logits(harness.step([0], [0], [prompt])[:logit_rows])
+
+    apart = sum({native_bytes(part, tokens) for part in attention_of(shape)})
+    found = peak_of(compute) + apart
+    assert 0.4 * bound < found < 1.05 * bound  # half of it where no expert gets every token
+
+
+def native_bytes(attention: AttentionConfig, length: int) -> int:
+    fits = not attention.head_dim % bounds.HEAD_DIM_MULTIPLE
+    return native_attention_bytes(attention, length, num_threads=1) if fits else 0
 
 
 def peak_of(compute: Callable[[], Any]) -> int:

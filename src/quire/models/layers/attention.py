@@ -371,8 +371,9 @@ def _scratch_bytes(attention: AttentionConfig, step: StepSizes) -> int:
     size = attention.head_dim
     if step.is_native and not size % bounds.HEAD_DIM_MULTIPLE and size <= bounds.MAX_HEAD_DIM:
         return native_attention_bytes(attention, step.max_model_len, step.num_threads)
-    rows = min(step.scheduler.max_num_seqs, step.scheduler.max_num_batched_tokens)
-    return _reference_attention_bytes(attention, rows, step.max_model_len)
+    tokens = step.scheduler.max_num_batched_tokens
+    blocks = min(step.scheduler.max_num_seqs + tokens // bounds.TILE, tokens)
+    return _reference_attention_bytes(attention, blocks, step.max_model_len)
 
 
 def native_attention_bytes(attention: AttentionConfig, max_model_len: int, num_threads: int) -> int:
@@ -393,7 +394,7 @@ def native_attention_bytes(attention: AttentionConfig, max_model_len: int, num_t
     return num_threads * of_thread + min(of_spans, bounds.MAX_SPAN_BYTES)
 
 
-def _reference_attention_bytes(attention: AttentionConfig, num_seqs: int, max_model_len: int) -> int:
+def _reference_attention_bytes(attention: AttentionConfig, num_blocks: int, max_model_len: int) -> int:
     """Return the bytes of the float32 intermediates of `quire.kernels.attention.paged` at their bound.
 
     One query block against all tiles of the longest sequence always runs in one go; more run together as
@@ -403,7 +404,7 @@ def _reference_attention_bytes(attention: AttentionConfig, num_seqs: int, max_mo
     block_rows = bounds.TILE * attention.num_heads // attention.num_kv_heads
     width = max(bounds.TILE, attention.head_dim, attention.value_size)
     one_block = tiles * attention.num_kv_heads * block_rows * width
-    floats = max(one_block, min(bounds.SCRATCH_FLOATS, num_seqs * one_block))
+    floats = max(one_block, min(bounds.SCRATCH_FLOATS, num_blocks * one_block))
     return bounds.INTERMEDIATES * floats * _FLOAT32_BYTES
 
 
