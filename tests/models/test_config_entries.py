@@ -222,7 +222,6 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
             "attention_in_multiplier 0.5 and attention_bias",
         ),
         ("FalconH1ForCausalLM", {"ssm_multipliers": [0.5]}, "has 1 ssm_multipliers"),
-        ("NemotronHForCausalLM", {"moe_latent_size": 64}, "moe_latent_size"),
         ("NemotronHForCausalLM", {"layers_block_type": ["mlp"]}, "1 layers_block_type for 6 layers"),
         (
             "NemotronHForCausalLM",
@@ -284,6 +283,7 @@ OTHER = {
     "mamba_num_heads": 12,
     "n_groups": 4,
     "mlp_hidden_act": "silu",
+    "moe_latent_size": 20,
     "mamba_ssm_cache_dtype": "bfloat16",
     "layers_block_type": ["moe", "linear_attention", "full_attention", "mlp"],
     "mtp_layers_block_type": ["mlp"],
@@ -313,7 +313,6 @@ REFUSED = {
     "mamba_proj_bias": ("falcon_h1", "nemotron_h"),
     "num_key_value_heads": LATENT,
     "mamba_hidden_act": ("nemotron_h",),
-    "moe_latent_size": ("nemotron_h",),
     # without effect there, which is logged
     **dict.fromkeys(("n_shared_experts", "residual_in_fp32", "sliding_window"), ("nemotron_h",)),
     "head_dim": ("deepseek_v2", "minicpm3"),  # without effect, which is logged

@@ -167,6 +167,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         "nemotron_h",
         {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.6},
     ),
+    ("nemotron_h-latent", "nemotron_h", {"moe_latent_size": 20, "mlp_bias": True}),
     ("olmo2-bias", "olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
 ]
 

@@ -261,6 +261,7 @@ RULES: dict[str, _Rule] = {
     "time_step_min": _Number(0, 1e30),
     "layers_block_type": _ListOf(_TEXT, _LAYERS),
     "hybrid_override_pattern": _Text(_LAYERS),
+    "moe_latent_size": _Integer(1, 1 << 17),
     "moe_shared_expert_intermediate_size": _Integer(1, 1 << 20),
     "mamba_d_ssm": _Integer(1, 1 << 18),
     "mamba_rms_norm": _BOOLEAN,

@@ -36,6 +36,8 @@ _NEMOTRON_NAMES = {
     "router_correction": "mixer.gate.e_score_correction_bias",
     "expert_up": "mixer.experts.{}.up_proj",
     "expert_down": "mixer.experts.{}.down_proj",
+    "latent_in": "mixer.fc1_latent_proj",
+    "latent_out": "mixer.fc2_latent_proj",
     "shared_up": "mixer.shared_experts.up_proj",
     "shared_down": "mixer.shared_experts.down_proj",
     **{name: of_mamba.replace("mamba", "mixer") for name, of_mamba in MambaConfig.weight_names.items()},
@@ -225,8 +227,6 @@ def _nemotron_mamba(hf: HFConfig) -> MambaConfig:
 
 
 def _nemotron_experts(hf: HFConfig, base: ModelConfig) -> tuple[SubLayerConfig, ...]:
-    if hf.get("moe_latent_size"):
-        raise ModelError("config.json has moe_latent_size; experts of fewer features are not supported")
     config = with_experts(
         base,
         [True] * base.num_layers,
@@ -235,6 +235,8 @@ def _nemotron_experts(hf: HFConfig, base: ModelConfig) -> tuple[SubLayerConfig, 
         experts_per_token=hf["num_experts_per_tok"],
         inner_size=hf["moe_intermediate_size"],
         gated=False,
+        latent_size=hf.get("moe_latent_size", 0),
+        latent_bias=bool(hf.get("mlp_bias", False)),
         scoring="sigmoid",
         normalize=bool(hf.get("norm_topk_prob", True)),
         num_groups=hf["n_group"],

@@ -30,6 +30,8 @@ class ExpertsConfig(SubLayerConfig):
     activation: str = "silu"  # silu, gelu_tanh, gelu, relu2 or clamped_swiglu
     gated: bool = True  # as of `FeedForwardConfig`
     bias: bool = False  # the router and the projections have a bias
+    latent_size: int = 0  # features that experts read and make, between two projections; 0: all
+    latent_bias: bool = False  # the two projections have a bias
     scoring: str = "softmax"  # this and the next are as in `Mixture`
     jitter: float = 0.0
     num_groups: int = 1
@@ -42,6 +44,8 @@ class ExpertsConfig(SubLayerConfig):
     weight_names: ClassVar[Mapping[str, str]] = {
         "router": "mlp.gate",
         "router_correction": "mlp.gate.e_score_correction_bias",
+        "latent_in": "mlp.fc1_latent_proj",
+        "latent_out": "mlp.fc2_latent_proj",
         "expert_gate": "mlp.experts.{}.gate_proj",
         "expert_up": "mlp.experts.{}.up_proj",
         "expert_down": "mlp.experts.{}.down_proj",
@@ -49,15 +53,16 @@ class ExpertsConfig(SubLayerConfig):
 
     @override
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
-        """Experts lie one below another, [experts * 2 * size, hidden] and [experts * hidden, size].
+        """Experts lie one below another, [experts * 2 * size, n] and [experts * n, size].
 
-        Without gates the first is [experts * size, hidden].
+        Without gates the first is [experts * size, n]; n is `latent_size` or `hidden_size`.
         """
         size, experts = self.inner_size, range(self.num_experts)
+        features = self.latent_size or hidden_size
         inner = size, (shard.share(size),)
         parts = ("gate", "up") if self.gated else ("up",)
-        gate_up = tuple((f"expert.{e}.{part}.weight", (size, hidden_size)) for e in experts for part in parts)
-        down = tuple((f"expert.{e}.down.weight", (hidden_size, size)) for e in experts)
+        gate_up = tuple((f"expert.{e}.{part}.weight", (size, features)) for e in experts for part in parts)
+        down = tuple((f"expert.{e}.down.weight", (features, size)) for e in experts)
         yield LayerWeight("router", (("router.weight", (self.num_experts, hidden_size)),))
         if self.correction:
             yield LayerWeight("router_correction", (("router_correction", self.correction),))
@@ -65,6 +70,14 @@ class ExpertsConfig(SubLayerConfig):
             yield LayerWeight("expert_scales", (("expert_scales", (self.num_experts,)),))
         yield LayerWeight("expert_gate_up", gate_up, sections=(inner,), is_quantized=True)
         yield LayerWeight("expert_down", down, axis=1, sections=(inner,), is_quantized=True)
+        if self.latent_size:
+            for field, outputs, inputs in (
+                ("latent_in", features, hidden_size),
+                ("latent_out", hidden_size, features),
+            ):
+                yield LayerWeight(field, ((f"{field}.weight", (outputs, inputs)),), is_quantized=True)
+                if self.latent_bias:
+                    yield LayerWeight(f"{field}_bias", ((f"{field}.bias", (outputs,)),))
         if self.bias:
             yield LayerWeight("router_bias", (("router.bias", (self.num_experts,)),))
             inner_biases, biases = (
@@ -84,6 +97,7 @@ class ExpertsConfig(SubLayerConfig):
         if self.scoring != "softmax" or self.correction or self.has_expert_scales:
             rows += step.tokens * _ROUTING_TENSORS * self.num_experts * _FLOAT32_BYTES
         hidden, inner, item = step.hidden_size, self.inner_size, step.item
+        rows += 2 * step.tokens * self.latent_size * item
         if step.on_gpu:  # inner features, as they are and as they are multiplied, and results
             of_pair = (2 * inner + hidden) * item + bounds.GPU_PAIR_BYTES
             return rows + step.tokens * self.experts_per_token * of_pair
@@ -127,15 +141,21 @@ class MixtureOfExperts(SubLayer):
             expert_scales=loader.tensor("expert_scales"),
         )
         self.router = loader.linear("router", is_quantized=False)
+        self._latent = [loader.linear(field) for field in ("latent_in", "latent_out") if config.latent_size]
         self.experts = loader.experts("expert_gate_up", "expert_down", mixture)
 
     @property
     @override
     def kind(self) -> Hashable:
-        return type(self), self.router.kind, type(self.experts)
+        latent = tuple(linear.kind for linear in self._latent)
+        return type(self), self.router.kind, type(self.experts), latent
 
     @override
     def forward(
         self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
     ) -> torch.Tensor:
-        return self.experts(inputs, self.router(inputs), out=out)
+        scores = self.router(inputs)
+        if not self._latent:
+            return self.experts(inputs, scores, out=out)
+        into, back = self._latent
+        return back(self.experts(into(inputs), scores), out=out)
