@@ -14,11 +14,12 @@ struct SequenceRows {
   int64_t num_seqs;
   const int64_t* states;      // [num_seqs]
   const int64_t* ends;        // [num_seqs] of their tokens in the step's rows, which follow each other
+  const int64_t* state_ends;  // [num_seqs] of those that the state takes in: the first ones, of each at least one
   const int64_t* num_before;  // [num_seqs] tokens before the step; 0: the state counts as zeros
 };
 
 // out = activation(sum over taps of weight * input + bias) for each feature: the oldest tap first, the last one is the token's.
-// The state has the `num_taps - 1` inputs before the step, and gets the last ones.
+// The state has the `num_taps - 1` inputs before the step, and gets the last ones of those that it takes in.
 struct ConvCall {
   const void* rows;  // [tokens, num_features]
   void* out;         // [tokens, num_features], adjacent

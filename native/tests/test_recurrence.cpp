@@ -1,5 +1,6 @@
 // Layers with a state against plain loops in double, token by token, on all instruction sets and in several threads. Memory is of
 // exactly the size needed; states of other sequences do not change, and what a state holds does not matter to one that begins.
+// The state of the last sequence does not take in its last token.
 #include "recurrence.h"
 
 #include "check.h"
@@ -7,9 +8,9 @@
 using namespace quire;
 using namespace quire::test;
 
-constexpr int64_t kStates[] = {3, 0, 1}, kEnds[] = {5, 6, 9}, kBefore[] = {0, 7, 2};
+constexpr int64_t kStates[] = {3, 0, 1}, kEnds[] = {5, 6, 9}, kStateEnds[] = {5, 6, 8}, kBefore[] = {0, 7, 2};
 constexpr int64_t kNumSeqs = 3, kNumTokens = 9, kNumStates = 4;
-constexpr SequenceRows kSequences{kNumSeqs, kStates, kEnds, kBefore};
+constexpr SequenceRows kSequences{kNumSeqs, kStates, kEnds, kStateEnds, kBefore};
 
 int64_t start_of(int64_t index) { return index == 0 ? 0 : kEnds[index - 1]; }
 
@@ -37,7 +38,7 @@ void check_conv(const Kernels& kernels, int64_t num_features, int64_t num_taps, 
         if (kBefore[index] == 0) return 0.0;
         return number_of(before[kStates[index] * size + (num_taps - 1 + place) * num_features + feature]);
       };
-      const int64_t count = kEnds[index] - start_of(index);
+      const int64_t count = kEnds[index] - start_of(index), num_taken_in = kStateEnds[index] - start_of(index);
       for (int64_t feature = 0; feature < num_features; ++feature) {
         for (int64_t token = 0; token < count; ++token) {
           double total = has_bias ? bias[feature] : 0.0;
@@ -50,7 +51,7 @@ void check_conv(const Kernels& kernels, int64_t num_features, int64_t num_taps, 
         }
         for (int64_t tap = 0; tap + 1 < num_taps; ++tap) {
           const double kept = number_of(states[kStates[index] * size + tap * num_features + feature]);
-          CHECK(kept == input(count + tap - num_taps + 1, feature), "%s: another input kept", kernels.instruction_set);
+          CHECK(kept == input(num_taken_in + tap - num_taps + 1, feature), "%s: another input kept", kernels.instruction_set);
         }
       }
     }
@@ -78,7 +79,7 @@ void check_delta_rule(const Kernels& kernels, int64_t key_dim, int64_t value_dim
     for (int64_t index = 0; index < kNumSeqs; ++index) {
       for (int64_t head = 0; head < kHeads; ++head) {
         const int64_t place = kStates[index] * size + head * key_dim * value_dim;
-        std::vector<double> memory(&before[place], &before[place] + key_dim * value_dim);
+        std::vector<double> memory(&before[place], &before[place] + key_dim * value_dim), taken_in;
         if (kBefore[index] == 0) memory.assign(memory.size(), 0.0);
         for (int64_t token = start_of(index); token < kEnds[index]; ++token) {
           const auto unit = [&](int64_t first) {
@@ -106,8 +107,9 @@ void check_delta_rule(const Kernels& kernels, int64_t key_dim, int64_t value_dim
             check_close(kernels, "a recalled value", number_of(out[(token * kHeads + head) * value_dim + column]), result,
                         8 * TypeOf<T>::rounding);
           }
+          if (token + 1 == kStateEnds[index]) taken_in = memory;
         }
-        for (size_t i = 0; i < memory.size(); ++i) check_close(kernels, "a memory", states[place + i], memory[i], 1e-4);
+        for (size_t i = 0; i < memory.size(); ++i) check_close(kernels, "a memory", states[place + i], taken_in.at(i), 1e-4);
       }
     }
     CHECK(std::memcmp(&states[2 * size], &before[2 * size], size * sizeof(float)) == 0, "another state changed");

@@ -23,9 +23,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def step_of(counts: list[int], before: list[int], numbers: list[int]) -> AttentionBatch:
+def step_of(
+    counts: list[int], before: list[int], numbers: list[int], taken_in: list[int] | None = None
+) -> AttentionBatch:
     tables = np.zeros((len(counts), 8), dtype=np.int32)
-    states = StepStates(np.array(numbers, dtype=np.int64), [])
+    states = StepStates(np.array(numbers), [], None if taken_in is None else np.array(taken_in))
     return AttentionBatch.build(np.array(before), np.array(counts), tables, 64, states=states)
 
 
@@ -152,3 +154,16 @@ def test_bits_depend_neither_on_company_nor_on_chunks(layer, kernels):
             first += count
         assert torch.equal(torch.cat(parts), together[start : start + 20])
         assert torch.equal(alone[0][NUMBERS[2]], states[NUMBERS[2]])
+
+
+@pytest.mark.parametrize("kernels", [NativeKernels(), ReferenceKernels()], ids=lambda each: each.name)
+def test_a_state_takes_in_the_first_tokens_of_a_step(layer, kernels):
+    whole, _ = results(layer, kernels)
+    taken_in = [2, 1, 11, 1]
+    states = [layer.states[0].clone()]
+    out = layer.run(kernels, slice(None), states, step_of(COUNTS, BEFORE, NUMBERS, taken_in))
+    assert torch.equal(out, whole)
+    shorter = [layer.states[0].clone()]
+    for start, count, before, number in zip(np.cumsum([0, *COUNTS]), taken_in, BEFORE, NUMBERS, strict=False):
+        layer.run(kernels, slice(start, start + count), shorter, step_of([count], [before], [number]))
+    assert torch.equal(states[0], shorter[0])

@@ -104,7 +104,7 @@ def _linear_arguments(*parts: Any, quantization: str = "none") -> Arguments:
 
 
 def _state_batch() -> AttentionBatch:
-    return _batch(states=StepStates(np.array([2, 0, 3]), None))
+    return _batch(states=StepStates(np.array([2, 0, 3]), None, np.array([1, 1, 1])))
 
 
 def _conv(kernels: KernelSet, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:

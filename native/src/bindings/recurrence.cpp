@@ -9,8 +9,9 @@ namespace quire {
 namespace {
 
 // Layers with a state: a step's sequences.
-SequenceRows rows_of(int64_t num_seqs, uintptr_t states, uintptr_t ends, uintptr_t num_before) {
-  return {num_seqs, at_address<const int64_t>(states), at_address<const int64_t>(ends), at_address<const int64_t>(num_before)};
+SequenceRows rows_of(int64_t num_seqs, uintptr_t states, uintptr_t ends, uintptr_t state_ends, uintptr_t num_before) {
+  return {num_seqs, at_address<const int64_t>(states), at_address<const int64_t>(ends), at_address<const int64_t>(state_ends),
+          at_address<const int64_t>(num_before)};
 }
 
 void conv(uintptr_t rows, uintptr_t out, int type, int64_t row_stride, int64_t num_features, int64_t num_taps, uintptr_t weight,
@@ -52,7 +53,8 @@ void scan(uintptr_t inputs, uintptr_t times, int64_t time_stride, uintptr_t out,
 void bind_recurrence(nb::module_& module) {
   module.attr("MAX_TAPS") = kMaxTaps;
   module.attr("MAX_KEY_DIM") = kMaxKeyDim;
-  nb::class_<SequenceRows>(module, "SequenceRows").def(nb::new_(&rows_of), "num_seqs"_a, "states"_a, "ends"_a, "num_before"_a);
+  nb::class_<SequenceRows>(module, "SequenceRows")
+      .def(nb::new_(&rows_of), "num_seqs"_a, "states"_a, "ends"_a, "state_ends"_a, "num_before"_a);
   module.def("conv", &conv, "rows"_a, "out"_a, "type"_a, "row_stride"_a, "num_features"_a, "num_taps"_a, "weight"_a, "bias"_a,
              "has_silu"_a, "state"_a, "state_stride"_a, "sequences"_a, nb::call_guard<nb::gil_scoped_release>());
   module.def("delta_rule", &delta_rule, "qkv"_a, "gates"_a, "out"_a, "type"_a, "num_key_heads"_a, "num_value_heads"_a,

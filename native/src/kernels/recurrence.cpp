@@ -42,9 +42,10 @@ QUIRE_INLINE void convolve_lanes(const ConvCall& call, int64_t index, int64_t fe
     store_left(static_cast<T*>(call.out) + row * call.num_features + feature, total, left);
     ring[oldest] = input;
     if (++oldest == before) oldest = 0;
-  }
-  for (int64_t tap = 0; tap < before; ++tap) {
-    store_left(state + tap * call.num_features, ring[(oldest + tap) % before], left);
+    if (row + 1 != sequences.state_ends[index]) continue;
+    for (int64_t tap = 0; tap < before; ++tap) {
+      store_left(state + tap * call.num_features, ring[(oldest + tap) % before], left);
+    }
   }
 }
 
@@ -128,7 +129,7 @@ struct Share {
   QUIRE_INLINE int64_t left(int vector) const { return max(width - vector * kLanes, 0); }
 };
 
-// Calls visit(token) for each token of a share's sequence, between loading its memory and storing it.
+// Loads a share's memory, calls visit(token) for each token of its sequence, and stores it behind those that the state takes in.
 template <class Visit>
 QUIRE_INLINE void with_memory(const Memories& memories, const Share& share, Columns& columns, const Visit& visit) {
   const SequenceRows& sequences = memories.sequences;
@@ -143,10 +144,13 @@ QUIRE_INLINE void with_memory(const Memories& memories, const Share& share, Colu
     }
     columns.key[row] = columns.query[row] = 0.0f;
   }
-  for (int64_t token = first_row(sequences, share.index); token < sequences.ends[share.index]; ++token) visit(token);
-  for (int64_t row = 0; row < memories.num_rows; ++row) {
-    for (int i = 0; i < kVectors; ++i) {
-      store_left(state + row * memories.num_columns + i * kLanes, load(columns.memory[row] + i * kLanes), share.left(i));
+  for (int64_t token = first_row(sequences, share.index); token < sequences.ends[share.index]; ++token) {
+    visit(token);
+    if (token + 1 != sequences.state_ends[share.index]) continue;
+    for (int64_t row = 0; row < memories.num_rows; ++row) {
+      for (int i = 0; i < kVectors; ++i) {
+        store_left(state + row * memories.num_columns + i * kLanes, load(columns.memory[row] + i * kLanes), share.left(i));
+      }
     }
   }
 }

@@ -287,7 +287,8 @@ class KernelSet(ABC):
             rows: [T, n].
             weight: [K, n] float32, that of the oldest token first.
             state: [states, K - 1, n] in the rows' type: the inputs before the step, the oldest first; those
-                of the step's sequences are brought up to date. `batch.states` says which they are.
+                of the step's sequences are brought up to date. `batch.states` says which they are, and how
+                many tokens they take in.
             batch: the step.
             bias: [n] float32.
             activation: silu, or empty for none.
@@ -319,7 +320,7 @@ class KernelSet(ABC):
             gates: [T, 2, num_values]: strength and time.
             state: [states, num_values, key_dim, value_dim] float32; those of the step's sequences are brought
                 up to date.
-            batch: the step; `batch.states` says which these are.
+            batch: the step; `batch.states` says which these are, and how many tokens they take in.
             heads: what `qkv` consists of.
             out: [T, num_values, value_dim] for the result.
         """

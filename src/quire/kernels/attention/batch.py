@@ -32,10 +32,13 @@ class StepStates:
         numbers: [S] int64, of each sequence's state. What it holds counts unless the sequence has no tokens
             before the step.
         layers: of each layer, its tensors of all states by name, [states, ...] each.
+        num_tokens: [S] int64, how many of its tokens in the step each sequence's state takes in, at least 1;
+            those behind them are computed, and leave nothing in it. None: all.
     """
 
     numbers: Int64Array
     layers: Sequence[Mapping[str, torch.Tensor]]
+    num_tokens: Int64Array | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -148,6 +151,12 @@ class AttentionBatch:
         if len(other_tables):
             batch.others = tuple(batch._with_tables(other, sequence, entries) for other in other_tables)
         return batch
+
+    @property
+    def num_state_tokens(self) -> Int64Array:
+        """How many of its tokens in the step each sequence's state takes in, see `StepStates`: [S]."""
+        given = None if self.states is None else self.states.num_tokens
+        return self.num_tokens if given is None else given
 
     def _with_tables(
         self, block_tables: npt.NDArray[Any], sequence: Int64Array, entries: Int64Array

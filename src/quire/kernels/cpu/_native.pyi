@@ -189,7 +189,7 @@ MAX_TAPS: int = 64
 MAX_KEY_DIM: int = 256
 
 class SequenceRows:
-    def __init__(self, num_seqs: int, states: int, ends: int, num_before: int) -> None: ...
+    def __init__(self, num_seqs: int, states: int, ends: int, state_ends: int, num_before: int) -> None: ...
 
 def conv(
     rows: int,

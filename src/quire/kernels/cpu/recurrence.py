@@ -32,28 +32,34 @@ class StepRows:
     Raises:
         TypeError: an array of the batch is of another type than `AttentionBatch` says.
         ValueError: it is of another shape, or two sequences have the same state.
-        IndexError: a number in one is out of range.
+        IndexError: a number in one is out of range, or a state takes in more tokens than there are, or none.
     """
 
     def __init__(self, batch: AttentionBatch) -> None:
         if batch.states is None:
             raise ValueError("the batch has no states, which recurrent layers need")
         numbers, counts, before = batch.states.numbers, batch.num_tokens, batch.num_cached_tokens
-        size = len(counts)
+        size, taken_in = len(counts), batch.num_state_tokens
         for name, array in (
             ("state numbers", numbers),
             ("num_tokens", counts),
+            ("num_state_tokens", taken_in),
             ("num_cached_tokens", before),
         ):
             _check_array(name, array, size)
+        if not ((taken_in > 0) & (taken_in <= counts)).all():
+            raise IndexError(
+                f"states take in {taken_in.tolist()} of {counts.tolist()} tokens; of each at least 1"
+            )
         if len(np.unique(numbers)) < size:
             raise ValueError(f"state numbers are {numbers.tolist()}; each sequence must have its own")
         self._ends = np.cumsum(counts)
         self.num_tokens = int(self._ends[-1]) if size else 0
         self.num_states = int(numbers.max(initial=-1)) + 1  # at least
-        self._arrays = numbers, before  # which the kernels read
+        state_ends = self._ends - counts + taken_in
+        self._arrays = numbers, state_ends, before  # which the kernels read
         self.native = _native.SequenceRows(
-            size, numbers.ctypes.data, self._ends.ctypes.data, before.ctypes.data
+            size, *(each.ctypes.data for each in (numbers, self._ends, state_ends, before))
         )
 
 

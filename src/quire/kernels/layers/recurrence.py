@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +30,7 @@ class ConvRows:
 
     Args:
         inputs: [K, T] for each tap the oldest first.
-        kept: [S, K - 1] what each sequence keeps after the step.
+        kept: [S, K - 1] what each sequence's state keeps after the step.
     """
 
     inputs: torch.Tensor
@@ -40,11 +41,11 @@ class ConvRows:
         """Return those of a step, made once for each number of taps."""
         rows: ConvRows | None = batch.plans.get(("conv", num_taps))
         if rows is None:
-            rows = batch.plans["conv", num_taps] = cls._of(batch.num_tokens, num_taps)
+            rows = batch.plans["conv", num_taps] = cls._of(batch.num_tokens, batch.num_state_tokens, num_taps)
         return rows
 
     @classmethod
-    def _of(cls, num_tokens: np.ndarray, num_taps: int) -> ConvRows:
+    def _of(cls, num_tokens: np.ndarray, num_state_tokens: np.ndarray, num_taps: int) -> ConvRows:
         before, num_seqs = num_taps - 1, len(num_tokens)
         ends = np.cumsum(num_tokens)
         sequence = np.repeat(np.arange(num_seqs), num_tokens)
@@ -60,7 +61,9 @@ class ConvRows:
         kept = np.arange(-before, 0)
         return cls(
             input_of(sequence, token - first + taps, first),
-            input_of(np.arange(num_seqs)[:, None], num_tokens[:, None] + kept, (ends - num_tokens)[:, None]),
+            input_of(
+                np.arange(num_seqs)[:, None], num_state_tokens[:, None] + kept, (ends - num_tokens)[:, None]
+            ),
         )
 
 
@@ -95,24 +98,19 @@ def gated_delta_rule(
     out: torch.Tensor,
 ) -> None:
     """Token by token, so that all operations have one shape; see `KernelSet.gated_delta_rule`."""
-    numbers, key_size = _numbers(batch), heads.num_keys * heads.key_dim
-    memories = _begun(state[numbers], batch)
-    ends = np.cumsum(batch.num_tokens)
-    for memory, start, end in zip(memories, (ends - batch.num_tokens).tolist(), ends.tolist(), strict=True):
-        for token in range(start, end):
-            row = qkv[token].float()
-            query, key, value = row[:key_size], row[key_size : 2 * key_size], row[2 * key_size :]
-            query, key = (_unit(each.view(-1, heads.key_dim)) for each in (query, key))
-            group = heads.num_values // heads.num_keys
-            query, key = (each.repeat_interleave(group, 0)[:, :, None] for each in (query, key))
-            strength, time = gates[token].float()
-            time = _softplus(time + heads.time_bias)
-            memory.mul_(torch.exp(heads.decay * time)[:, None, None])
-            recalled = (memory * key).sum(1)
-            written = (value.view(recalled.shape) - recalled) / (1 + torch.exp(-strength))[:, None]
-            memory.add_(key * written[:, None])
-            out[token] = (memory * (query * heads.key_dim**-0.5)).sum(1)
-    state[numbers] = memories
+    key_size, group = heads.num_keys * heads.key_dim, heads.num_values // heads.num_keys
+    for memory, token in _visited(state, batch):
+        row = qkv[token].float()
+        query, key, value = row[:key_size], row[key_size : 2 * key_size], row[2 * key_size :]
+        query, key = (_unit(each.view(-1, heads.key_dim)) for each in (query, key))
+        query, key = (each.repeat_interleave(group, 0)[:, :, None] for each in (query, key))
+        strength, time = gates[token].float()
+        time = _softplus(time + heads.time_bias)
+        memory.mul_(torch.exp(heads.decay * time)[:, None, None])
+        recalled = (memory * key).sum(1)
+        written = (value.view(recalled.shape) - recalled) / (1 + torch.exp(-strength))[:, None]
+        memory.add_(key * written[:, None])
+        out[token] = (memory * (query * heads.key_dim**-0.5)).sum(1)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
@@ -150,21 +148,34 @@ def selective_scan(
     out: torch.Tensor,
 ) -> None:
     """Token by token, so that all operations have one shape; see `KernelSet.selective_scan`."""
-    numbers = _numbers(batch)
-    memories = _begun(state[numbers], batch)
-    ends = np.cumsum(batch.num_tokens)
     value_size, group = heads.num_heads * heads.head_dim, heads.num_heads // heads.num_groups
-    for memory, start, end in zip(memories, (ends - batch.num_tokens).tolist(), ends.tolist(), strict=True):
+    for memory, token in _visited(state, batch):
+        row = inputs[token].float()
+        value = row[:value_size].view(heads.num_heads, heads.head_dim)
+        key, query = row[value_size:].view(2, heads.num_groups, -1).repeat_interleave(group, 1)
+        time = _softplus(times[token].float() + heads.time_bias).clamp(*heads.time_limits)
+        memory.mul_(torch.exp(heads.decay * time)[:, None, None])
+        memory.add_(key[:, :, None] * (value * time[:, None])[:, None])
+        recalled = (memory * query[:, :, None]).sum(1)
+        out[token] = (recalled + value * heads.skip[:, None]).flatten()
+
+
+def _visited(state: torch.Tensor, batch: AttentionBatch) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield each token of a step with its sequence's memory, which it changes.
+
+    Behind the tokens that the state takes in, the memory is copied to it.
+    """
+    numbers = _numbers(batch)
+    ends = np.cumsum(batch.num_tokens)
+    starts = ends - batch.num_tokens
+    bounds = (starts.tolist(), ends.tolist(), (starts + batch.num_state_tokens).tolist())
+    for number, memory, start, end, state_end in zip(
+        numbers, _begun(state[numbers], batch), *bounds, strict=True
+    ):
         for token in range(start, end):
-            row = inputs[token].float()
-            value = row[:value_size].view(heads.num_heads, heads.head_dim)
-            key, query = row[value_size:].view(2, heads.num_groups, -1).repeat_interleave(group, 1)
-            time = _softplus(times[token].float() + heads.time_bias).clamp(*heads.time_limits)
-            memory.mul_(torch.exp(heads.decay * time)[:, None, None])
-            memory.add_(key[:, :, None] * (value * time[:, None])[:, None])
-            recalled = (memory * query[:, :, None]).sum(1)
-            out[token] = (recalled + value * heads.skip[:, None]).flatten()
-    state[numbers] = memories
+            yield memory, token
+            if token + 1 == state_end:
+                state[number] = memory
 
 
 def _softplus(time: torch.Tensor) -> torch.Tensor:
