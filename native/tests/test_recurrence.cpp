@@ -139,7 +139,7 @@ void check_scan(const Kernels& kernels, int64_t state_size, int64_t head_dim, fl
     for (int64_t index = 0; index < kNumSeqs; ++index) {
       for (int64_t head = 0; head < kHeads; ++head) {
         const int64_t place = kStates[index] * size + head * state_size * head_dim;
-        std::vector<double> memory(&before[place], &before[place] + state_size * head_dim);
+        std::vector<double> memory(&before[place], &before[place] + state_size * head_dim), taken_in;
         if (kBefore[index] == 0) memory.assign(memory.size(), 0.0);
         for (int64_t token = start_of(index); token < kEnds[index]; ++token) {
           const double raw_time = number_of(times[token * time_stride + head]) + time_bias[head];
@@ -156,8 +156,9 @@ void check_scan(const Kernels& kernels, int64_t state_size, int64_t head_dim, fl
             check_close(kernels, "a recalled value", number_of(out[token * out_stride + head * head_dim + column]), result,
                         16 * TypeOf<T>::rounding);
           }
+          if (token + 1 == kStateEnds[index]) taken_in = memory;
         }
-        for (size_t i = 0; i < memory.size(); ++i) check_close(kernels, "a memory", states[place + i], memory[i], 1e-4);
+        for (size_t i = 0; i < memory.size(); ++i) check_close(kernels, "a memory", states[place + i], taken_in.at(i), 1e-4);
       }
     }
     CHECK(std::memcmp(&states[2 * size], &before[2 * size], size * sizeof(float)) == 0, "another state changed");

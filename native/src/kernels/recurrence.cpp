@@ -129,7 +129,7 @@ struct Share {
   QUIRE_INLINE int64_t left(int vector) const { return max(width - vector * kLanes, 0); }
 };
 
-// Loads a share's memory, calls visit(token) for each token of its sequence, and stores it behind those that the state takes in.
+// Calls visit(token) for each token of a share's sequence behind loading its memory, which is stored where its state ends.
 template <class Visit>
 QUIRE_INLINE void with_memory(const Memories& memories, const Share& share, Columns& columns, const Visit& visit) {
   const SequenceRows& sequences = memories.sequences;

@@ -98,11 +98,12 @@ def gated_delta_rule(
     out: torch.Tensor,
 ) -> None:
     """Token by token, so that all operations have one shape; see `KernelSet.gated_delta_rule`."""
-    key_size, group = heads.num_keys * heads.key_dim, heads.num_values // heads.num_keys
-    for memory, token in _visited(state, batch):
+    key_size = heads.num_keys * heads.key_dim
+    for token, memory in _with_memory(state, batch):
         row = qkv[token].float()
         query, key, value = row[:key_size], row[key_size : 2 * key_size], row[2 * key_size :]
         query, key = (_unit(each.view(-1, heads.key_dim)) for each in (query, key))
+        group = heads.num_values // heads.num_keys
         query, key = (each.repeat_interleave(group, 0)[:, :, None] for each in (query, key))
         strength, time = gates[token].float()
         time = _softplus(time + heads.time_bias)
@@ -149,7 +150,7 @@ def selective_scan(
 ) -> None:
     """Token by token, so that all operations have one shape; see `KernelSet.selective_scan`."""
     value_size, group = heads.num_heads * heads.head_dim, heads.num_heads // heads.num_groups
-    for memory, token in _visited(state, batch):
+    for token, memory in _with_memory(state, batch):
         row = inputs[token].float()
         value = row[:value_size].view(heads.num_heads, heads.head_dim)
         key, query = row[value_size:].view(2, heads.num_groups, -1).repeat_interleave(group, 1)
@@ -160,20 +161,16 @@ def selective_scan(
         out[token] = (recalled + value * heads.skip[:, None]).flatten()
 
 
-def _visited(state: torch.Tensor, batch: AttentionBatch) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield each token of a step with its sequence's memory, which it changes.
-
-    Behind the tokens that the state takes in, the memory is copied to it.
-    """
+def _with_memory(state: torch.Tensor, batch: AttentionBatch) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield a step's tokens, each with the memory that it is to update; states keep what they take in."""
     numbers = _numbers(batch)
     ends = np.cumsum(batch.num_tokens)
     starts = ends - batch.num_tokens
-    bounds = (starts.tolist(), ends.tolist(), (starts + batch.num_state_tokens).tolist())
-    for number, memory, start, end, state_end in zip(
-        numbers, _begun(state[numbers], batch), *bounds, strict=True
-    ):
+    bounds = starts.tolist(), ends.tolist(), (starts + batch.num_state_tokens).tolist()
+    for number, memory, *of_sequence in zip(numbers, _begun(state[numbers], batch), *bounds, strict=True):
+        start, end, state_end = of_sequence
         for token in range(start, end):
-            yield memory, token
+            yield token, memory
             if token + 1 == state_end:
                 state[number] = memory
 
