@@ -110,11 +110,16 @@ class EvictionData:
 class StateCopies:
     """States of recurrent layers that a step copies, see `quire.kv.blocks.checkpoints`: [N, 2] each.
 
+    A state does not take in the drafts of its row: those that are accepted are computed again.
+
     The state of a request that starts or resumes without either begins with zeros, as it has no tokens then.
     """
 
     restored: IntArray  # (checkpoint, slot), before any token of the step is computed
     saved: IntArray  # (slot, checkpoint), after all of them
+    num_tokens: (
+        Int64Array  # [R] of the step's tokens of each row, those that its state takes in, the first ones
+    )
 
 
 class NumScheduledTokens(Mapping[str, int]):

@@ -19,11 +19,13 @@ from quire.engine.memory.plan import plan_memory
 from quire.engine.memory.state_sizes import StateSizes
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError
+from quire.execution.drafts.proposer import GuardedProposer, Proposer, RowsToContinue
 from quire.kv.cache.state_layout import StateLayout
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.recording.replay import replay
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import EngineCoreOutput
+from quire.step import NO_TOKEN
 
 BLOCK_SIZE = 4
 LENGTHS = 90, 7, 41, 33
@@ -88,6 +90,33 @@ class Engine:
         return sum(logprobs[-len(tokens) :])
 
 
+class HalfRight(Proposer):
+    """Proposes what engines without drafts have answered, and other tokens now and then."""
+
+    def __init__(self, expected: list[list[Any]]) -> None:
+        answers = zip(prompts(), tokens(expected), strict=True)
+        self._texts = [[*prompt.tolist(), *answer, *[7] * 9] for prompt, answer in answers]
+        self._rng = np.random.default_rng(4)
+
+    def propose(self, rows: RowsToContinue, num_drafts: int) -> np.ndarray:
+        drafts = np.full((len(rows.slots), num_drafts), NO_TOKEN, dtype=np.int32)
+        known = zip(rows.slots.tolist(), rows.num_tokens.tolist(), rows.max_drafts.tolist(), strict=True)
+        for row, (slot, count, most) in enumerate(known):
+            begun = rows.token_ids[slot, :count].tolist()
+            [text] = [text for text in self._texts if text[:count] == begun]
+            is_wrong = self._rng.random(most) < 0.3
+            drafts[row, :most] = np.where(is_wrong, 11, text[count : count + most])
+        return drafts
+
+
+def with_drafts(path: Path, expected: list[list[Any]], **options: Any) -> Engine:
+    speculation = SpeculationConfig(speculative_method="ngram", num_speculative_tokens=5)
+    engine = Engine(path, speculation=speculation, **options)
+    proposer = GuardedProposer(HalfRight(expected), read_model_config(path).vocab_size)
+    engine.core.runner._proposer = proposer
+    return engine
+
+
 def prompts() -> list[np.ndarray]:
     rng = np.random.default_rng(5)
     return [rng.integers(5, 90, length) for length in LENGTHS]
@@ -145,6 +174,44 @@ def test_answers_have_the_same_bits_whatever_is_restored(path, expected, options
     for _ in range(3):
         assert engine.answers(prompts()) == expected
     assert [engine.answers([prompt])[0] for prompt in prompts()] == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_steps": True},
+        {"max_num_batched_tokens": 1},
+        {"max_num_batched_tokens": 7},
+        {"num_kv_blocks": 32, "max_num_seqs": 3},
+        {"num_linear_attention_blocks": 5},
+        {"num_linear_attention_blocks": 4},
+        {"enable_prefix_caching": False},
+    ],
+    ids=["plain", "overlapped", "token by token", "small steps", "preempted", "few", "none", "no cache"],
+)
+def test_drafts_leave_nothing_in_a_state(path, expected, options):
+    engine = with_drafts(path, expected, **options)
+    for _ in range(2):
+        assert engine.answers(prompts()) == expected
+    stats = engine.stats
+    if options.get("max_num_batched_tokens") != 1:
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_a_conversation_is_found_up_to_the_last_block_before_its_last_drafts(path, expected):
+    engine = with_drafts(path, expected)
+    prompt, [answer] = prompts()[2], tokens(expected[2:3])
+    assert engine.answers([prompt]) == expected[2:3]
+    before = engine.stats.prefix_hit_tokens
+    assert engine.stats.num_accepted_tokens
+    engine.core.runner._proposer = None
+    longer = np.concatenate((prompt, answer, [11, 12, 13]))
+    repeated = engine.answers([longer])
+    num_computed = len(prompt) + MAX_TOKENS - 1
+    most, fewest = (count // BLOCK_SIZE * BLOCK_SIZE for count in (num_computed, num_computed - 5))
+    assert fewest <= engine.stats.prefix_hit_tokens - before <= most
+    assert repeated == Engine(path, enable_prefix_caching=False).answers([longer])
 
 
 def test_preempted_requests_go_on_behind_checkpoints(path, expected):
@@ -257,10 +324,19 @@ def test_a_draft_model_with_states_is_refused_by_name(path, tmp_path):
         Engine(target, speculation=speculation)
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft-model"])
+def test_answers_have_the_same_bits_with_drafts_of_each_kind(path, expected, tmp_path, method):
+    draft_model = make_checkpoint("llama", tmp_path / "draft", max_position_embeddings=512)
+    options = {"draft_model": str(draft_model)} if method == "draft-model" else {}
+    engine = Engine(path, speculation=SpeculationConfig(speculative_method=method, ngram_min=1, **options))
+    for _ in range(2):
+        assert engine.answers(prompts()) == expected
+    assert engine.stats.num_draft_tokens
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"speculation": SpeculationConfig(speculative_method="ngram")}, "speculative_method is 'ngram'"),
         ({"use_cache_eviction": True}, "use_cache_eviction is True"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         ({"kv_tiering": KVTierConfig(kv_tier="memory", kv_tier_size=0.1)}, "kv_tier is 'memory'"),

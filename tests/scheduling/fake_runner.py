@@ -217,7 +217,9 @@ class FakeRunner:
             state = self.states.get(slot, NEVER_WRITTEN)
             is_bad |= bool(start) and state == GARBAGE
             assert is_bad or not start or state == kv[start - 1], "another sequence's state"
-            self.states[slot] = GARBAGE if is_bad else kv[start + count - 1]
+            taken_in = int(plan.state_copies.num_tokens[row])
+            assert 1 <= taken_in <= count - len(drafts), "a state cannot give back a draft"
+            self.states[slot] = GARBAGE if is_bad else kv[start + taken_in - 1]
         assert is_bad or (read == kv[positions]).all(), request_id
         self._check_windows(slot, start, kv, is_bad=is_bad)
         seen: list = history

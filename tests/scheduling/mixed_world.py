@@ -155,7 +155,6 @@ class World:
             if self.connector is None and choose.chance(50):
                 count = choose.among([0, 1, 3, 20]) if config.dynamic_split_fuse else 0
                 self.states = StateSlots(count, choose.among([1, 2, 5]) * config.block_size)
-                self.most_drafts = 0
         self.runner = FakeRunner(
             self.num_blocks,
             config.block_size,

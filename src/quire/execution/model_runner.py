@@ -378,7 +378,8 @@ class ModelRunner:
         if self._evictor is not None and output.evictions is not None:
             options = self._evictor.batch_options(output, output.evictions, skipped_keys)
         if self._states is not None:
-            options["states"] = StepStates(output.slots.astype(np.int64), self._states.layers)
+            taken_in = None if output.state_copies is None else output.state_copies.num_tokens
+            options["states"] = StepStates(output.slots.astype(np.int64), self._states.layers, taken_in)
         tables = self._batch.block_tables(output.slots)
         return AttentionBatch.build(
             num_tokens=output.num_tokens,

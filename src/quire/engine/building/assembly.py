@@ -68,7 +68,6 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         _refuse_set(of_generating, f"{model.architecture} makes a row of each prompt and generates nothing")
     if model.has_states:
         of_states: dict[str, object] = {
-            "SpeculationConfig.speculative_method": "" if method == "none" else method,
             "SchedulerConfig.use_cache_eviction": scheduler.use_cache_eviction,
             "EngineConfig.tensor_parallel_size": config.tensor_parallel_size
             * (config.tensor_parallel_size > 1),

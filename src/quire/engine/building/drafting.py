@@ -54,7 +54,7 @@ def find_draft_model(
     if draft.has_states:
         raise ConfigError(
             f"SpeculationConfig.draft_model is {name!r}, a {draft.architecture}, which has recurrent layers: "
-            "what it keeps of a rejected draft cannot be taken back; choose another model"
+            "their states are kept of the target model only; choose another model"
         )
     if draft.vocab_size != model.vocab_size:
         own = resolve_model(config.tokenizer, weights=False) if config.tokenizer else model_path
@@ -119,7 +119,12 @@ def build_proposer(
 
         max_num_seqs = config.scheduler.max_num_seqs
         proposer = _copying_proposer(speculation, max_num_seqs)
-        return AdaptiveProposer(proposer, max_num_seqs, overlaps=config.scheduler.overlap_steps)
+        return AdaptiveProposer(
+            proposer,
+            max_num_seqs,
+            overlaps=config.scheduler.overlap_steps,
+            repeats=plan.states is not None,
+        )
     if draft_model is None:
         return None
     from quire.execution.drafts.draft_model_proposer import DraftGraphs, DraftModelProposer

@@ -42,6 +42,7 @@ class AdaptiveProposer(Proposer):
         proposer: makes the drafts; is not asked for rows that are to have none.
         max_num_seqs: number of slots.
         overlaps: whether a step that no drafts follow is in flight while the next one is begun.
+        repeats: whether drafts that are accepted are computed again in the next step, see `StateCopies`.
         clock: tells seconds.
     """
 
@@ -51,11 +52,13 @@ class AdaptiveProposer(Proposer):
         max_num_seqs: int,
         *,
         overlaps: bool = False,
+        repeats: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.follows_tokens = proposer.follows_tokens
         self._proposer = proposer
         self._clock = clock
+        self._repeats = repeats
         self._waiting = Waiting() if overlaps else None
         self._cost = RowCost()
         self._num_steps = 0
@@ -103,6 +106,8 @@ class AdaptiveProposer(Proposer):
             if request.num_drafts:
                 self._shared.note(*request.outcome(known))
         cost = self._cost.of_draft(len(requests) + len(rows.other_slots))
+        if self._repeats:  # p^k (1 - cost) is to exceed the cost
+            cost = min(cost / (1 - cost), 1.0)
         lengths = [
             request.choose_length(known, cost, most)
             for request, known, most in zip(requests, num_tokens, rows.max_drafts.tolist(), strict=True)

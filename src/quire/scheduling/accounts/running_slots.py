@@ -29,6 +29,9 @@ class RunningSlots:
         self.num_computed = np.zeros(
             max_num_seqs, dtype=np.int32
         )  # in the cache once all steps have been applied
+        self.num_to_repeat = np.zeros(
+            max_num_seqs, dtype=np.int32
+        )  # of those, the last ones, which the state of recurrent layers has not taken in
         self.num_evicted = np.zeros(max_num_seqs, dtype=np.int32)  # of those computed: not in the cache
         self.num_drafts = np.zeros(max_num_seqs, dtype=np.int32)  # proposed, to be verified
         self.num_steps_without_drafts = np.zeros(
@@ -119,6 +122,7 @@ class RunningSlots:
         self.num_tokens[slot] = num_tokens
         self.num_computed[slot] = request.num_computed_tokens
         self.num_pending[slot] = self.num_drafts[slot] = self.num_evicted[slot] = 0
+        self.num_to_repeat[slot] = 0
         self.num_steps_without_drafts[slot] = 0
         self.token_limit[slot] = token_limit(request, self._max_model_len)
         self.min_tokens[slot] = num_prompt + request.sampling_params.min_tokens
@@ -160,6 +164,11 @@ class RunningSlots:
     def free(self, slot: int) -> None:
         """Make a slot that was left usable again."""
         self._free.append(slot)
+
+    def next_start(self, slots: IntArray) -> IntArray:
+        """Return how many tokens come before the next step of each of `slots`: [slots]."""
+        start: IntArray = self.num_computed[slots] - self.num_to_repeat[slots]
+        return start
 
     def append(self, slots: IntArray, token_ids: IntArray) -> None:
         """Add one output token to each of `slots`."""

@@ -4,8 +4,10 @@ A running sequence works on the state of its slot. A checkpoint of it can be kep
 full block, so chunks are cut there: every `interval` tokens of what a request begins with, behind its last
 full block, and where the prefix cache has blocks of it up to, but no checkpoint: there it forks from another
 sequence. Later tokens come one by one, and the state behind each full block of them is kept in place of the
-one before it. A sequence is most likely continued at its end, so only its newest checkpoint is likely to be
-found, and those that others have found, too.
+one before it. With drafts they come several at a time: a state takes in none of the drafts, and of the other
+tokens those up to where a block ends; the next step begins with what it has not taken in. A sequence is most
+likely continued at its end, so only its newest checkpoint is likely to be found, and those that others have
+found, too.
 """
 
 from __future__ import annotations
@@ -92,7 +94,12 @@ class SequenceStates:
         self.pool.touch(self._newest[slot])
 
     def copies(
-        self, step: int, restored: list[tuple[int, int]], slots: IntArray, num_computed: IntArray
+        self,
+        step: int,
+        restored: list[tuple[int, int]],
+        slots: IntArray,
+        start: IntArray,
+        end: IntArray,
     ) -> StateCopies:
         """Return the copies of a step that is about to be launched.
 
@@ -100,20 +107,34 @@ class SequenceStates:
             step: its number.
             restored: (checkpoint, slot) of the requests that begin behind checkpoints.
             slots: [R], in the step.
-            num_computed: tokens of each after the step, [R].
+            start: tokens of each before the step, [R].
+            end: tokens of each after the step, without drafts, [R].
         """
+        taken_in = self._taken_in(slots, start, end)
         saves = [
             _Save(slot, checkpoint, num_tokens)
-            for slot, num_tokens in self._to_be_saved(slots, num_computed)
+            for slot, num_tokens in self._to_be_saved(slots, taken_in)
             if (checkpoint := self.pool.take()) is not None
         ]
         if saves:
             self._pending[step] = saves
         pairs = [(save.slot, save.checkpoint) for save in saves]
-        return StateCopies(*(np.array(each, dtype=np.int32).reshape(-1, 2) for each in (restored, pairs)))
+        before, after = (np.array(each, dtype=np.int32).reshape(-1, 2) for each in (restored, pairs))
+        return StateCopies(before, after, (taken_in - start).astype(np.int64))
+
+    def _taken_in(self, slots: IntArray, start: IntArray, end: IntArray) -> IntArray:
+        """Return how many tokens each state has taken in behind a step: [R].
+
+        All but drafts; those of an answer only up to where a block ends, for its checkpoint.
+        """
+        if not self.pool.num_checkpoints:
+            return end
+        full: IntArray = end // self.kv.block_size * self.kv.block_size
+        passes = (start >= self._end[slots]) & (full > start)
+        return np.where(passes, full, end)
 
     def _to_be_saved(self, slots: IntArray, num_computed: IntArray) -> list[tuple[int, int]]:
-        """Return the slots whose states are kept behind a step, and how many tokens they have then."""
+        """Return the slots whose states are kept behind a step, and how many tokens they have taken in."""
         if not self.pool.num_checkpoints:
             return []
         end = self._end[slots]

@@ -27,24 +27,26 @@ class CommitPhase:
         accounts = self.accounts
         running = accounts.running
         slots, num_tokens = plan.scheduled()
-        num_computed = running.num_computed[slots]
+        start = running.next_start(slots)
+        end = start + num_tokens
         num_known = running.num_tokens[slots] + running.num_pending[slots]
-        num_drafts = np.maximum(num_computed + num_tokens - num_known, 0)
-        samples = num_computed + num_tokens >= num_known
+        num_drafts = np.maximum(end - num_known, 0)
+        samples = end >= num_known
         eviction, in_flight = accounts.eviction, accounts.in_flight
-        evictions = None if eviction is None else eviction.apply(slots, num_computed + num_tokens)
+        evictions = None if eviction is None else eviction.apply(slots, end)
         state_copies = None
         if accounts.states is not None:
             state_copies = accounts.states.copies(
-                in_flight.next_step, plan.restored, slots, num_computed + num_tokens
+                in_flight.next_step, plan.restored, slots, start, np.minimum(end, num_known)
             )
+            running.num_to_repeat[slots] = num_tokens - state_copies.num_tokens
         finished_req_ids, preempted_req_ids = accounts.outbox.take_for_runner()
         output = SchedulerOutput(
             step=in_flight.next_step,
             request_ids=running.request_ids[slots].tolist(),
             slots=slots,
             num_tokens=num_tokens,
-            num_computed_tokens=num_computed,
+            num_computed_tokens=start,
             num_known_tokens=num_known,
             draft_token_ids=running.drafts_of(slots, num_drafts),
             finished_req_ids=finished_req_ids,
@@ -60,7 +62,7 @@ class CommitPhase:
             and bool((running.has_grammar[slots] & samples & (running.num_pending[slots] > 0)).any()),
             num_drafts_wanted=None if in_flight.await_tokens else self.drafting.wanted(slots, samples),
         )
-        running.num_computed[slots] += num_tokens
+        running.num_computed[slots] = end
         running.num_pending[slots] += samples
         running.num_drafts[slots] = 0
         running.awaits_tokens[slots] = output.awaits_tokens

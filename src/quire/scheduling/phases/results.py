@@ -140,7 +140,7 @@ class ResultsPhase:
             scheduler_output.draft_token_ids[row, : len(kept)] = kept
             num_fewer = int(planned[row]) - len(kept)
             scheduler_output.num_tokens[row] -= num_fewer
-            accounts.running.num_computed[scheduler_output.slots[row]] -= num_fewer
+            self._take_back(scheduler_output.slots[row : row + 1], num_fewer)
             accounts.stats.num_scheduled_tokens -= num_fewer
 
     # -- counts and tokens ---------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class ResultsPhase:
             num_drafts = scheduler_output.num_drafts[rows]
             num_accepted = np.maximum(np.count_nonzero(sampled != NO_TOKEN, axis=1) - 1, 0)
             num_rejected = num_drafts - np.minimum(num_accepted, num_drafts)
-            running.num_computed[slots] -= num_rejected
+            self._take_back(slots, num_rejected)
             num_computed = num_computed - num_rejected
             accounts.stats.num_draft_tokens += int(num_drafts.sum())
             accounts.stats.num_accepted_tokens += int((num_drafts - num_rejected).sum())
@@ -216,6 +216,13 @@ class ResultsPhase:
             if (slot := running.slot_of(request_id)) is not None
         }
         return _StepResults(slots, sampled, num_computed, np.zeros(len(slots), dtype=np.int32), ended)
+
+    def _take_back(self, slots: IntArray, num_drafts: IntArray | int) -> None:
+        """Count drafts of `slots`, which no state has taken in, as not computed."""
+        running = self.accounts.running
+        running.num_computed[slots] -= num_drafts
+        if self.accounts.states is not None:
+            running.num_to_repeat[slots] -= num_drafts
 
     def _append(self, results: _StepResults) -> None:
         """Append each row's tokens up to the one that ends its request."""
@@ -298,7 +305,7 @@ class ResultsPhase:
     def _propose(self, slots: IntArray, draft_ids: IntArray) -> None:
         accounts = self.accounts
         running, grammars = accounts.running, accounts.grammars
-        if accounts.eviction is not None or accounts.states is not None:
+        if accounts.eviction is not None:
             return  # what goes after a step cannot come back when a draft is rejected
         for row in np.flatnonzero(running.has_grammar[slots] | running.is_beam[slots]).tolist():
             request_id = running.request_at(int(slots[row])).request_id

@@ -50,7 +50,7 @@ class RunningPhase:
         slots = slots[~(running.awaits_tokens[slots] & (running.num_pending[slots] > 0))]
         self.accounts.kv.leave_windows(
             slots,
-            running.num_computed[slots],
+            running.next_start(slots),
             num_prompt=running.num_prompt[slots],
             priorities=running.priority[slots],
             waits_to_be_cached=~running.is_beam[slots]
@@ -63,9 +63,9 @@ class RunningPhase:
         running = accounts.running
         slots = running.in_order()
         known = running.num_tokens[slots] + running.num_pending[slots]
-        wanted = known + running.num_drafts[slots] - running.num_computed[slots]
+        wanted = known + running.num_drafts[slots] - running.next_start(slots)
         if accounts.in_flight:
-            wanted[self._skips_step(slots, known, wanted)] = 0
+            wanted[self._skips_step(slots, known)] = 0
         if plan.throttles_prefills:
             wanted[running.num_computed[slots] + 1 < known] = 0
         if accounts.eviction is not None:
@@ -79,13 +79,12 @@ class RunningPhase:
         plan.num_tokens = np.minimum(np.maximum(left_before, 0), wanted).astype(np.int32)
         plan.budget -= int(plan.num_tokens.sum())
 
-    def _skips_step(self, slots: IntArray, known: IntArray, wanted: IntArray) -> BoolArray:
+    def _skips_step(self, slots: IntArray, known: IntArray) -> BoolArray:
         """Return which slots are not scheduled before the step in flight has been applied: [slots].
 
         Args:
             slots: of running requests.
             known: [slots] their tokens, those on their way included.
-            wanted: [slots] what they would be scheduled for.
         """
         running = self.accounts.running
         is_pending = running.num_pending[slots] > 0
@@ -93,12 +92,13 @@ class RunningPhase:
         needs_tokens = running.is_beam[slots] | running.awaits_tokens[slots] | is_last
         skips: BoolArray = is_pending & needs_tokens
         if self.accounts.in_flight.await_tokens:
-            skips |= (running.num_drafts[slots] > 0) | ((wanted == 1) & self.drafting.is_due(slots))
+            has_drafts, decodes = running.num_drafts[slots] > 0, known - running.num_computed[slots] == 1
+            skips |= has_drafts | (decodes & self.drafting.is_due(slots))
         return skips
 
     def _missing_blocks(self, plan: Plan) -> IntArray:
         accounts = self.accounts
-        num_tokens = accounts.running.num_computed[plan.slots] + plan.num_tokens
+        num_tokens = accounts.running.next_start(plan.slots) + plan.num_tokens
         if accounts.eviction is not None:
             num_tokens -= accounts.running.num_evicted[plan.slots]
         missing = accounts.kv.missing_blocks(plan.slots, num_tokens)
@@ -176,7 +176,7 @@ class RunningPhase:
             return False
         running.num_drafts[plan.slots] = 0
         known = running.num_tokens[plan.slots] + running.num_pending[plan.slots]
-        num_tokens = np.minimum(plan.num_tokens, np.maximum(known - running.num_computed[plan.slots], 0))
+        num_tokens = np.minimum(plan.num_tokens, np.maximum(known - running.next_start(plan.slots), 0))
         plan.budget += int((plan.num_tokens - num_tokens).sum())
         plan.num_tokens = num_tokens
         return True
