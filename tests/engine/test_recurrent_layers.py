@@ -58,15 +58,24 @@ class Engine:
     def checkpoints(self) -> Any:
         return self.core.scheduler.accounts.states.pool
 
-    def outputs(self, prompts: list[np.ndarray], **params: Any) -> list[list[EngineCoreOutput]]:
-        """Return the outputs of each sequence; the prompts run together."""
+    def outputs(
+        self, prompts: list[np.ndarray], begun: list[list[list[int]]] | None = None, **params: Any
+    ) -> list[list[EngineCoreOutput]]:
+        """Return the outputs of each sequence; the prompts run together.
+
+        `begun` has the tokens that another engine has generated for each prompt's sequences.
+        """
         fields = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, **params}
         outputs: dict[str, list[EngineCoreOutput]] = {}
-        for prompt in prompts:
+        for index, prompt in enumerate(prompts):
             names = [str(next(self._names)) for _ in range(fields.get("n", 1))]
             outputs |= {name: [] for name in names}
             request = EngineCoreRequest(
-                names, [*range(len(names))], prompt.tolist(), SamplingParams(**fields)
+                names,
+                [*range(len(names))],
+                prompt.tolist(),
+                SamplingParams(**fields),
+                resumed_outputs=None if begun is None else begun[index],
             )
             self.core.add(request)
         while self.core.has_unfinished_requests():
@@ -262,6 +271,16 @@ def test_several_answers_to_a_prompt(path):
     together = Engine(path).answers(prompts()[:2], **sampled)
     assert together == [*alone[0], *alone[1]]
     assert len({str(answer) for answer in together}) == 6
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}], ids=["plain", "small steps"])
+def test_an_engine_continues_what_another_has_begun(path, expected, options):
+    lengths = 1, 5, 9, 13
+    begun = [[answer[:length]] for answer, length in zip(tokens(expected), lengths, strict=True)]
+    rest = [answer[length:] for answer, length in zip(expected, lengths, strict=True)]
+    for engine in (Engine(path, **options), with_drafts(path, expected, **options)):
+        for _ in range(2):
+            assert engine.answers(prompts(), begun=begun) == rest
 
 
 def test_beams_go_on_from_the_states_of_those_that_they_continue(path):
