@@ -414,6 +414,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "qwen2", "rms_norm_eps": 1e-6, "sliding_window": 131072, "torch_dtype": "bfloat16",
         "transformers_version": "4.43.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
     },
+    "Qwen3_5MoeForCausalLM": {
+        "attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 2),
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [], "model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False, "num_experts": 256, "num_local_experts": None,
+        "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"},
+        "shared_expert_intermediate_size": 512,
+    },
     "LlamaForCausalLM": {
         "_name_or_path": "x", "attention_bias": False, "is_llama_config": True, "mlp_bias": False,
         "model_type": "llama", "pretraining_tp": 1, "rope_interleaved": False, "rope_scaling": None,

@@ -232,6 +232,7 @@ RULES: dict[str, _Rule] = {
     "original_max_position_embeddings": _LENGTH,
     "norm_eps": _Number(0, 1),
     "tie_embedding": _BOOLEAN,
+    "attn_output_gate": _BOOLEAN,
     "full_attention_interval": _Integer(1, _LAYERS),
     "linear_num_key_heads": _Integer(1, 1 << 12),
     "linear_num_value_heads": _Integer(1, 1 << 12),
@@ -377,6 +378,7 @@ HARMLESS = frozenset(
         # published, and read by no class of transformers
         "sliding_window_size", "seq_length", "n_ctx", "normalization_function", "init_method",
         "mamba_use_mlp", "mlp_expansion_factor",
+        "mamba_ssm_dtype", "mtp_num_hidden_layers",
         # generation, which has a file of its own
         "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
         "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",

@@ -60,6 +60,8 @@ def _qwen3_5(hf: HFConfig, base: ModelConfig) -> ModelConfig:
             f"config.json has {delta_net.num_value_heads} linear_num_value_heads, which the "
             f"{delta_net.num_key_heads} linear_num_key_heads cannot serve evenly"
         )
+    if not hf.get("attn_output_gate", True):
+        raise ModelError("config.json says attn_output_gate false; attention without gates is not supported")
     interval = hf.get("full_attention_interval", 4)
     layers = range(base.num_layers)
     types = hf.get("layer_types")
