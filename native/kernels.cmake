@@ -1,6 +1,6 @@
 # The library of kernels: common parts, and each room once for each instruction set.
 
-add_library(quire_kernels STATIC src/thread_pool.cpp src/context.cpp src/dispatch.cpp src/attention_plan.cpp src/sampling.cpp)
+add_library(quire_kernels STATIC src/thread_pool.cpp src/context.cpp src/dispatch.cpp src/attention_plan.cpp src/experts.cpp src/sampling.cpp)
 target_include_directories(quire_kernels PUBLIC src)
 target_link_libraries(quire_kernels PUBLIC Threads::Threads)
 # GCC 12 takes the undefined vectors of its own intrinsics for mistakes.

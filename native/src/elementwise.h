@@ -29,7 +29,7 @@ struct NormCall {
   const float* bias = nullptr;  // [num_features] or null
 };
 
-enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu2 = 3 };
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu2 = 3, kClampedSwiglu = 4 };
 
 // out [num_rows, num_features] = activation(gate) * up, with `gate_up` [num_rows, 2 * num_features], gate first. Without `up`,
 // there are only gates, and nothing is multiplied.
@@ -43,6 +43,19 @@ struct GatedActivationCall {
   int64_t row_stride;
   int64_t out_stride;
   bool has_up = true;
+};
+
+// out [num_rows, num_features]: of each row, the sum of parts in float32, in order, each times its weight.
+struct CombineCall {
+  const float* parts;     // [any number, num_features]
+  const int64_t* places;  // [num_rows, num_parts] which of them a row has
+  const float* weights;   // [num_rows, num_parts]
+  int64_t num_parts;      // of a row
+  void* out;
+  DType out_type;
+  int64_t num_rows;
+  int64_t num_features;
+  int64_t out_stride;
 };
 
 // Keys or values of one layer, each head of a token in one piece. With scales the numbers are int8 and to be multiplied by

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "elementwise.h"
 #include "thread_pool.h"
 #include "types.h"
 
@@ -12,6 +13,7 @@ namespace quire {
 enum class WeightFormat : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4, kGroupedInt8 = 5 };
 
 constexpr int kPanelColumns = 32;
+constexpr int kGatedColumns = kPanelColumns / 2;  // of a panel, if its other half has their gates
 
 // A matrix in panels of kPanelColumns output features each, the last one padded with zeros. A panel holds, in this order:
 //   kFloat32, kFloat16: [in][32]
@@ -56,6 +58,21 @@ inline int64_t PackedWeight::panel_bytes() const {
   return 0;
 }
 
+// Which rows of a product are multiplied with which of several matrices of one format and shape.
+struct ExpertRows {
+  struct Block {
+    int64_t expert;
+    int64_t first_row, last_row;
+  };
+
+  const char* const* panels;  // of each expert, in place of those of the call's weight
+  const Block* blocks;        // all rows, in order
+  int64_t num_blocks;
+  const int64_t*
+      places;      // [num_rows]: the rows of the product that are made of each of the call's; null: each makes one, in order
+  int64_t copies;  // rows of the product that each of the call's makes
+};
+
 // out [num_rows, out_features] = rows [num_rows, in_features] x weight^T + bias. Strides are in elements between rows; the
 // numbers of a row are adjacent. Sums are in float32 (kInt8, and groups with int8 rows: exact integers), in an order that
 // depends on neither num_rows nor the number of threads.
@@ -69,7 +86,10 @@ struct LinearCall {
   void* out;
   DType out_type;
   int64_t out_stride;
-  char* scratch;  // LinearScratch::total bytes, aligned to 64
+  char* scratch;                        // LinearScratch::total bytes, aligned to 64
+  const ExpertRows* experts = nullptr;  // `rows` has num_rows / copies then, `bias` is [experts, out_features]
+  // kGatedColumns columns of gates and of what they are multiplied with take turns: half as many features come out.
+  const Activation* activation = nullptr;
 };
 
 // Where the parts of the scratch memory of a call begin, in bytes.

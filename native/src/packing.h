@@ -30,6 +30,9 @@ struct PackCall {
   const WeightSource* sources;
   int64_t num_sources;
   char* scratch;  // Kernels::pack_scratch bytes, aligned to 64
+  // Half the rows of a matrix of gates and, below them, of what they are multiplied with. Both take turns in the panels,
+  // kGatedColumns of each, with zeros after the last. 0: rows stay in order.
+  int64_t gated_features = 0;
 };
 
 }  // namespace quire

@@ -61,7 +61,8 @@ void bind_elementwise(nb::module_& module) {
       .value("silu", Activation::kSilu)
       .value("gelu_tanh", Activation::kGeluTanh)
       .value("gelu", Activation::kGelu)
-      .value("relu2", Activation::kRelu2);
+      .value("relu2", Activation::kRelu2)
+      .value("clamped_swiglu", Activation::kClampedSwiglu);
   module.def("norm", &norm, "rows"_a, "delta"_a, "weight"_a, "out"_a, "type"_a, "num_rows"_a, "num_features"_a, "row_stride"_a,
              "delta_stride"_a, "out_stride"_a, "scale"_a, "eps"_a, "bias"_a, nb::call_guard<nb::gil_scoped_release>());
   module.def("gated_activation", &gated_activation, "gate_up"_a, "out"_a, "type"_a, "activation"_a, "num_rows"_a,

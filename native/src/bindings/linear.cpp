@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "experts.h"
 #include "module.h"
 
 namespace nb = nanobind;
@@ -20,7 +21,7 @@ PackedWeight make_weight(int format, int64_t out_features, int64_t in_features, 
           at_address<const char>(panels),    has_int8_rows};
 }
 
-void pack(const PackedWeight& weight, const std::vector<Source>& sources) {
+void pack(const PackedWeight& weight, const std::vector<Source>& sources, int64_t gated_features) {
   std::vector<WeightSource> parts;
   for (const auto& [rows, type, num_rows, scales, zeros] : sources) {
     parts.push_back({at_address<const void>(rows), static_cast<DType>(type), num_rows, at_address<const float>(scales),
@@ -28,7 +29,8 @@ void pack(const PackedWeight& weight, const std::vector<Source>& sources) {
   }
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
-  PackCall call{&weight, const_cast<char*>(weight.panels), parts.data(), static_cast<int64_t>(parts.size()), nullptr};
+  PackCall call{&weight,       const_cast<char*>(weight.panels), parts.data(), static_cast<int64_t>(parts.size()), nullptr,
+                gated_features};
   call.scratch = context.scratch(context.kernels().pack_scratch(call, context.pool().num_threads()));
   context.kernels().pack(call, context.pool());
 }
@@ -43,6 +45,52 @@ void linear(const PackedWeight& weight, uintptr_t rows, int row_type, int64_t ro
        at_address<void>(out), static_cast<DType>(out_type), out_stride, context.scratch(bytes)},
       context.pool());
 }
+
+// The packed experts of a layer; panels and biases are the caller's, see ExpertsCall.
+struct PackedExperts {
+  PackedWeight gate_up, down;
+  std::vector<const char*> gate_up_panels, down_panels;
+  const float *gate_up_bias, *down_bias;
+  Activation activation;
+
+  PackedExperts(const std::vector<PackedWeight>& gate_ups, const std::vector<PackedWeight>& downs, uintptr_t gate_up_bias,
+                uintptr_t down_bias, int activation)
+      : gate_up(gate_ups.at(0)),
+        down(downs.at(0)),
+        gate_up_bias(at_address<const float>(gate_up_bias)),
+        down_bias(at_address<const float>(down_bias)),
+        activation(static_cast<Activation>(activation)) {
+    for (const PackedWeight& weight : gate_ups) gate_up_panels.push_back(weight.panels);
+    for (const PackedWeight& weight : downs) down_panels.push_back(weight.panels);
+  }
+
+  void compute(uintptr_t rows, int row_type, int64_t row_stride, int64_t num_rows, uintptr_t chosen, uintptr_t weights,
+               int64_t num_chosen, uintptr_t out, int out_type, int64_t out_stride) const {
+    Context& context = Context::get();
+    const std::lock_guard<std::mutex> lock(context.mutex);
+    ExpertsCall call = {&gate_up,
+                        &down,
+                        gate_up_panels.data(),
+                        down_panels.data(),
+                        gate_up_bias,
+                        down_bias,
+                        static_cast<int64_t>(gate_up_panels.size()),
+                        activation,
+                        at_address<const void>(rows),
+                        static_cast<DType>(row_type),
+                        row_stride,
+                        num_rows,
+                        at_address<const int64_t>(chosen),
+                        at_address<const float>(weights),
+                        num_chosen,
+                        at_address<void>(out),
+                        static_cast<DType>(out_type),
+                        out_stride,
+                        nullptr};
+    call.scratch = context.scratch(experts_scratch(call));
+    experts(call, context.kernels(), context.pool());
+  }
+};
 
 }  // namespace
 
@@ -68,9 +116,14 @@ void bind_linear(nb::module_& module) {
             new (self) PackedWeight(make_weight(format, out_features, in_features, group_size, panels, has_int8_rows));
           },
           "format"_a, "out_features"_a, "in_features"_a, "group_size"_a, "panels"_a, "has_int8_rows"_a = false)
-      .def("pack", &pack, "sources"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("pack", &pack, "sources"_a, "gated_features"_a = 0, nb::call_guard<nb::gil_scoped_release>())
       .def("linear", &linear, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "bias"_a, "out"_a, "out_type"_a,
            "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<PackedExperts>(module, "PackedExperts")
+      .def(nb::init<const std::vector<PackedWeight>&, const std::vector<PackedWeight>&, uintptr_t, uintptr_t, int>(),
+           "gate_ups"_a, "downs"_a, "gate_up_bias"_a, "down_bias"_a, "activation"_a)
+      .def("compute", &PackedExperts::compute, "rows"_a, "row_type"_a, "row_stride"_a, "num_rows"_a, "chosen"_a, "weights"_a,
+           "num_chosen"_a, "out"_a, "out_type"_a, "out_stride"_a, nb::call_guard<nb::gil_scoped_release>());
   module.def(
       "packed_bytes",
       [](int format, int64_t out_features, int64_t in_features, int64_t group_size) {

@@ -1,8 +1,8 @@
 // Norms and activations: see elementwise.h. Compiled once for each instruction set.
 #include "elementwise.h"
 
+#include "activations.h"
 #include "rows.h"
-#include "vector_math.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -31,18 +31,6 @@ void norm_rows(const NormCall& call, ThreadPool& pool) {
   });
 }
 
-template <Activation kActivation>
-QUIRE_INLINE f32x16 activate(f32x16 x) {
-  if constexpr (kActivation == Activation::kSilu) return x / (exp(-x) + 1.0f);
-  if constexpr (kActivation == Activation::kGelu) return (erf(x * 0.70710678f) + 1.0f) * x * 0.5f;
-  if constexpr (kActivation == Activation::kRelu2) {
-    const f32x16 positive = select(x < 0.0f, splat(0.0f), x);  // so that a NaN stays
-    return positive * positive;
-  }
-  const f32x16 inner = (x * x * x * 0.044715f + x) * 0.79788456f;  // sqrt(2 / pi)
-  return (tanh(inner) + 1.0f) * x * 0.5f;
-}
-
 template <class T, Activation kActivation, bool kHasUp>
 void activate_rows(const GatedActivationCall& call, ThreadPool& pool) {
   for_each_row(pool, call.num_rows, call.num_features, [&](int64_t index) {
@@ -51,8 +39,12 @@ void activate_rows(const GatedActivationCall& call, ThreadPool& pool) {
     T* out = static_cast<T*>(call.out) + index * call.out_stride;
     for (int64_t column = 0; column < call.num_features; column += kLanes) {
       const int64_t left = call.num_features - column;
-      f32x16 values = activate<kActivation>(load_left(gate + column, left));
-      if constexpr (kHasUp) values *= load_left(up + column, left);
+      f32x16 values = load_left(gate + column, left);
+      if constexpr (kHasUp) {
+        values = gated<kActivation>(values, load_left(up + column, left));
+      } else {
+        values = activate<kActivation>(values);
+      }
       store_left(out + column, values, left);
     }
   });
@@ -65,12 +57,30 @@ void activate_as(const GatedActivationCall& call, ThreadPool& pool) {
     case Activation::kGeluTanh: return activate_rows<T, Activation::kGeluTanh, kHasUp>(call, pool);
     case Activation::kGelu: return activate_rows<T, Activation::kGelu, kHasUp>(call, pool);
     case Activation::kRelu2: return activate_rows<T, Activation::kRelu2, kHasUp>(call, pool);
+    case Activation::kClampedSwiglu: return activate_rows<T, Activation::kClampedSwiglu, kHasUp>(call, pool);
   }
 }
 
 template <class T>
 void activate_all(const GatedActivationCall& call, ThreadPool& pool) {
   return call.has_up ? activate_as<T, true>(call, pool) : activate_as<T, false>(call, pool);
+}
+
+template <class T>
+void combine_rows(const CombineCall& call, ThreadPool& pool) {
+  for_each_row(pool, call.num_rows, call.num_parts * call.num_features, [&](int64_t row) {
+    T* out = static_cast<T*>(call.out) + row * call.out_stride;
+    const int64_t* places = call.places + row * call.num_parts;
+    const float* weights = call.weights + row * call.num_parts;
+    for (int64_t column = 0; column < call.num_features; column += kLanes) {
+      const int64_t left = call.num_features - column;
+      f32x16 sum = {};
+      for (int64_t part = 0; part < call.num_parts; ++part) {
+        sum += load_left(call.parts + places[part] * call.num_features + column, left) * weights[part];
+      }
+      store_left(out + column, sum, left);
+    }
+  });
 }
 
 }  // namespace
@@ -88,6 +98,14 @@ void gated_activation(const GatedActivationCall& call, ThreadPool& pool) {
     case DType::kBFloat16: return activate_all<bf16>(call, pool);
     case DType::kFloat16: return activate_all<fp16>(call, pool);
     default: return activate_all<float>(call, pool);
+  }
+}
+
+void combine(const CombineCall& call, ThreadPool& pool) {
+  switch (call.out_type) {
+    case DType::kBFloat16: return combine_rows<bf16>(call, pool);
+    case DType::kFloat16: return combine_rows<fp16>(call, pool);
+    default: return combine_rows<float>(call, pool);
   }
 }
 

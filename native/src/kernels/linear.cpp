@@ -87,7 +87,7 @@ QUIRE_INLINE void multiply_panel(const typename Format::Row* rows, int64_t row_s
 // Whether rows can be multiplied where they are.
 template <class Format>
 bool is_direct(const LinearCall& call) {
-  if (call.row_type != Format::kRowType) return false;
+  if (call.row_type != Format::kRowType || (call.experts != nullptr && call.experts->places != nullptr)) return false;
   if constexpr (Format::kHasTiles) {
     return call.num_rows <= Format::kRowsTogether && call.weight->in_features * sizeof(typename Format::Row) % kLine == 0;
   }
@@ -105,19 +105,18 @@ void multiply_float(const LinearCall& call, ThreadPool& pool) {
     const LinearScratch scratch(weight, call.num_rows);
     Row* converted = reinterpret_cast<Row*>(call.scratch + scratch.rows);
     row_stride = scratch.row_bytes / sizeof(Row);
-    parallel_for(pool, call.num_rows,
-                 [&](int64_t row, int) { convert_row(call, row, converted + row * row_stride, row_stride); });
+    prepare_rows(
+        call, pool, [&](int64_t from, int64_t row) { convert_row(call, from, converted + row * row_stride, row_stride); },
+        [&](int64_t row, int64_t other) {
+          std::memcpy(converted + other * row_stride, converted + row * row_stride, row_stride * sizeof(Row));
+        });
     rows = converted;
   }
-  for_each_task(call, pool, Format::kRowsTogether, [&](int64_t panel, int64_t first_row, int64_t last_row) {
-    const int64_t column = panel * kPanelColumns;
-    const int64_t count = min(weight.out_features - column, kPanelColumns);
-    f32x16 bias[2];
-    load_bias(call.bias, column, count, bias);
-    multiply_panel<Format>(rows, row_stride, first_row, last_row, num_steps, weight.panels + panel * weight.panel_bytes(),
-                           weight.panel_bytes(), [&](int64_t row, f32x16(&sums)[2]) {
-                             f32x16 values[2] = {sums[0] + bias[0], sums[1] + bias[1]};
-                             store_row(call, row, column, count, values);
+  for_each_task(call, pool, Format::kRowsTogether, [&](const PanelTask& task) {
+    multiply_panel<Format>(rows, row_stride, task.first_row, task.last_row, num_steps, task.panel, weight.panel_bytes(),
+                           [&](int64_t row, f32x16(&sums)[2]) {
+                             f32x16 values[2] = {sums[0] + task.bias[0], sums[1] + task.bias[1]};
+                             store_row(call, row, task, values);
                            });
   });
 }
@@ -129,28 +128,29 @@ void multiply_int8(const LinearCall& call, ThreadPool& pool) {
   const int64_t row_stride = scratch.row_bytes;
   float* scales = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
   uint8_t* rows = reinterpret_cast<uint8_t*>(call.scratch + scratch.rows);
-  parallel_for(pool, call.num_rows,
-               [&](int64_t row, int) { scales[row] = quantize_row<128>(call, row, rows + row * row_stride, row_stride); });
-  for_each_task(call, pool, Int8Format::kRowsTogether, [&](int64_t panel, int64_t first_row, int64_t last_row) {
-    const int64_t column = panel * kPanelColumns;
-    const int64_t count = min(weight.out_features - column, kPanelColumns);
-    const char* data = weight.panels + panel * weight.panel_bytes();
-    const char* tail = data + num_steps * Int8Format::kStepBytes;
-    f32x16 bias[2], column_scale[2];
+  prepare_rows(
+      call, pool,
+      [&](int64_t from, int64_t row) { scales[row] = quantize_row<128>(call, from, rows + row * row_stride, row_stride); },
+      [&](int64_t row, int64_t other) {
+        std::memcpy(rows + other * row_stride, rows + row * row_stride, row_stride);
+        scales[other] = scales[row];
+      });
+  for_each_task(call, pool, Int8Format::kRowsTogether, [&](const PanelTask& task) {
+    const char* tail = task.panel + num_steps * Int8Format::kStepBytes;
+    f32x16 column_scale[2];
     i32x16 column_sum[2];
-    load_bias(call.bias, column, count, bias);
     for (int half = 0; half < 2; ++half) {
       column_scale[half] = load_bits<f32x16>(tail + half * kLine);
       column_sum[half] = load_bits<i32x16>(tail + kPanelColumns * 4 + half * kLine);
     }
-    multiply_panel<Int8Format>(rows, row_stride, first_row, last_row, num_steps, data, weight.panel_bytes(),
+    multiply_panel<Int8Format>(rows, row_stride, task.first_row, task.last_row, num_steps, task.panel, weight.panel_bytes(),
                                [&](int64_t row, i32x16(&sums)[2]) {
                                  f32x16 values[2];
                                  for (int half = 0; half < 2; ++half) {
                                    const f32x16 exact = convert<f32x16>(sums[half] - column_sum[half] * 128);
-                                   values[half] = exact * (column_scale[half] * scales[row]) + bias[half];
+                                   values[half] = exact * (column_scale[half] * scales[row]) + task.bias[half];
                                  }
-                                 store_row(call, row, column, count, values);
+                                 store_row(call, row, task, values);
                                });
   });
 }

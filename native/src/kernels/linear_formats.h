@@ -163,18 +163,6 @@ inline Split split_rows(int64_t num_rows, int64_t row_bytes, int64_t num_panels,
   return {rows_per_task, ceil_div(num_rows, rows_per_task)};
 }
 
-// Calls multiply(panel, first_row, last_row) for all panels and rows, on all threads.
-template <class Multiply>
-void for_each_task(const LinearCall& call, ThreadPool& pool, int rows_together, const Multiply& multiply) {
-  const int64_t num_panels = call.weight->num_panels();
-  const int64_t row_bytes = LinearScratch(*call.weight, call.num_rows).row_bytes;
-  const Split split = split_rows(call.num_rows, row_bytes, num_panels, pool.num_threads(), rows_together);
-  parallel_for(pool, num_panels * split.num_row_tasks, [&](int64_t task, int) {
-    const int64_t first_row = task / num_panels * split.rows_per_task;
-    multiply(task % num_panels, first_row, min(first_row + split.rows_per_task, call.num_rows));
-  });
-}
-
 // Calls visit(first_row, count, tile, num_tiles) for tiles of nearly equal height, of up to `Rows`.
 template <int Rows = kTileRows, class Visit>
 QUIRE_INLINE void for_each_tile(int64_t first_row, int64_t last_row, const Visit& visit) {

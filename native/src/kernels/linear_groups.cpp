@@ -117,14 +117,18 @@ Rows convert_rows(const LinearCall& call, ThreadPool& pool) {
   const int64_t num_groups = weight.num_groups();
   bf16* converted = reinterpret_cast<bf16*>(call.scratch + scratch.rows);
   float* group_sums = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
-  parallel_for(pool, call.num_rows, [&](int64_t row, int) {
+  const auto prepare = [&](int64_t from, int64_t row) {
     bf16* to = converted + row * weight.in_features;
-    convert_row(call, row, to, weight.in_features);
+    convert_row(call, from, to, weight.in_features);
     for (int64_t group = 0; group < num_groups; ++group) {
       f32x16 sum = {};
       for (int64_t i = 0; i < weight.group_size; i += kLanes) sum += load(to + group * weight.group_size + i);
       group_sums[row * num_groups + group] = sum_of_lanes(sum);
     }
+  };
+  prepare_rows(call, pool, prepare, [&](int64_t row, int64_t other) {
+    std::memcpy(converted + other * weight.in_features, converted + row * weight.in_features, weight.in_features * sizeof(bf16));
+    std::memcpy(group_sums + other * num_groups, group_sums + row * num_groups, num_groups * sizeof(float));
   });
   return {converted, group_sums, weight.in_features, num_groups};
 }
@@ -133,19 +137,14 @@ template <class Lines>
 void multiply(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const Rows rows = convert_rows(call, pool);
-  for_each_task(call, pool, kTileRows, [&](int64_t panel, int64_t first_row, int64_t last_row) {
-    const int64_t column = panel * kPanelColumns;
-    const int64_t count = min(weight.out_features - column, kPanelColumns);
-    const char* panel_at = weight.panels + panel * weight.panel_bytes();
-    const float* units = units_of(weight, panel_at);
-    f32x16 bias[2];
-    load_bias(call.bias, column, count, bias);
-    for_each_tile(first_row, last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
+  for_each_task(call, pool, kTileRows, [&](const PanelTask& task) {
+    const float* units = units_of(weight, task.panel);
+    for_each_tile(task.first_row, task.last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
       f32x16 totals[kTileRows][2] = {};
-      tile_function<Lines>(num_rows)(totals, rows, row, weight, panel_at);
+      tile_function<Lines>(num_rows)(totals, rows, row, weight, task.panel);
       for (int i = 0; i < num_rows; ++i) {
-        for (int half = 0; half < 2; ++half) totals[i][half] = totals[i][half] * load(units + half * kLanes) + bias[half];
-        store_row(call, row + i, column, count, totals[i]);
+        for (int half = 0; half < 2; ++half) totals[i][half] = totals[i][half] * load(units + half * kLanes) + task.bias[half];
+        store_row(call, row + i, task, totals[i]);
       }
     });
   });

@@ -202,15 +202,20 @@ Rows quantize_rows(const LinearCall& call, ThreadPool& pool) {
   int8_t* numbers = reinterpret_cast<int8_t*>(call.scratch + scratch.rows);
   float* scales = reinterpret_cast<float*>(call.scratch + scratch.row_numbers);
   float* group_sums = scales + call.num_rows;
-  parallel_for(pool, call.num_rows, [&](int64_t row, int) {
+  const auto prepare = [&](int64_t from, int64_t row) {
     int8_t* to = numbers + row * scratch.row_bytes;
-    scales[row] = quantize_row<0>(call, row, to, weight.in_features);
+    scales[row] = quantize_row<0>(call, from, to, weight.in_features);
     for (int64_t group = 0; group < num_groups; ++group) {
       int32_t sum = 0;
       for (int64_t i = 0; i < weight.group_size; ++i) sum += to[group * weight.group_size + i];
       group_sums[row * num_groups + group] = static_cast<float>(sum);
     }
     put_in_order<Lines>(to, weight.in_features);
+  };
+  prepare_rows(call, pool, prepare, [&](int64_t row, int64_t other) {
+    std::memcpy(numbers + other * scratch.row_bytes, numbers + row * scratch.row_bytes, weight.in_features);
+    scales[other] = scales[row];
+    std::memcpy(group_sums + other * num_groups, group_sums + row * num_groups, num_groups * sizeof(float));
   });
   return {numbers, scales, group_sums, scratch.row_bytes, num_groups};
 }
@@ -219,21 +224,16 @@ template <class Lines>
 void multiply(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const Rows rows = quantize_rows<Lines>(call, pool);
-  for_each_task(call, pool, kRowsTogether, [&](int64_t panel, int64_t first_row, int64_t last_row) {
-    const int64_t column = panel * kPanelColumns;
-    const int64_t count = min(weight.out_features - column, kPanelColumns);
-    const char* panel_at = weight.panels + panel * weight.panel_bytes();
-    const float* units = units_of(weight, panel_at);
-    f32x16 bias[2];
-    load_bias(call.bias, column, count, bias);
-    for_each_tile<kRowsTogether>(first_row, last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
+  for_each_task(call, pool, kRowsTogether, [&](const PanelTask& task) {
+    const float* units = units_of(weight, task.panel);
+    for_each_tile<kRowsTogether>(task.first_row, task.last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
       f32x16 totals[kRowsTogether][2] = {};
-      tile_function<Lines>(num_rows)(totals, rows, row, weight, panel_at);
+      tile_function<Lines>(num_rows)(totals, rows, row, weight, task.panel);
       for (int i = 0; i < num_rows; ++i) {
         for (int half = 0; half < 2; ++half) {
-          totals[i][half] = totals[i][half] * (load(units + half * kLanes) * rows.scales[row + i]) + bias[half];
+          totals[i][half] = totals[i][half] * (load(units + half * kLanes) * rows.scales[row + i]) + task.bias[half];
         }
-        store_row(call, row + i, column, count, totals[i]);
+        store_row(call, row + i, task, totals[i]);
       }
     });
   });

@@ -1,6 +1,7 @@
 // The rows of a product: read as the format of the weights wants them, and written in the type that the caller wants.
 #pragma once
 
+#include "activations.h"
 #include "linear_formats.h"
 
 namespace quire::QUIRE_ISA {
@@ -83,7 +84,67 @@ QUIRE_INLINE void load_bias(const float* bias, int64_t column, int64_t count, f3
   }
 }
 
-QUIRE_INLINE void store_row(const LinearCall& call, int64_t row, int64_t column, int64_t count, f32x16 (&values)[2]) {
+// A panel of a weight, and the rows that it is multiplied with.
+struct PanelTask {
+  const char* panel;
+  int64_t column;  // its first
+  int64_t count;   // of its columns
+  int64_t first_row, last_row;
+  f32x16 bias[2];
+};
+
+QUIRE_INLINE PanelTask panel_task(const LinearCall& call, int64_t panel, ExpertRows::Block rows) {
+  const PackedWeight& weight = *call.weight;
+  const int64_t column = panel * kPanelColumns;
+  const char* panels = call.experts == nullptr ? weight.panels : call.experts->panels[rows.expert];
+  const float* bias = call.bias == nullptr ? nullptr : call.bias + rows.expert * weight.out_features;
+  PanelTask task = {panels + panel * weight.panel_bytes(),
+                    column,
+                    min(weight.out_features - column, kPanelColumns),
+                    rows.first_row,
+                    rows.last_row,
+                    {}};
+  load_bias(bias, column, task.count, task.bias);
+  return task;
+}
+
+// Calls multiply(task) for all panels and rows, on all threads.
+template <class Multiply>
+void for_each_task(const LinearCall& call, ThreadPool& pool, int rows_together, const Multiply& multiply) {
+  const int64_t num_panels = call.weight->num_panels();
+  if (call.experts != nullptr) {
+    parallel_for(pool, num_panels * call.experts->num_blocks, [&](int64_t task, int) {
+      multiply(panel_task(call, task % num_panels, call.experts->blocks[task / num_panels]));
+    });
+    return;
+  }
+  const int64_t row_bytes = LinearScratch(*call.weight, call.num_rows).row_bytes;
+  const Split split = split_rows(call.num_rows, row_bytes, num_panels, pool.num_threads(), rows_together);
+  parallel_for(pool, num_panels * split.num_row_tasks, [&](int64_t task, int) {
+    const int64_t first_row = task / num_panels * split.rows_per_task;
+    multiply(panel_task(call, task % num_panels, {0, first_row, min(first_row + split.rows_per_task, call.num_rows)}));
+  });
+}
+
+// Calls prepare(from, row) for each of the call's rows and the first row of the product that is made of it, and copy(row, other) for
+// each other one.
+template <class Prepare, class Copy>
+void prepare_rows(const LinearCall& call, ThreadPool& pool, const Prepare& prepare, const Copy& copy) {
+  if (call.experts == nullptr || call.experts->places == nullptr) {
+    return parallel_for(pool, call.num_rows, [&](int64_t row, int) { prepare(row, row); });
+  }
+  const int64_t copies = call.experts->copies;
+  parallel_for(pool, call.num_rows / copies, [&](int64_t from, int) {
+    const int64_t* places = call.experts->places + from * copies;
+    prepare(from, places[0]);
+    for (int64_t i = 1; i < copies; ++i) copy(places[0], places[i]);
+  });
+}
+
+QUIRE_INLINE void store_row(const LinearCall& call, int64_t row, const PanelTask& task, f32x16 (&values)[2]) {
+  const int64_t column = call.activation == nullptr ? task.column : task.column / 2;
+  const int64_t count = call.activation == nullptr ? task.count : kGatedColumns;
+  if (call.activation != nullptr) values[0] = gated(*call.activation, values[0], values[1]);
   const int64_t place = row * call.out_stride + column;
   switch (call.out_type) {
     case DType::kFloat32: return store_columns(static_cast<float*>(call.out) + place, values, count);

@@ -248,6 +248,11 @@ struct Origin {
 };
 
 Origin origin_of(const PackCall& call, int64_t column) {
+  if (call.gated_features > 0) {
+    const int64_t feature = column / kPanelColumns * kGatedColumns + column % kGatedColumns;
+    if (feature >= call.gated_features) return {nullptr, 0};
+    column = column % kPanelColumns < kGatedColumns ? feature : call.gated_features + feature;
+  }
   for (int64_t i = 0; i < call.num_sources; ++i) {
     if (column < call.sources[i].num_rows) return {&call.sources[i], column};
     column -= call.sources[i].num_rows;
@@ -310,7 +315,7 @@ void pack(const PackCall& call, ThreadPool& pool) {
   parallel_for(pool, weight.num_panels(), [&](int64_t panel, int thread) {
     char* to = call.panels + panel * weight.panel_bytes();
     char* buffer = call.scratch + thread * thread_bytes;
-    if ((panel + 1) * kPanelColumns > weight.out_features) std::memset(to, 0, weight.panel_bytes());
+    if (origin_of(call, (panel + 1) * kPanelColumns - 1).source == nullptr) std::memset(to, 0, weight.panel_bytes());
     if (has_steps) {
       pack_steps(call, panel, to, buffer);
     } else {

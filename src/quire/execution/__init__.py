@@ -26,7 +26,8 @@ to places that stay the same, and sizes are rounded up. Sampling is captured sep
 (`execution/sampling/captured_choice.py`), for logits at the address where such a step leaves them, for each
 combination of drawn, penalized, masked and edited rows. `tests/execution/test_step_graphs.py` replays on a
 tape of operations what a GPU would from a CUDA graph. `KernelSet.experts` decides how experts are held and
-computed; `ExpertByExpert` computes one after the other, and waits for the device to learn which were chosen.
+computed; `ExpertByExpert` computes one after the other, and waits for the device to learn which were chosen;
+kernels of their own compute all in one call.
 `KernelSet.gated_linear` turns a dense layer into the gated one that begins a feed-forward layer; kernels may
 gate products before they are stored. `tests/execution/test_step_on_device.py` runs steps on torch's meta
 device, which shows that nothing is mixed.

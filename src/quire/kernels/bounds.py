@@ -30,6 +30,9 @@ NCCL_BYTES = 512 << 20
 # The experts on GPUs, see kernels/triton/experts/routing.py.
 GPU_PAIR_BYTES = 24  # of a row and one of its experts: their numbers, a weight, and at the most a tile
 
+# The experts on a CPU, see native/src/experts.cpp.
+NATIVE_PAIR_BYTES = 64  # of a row and one of its experts: numbers, a weight, and at the most a block
+
 # The estimate of a selection of keys, see native/src/kernels/key_masses.cpp.
 MASS_ROWS = 4  # that are computed together
 GPU_ESTIMATE_BYTES = 1 << 25  # of query blocks that are estimated at a time

@@ -45,7 +45,7 @@ class PackedWeight:
         panels: int,
         has_int8_rows: bool = False,
     ) -> None: ...
-    def pack(self, sources: Sequence[tuple[int, int, int, int, int]]) -> None: ...
+    def pack(self, sources: Sequence[tuple[int, int, int, int, int]], gated_features: int = 0) -> None: ...
     def linear(
         self,
         rows: int,
@@ -53,6 +53,29 @@ class PackedWeight:
         row_stride: int,
         num_rows: int,
         bias: int,
+        out: int,
+        out_type: int,
+        out_stride: int,
+    ) -> None: ...
+
+class PackedExperts:
+    def __init__(
+        self,
+        gate_ups: Sequence[PackedWeight],
+        downs: Sequence[PackedWeight],
+        gate_up_bias: int,
+        down_bias: int,
+        activation: int,
+    ) -> None: ...
+    def compute(
+        self,
+        rows: int,
+        row_type: int,
+        row_stride: int,
+        num_rows: int,
+        chosen: int,
+        weights: int,
+        num_chosen: int,
         out: int,
         out_type: int,
         out_stride: int,
@@ -138,6 +161,8 @@ class Activation(enum.Enum):
     gelu = 2
 
     relu2 = 3
+
+    clamped_swiglu = 4
 
 def norm(
     rows: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.bounds import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from quire.kernels.cpu import _native
+from quire.kernels.cpu.experts import PackedExperts
 from quire.kernels.cpu.layers import LAYER, PLAN, attention_plan, native_key_scores, native_layer
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.recurrence import causal_conv, gated_delta_rule, selective_scan
@@ -30,18 +32,19 @@ from quire.kernels.cpu.tensors import (
 )
 from quire.kernels.devices.cores import usable_cores, usable_cpus
 from quire.kernels.interface import KernelSet
+from quire.kernels.layers.activations import ACTIVATIONS
 from quire.kernels.layers.expert_by_expert import ExpertByExpert
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.linear import Linear
 from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
-from quire.kernels.layers.weights import Weight
+from quire.kernels.layers.weights import Weight, is_reordered
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling.host_choice import HostChoice
 from quire.kernels.sampling.token_choice import TokenChoice
 
 logger = logging.getLogger(__name__)
 
-_ACTIVATIONS = {kind.name: kind.value for kind in _native.Activation}
+_ACTIVATIONS = {kind.name: kind.value for kind in _native.Activation if kind.name in ACTIVATIONS}
 _REFERENCE = ReferenceKernels()
 
 
@@ -89,7 +92,12 @@ class NativeKernels(KernelSet):
 
     @override
     def experts(self, weights: Iterable[ExpertWeights], mixture: Mixture, **options: Any) -> Experts:
-        return ExpertByExpert(weights, mixture, self, **options)
+        weights = iter(weights)
+        first = next(weights)
+        weights = itertools.chain((first,), weights)
+        if any(is_reordered(part) for part in (*first.gate_up, *first.down)):
+            return ExpertByExpert(weights, mixture, self, **options)
+        return PackedExperts(weights, mixture, **options)
 
     @override
     def rms_norm(

@@ -7,6 +7,7 @@ Where torch's oneDNN reaches the same rate, it does so from some tens of rows on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -24,9 +25,18 @@ from quire.kernels.cpu.tensors import (
     written_row_stride,
 )
 from quire.kernels.devices.memory import WeightMemory
-from quire.kernels.layers.linear import Linear, quantization_of
-from quire.kernels.layers.weights import Float8Weight, GroupedWeight, Int8Weight, Weight, dequantize, num_rows
+from quire.kernels.layers.linear import Linear, check_order, quantization_of
+from quire.kernels.layers.weights import (
+    Float8Weight,
+    GroupedWeight,
+    Int8Weight,
+    Weight,
+    dequantize,
+    in_features,
+    num_rows,
+)
 
+GATED_COLUMNS = 16  # of gates, and then of what they are multiplied with, in a panel
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = ("none", "int8", "int4", "grouped_int8")
@@ -34,56 +44,76 @@ _IN_GROUPS = ("int4", "grouped_int8")
 _GROUP_MULTIPLE = 16  # of inputs that share a scale, see native/src/linear.h
 
 
-class PackedLinear(Linear):
-    """A weight matrix in panels, see native/src/linear.h; the arguments are those of `KernelSet.linear`.
+class PackedMatrix:
+    """A weight matrix in panels, see native/src/linear.h.
+
+    Args:
+        parts: as for `KernelSet.linear`, and so are those not named here.
+        gated_features: half of its rows, if these are gates and, below them, what they are multiplied with:
+            both take turns in the panels, and zeros fill them up. 0: rows stay in order.
 
     Raises:
         TypeError: a type is not as it must be.
-        ValueError: a shape or a stride is not as it must be, or there are no such groups in the kernels.
+        ValueError: a shape is not as it must be, or there are no such groups in the kernels.
     """
 
     def __init__(
         self,
         parts: Sequence[Weight],
-        bias: torch.Tensor | None = None,
         *,
         dtype: torch.dtype,
         quantization: str = "none",
         group_size: int = 128,
         int4_activations: str = "int8",
         memory: WeightMemory | None = None,
+        gated_features: int = 0,
     ) -> None:
+        check_order(parts)
+        inputs = in_features(parts[0])
+        if not 1 <= inputs <= MAX_INPUTS:
+            raise ValueError(f"a layer has {inputs} input features; 1 to {MAX_INPUTS} are supported")
+        memory = memory or WeightMemory()
+        for part in parts:
+            _check_part(part, inputs, is_read=not memory.is_filled)
+        kind = quantization_of(parts, quantization, group_size)
+        group_size = _group_size(parts, group_size) if kind in _IN_GROUPS else 0
+        _check_kind(kind, dtype, group_size, inputs)
+        sources = [_as_source(part, kind, group_size) for part in parts]
+        weight_format = _native.WeightFormat[str(dtype).removeprefix("torch.") if kind == "none" else kind]
+        outputs = sum(num_rows(part) for part in parts)
+        if gated_features:
+            outputs = -(-gated_features // GATED_COLUMNS) * 2 * GATED_COLUMNS
+        self.layout = weight_format.value, outputs, inputs, group_size
+        self._panels = memory.allocate(_native.packed_bytes(*self.layout))
+        has_int8_rows = kind in _IN_GROUPS and int4_activations == "int8"
+        self.native = _native.PackedWeight(*self.layout, self._panels.data_ptr(), has_int8_rows)
+        if not memory.is_filled:
+            self.native.pack([_source(part) for part in sources], gated_features)
+
+
+class PackedLinear(Linear):
+    """A dense layer on a packed matrix; the arguments are those of `KernelSet.linear`.
+
+    Raises:
+        TypeError, ValueError: see `PackedMatrix`; or the same of the bias.
+    """
+
+    def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None = None, **options: Any) -> None:
         if not parts:
             raise ValueError("a layer has no weights")
         super().__init__(parts, bias)
-        if not 1 <= self.in_features <= MAX_INPUTS:
-            raise ValueError(
-                f"a layer has {self.in_features} input features; 1 to {MAX_INPUTS} are supported"
-            )
-        memory = memory or WeightMemory()
-        for part in parts:
-            _check_part(part, self.in_features, is_read=not memory.is_filled)
         if self.bias is not None:
             self.bias = self.bias.contiguous()
             _check_tensor("the bias", self.bias, _FLOATS, (self.out_features,))
-        kind = quantization_of(parts, quantization, group_size)
-        group_size = _group_size(parts, group_size) if kind in _IN_GROUPS else 0
-        _check_kind(kind, dtype, group_size, self.in_features)
-        sources = [_as_source(part, kind, group_size) for part in parts]
-        weight_format = _native.WeightFormat[str(dtype).removeprefix("torch.") if kind == "none" else kind]
-        layout = weight_format.value, self.out_features, self.in_features, group_size
-        self._panels = memory.allocate(_native.packed_bytes(*layout))
-        has_int8_rows = kind in _IN_GROUPS and int4_activations == "int8"
-        self._weight = _native.PackedWeight(*layout, self._panels.data_ptr(), has_int8_rows)
+        self._matrix = PackedMatrix(parts, **options)
+        self._weight = self._matrix.native
         self._bias = address(self.bias)
-        if not memory.is_filled:
-            self._weight.pack([_source(part) for part in sources])
 
     @override
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is None:
             out = rows.new_empty((len(rows), self.out_features))
-        row_type, stride, count, out_type, out_stride = _numbers(
+        row_type, stride, count, out_type, out_stride = row_numbers(
             (rows.shape, rows.stride(), rows.dtype, rows.is_cpu),
             (out.shape, out.stride(), out.dtype, out.is_cpu),
             self.in_features,
@@ -96,7 +126,7 @@ class PackedLinear(Linear):
 
 
 @checked_once
-def _numbers(rows: Form, out: Form, in_features: int, out_features: int) -> tuple[int, int, int, int, int]:
+def row_numbers(rows: Form, out: Form, in_features: int, out_features: int) -> tuple[int, int, int, int, int]:
     """Return type, stride and number of rows, and type and stride of the result.
 
     Raises:

@@ -21,6 +21,7 @@ from quire.kernels.layers.weights import (
     dequantize,
     floats_of,
     in_features,
+    is_reordered,
     num_rows,
     quantize_int4,
     quantize_int8,
@@ -34,10 +35,7 @@ class Linear(ABC):
     """A weight matrix [out_features, in_features] with an optional bias, ready to be multiplied with rows."""
 
     def __init__(self, parts: Sequence[Weight], bias: torch.Tensor | None) -> None:
-        if any(isinstance(part, GroupedWeight) and part.order is not None for part in parts):
-            raise ValueError(
-                "a weight has its inputs in another order; see quire.kernels.layers.act_order.take_order"
-            )
+        check_order(parts)
         self.in_features = in_features(parts[0])
         self.out_features = sum(num_rows(part) for part in parts)
         self.bias = None if bias is None else bias.float()
@@ -133,6 +131,14 @@ class GroupedLinear(Linear):
     def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         rounded = dequantize(quantize_int8(rows)) if self._has_int8_rows else rows.bfloat16().float()
         return _result(self._float(rounded).to(rows.dtype), out)
+
+
+def check_order(parts: Sequence[Weight]) -> None:
+    """Raise ValueError unless all inputs are in their own order."""
+    if any(map(is_reordered, parts)):
+        raise ValueError(
+            "a weight has its inputs in another order; see quire.kernels.layers.act_order.take_order"
+        )
 
 
 def quantization_of(

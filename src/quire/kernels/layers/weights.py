@@ -66,6 +66,11 @@ def in_features(weight: Weight) -> int:
     return weight.shape[1] if isinstance(weight, torch.Tensor) else weight.values.shape[1]
 
 
+def is_reordered(weight: Weight) -> bool:
+    """Return whether the inputs of `weight` are not in their own order."""
+    return isinstance(weight, GroupedWeight) and weight.order is not None
+
+
 def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
     """Return some rows (axis 0) or inputs (axis 1) of `weight`, one range after the other; no copy of one.
 

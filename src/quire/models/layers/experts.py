@@ -101,6 +101,9 @@ class ExpertsConfig(SubLayerConfig):
         if step.on_gpu:  # inner features, as they are and as they are multiplied, and results
             of_pair = (2 * inner + hidden) * item + bounds.GPU_PAIR_BYTES
             return rows + step.tokens * self.experts_per_token * of_pair
+        if step.is_native:  # inputs as they are multiplied, inner features, results
+            of_pair = (max(hidden, inner) + inner) * item + hidden * _FLOAT32_BYTES + bounds.NATIVE_PAIR_BYTES
+            return rows + step.tokens * self.experts_per_token * of_pair
         # Experts compute one after the other, and one may get every token.
         outputs = self.experts_per_token * hidden * _FLOAT32_BYTES
         of_one = (2 * hidden + 3 * inner) * item + hidden * _FLOAT32_BYTES
