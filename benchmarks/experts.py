@@ -22,6 +22,7 @@ from quire.kernels.cpu import _native
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.layers.expert_by_expert import ExpertByExpert
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
+from quire.kernels.layers.weights import GroupedWeight, Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +45,29 @@ BYTES = {
     "bfloat16": 2.0,
     "int8": 1.0,
     "int4": 0.5 + 4 / 32,
+    "grouped_int8": 1 + 4 / 32,
+    "mxfp4": 0.5 + 1 / 32,
 }
 GROUP = 32  # inputs that share a scale; 2880 are no multiple of 128
 CALLS = 4  # of a round, each with other tokens
 
 
-def _matrix(outputs: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5).bfloat16()
+def _matrix(outputs: int, inputs: int, kind: str, generator: torch.Generator) -> Weight:
+    if kind not in ("mxfp4", "grouped_int8"):
+        return torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5).bfloat16()
+    halves = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.uint8)
+    signs = torch.randint(0, 2, (outputs, inputs), generator=generator, dtype=torch.int8) * 2 - 1
+    values = halves[torch.randint(0, 8, (outputs, inputs), generator=generator)].to(torch.int8) * signs
+    scales = torch.full((outputs, inputs // GROUP), 2.0**-8)
+    values = (values.view(torch.uint8)) ^ 128
+    return GroupedWeight(values, scales, torch.full_like(scales, 128), 8, is_mxfp4=kind == "mxfp4")
 
 
-def weights_of(shape: Shape) -> Iterator[ExpertWeights]:
+def weights_of(shape: Shape, kind: str) -> Iterator[ExpertWeights]:
     """Yield experts, all of the same random matrices."""
     generator = torch.Generator().manual_seed(0)
-    gate_up = [_matrix(shape.inner, shape.hidden, generator) for _ in range(2)]
-    down = [_matrix(shape.hidden, shape.inner, generator)]
+    gate_up = [_matrix(shape.inner, shape.hidden, kind, generator) for _ in range(2)]
+    down = [_matrix(shape.hidden, shape.inner, kind, generator)]
     biases = (torch.zeros(2 * shape.inner), torch.zeros(shape.hidden)) if shape.biased else (None, None)
     for _ in range(shape.num_experts):
         yield ExpertWeights(gate_up, down, *biases)
@@ -67,7 +77,7 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
-    parser.add_argument("--kinds", nargs="+", choices=BYTES, default=["int4", "int8", "bfloat16"])
+    parser.add_argument("--kinds", nargs="+", choices=BYTES, default=["int4", "int8", "bfloat16", "mxfp4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 256])
     parser.add_argument("--experts", type=int, help="of the layer, in place of the shape's")
     parser.add_argument("--rounds", type=int, default=5)
@@ -89,8 +99,8 @@ def main() -> None:
         )
         quantization = kind if kind in ("int4", "int8") else "none"
         held = {"dtype": torch.bfloat16, "quantization": quantization, "group_size": GROUP}
-        together = kernels.experts(weights_of(shape), mixture, **held)
-        one_by_one = ExpertByExpert(weights_of(shape), mixture, kernels, **held)
+        together = kernels.experts(weights_of(shape, kind), mixture, **held)
+        one_by_one = ExpertByExpert(weights_of(shape, kind), mixture, kernels, **held)
         for count in options.tokens:
             _print_row(kind, count, shape, (together, one_by_one), rounds=options.rounds, clock=clock)
 

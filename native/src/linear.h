@@ -10,7 +10,7 @@
 namespace quire {
 
 // How a weight matrix [out_features, in_features] is stored. A panel is read from its start to its end once.
-enum class WeightFormat : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4, kGroupedInt8 = 5 };
+enum class WeightFormat : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt4 = 4, kGroupedInt8 = 5, kMxfp4 = 6 };
 
 constexpr int kPanelColumns = 32;
 constexpr int kGatedColumns = kPanelColumns / 2;  // of a panel, if its other half has their gates
@@ -24,6 +24,8 @@ constexpr int kGatedColumns = kPanelColumns / 2;  // of a panel, if its other ha
 //                       with even numbers, the second those with odd ones, four bits each from the lowest up;
 //                       after the last group, float32 unit [32]
 //   kGroupedInt8:       likewise, with [group_size / 4][32][4] bytes
+//   kMxfp4:             for each group of 32 inputs: the exponent of a scale [32], 127 added, in bytes; then zeros up to a whole
+//                       line; then the groups' weights, as those of kInt4, in E2M1: sign, two bits of exponent, one of mantissa
 // A weight in groups is (q - zero) * scale * unit with q in 0..15 or 0..255, an int8 weight q * scale. Units are powers of two, so
 // that scales which float16 can hold, times a power of two, are held exactly.
 struct PackedWeight {
@@ -34,15 +36,17 @@ struct PackedWeight {
   const char* panels;          // aligned to 64 bytes
   bool has_int8_rows = false;  // in_groups() only: rows are quantized as for kInt8, instead of being rounded to bf16
 
-  bool in_groups() const { return format == WeightFormat::kInt4 || format == WeightFormat::kGroupedInt8; }
+  bool in_groups() const { return format >= WeightFormat::kInt4; }
   int64_t num_groups() const { return in_groups() ? in_features / group_size : 0; }
   int64_t group_bytes() const;
+  int64_t exponent_bytes() const { return round_up(num_groups() * kPanelColumns, kLine); }  // kMxfp4 only
   int64_t num_panels() const { return ceil_div(out_features, kPanelColumns); }
   int64_t panel_bytes() const;
   int64_t bytes() const { return num_panels() * panel_bytes(); }
 };
 
 inline int64_t PackedWeight::group_bytes() const {
+  if (format == WeightFormat::kMxfp4) return kPanelColumns * group_size / 2;
   return kPanelColumns * (4 + (format == WeightFormat::kInt4 ? group_size / 2 : group_size));
 }
 
@@ -54,6 +58,7 @@ inline int64_t PackedWeight::panel_bytes() const {
     case WeightFormat::kInt8: return (in_features + 3) / 4 * kPanelColumns * 4 + kPanelColumns * 8;
     case WeightFormat::kInt4:
     case WeightFormat::kGroupedInt8: return num_groups() * group_bytes() + kPanelColumns * 4;
+    case WeightFormat::kMxfp4: return exponent_bytes() + num_groups() * group_bytes();
   }
   return 0;
 }

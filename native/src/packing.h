@@ -8,9 +8,10 @@
 namespace quire {
 
 // Some of the rows [num_rows, in_features] of a weight matrix; the numbers of a row are adjacent.
-//   kFloat32, kBFloat16, kFloat16: fit every format but kGroupedInt8; int8 and int4 ones are quantized on the way.
+//   kFloat32, kBFloat16, kFloat16: fit every format but kGroupedInt8 and kMxfp4; int8 and int4 ones are quantized on the way.
 //   kInt8:  for kInt8, with `scales` [num_rows].
-//   kUInt8: for kInt4 and kGroupedInt8, one weight in each byte, with `scales` and `zeros` [num_rows, in_features / group_size].
+//   kUInt8: for kInt4 and kGroupedInt8, one weight in each byte, with `scales` and `zeros` [num_rows, in_features / group_size];
+//           for kMxfp4 likewise, where weights less zeros are twice what E2M1 has, and scales powers of two.
 struct WeightSource {
   const void* rows;
   DType type;

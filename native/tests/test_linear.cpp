@@ -37,17 +37,21 @@ struct Matrix {
 
   explicit Matrix(const Case& shape) {
     const int64_t count = shape.out_features * shape.in_features;
-    if (shape.format != WeightFormat::kGroupedInt8) {
+    const bool is_mxfp4 = shape.format == WeightFormat::kMxfp4;
+    if (shape.format != WeightFormat::kGroupedInt8 && !is_mxfp4) {
       floats = to_bf16(random_floats(count, 0.1f));
       for (const bf16 number : floats) numbers.push_back(to_float(number));
       return;
     }
     for (int64_t group = 0; group < count / shape.group_size; ++group) {
-      scales.push_back(0x1p-14f * static_cast<float>(random_int(1, 15)));
-      zeros.push_back(static_cast<float>(random_int(0, 255)));
+      scales.push_back(is_mxfp4 ? std::ldexp(1.0f, static_cast<int>(random_int(-12, -8)))
+                                : 0x1p-14f * static_cast<float>(random_int(1, 15)));
+      zeros.push_back(static_cast<float>(is_mxfp4 ? 128 : random_int(0, 255)));
     }
     for (int64_t i = 0; i < count; ++i) {
-      steps.push_back(static_cast<uint8_t>(random_int(0, 3) ? random_int(0, 255) : 255));  // the largest sums, too
+      constexpr int kDoubles[] = {0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12};  // of E2M1
+      const int64_t largest = is_mxfp4 ? 140 : 255, any = is_mxfp4 ? 128 + kDoubles[random_int(0, 14)] : random_int(0, 255);
+      steps.push_back(static_cast<uint8_t>(random_int(0, 3) ? any : largest));  // the largest sums, too
       const int64_t group = i / shape.group_size;
       numbers.push_back((steps[i] - zeros[group]) * static_cast<double>(scales[group]));
     }
@@ -116,11 +120,12 @@ void check_case(const Kernels& kernels, ThreadPool& pool, ThreadPool& one_thread
 int main() {
   ThreadPool pool(3), one_thread(1);
   for (const Kernels* kernels : all_kernels()) {
-    for (const WeightFormat format : {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16,
-                                      WeightFormat::kInt8, WeightFormat::kInt4, WeightFormat::kGroupedInt8}) {
-      const bool in_groups = format == WeightFormat::kInt4 || format == WeightFormat::kGroupedInt8;
+    for (const WeightFormat format :
+         {WeightFormat::kFloat32, WeightFormat::kBFloat16, WeightFormat::kFloat16, WeightFormat::kInt8, WeightFormat::kInt4,
+          WeightFormat::kGroupedInt8, WeightFormat::kMxfp4}) {
+      const bool in_groups = format >= WeightFormat::kInt4, is_mxfp4 = format == WeightFormat::kMxfp4;
       for (int turn = 0; turn < (in_groups ? 24 : 12); ++turn) {
-        const int64_t group_size = in_groups ? int64_t{16} << turn % 4 : 0;
+        const int64_t group_size = is_mxfp4 ? 32 : in_groups ? int64_t{16} << turn % 4 : 0;
         const int64_t in_features = group_size ? group_size * random_int(1, 3) : random_int(1, 300);
         const bool has_int8_rows = in_groups && turn % 8 >= 4;
         check_case(*kernels, pool, one_thread,

@@ -35,7 +35,8 @@ class Panels {
       case WeightFormat::kFloat16: return number_of(at<fp16>(output, 0, input * kPanelColumns + column));
       case WeightFormat::kInt8: return at<int8_t>(output, 0, (input / 4 * kPanelColumns + column) * 4 + input % 4);
       case WeightFormat::kInt4:
-      case WeightFormat::kGroupedInt8: break;
+      case WeightFormat::kGroupedInt8:
+      case WeightFormat::kMxfp4: break;
     }
     const int64_t in_group = input % shape_.group_size, steps = group_start(input) + kPanelColumns * 4;
     if (shape_.format == WeightFormat::kGroupedInt8) {

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from native_settings import on_instruction_sets, threads
 
 from pairwise import pairwise
+from quire.kernels.cpu import _native
 from quire.kernels.cpu.linear import MAX_INPUTS, PackedLinear
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.devices.torch_internals import has_onednn_bfloat16
@@ -144,6 +145,44 @@ def test_8_bits_in_groups(
     _assert_rows_keep_their_bits(linear, rows)
 
 
+def _in_mxfp4(outputs: int, inputs: int) -> GroupedWeight:
+    """Every number of E2M1, by scales of 2^-9 to 2^-1."""
+    generator = torch.Generator().manual_seed(0)
+    doubles = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12]) + 128
+    values = doubles[torch.randint(0, len(doubles), (outputs, inputs), generator=generator)]
+    exponents = torch.randint(-10, -1, (outputs, inputs // 32), generator=generator)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents)
+    return GroupedWeight(values.to(torch.uint8), scales, torch.full_like(scales, 128), bits=8, is_mxfp4=True)
+
+
+@on_instruction_sets(dtype=DTYPES, activations=["int8", "bfloat16"], shape=[(32, 16), (96, 100), (384, 70)])
+def test_mxfp4(instruction_set: str, dtype: torch.dtype, activations: str, shape: tuple[int, int]) -> None:
+    inputs, outputs = shape
+    weight, rows = _in_mxfp4(outputs, inputs), _random(ROWS, inputs, dtype=dtype)
+    linear = PackedLinear([weight], dtype=dtype, int4_activations=activations)
+    matrix = dequantize(weight)
+    multiplied = dequantize(quantize_int8(rows)) if activations == "int8" else rows.bfloat16()
+    exact = multiplied.double() @ matrix.double().t()
+    magnitude = multiplied.double().abs() @ matrix.double().abs().t()
+    rounding, error = magnitude * ROUNDING[dtype], (linear(rows).double() - exact).abs()
+    # In int8, a number of a row just between two steps may go to either; nothing else is beyond rounding.
+    step = rows.float().abs().amax(dim=1, keepdim=True) / 127 * matrix.abs().max()
+    assert (error <= rounding + 2 * step * (activations == "int8")).all()
+    if dtype == torch.float32:
+        assert (error > rounding).double().mean() < 0.01
+    _assert_rows_keep_their_bits(linear, rows)
+
+
+def test_mxfp4_is_held_exactly(instruction_set: str) -> None:
+    weight = _in_mxfp4(70, 64)
+    exponents = torch.arange(140).view(70, 2) * 251 // 139 - 127  # with more, doubles are infinite
+    scales = torch.ldexp(torch.ones(70, 2), exponents - 1)
+    weight = GroupedWeight(weight.values, scales, weight.zeros, bits=8, is_mxfp4=True)
+    linear = PackedLinear([weight], dtype=torch.float32, int4_activations="bfloat16")
+    assert torch.equal(linear(torch.eye(64)).t(), dequantize(weight))
+    assert _native.packed_bytes(_native.WeightFormat.mxfp4.value, 96, 64, 32) == 96 * (64 // 2 + 2)
+
+
 @pytest.mark.formats
 @pytest.mark.first_case
 @on_instruction_sets(dtype=DTYPES, group_size=[32, 128], shape=[(128, 100), (384, 1000)])
@@ -172,7 +211,7 @@ def test_packing_quantizes_like_the_reference(instruction_set: str) -> None:
         assert difference.max() <= step * 1.01
 
 
-KINDS = ["float", "int8", "int4", "grouped_int8"]
+KINDS = ["float", "int8", "int4", "grouped_int8", "mxfp4"]
 
 
 @pairwise(first=KINDS, second=KINDS)
@@ -182,6 +221,7 @@ def test_parts_of_any_kinds(first: str, second: str) -> None:
         "int8": quantize_int8(_random(48, 64, seed=2)),
         "int4": quantize_int4(_random(48, 64, seed=3), 32),
         "grouped_int8": _in_groups(48, 64, bits=8, group_size=16),
+        "mxfp4": _in_mxfp4(48, 64),
     }
     parts = [make[first], make[second]]
     rows = _random(5, 64)

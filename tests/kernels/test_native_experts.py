@@ -46,6 +46,7 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, str], float]] = {
     "int4": (torch.float32, {}, 0.01),
     "int4 with bfloat16": (torch.bfloat16, {"int4_activations": "bfloat16"}, 0.02),
     "grouped_int8": (torch.float32, {}, 0.01),
+    "mxfp4": (torch.float32, {}, 0.01),
 }
 SIZES = [(64, 48), (96, 16), (160, 40), (64, 7)]  # hidden, and inner features
 
@@ -62,6 +63,12 @@ def _held(weight: torch.Tensor, kind: str) -> Weight:
     held = quantize_int4(weight, 16 if weight.shape[1] % 32 else 32)
     if kind.startswith("int4"):
         return held
+    if kind == "mxfp4" and weight.shape[1] % 32 == 0:
+        doubles = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) + 128
+        scales = torch.full_like(held.scales, 1 / 8 / weight.shape[1] ** 0.5)
+        scales = torch.exp2(torch.log2(scales).round())
+        values = doubles[held.values.long()].to(torch.uint8)
+        return GroupedWeight(values, scales, torch.full_like(scales, 128), bits=8, is_mxfp4=True)
     return GroupedWeight(held.values * 9, held.scales / 9, held.zeros * 9, bits=8)
 
 

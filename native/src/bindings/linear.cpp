@@ -107,7 +107,8 @@ void bind_linear(nb::module_& module) {
       .value("float16", WeightFormat::kFloat16)
       .value("int8", WeightFormat::kInt8)
       .value("int4", WeightFormat::kInt4)
-      .value("grouped_int8", WeightFormat::kGroupedInt8);
+      .value("grouped_int8", WeightFormat::kGroupedInt8)
+      .value("mxfp4", WeightFormat::kMxfp4);
   nb::class_<PackedWeight>(module, "PackedWeight")
       .def(
           "__init__",

@@ -11,6 +11,7 @@ namespace {
 QUIRE_INLINE u32x16 bits_of_whole(u32x16 numbers) { return bits_as<u32x16>(convert<f32x16>(bits_as<i32x16>(numbers))); }
 
 struct Int8Lines {
+  using Group = WholeGroup;
   static constexpr int kPairs = 2;
 
   static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
@@ -27,11 +28,18 @@ alignas(64) const uint16_t kNumbers[32] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x408
                                            0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
                                            0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
 
-struct Int4Lines {
+alignas(64) const uint16_t kFloat4Pairs[32] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                               0x0000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+                                               0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                               0x0000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+
+template <class GroupOfLines, const uint16_t* kTable>
+struct TableLines {
+  using Group = GroupOfLines;
   static constexpr int kPairs = 4;
 
   static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
-    const __m512i numbers = _mm512_load_si512(kNumbers);
+    const __m512i numbers = _mm512_load_si512(kTable);
     const __m512i words = bits_as<__m512i>(packed);
     pairs[0] = bits_as<u32x16>(_mm512_permutexvar_epi16(words, numbers));
     pairs[1] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), numbers));
@@ -39,13 +47,28 @@ struct Int4Lines {
     pairs[3] = bits_as<u32x16>(_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), numbers));
   }
 };
+using Int4Lines = TableLines<WholeGroup, kNumbers>;
+using Float4Lines = TableLines<Float4Group<0, 1>, kFloat4Pairs>;
 #else
 struct Int4Lines {
+  using Group = WholeGroup;
   static constexpr int kPairs = 4;
 
   static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
     for (int pair = 0; pair < kPairs; ++pair) {
       pairs[pair] = bits_of_whole(packed >> (4 * pair) & 0xf) >> 16 | bits_of_whole(packed >> (16 + 4 * pair) & 0xf);
+    }
+  }
+};
+
+struct Float4Lines {
+  using Group = Float4Group<0, 2>;
+  static constexpr int kPairs = 4;
+
+  static QUIRE_INLINE void unpack(u32x16 packed, u32x16 (&pairs)[kPairs]) {
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const u32x16 numbers = float4_numbers(packed >> (4 * pair) & 0x000f000f);
+      pairs[pair] = bits_of_whole((numbers & 0xff) - kFloat4Zero) >> 16 | bits_of_whole((numbers >> 16 & 0xff) - kFloat4Zero);
     }
   }
 };
@@ -65,16 +88,16 @@ template <class Lines, int R>
 void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, const PackedWeight& weight, const char* panel) {
   const int64_t num_lines = weight.group_size / (2 * Lines::kPairs);
   for (int64_t group = 0; group < rows.num_groups; ++group) {
-    const char* weights = panel + kGroupHeader;
+    const typename Lines::Group parts(weight, panel, group);
+    parts.prefetch_scales();
     const bf16* inputs = rows.numbers + first_row * rows.in_features + group * weight.group_size;
-    for (int at = 0; at < kGroupHeader; at += kLine) __builtin_prefetch(panel + kAheadBytes + at, 0, 2);
     f32x16 sums[R][2];
 #pragma GCC unroll 12
     for (int row = 0; row < R; ++row) sums[row][0] = sums[row][1] = f32x16{};
     for (int64_t line = 0; line < num_lines; ++line) {
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        const char* at = weights + (2 * line + half) * kLine;
+        const char* at = parts.weights + (2 * line + half) * kLine;
         __builtin_prefetch(at + kAheadBytes, 0, 2);
         u32x16 pairs[Lines::kPairs];
         Lines::unpack(load_bits<u32x16>(at), pairs);
@@ -90,13 +113,12 @@ void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, con
     }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const GroupScale scale(panel, half);
+      const f32x16 scale = parts.scale(half), zero = parts.zero(half);
 #pragma GCC unroll 12
       for (int row = 0; row < R; ++row) {
-        totals[row][half] += scale.of(sums[row][half], rows.group_sums[(first_row + row) * rows.num_groups + group]);
+        totals[row][half] += scale * (sums[row][half] - zero * rows.group_sums[(first_row + row) * rows.num_groups + group]);
       }
     }
-    panel += weight.group_bytes();
   }
 }
 
@@ -138,12 +160,12 @@ void multiply(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const Rows rows = convert_rows(call, pool);
   for_each_task(call, pool, kTileRows, [&](const PanelTask& task) {
-    const float* units = units_of(weight, task.panel);
     for_each_tile(task.first_row, task.last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
       f32x16 totals[kTileRows][2] = {};
       tile_function<Lines>(num_rows)(totals, rows, row, weight, task.panel);
       for (int i = 0; i < num_rows; ++i) {
-        for (int half = 0; half < 2; ++half) totals[i][half] = totals[i][half] * load(units + half * kLanes) + task.bias[half];
+        for (int half = 0; half < 2; ++half)
+          totals[i][half] = totals[i][half] * Lines::Group::unit(weight, task.panel, half) + task.bias[half];
         store_row(call, row + i, task, totals[i]);
       }
     });
@@ -153,7 +175,11 @@ void multiply(const LinearCall& call, ThreadPool& pool) {
 }  // namespace
 
 void multiply_groups(const LinearCall& call, ThreadPool& pool) {
-  return call.weight->format == WeightFormat::kInt4 ? multiply<Int4Lines>(call, pool) : multiply<Int8Lines>(call, pool);
+  switch (call.weight->format) {
+    case WeightFormat::kInt4: return multiply<Int4Lines>(call, pool);
+    case WeightFormat::kMxfp4: return multiply<Float4Lines>(call, pool);
+    default: return multiply<Int8Lines>(call, pool);
+  }
 }
 
 }  // namespace quire::QUIRE_ISA

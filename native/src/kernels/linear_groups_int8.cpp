@@ -10,8 +10,8 @@ namespace {
 
 #if defined(__AVX512VNNI__)
 using Partial = i32x16;
-constexpr int64_t kMaxProducts = INT64_MAX;  // of weights up to 15 that a partial sum has room for, four inputs each
-constexpr int kHalvesTogether = 2;           // of a panel, whose sums fit into the registers with those of kRowsTogether rows
+constexpr int64_t kMaxSum = INT64_MAX;  // that a partial sum has room for
+constexpr int kHalvesTogether = 2;      // of a panel, whose sums fit into the registers with those of kRowsTogether rows
 constexpr int kRowsTogether = kTileRows;
 
 QUIRE_INLINE void add_products(Partial& sum, u32x16 weights, uint32_t inputs) {
@@ -20,7 +20,7 @@ QUIRE_INLINE void add_products(Partial& sum, u32x16 weights, uint32_t inputs) {
 QUIRE_INLINE i32x16 widened(Partial sum) { return sum; }
 #elif defined(__AVX2__)
 using Partial = Vector<int16_t, 2 * kLanes>;
-constexpr int64_t kMaxProducts = 8;  // 16 x 15 x 127 = 30480
+constexpr int64_t kMaxSum = INT16_MAX;
 constexpr int kHalvesTogether = 1;
 constexpr int kRowsTogether = 2 * kTileRows;
 
@@ -38,7 +38,7 @@ QUIRE_INLINE i32x16 widened(Partial sum) {
 }
 #else
 using Partial = i32x16;
-constexpr int64_t kMaxProducts = INT64_MAX;
+constexpr int64_t kMaxSum = INT64_MAX;
 constexpr int kHalvesTogether = 1;
 constexpr int kRowsTogether = kTileRows;
 
@@ -60,6 +60,8 @@ QUIRE_INLINE void unpack(u32x16 line, u32x16 (&halves)[2]) {
 
 // Four bytes hold the weights of eight inputs: first the lower halves of the bytes, then the higher ones.
 struct Int4Lines {
+  using Group = WholeGroup;
+  static constexpr int kMaxWeight = 15;
   static constexpr int kInputs = 8;
   static constexpr int kOrder[kInputs] = {0, 4, 1, 5, 2, 6, 3, 7};  // of the inputs of a row, to fit
   static constexpr int kOperands = 2;
@@ -69,7 +71,19 @@ struct Int4Lines {
   static QUIRE_INLINE i32x16 sum(const Partial (&partials)[kPartials]) { return widened(partials[0]); }
 };
 
+struct Float4Lines : Int4Lines {
+  using Group = Float4Group<kFloat4Zero, 2>;
+  static constexpr int kMaxWeight = 2 * kFloat4Zero;
+
+  static QUIRE_INLINE void operands(u32x16 line, u32x16 (&operands)[kOperands]) {
+    unpack(line, operands);
+    for (u32x16& operand : operands) operand = float4_numbers(operand);
+  }
+};
+
 struct Int8Lines {
+  using Group = WholeGroup;
+  static constexpr int kMaxWeight = 15;  // where bytes are multiplied by halves
   static constexpr int kInputs = 4;
   static constexpr int kOrder[kInputs] = {0, 1, 2, 3};
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
@@ -106,7 +120,7 @@ template <class Lines, int R>
 QUIRE_INLINE void add_group(i32x16 (&sums)[R][2], const int8_t* inputs, int64_t row_stride, int64_t num_lines,
                             const char* weights, int first_half) {
   constexpr int kQuads = Lines::kInputs / 4;
-  constexpr int64_t kMaxLines = kMaxProducts / kQuads;
+  constexpr int64_t kMaxLines = kMaxSum / (2 * 127 * Lines::kMaxWeight) / kQuads;  // a partial sum is of pairs of products
   for (int64_t line = 0; line < num_lines;) {
     const int64_t stop = kMaxLines < num_lines - line ? line + kMaxLines : num_lines;
     Partial partials[R][kHalvesTogether][Lines::kPartials];
@@ -153,24 +167,24 @@ template <class Lines, int R>
 void multiply_tile(f32x16 (*totals)[2], const Rows& rows, int64_t first_row, const PackedWeight& weight, const char* panel) {
   for (int64_t group = 0; group < rows.num_groups; ++group) {
     const int8_t* inputs = rows.numbers + first_row * rows.row_stride + group * weight.group_size;
-    for (int at = 0; at < kGroupHeader; at += kLine) __builtin_prefetch(panel + kAheadBytes + at, 0, 2);
+    const typename Lines::Group parts(weight, panel, group);
+    parts.prefetch_scales();
     i32x16 sums[R][2];
 #pragma GCC unroll 12
     for (int row = 0; row < R; ++row) sums[row][0] = sums[row][1] = i32x16{};
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half += kHalvesTogether) {
-      add_group<Lines, R>(sums, inputs, rows.row_stride, weight.group_size / Lines::kInputs, panel + kGroupHeader, half);
+      add_group<Lines, R>(sums, inputs, rows.row_stride, weight.group_size / Lines::kInputs, parts.weights, half);
     }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const GroupScale scale(panel, half);
+      const f32x16 scale = parts.scale(half), zero = parts.zero(half);
 #pragma GCC unroll 12
       for (int row = 0; row < R; ++row) {
         const float group_sum = rows.group_sums[(first_row + row) * rows.num_groups + group];
-        totals[row][half] += scale.of(convert<f32x16>(sums[row][half]), group_sum);
+        totals[row][half] += scale * (convert<f32x16>(sums[row][half]) - zero * group_sum);
       }
     }
-    panel += weight.group_bytes();
   }
 }
 
@@ -225,13 +239,13 @@ void multiply(const LinearCall& call, ThreadPool& pool) {
   const PackedWeight& weight = *call.weight;
   const Rows rows = quantize_rows<Lines>(call, pool);
   for_each_task(call, pool, kRowsTogether, [&](const PanelTask& task) {
-    const float* units = units_of(weight, task.panel);
     for_each_tile<kRowsTogether>(task.first_row, task.last_row, [&](int64_t row, int num_rows, int64_t, int64_t) {
       f32x16 totals[kRowsTogether][2] = {};
       tile_function<Lines>(num_rows)(totals, rows, row, weight, task.panel);
       for (int i = 0; i < num_rows; ++i) {
         for (int half = 0; half < 2; ++half) {
-          totals[i][half] = totals[i][half] * (load(units + half * kLanes) * rows.scales[row + i]) + task.bias[half];
+          totals[i][half] =
+              totals[i][half] * (Lines::Group::unit(weight, task.panel, half) * rows.scales[row + i]) + task.bias[half];
         }
         store_row(call, row + i, task, totals[i]);
       }
@@ -242,7 +256,11 @@ void multiply(const LinearCall& call, ThreadPool& pool) {
 }  // namespace
 
 void multiply_groups_int8(const LinearCall& call, ThreadPool& pool) {
-  return call.weight->format == WeightFormat::kInt4 ? multiply<Int4Lines>(call, pool) : multiply<Int8Lines>(call, pool);
+  switch (call.weight->format) {
+    case WeightFormat::kInt4: return multiply<Int4Lines>(call, pool);
+    case WeightFormat::kMxfp4: return multiply<Float4Lines>(call, pool);
+    default: return multiply<Int8Lines>(call, pool);
+  }
 }
 
 }  // namespace quire::QUIRE_ISA

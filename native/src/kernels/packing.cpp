@@ -187,10 +187,9 @@ void take_steps(Int4Range range, const float* weights, int64_t count, int8_t* st
   }
 }
 
-// Puts the steps of a group of a column where linear.h says; `to`: the start of the group.
+// Puts the steps of a group of a column where linear.h says; `to`: where those of the group begin.
 void store_steps(const Column& column, const int8_t* steps, char* to) {
   const int64_t group_size = column.weight->group_size;
-  to += kGroupHeader;
   if (column.weight->format == WeightFormat::kGroupedInt8) {
     for (int64_t quad = 0; quad < group_size / 4; ++quad) {
       std::memcpy(to + (quad * kPanelColumns + column.index) * 4, steps + quad * 4, 4);
@@ -202,6 +201,28 @@ void store_steps(const Column& column, const int8_t* steps, char* to) {
     const uint16_t packed[2] = {static_cast<uint16_t>(q[0] | q[2] << 4 | q[4] << 8 | q[6] << 12),
                                 static_cast<uint16_t>(q[1] | q[3] << 4 | q[5] << 8 | q[7] << 12)};
     std::memcpy(to + (octet * kPanelColumns + column.index) * 4, packed, 4);
+  }
+}
+
+// Twice a number that E2M1 has, as its code.
+QUIRE_INLINE int8_t float4_code(int twice) {
+  const int magnitude = twice < 0 ? -twice : twice;
+  const int code = magnitude <= 4 ? magnitude : magnitude == 6 ? 5 : magnitude == 8 ? 6 : 7;
+  return static_cast<int8_t>(code | (twice < 0 ? 8 : 0));
+}
+
+void pack_float4_row(const Column& column, const WeightSource& source, int64_t row, int8_t* steps) {
+  const PackedWeight& weight = *column.weight;
+  for (int64_t group = 0; group < weight.num_groups(); ++group) {
+    const int64_t place = row * weight.num_groups() + group;
+    const uint8_t* numbers = static_cast<const uint8_t*>(source.rows) + place * weight.group_size;
+    const int zero = static_cast<int>(source.zeros[place]);
+    for (int64_t i = 0; i < weight.group_size; ++i) steps[i] = float4_code(numbers[i] - zero);
+    const float scale = source.scales[place] * 2.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &scale, sizeof bits);
+    column.panel[group * kPanelColumns + column.index] = static_cast<char>(bits >> 23);
+    store_steps(column, steps, column.panel + weight.exponent_bytes() + group * weight.group_bytes());
   }
 }
 
@@ -223,7 +244,7 @@ void pack_grouped_row(const Column& column, const WeightSource& source, int64_t 
     memory.zeros[group] = range.zero;
   }
   const float unit = unit_of(memory.scales, num_groups);
-  const_cast<float*>(units_of(weight, column.panel))[column.index] = unit;
+  reinterpret_cast<float*>(column.panel + weight.panel_bytes())[column.index - kPanelColumns] = unit;
   for (int64_t group = 0; group < num_groups; ++group) {
     const int64_t place = row * weight.in_features + group * group_size;
     const fp16 scale = from_float<fp16>(memory.scales[group] / unit), zero = from_float<fp16>(memory.zeros[group]);
@@ -237,7 +258,7 @@ void pack_grouped_row(const Column& column, const WeightSource& source, int64_t 
     fp16* scales = reinterpret_cast<fp16*>(to);
     scales[column.index] = scale;
     scales[kPanelColumns + column.index] = zero;
-    store_steps(column, memory.steps, to);
+    store_steps(column, memory.steps, to + kGroupHeader);
   }
 }
 
@@ -294,7 +315,9 @@ void pack_columns(const PackCall& call, int64_t panel, char* to, char* buffer) {
     const Origin origin = origin_of(call, panel * kPanelColumns + index);
     if (origin.source == nullptr) continue;
     const Column column = {call.weight, to, index};
-    if (call.weight->in_groups()) {
+    if (call.weight->format == WeightFormat::kMxfp4) {
+      pack_float4_row(column, *origin.source, origin.row, reinterpret_cast<int8_t*>(buffer));
+    } else if (call.weight->in_groups()) {
       pack_grouped_row(column, *origin.source, origin.row, buffer);
     } else {
       pack_float16_row(column, *origin.source, origin.row, buffer);
@@ -315,7 +338,8 @@ void pack(const PackCall& call, ThreadPool& pool) {
   parallel_for(pool, weight.num_panels(), [&](int64_t panel, int thread) {
     char* to = call.panels + panel * weight.panel_bytes();
     char* buffer = call.scratch + thread * thread_bytes;
-    if (origin_of(call, (panel + 1) * kPanelColumns - 1).source == nullptr) std::memset(to, 0, weight.panel_bytes());
+    const bool has_gaps = weight.format == WeightFormat::kMxfp4;
+    if (has_gaps || origin_of(call, (panel + 1) * kPanelColumns - 1).source == nullptr) std::memset(to, 0, weight.panel_bytes());
     if (has_steps) {
       pack_steps(call, panel, to, buffer);
     } else {

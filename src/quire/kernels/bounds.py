@@ -63,6 +63,9 @@ SHORT_COUNTS_END = 1 << 14  # tokens that a request may have for counts of its t
 FLOAT8_INPUTS = 32
 """Inputs of float8 weights share a scale in multiples of this: what tensor cores multiply at least."""
 
+MXFP4_GROUP = 32
+"""Inputs of weights in MXFP4 that share a scale."""
+
 KERNEL_GROUPS = (128, 64, 32, 16)
 """Inputs of weights in groups that share a scale and a zero."""
 

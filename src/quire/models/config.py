@@ -43,10 +43,10 @@ class ModelConfig:
     family: str = ""  # entry of `quire.models.families.FAMILIES` that knows its weights
     dtype: str = "float32"  # of the weights as stored
     stored_quantization: str = "none"
-    """What most quantized matrices become: int8, int4, grouped_int8, on a GPU fp8, fp8_blocks; none if there
-    are no such matrices.
+    """What most quantized matrices become: int8, int4, grouped_int8, mxfp4 (on a GPU grouped_int8), on a GPU
+    fp8, fp8_blocks; none if there are no such matrices.
     """
-    stored_group_size: int = 128  # inputs that share a scale, for int4, grouped_int8 and fp8_blocks
+    stored_group_size: int = 128  # inputs that share a scale, of all kinds in groups and blocks
     stored_otherwise: tuple[tuple[int, str, str, int], ...] = ()
     """(layer, field, quantization, group size) of matrices that are not as most; see `WeightSpec`."""
     embedding_dtype: str = ""  # of the embedding as stored; empty: it is quantized there

@@ -14,7 +14,7 @@ from quire.models.layer import LayerWeight
 from quire.models.layers import per_layer
 from quire.models.shard import WHOLE, Shard
 
-_IN_GROUPS = ("int4", "grouped_int8")
+_IN_GROUPS = ("int4", "grouped_int8", "mxfp4")
 _FLOAT8 = ("fp8", "fp8_blocks")
 _FLOATS = ("none", 0)
 _FLOAT8_BLOCK = 128  # rows that share a scale
@@ -172,7 +172,7 @@ def _in_fitting_groups(
     """Return what matrices in groups of `size` are held as, and in groups of how many inputs.
 
     Args:
-        kind: int4 or grouped_int8.
+        kind: int4, grouped_int8 or mxfp4.
         size: one of the kernels'.
         inputs: of the matrix, or of the part that is held.
         otherwise: quantization and group size of floats; None: `kind` is what floats are quantized to.
@@ -181,7 +181,7 @@ def _in_fitting_groups(
         return kind if inputs % size == 0 else "int8", size
     fitting = kernel_group(inputs, size)  # smaller where a row was one group, or a rank holds parts of groups
     if fitting:
-        return kind, fitting
+        return ("grouped_int8" if kind == "mxfp4" and fitting < size else kind), fitting
     kind, size = otherwise
     return _in_fitting_groups(kind, size, inputs, otherwise=None) if kind in _IN_GROUPS else otherwise
 
@@ -211,10 +211,10 @@ def _bytes_as(kind: str, dtype: str, shape: tuple[int, ...], group_size: int, *,
     if kind == "fp8_blocks":
         return rows * inputs + -(-rows // _FLOAT8_BLOCK) * -(-inputs // group_size) * 4
     if kind in _IN_GROUPS:
-        values = inputs // 2 if kind == "int4" else inputs
-        if on_gpu:
-            return rows * (values + inputs // group_size * 8)  # scale and zero in float32
-        return rows * (values + inputs // group_size * 4 + 4)  # scale and zero in float16, and their unit
+        groups, is_mxfp4 = inputs // group_size, kind == "mxfp4" and not on_gpu
+        values = inputs // 2 if kind == "int4" or is_mxfp4 else inputs
+        # Scale and zero in float32; or an exponent; or both in float16, and their unit.
+        return rows * (values + (groups * 8 if on_gpu else groups if is_mxfp4 else groups * 4 + 4))
     return rows * (inputs + 8)  # scale and sum
 
 

@@ -97,7 +97,7 @@ def _all_equal(path: Path, floats: Tensors, read_as: type) -> int:
 def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     model = _gpt_oss(tmp_path)
     config = read_model_config(tmp_path)
-    assert (config.stored_quantization, config.stored_group_size) == ("grouped_int8", 32)
+    assert (config.stored_quantization, config.stored_group_size) == ("mxfp4", 32)
     floats = dict(model.state_dict())
     for index in range(2):
         own = f"model.layers.{index}.mlp.experts."
@@ -188,7 +188,7 @@ def _encode_int8(rng: np.random.Generator, rows: int, inputs: int) -> tuple[Tens
 
 Encode = Callable[[np.random.Generator, int, int], tuple[Tensors, torch.Tensor]]
 KINDS: dict[str, tuple[dict[str, Any], Encode, type, tuple[str, int]]] = {
-    "mxfp4": (_compressed("mxfp4-pack-quantized", 32), _encode_mxfp4, GroupedWeight, ("grouped_int8", 32)),
+    "mxfp4": (_compressed("mxfp4-pack-quantized", 32), _encode_mxfp4, GroupedWeight, ("mxfp4", 32)),
     "nvfp4": (_compressed("nvfp4-pack-quantized", 16), _encode_nvfp4, GroupedWeight, ("grouped_int8", 16)),
     "nf4": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},

@@ -35,6 +35,8 @@ class WeightFormat(enum.Enum):
 
     grouped_int8 = 5
 
+    mxfp4 = 6
+
 class PackedWeight:
     def __init__(
         self,

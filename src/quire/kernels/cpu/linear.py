@@ -39,8 +39,8 @@ from quire.kernels.layers.weights import (
 GATED_COLUMNS = 16  # of gates, and then of what they are multiplied with, in a panel
 MAX_INPUTS = 1 << 17  # int8 sums of more could overflow
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_KINDS = ("none", "int8", "int4", "grouped_int8")
-_IN_GROUPS = ("int4", "grouped_int8")
+_KINDS = ("none", "int8", "int4", "grouped_int8")  # of floats
+_IN_GROUPS = ("int4", "grouped_int8", "mxfp4")
 _GROUP_MULTIPLE = 16  # of inputs that share a scale, see native/src/linear.h
 
 
@@ -75,9 +75,13 @@ class PackedMatrix:
         memory = memory or WeightMemory()
         for part in parts:
             _check_part(part, inputs, is_read=not memory.is_filled)
-        kind = quantization_of(parts, quantization, group_size)
-        group_size = _group_size(parts, group_size) if kind in _IN_GROUPS else 0
-        _check_kind(kind, dtype, group_size, inputs)
+        if dtype not in _FLOATS or quantization not in _KINDS:
+            raise TypeError(
+                f"a layer is to be {dtype} and quantized by {quantization!r}; types are float32, bfloat16 "
+                f"and float16, quantizations {', '.join(_KINDS)}"
+            )
+        kind = quantization_of(parts, quantization, group_size, has_mxfp4=True)
+        group_size = _checked_group_size(parts, group_size) if kind in _IN_GROUPS else 0
         sources = [_as_source(part, kind, group_size) for part in parts]
         weight_format = _native.WeightFormat[str(dtype).removeprefix("torch.") if kind == "none" else kind]
         outputs = sum(num_rows(part) for part in parts)
@@ -194,30 +198,22 @@ def _check_tensor(
         check_on_cpu(name, form_of(tensor))
 
 
-def _check_kind(kind: str, dtype: torch.dtype, group_size: int, in_features: int) -> None:
-    if dtype not in _FLOATS or kind not in _KINDS:
-        raise TypeError(
-            f"a layer is to be {dtype} and quantized by {kind!r}; types are float32, bfloat16 and float16, "
-            f"quantizations {', '.join(_KINDS)}"
-        )
-    if kind not in _IN_GROUPS:
-        return
-    if group_size < 1 or group_size % _GROUP_MULTIPLE or in_features % group_size:
-        raise ValueError(
-            f"{in_features} inputs are in groups of {group_size}; a group must have a multiple of "
-            f"{_GROUP_MULTIPLE}, and groups be equal"
-        )
-
-
-def _group_size(parts: Sequence[Weight], wanted: int) -> int:
+def _checked_group_size(parts: Sequence[Weight], wanted: int) -> int:
     """Return the group size of parts in groups, the smallest if they differ; `wanted` if there are none."""
-    return min((part.group_size for part in parts if isinstance(part, GroupedWeight)), default=wanted)
+    inputs = in_features(parts[0])
+    size = min((part.group_size for part in parts if isinstance(part, GroupedWeight)), default=wanted)
+    if size < 1 or size % _GROUP_MULTIPLE or inputs % size:
+        raise ValueError(
+            f"{inputs} inputs are in groups of {size}; a group must have a multiple of {_GROUP_MULTIPLE}, "
+            "and groups be equal"
+        )
+    return size
 
 
 def _as_source(part: Weight, kind: str, group_size: int) -> torch.Tensor | Int8Weight | GroupedWeight:
     """Return `part` in a form that can be packed as `kind`."""
     if isinstance(part, GroupedWeight):
-        fits = kind == "grouped_int8" or (kind == "int4" and part.bits == 4)
+        fits = kind in ("grouped_int8", "mxfp4") or (kind == "int4" and part.bits == 4)
     else:
         fits = isinstance(part, torch.Tensor) or (isinstance(part, Int8Weight) and kind == "int8")
     if not fits:
@@ -229,7 +225,9 @@ def _as_source(part: Weight, kind: str, group_size: int) -> torch.Tensor | Int8W
     assert isinstance(part, GroupedWeight)
     repeats = part.group_size // group_size  # groups are powers of two
     scales, zeros = (table.float().repeat_interleave(repeats, dim=1) for table in (part.scales, part.zeros))
-    return GroupedWeight(part.values.contiguous(), scales.contiguous(), zeros.contiguous(), part.bits)
+    return GroupedWeight(
+        part.values.contiguous(), scales.contiguous(), zeros.contiguous(), part.bits, None, part.is_mxfp4
+    )
 
 
 def _source(part: torch.Tensor | Int8Weight | GroupedWeight) -> tuple[int, int, int, int, int]:

@@ -142,13 +142,18 @@ def check_order(parts: Sequence[Weight]) -> None:
 
 
 def quantization_of(
-    parts: Sequence[Weight], wanted: str, group_size: int, *, has_float8: bool = False
+    parts: Sequence[Weight],
+    wanted: str,
+    group_size: int,
+    *,
+    has_float8: bool = False,
+    has_mxfp4: bool = False,
 ) -> str:
-    """Return the quantization that a matrix of `parts` gets: none, int8, int4, grouped_int8 or fp8.
+    """Return the quantization that a matrix of `parts` gets: none, int8, int4, grouped_int8, fp8 or mxfp4.
 
-    Parts in groups stay so, in 8 bits unless all have 4. Other parts of different kinds become floats first,
-    and so do parts in float8 where kernels do not have it. A matrix whose inputs are not whole groups is held
-    in int8 instead of int4.
+    Parts in groups stay so, in 8 bits unless all have 4, or all are in MXFP4 and kernels have that. Other
+    parts of different kinds become floats first, and so do parts in float8 where kernels do not have it. A
+    matrix whose inputs are not whole groups is held in int8 instead of int4.
 
     Raises:
         ValueError: float8 is wanted of kernels that do not have it.
@@ -159,6 +164,8 @@ def quantization_of(
         raise ValueError("weights are to be fp8, which only the kernels for GPUs have")
     if all(isinstance(part, Int8Weight) for part in parts):
         return "int8"
+    if has_mxfp4 and all(isinstance(part, GroupedWeight) and part.is_mxfp4 for part in parts):
+        return "mxfp4"
     bits = {part.bits if isinstance(part, GroupedWeight) else 0 for part in parts}
     if 0 not in bits:
         return "int4" if bits == {4} else "grouped_int8"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quire.kernels.bounds import FLOAT8_INPUTS, KERNEL_GROUPS
+from quire.kernels.bounds import FLOAT8_INPUTS, KERNEL_GROUPS, MXFP4_GROUP
 
 INT4_ZERO = 8.0  # the step that stands for 0 where quantization is symmetric
 MAX_ZERO = 60_000.0  # kernels hold zeros in float16
@@ -33,6 +33,10 @@ class GroupedWeight:
     zeros: torch.Tensor  # like scales; whole numbers unless the checkpoint has others
     bits: int  # 4 or 8
     order: torch.Tensor | None = None  # [in_features] int64: which input each value is for; None: its own
+    is_mxfp4: bool = False
+    """Whether 4 bits hold each of 8: values less zeros are twice a number of E2M1, scales powers of two, and
+    groups of 32.
+    """
 
     @property
     def group_size(self) -> int:
@@ -99,7 +103,9 @@ def part_of(weight: Weight, axis: int, ranges: Sequence[range]) -> Weight:
     else:
         of_tables = list(ranges)
     scales, zeros = (_slices(table, axis, of_tables) for table in tables)
-    return GroupedWeight(_slices(weight.values, axis, ranges), scales, zeros, weight.bits, weight.order)
+    values = _slices(weight.values, axis, ranges)
+    is_mxfp4 = weight.is_mxfp4 and values.shape[1] == scales.shape[1] * MXFP4_GROUP
+    return GroupedWeight(values, scales, zeros, weight.bits, weight.order, is_mxfp4)
 
 
 def _part_of_float8(weight: Float8Weight, axis: int, ranges: Sequence[range]) -> Float8Weight:
@@ -198,7 +204,7 @@ def with_tensors(weight: Weight, change: Callable[[torch.Tensor], torch.Tensor])
     if isinstance(weight, GroupedWeight):
         order = None if weight.order is None else change(weight.order)
         tables = change(weight.scales), change(weight.zeros)
-        return GroupedWeight(change(weight.values), *tables, weight.bits, order)
+        return GroupedWeight(change(weight.values), *tables, weight.bits, order, weight.is_mxfp4)
     return dataclasses.replace(weight, values=change(weight.values), scales=change(weight.scales))
 
 

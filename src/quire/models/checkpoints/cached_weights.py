@@ -112,7 +112,7 @@ def _form(weight: Weight) -> list[Any]:
     if isinstance(weight, Int8Weight):
         return ["int8"]
     if isinstance(weight, GroupedWeight):
-        return ["grouped", weight.bits, weight.group_size, weight.order is not None]
+        return ["grouped", weight.bits, weight.group_size, weight.order is not None, weight.is_mxfp4]
     return ["float"]
 
 
@@ -124,7 +124,7 @@ def _outline(form: list[Any], shape: tuple[int, ...]) -> Weight:
         values = torch.empty(shape, dtype=torch.int8, device="meta")
         return Int8Weight(values, torch.empty(rows, device="meta"))
     values = torch.empty(shape, dtype=torch.uint8, device="meta")
-    _, bits, group_size, has_order = form
+    _, bits, group_size, has_order, is_mxfp4 = form
     scales = torch.empty(rows, inputs // group_size, device="meta")
     order = torch.empty(inputs, dtype=torch.int64, device="meta") if has_order else None
-    return GroupedWeight(values, scales, scales, bits, order)
+    return GroupedWeight(values, scales, scales, bits, order, is_mxfp4)

@@ -18,7 +18,11 @@ from quire.models.checkpoints.gguf.location import find_gguf
 from quire.models.checkpoints.json_files import entry, read_json
 from quire.models.checkpoints.model_files import INDEX_FILE, SINGLE_FILE, find_file
 from quire.models.checkpoints.names import StoredLayout, published_parts, stored_layout
-from quire.models.checkpoints.quantized.description import StoredQuantization, describe_quantization
+from quire.models.checkpoints.quantized.description import (
+    IN_MXFP4,
+    StoredQuantization,
+    describe_quantization,
+)
 from quire.models.checkpoints.quantized.memory_formats import (
     FLOATS,
     Headers,
@@ -39,9 +43,10 @@ _GGML_TYPES: dict[str, StoredQuantization] = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), StoredQuantization("int4", 32)),
     **dict.fromkeys(("Q2_K", "Q3_K"), StoredQuantization("int4", 16)),
     **dict.fromkeys(
-        ("Q5_0", "Q5_1", "Q5_K", "Q8_0", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4"),
+        ("Q5_0", "Q5_1", "Q5_K", "Q8_0", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
         StoredQuantization("grouped_int8", 32),
     ),
+    "MXFP4": IN_MXFP4,
     **dict.fromkeys(("Q6_K", "IQ2_XS", "IQ2_S"), StoredQuantization("grouped_int8", 16)),
 }
 _COMPARED_BYTES = 1 << 20  # bytes compared at a time, to stay in a CPU cache

@@ -233,7 +233,8 @@ def _mxfp4(octets: torch.Tensor) -> Weight:
     """A power of two, 2^127 less than that of its byte, then 16 bytes as in IQ4_NL."""
     exponents = octets[..., 0].int() - 128  # one less, for the table has doubles
     scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-    return _signed(_by_table(octets[..., 1:], _MXFP4_NUMBERS), scales)
+    held = _signed(_by_table(octets[..., 1:], _MXFP4_NUMBERS), scales)
+    return dataclasses.replace(held, is_mxfp4=True)
 
 
 def _by_table(nibbles: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:

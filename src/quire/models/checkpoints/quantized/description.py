@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.errors import ModelError
-from quire.kernels.bounds import FLOAT8_INPUTS, kernel_group
+from quire.kernels.bounds import FLOAT8_INPUTS, MXFP4_GROUP, kernel_group
 from quire.models.config_entries import check_quantization
 
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4", "bitsandbytes")
@@ -36,8 +36,8 @@ class StoredQuantization:
     """The memory format of most matrices.
 
     Args:
-        kind: none (floating point), int8, or groups: int4, grouped_int8; where kernels have float8, fp8 (a
-            scale for each row) or fp8_blocks.
+        kind: none (floating point), int8, or groups: int4, grouped_int8, mxfp4; where kernels have float8,
+            fp8 (a scale for each row) or fp8_blocks.
         group_size: inputs that share a scale, of groups and blocks.
     """
 
@@ -45,7 +45,7 @@ class StoredQuantization:
     group_size: int = MAX_GROUP
 
 
-IN_MXFP4 = StoredQuantization("grouped_int8", 32)
+IN_MXFP4 = StoredQuantization("mxfp4", MXFP4_GROUP)
 
 
 def describe_quantization(values: Mapping[str, Any]) -> StoredQuantization:
@@ -161,6 +161,11 @@ def in_groups(bits: int, group_size: int, *, has_zeros: bool) -> StoredQuantizat
     return StoredQuantization("int4" if bits == 4 else "grouped_int8", size) if size else StoredQuantization()
 
 
+def in_float4(group_size: int) -> StoredQuantization:
+    """Return the memory format of 4-bit floats in groups of 32 inputs (MXFP4) or 16 (NVFP4)."""
+    return IN_MXFP4 if group_size == MXFP4_GROUP else StoredQuantization("grouped_int8", group_size)
+
+
 @dataclasses.dataclass(slots=True, frozen=True)
 class _Group:
     """A group of matrices of compressed-tensors: its format, and the entries of `weights`."""
@@ -209,7 +214,7 @@ def _groups(values: Mapping[str, Any]) -> list[_Group]:
 
 def _of_group(group: _Group) -> StoredQuantization:
     if group.form in _FLOAT4_FORMATS:
-        return StoredQuantization("grouped_int8", _FLOAT4_FORMATS[group.form])
+        return in_float4(_FLOAT4_FORMATS[group.form])
     if group.kind == "float":
         return in_float8(_block_structure(group.weights))
     bits = 8 if group.form in _PLAIN_FORMATS else group.bits
@@ -218,7 +223,7 @@ def _of_group(group: _Group) -> StoredQuantization:
 
 def _width(stored: StoredQuantization) -> tuple[int, int]:
     """Return a sort key by memory use: a CPU holds float8 as floats."""
-    return ("int4", "int8", "grouped_int8", "fp8_blocks", "fp8", "none").index(
+    return ("mxfp4", "int4", "int8", "grouped_int8", "fp8_blocks", "fp8", "none").index(
         stored.kind
     ), -stored.group_size
 

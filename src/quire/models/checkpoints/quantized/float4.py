@@ -6,9 +6,12 @@ mxfp4-pack-quantized and nvfp4-pack-quantized of compressed-tensors.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from quire.kernels.layers.weights import Weight
+from quire.kernels.bounds import MXFP4_GROUP
+from quire.kernels.layers.weights import GroupedWeight, Weight
 from quire.models.checkpoints.quantized.matrices import (
     INT8_ZERO,
     MatrixFormat,
@@ -19,12 +22,12 @@ from quire.models.checkpoints.quantized.matrices import (
     scales_of,
 )
 
-MXFP4_GROUP, NVFP4_GROUP = 32, 16  # inputs that share a scale
+NVFP4_GROUP = 16  # inputs that share a scale
 _HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # what codes stand for, in halves; then the same below zero
 _BIAS, _NAN = 127, 255  # of scales that are exponents
 
 
-def _from_codes(octets: torch.Tensor, scales: torch.Tensor) -> Weight:
+def _from_codes(octets: torch.Tensor, scales: torch.Tensor, *, is_mx: bool) -> Weight:
     """Return a matrix of codes [rows, inputs / 2], the lower four bits first, with float32 scales.
 
     Twice a code's number is an integer, so that 8 bits hold it exactly.
@@ -33,7 +36,8 @@ def _from_codes(octets: torch.Tensor, scales: torch.Tensor) -> Weight:
     pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=-1).to(torch.uint8)
     words = pairs.view(torch.int16).flatten()  # a look-up copies two numbers at once
     values = words.index_select(0, octets.flatten().int()).view(torch.uint8).view(len(octets), -1)
-    return grouped(values, scales / 2, torch.full_like(scales, INT8_ZERO), bits=8)
+    held = grouped(values, scales / 2, torch.full_like(scales, INT8_ZERO), bits=8)
+    return dataclasses.replace(held, is_mxfp4=is_mx) if isinstance(held, GroupedWeight) else held
 
 
 def _powers_of_two(exponents: torch.Tensor, name: str) -> torch.Tensor:
@@ -56,7 +60,7 @@ def _decode_mxfp4(parts: Parts, shape: Shape) -> Weight:
     require_shape(parts, "blocks", (rows, groups, MXFP4_GROUP // 2))
     require_shape(parts, "scales", (rows, groups))
     _require_octets(parts["blocks"], "blocks")
-    return _from_codes(parts["blocks"].flatten(1), _powers_of_two(parts["scales"], "scales"))
+    return _from_codes(parts["blocks"].flatten(1), _powers_of_two(parts["scales"], "scales"), is_mx=True)
 
 
 def _decode_compressed(parts: Parts, shape: Shape) -> Weight:
@@ -68,7 +72,7 @@ def _decode_compressed(parts: Parts, shape: Shape) -> Weight:
     require_shape(parts, "weight_scale", (rows, inputs // (MXFP4_GROUP if is_mx else NVFP4_GROUP)))
     _require_octets(octets, "weight_packed")
     if is_mx:
-        return _from_codes(octets, _powers_of_two(scales, "weight_scale"))
+        return _from_codes(octets, _powers_of_two(scales, "weight_scale"), is_mx=True)
     if scales.dtype != torch.float8_e4m3fn or "weight_global_scale" not in parts:
         raise ValueError(
             f"its weight_scale is stored as {scales.dtype}; needed are exponents in uint8 (MXFP4), or "
@@ -77,7 +81,7 @@ def _decode_compressed(parts: Parts, shape: Shape) -> Weight:
     whole = scales_of(parts, "weight_global_scale")
     if whole.numel() != 1 or float(whole) <= 0:
         raise ValueError("its weight_global_scale must be one positive number")
-    return _from_codes(octets, scales_of(parts, "weight_scale") / whole.reshape(1, 1))
+    return _from_codes(octets, scales_of(parts, "weight_scale") / whole.reshape(1, 1), is_mx=False)
 
 
 MXFP4_FORMAT = MatrixFormat(

@@ -14,6 +14,7 @@ from quire.models.checkpoints.quantized.description import (
     StoredQuantization,
     block_of,
     float8_blocks,
+    in_float4,
     in_float8,
     in_groups,
 )
@@ -34,7 +35,7 @@ Headers = Mapping[str, TensorHeader]
 """By the tensors' names, see `published_name`."""
 
 FLOATS = StoredQuantization()
-_IN_GROUPS = ("int4", "grouped_int8")
+_IN_GROUPS = ("int4", "grouped_int8", "mxfp4")
 _FLOAT8 = ("fp8", "fp8_blocks")
 _PARTS = (
     *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
@@ -144,7 +145,7 @@ def _transposed(parts: Headers, values: Mapping[str, Any], source: WeightSource)
 def _packed(parts: Headers, source: WeightSource) -> StoredQuantization:
     packed = parts["weight_packed"]
     if packed.dtype == "U8":  # floats of 4 bits
-        return StoredQuantization("grouped_int8", source.shape[1] // parts["weight_scale"].shape[1])
+        return in_float4(source.shape[1] // parts["weight_scale"].shape[1])
     return _in_equal_groups(_packed_bits(packed.shape[1], source), parts, source)
 
 
