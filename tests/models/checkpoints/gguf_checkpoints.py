@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "qwen3_5_moe": "qwen35moe",
     "gpt_oss": "gpt-oss",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
+    "minicpm3": "minicpm3",
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
@@ -77,6 +78,7 @@ def write_gguf(
     twin = checkpoint.with_name(checkpoint.name + "-floats")
     shutil.copytree(checkpoint, twin)
     file = checkpoint.with_name(checkpoint.name + ".gguf")
+    has_halves = has_halves and family != "minicpm3"
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(file, ARCHITECTURES[family], split_max_tensors=max_tensors)
     _add_metadata(writer, config, rotated_features, has_halves)
@@ -254,7 +256,7 @@ def _add_metadata(
     if "intermediate_size" in config:
         writer.add_feed_forward_length(_inner_size(config))
     writer.add_head_count(heads)
-    kv_heads = 1 if "kv_lora_rank" in config else config["num_key_value_heads"]
+    kv_heads = 1 if "kv_lora_rank" in config and has_halves else config["num_key_value_heads"]
     types = config.get("layer_types") or ()
     without_kv = "linear_attention" if config["model_type"] == "granitemoehybrid" else "conv"
     writer.add_head_count_kv(
@@ -301,6 +303,19 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
     _add_scaling(writer, config, rope)
     _add_states(writer, config)
     if "kv_lora_rank" in config:
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
+    if config["model_type"] == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if "kv_lora_rank" in config and "n_routed_experts" in config:
         is_softmax = config["model_type"] == "deepseek_v2"
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType["SOFTMAX" if is_softmax else "SIGMOID"])
         writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))

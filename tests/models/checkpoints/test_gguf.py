@@ -77,6 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": ONE_MSCALE,
     "deepseek_v3": ONE_MSCALE,
     "glm4_moe_lite": {},
+    "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     "qwen3_5": {
         "num_hidden_layers": 5,
         "layer_types": [f"{kind}_attention" for kind in (*["linear"] * 3, "full", "linear")],

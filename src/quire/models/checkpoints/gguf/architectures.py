@@ -239,23 +239,29 @@ def _qwen35(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str,
     return {"linear_value_head_dim": size // heads if type(size) is int and heads else None}
 
 
-def _deepseek(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _latent_sizes(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of heads are of those made of latents, or, if these have keys of their own, of what attends."""
     is_absorbed = metadata.get("attention.key_length_mla") is not None
     of_latents = metadata.get("attention.key_length"), metadata.get("attention.value_length")
     of_heads = metadata.get("attention.key_length_mla"), metadata.get("attention.value_length_mla")
     keys, value_size = of_heads if is_absorbed else of_latents
-    rotated, log_multiplier = metadata.get("rope.dimension_count"), values.get("mscale_all_dim")
-    gating = metadata.get("expert_gating_func", _SOFTMAX)
-    if gating not in (_SOFTMAX, _SIGMOID):
-        raise ModelError(f"deepseek2.expert_gating_func is {gating!r:.100}; Quire computes 1 and 2 only")
-    groups = values.get("n_group") or 1
+    rotated = metadata.get("rope.dimension_count")
     return {
         "head_dim": None,
         "q_lora_rank": values.get("q_lora_rank"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": keys - rotated if type(keys) is type(rotated) is int else None,
         "v_head_dim": value_size,
+    }
+
+
+def _deepseek(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    gating = metadata.get("expert_gating_func", _SOFTMAX)
+    if gating not in (_SOFTMAX, _SIGMOID):
+        raise ModelError(f"deepseek2.expert_gating_func is {gating!r:.100}; Quire computes 1 and 2 only")
+    groups, log_multiplier = values.get("n_group") or 1, values.get("mscale_all_dim")
+    return {
+        **_latent_sizes(values, metadata),
         "norm_topk_prob": values.get("norm_topk_prob", False),
         "routed_scaling_factor": values.get("routed_scaling_factor") or 1.0,
         "n_group": groups,
@@ -303,13 +309,16 @@ _QWEN35 = Architecture(
     norms_include_offset=True,
     tiles_value_heads=True,
 )
+_LATENT_KEYS = {
+    **{name: key for name, key in _KEYS.items() if name not in ("num_key_value_heads", "head_dim")},
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+}
 _DEEPSEEK2 = Architecture(
     "DeepseekV2ForCausalLM",
     names=_LAYER_NAMES | _DEEPSEEK_NAMES,
-    keys={name: key for name, key in _KEYS.items() if name not in ("num_key_value_heads", "head_dim")}
+    keys=_LATENT_KEYS
     | {
-        "q_lora_rank": "attention.q_lora_rank",
-        "kv_lora_rank": "attention.kv_lora_rank",
         "first_k_dense_replace": "leading_dense_block_count",
         "n_routed_experts": "expert_count",
         "n_shared_experts": "expert_shared_count",
@@ -428,6 +437,14 @@ ARCHITECTURES = {
         keys=_QWEN35.keys | _QWEN2_MOE_KEYS,
     ),
     "deepseek2": _DEEPSEEK2,
+    "minicpm3": Architecture(  # files do not say its multipliers, which are those of its one model
+        "MiniCPM3ForCausalLM",
+        names=_LAYER_NAMES | _DEEPSEEK_NAMES,
+        keys=_LATENT_KEYS,
+        finish=_latent_sizes,
+        ignored=("attention.head_count_kv",),
+        has_latents=True,
+    ),
     "olmo2": _OLMO2,
     "granite": _GRANITE,
     "granitemoe": _GRANITE_MOE,
