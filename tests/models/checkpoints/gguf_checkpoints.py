@@ -302,19 +302,6 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
     """Add what only some architectures have."""
     _add_scaling(writer, config, rope)
     _add_states(writer, config)
-    if "kv_lora_rank" in config:
-    if rope.get("rope_type") == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
-        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
-    if config["model_type"] == "ministral3":
-        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
-        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if "kv_lora_rank" in config and "n_routed_experts" in config:
         is_softmax = config["model_type"] == "deepseek_v2"
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType["SOFTMAX" if is_softmax else "SIGMOID"])
