@@ -96,7 +96,8 @@ def test_far_off_architecture_lists_all(tmp_path: Path) -> None:
 
 
 def test_every_architecture_has_a_family() -> None:
-    assert set(ARCHITECTURES.values()) == set(FAMILIES)
+    others = set(FAMILIES) - set(ARCHITECTURES.values())
+    assert others == {"falcon_two_norms"}  # names of weights that some Falcons have
 
 
 @pytest.mark.parametrize(
