@@ -60,6 +60,7 @@ class ModelConfig:
     embedding_field: str = "embedding"  # its name in files; "output": files have only the tied output matrix
     per_layer_size: int = 0  # features of what each layer gets of a token by itself; 0: nothing
     per_layer_vocab_size: int = 0  # rows of the embedding of that
+    per_layer_dtype: str = ""  # of that embedding as stored; empty: it is quantized there
     norm_kind: str = "rms"  # of the residual stream: rms, layer, or layer_without_bias
     norm_eps: float = 1e-6  # added to the mean square, or the variance, in every norm
     norm_offset: float = 0.0  # added to the norms' weights; 1 in Gemma

@@ -188,9 +188,10 @@ def _in_fitting_groups(
 
 def _looked_up_bytes(spec: WeightSpec, config: ModelConfig, dtype: str, *, on_gpu: bool) -> int:
     """Return the bytes of an embedding that rows are looked up in, beside those of a tied output layer."""
+    stored = config.per_layer_dtype if spec.field == per_layer.EMBEDDING else config.embedding_dtype
     is_seldom_read = config.tie_word_embeddings or spec.field == per_layer.EMBEDDING
-    is_mapped = is_seldom_read and config.embedding_dtype == dtype
-    if not on_gpu and (is_mapped or not config.embedding_dtype):
+    is_mapped = is_seldom_read and stored == dtype
+    if not on_gpu and (is_mapped or not stored):
         return 0
     return sum(math.prod(source.held_shape) for source in spec.sources) * DTYPE_BYTES[dtype]
 

@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
     "minicpm3": "minicpm3",
+    **dict.fromkeys(("gemma4", "gemma4_unified"), "gemma4"),
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
@@ -102,7 +103,9 @@ def write_gguf(
             arrays = [array.squeeze(1) for array in arrays]
         name = _known_name(next(iter(parts)), family)
         own_kind = next((own for part, own in (other_kinds or {}).items() if part in name), kind)
-        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored_name = names.get_name(
+            f"{name}.weight" if name.endswith("layer_scalar") else name, try_suffixes=(".weight", ".bias")
+        )
         assert stored_name is not None
         is_float = arrays[0].ndim == 1 or any(part in stored_name for part in _NOT_QUANTIZED)
         quantization = gguf.GGMLQuantizationType["F32" if is_float else own_kind]
@@ -254,10 +257,12 @@ def _add_metadata(
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     if "intermediate_size" in config:
-        writer.add_feed_forward_length(_inner_size(config))
+        writer.add_feed_forward_length(_inner_sizes(config))
     writer.add_head_count(heads)
     kv_heads = 1 if "kv_lora_rank" in config and has_halves else config["num_key_value_heads"]
     types = config.get("layer_types") or ()
+    if config["model_type"].startswith("gemma4"):
+        kv_heads, head_dim = _add_gemma4(writer, config)
     without_kv = "linear_attention" if config["model_type"] == "granitemoehybrid" else "conv"
     writer.add_head_count_kv(
         [0 if kind == without_kv else kv_heads for kind in types] if without_kv in types else kv_heads
@@ -278,7 +283,14 @@ def _add_metadata(
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
-    rotated = rotated_features or int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    is_proportional = rope.get("rope_type") == "proportional"
+    rotated = rotated_features or int(
+        head_dim * (1 if is_proportional else rope.get("partial_rotary_factor", 1.0))
+    )
+    if is_proportional:
+        turning = int(head_dim * rope["partial_rotary_factor"]) // 2
+        factors = [1.0] * turning + [1e30] * (head_dim // 2 - turning)
+        writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
     writer.add_rope_dimension_count(rotated)
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     if config.get("sliding_window"):
@@ -286,6 +298,28 @@ def _add_metadata(
     _add_rest(writer, config, rope)
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
+
+
+def _add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> tuple[list[int], int]:
+    """Add what differs between layers; return their KV heads, and the features of heads of full layers."""
+    own = config["per_layer_config"]
+    layers = [own.get(f"{layer:02}", own.get(str(layer), {})) for layer in range(config["num_hidden_layers"])]
+    kv_heads = [one.get("num_key_value_heads", config["num_key_value_heads"]) for one in layers]
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input", 0))
+    return kv_heads, max(one.get("head_dim", 0) for one in layers)
+
+
+def _inner_sizes(config: dict[str, Any]) -> int | list[int]:
+    size, num_shared = _inner_size(config), config.get("num_kv_shared_layers", 0)
+    if not config.get("use_double_wide_mlp") or not num_shared:
+        return size
+    return [size] * (config["num_hidden_layers"] - num_shared) + [2 * size] * num_shared
 
 
 def _inner_size(config: dict[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_checkpoints import WITH_MINIMA, places_of_halves, write_gguf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES as SHAPES
 from checkpoints import make_checkpoint
@@ -37,6 +38,7 @@ from subprocesses import python_output
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
 # Files have one factor for what a config.json has two for.
 ONE_MSCALE = {"rope_parameters": SHAPES["deepseek_v3"][1]["rope_parameters"] | {"mscale": 1.2}}
+VECTORS = {"hidden_size_per_layer_input": 64, "num_key_value_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "head_dim": 16},
     "llama-3.1": {},
@@ -78,6 +80,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": ONE_MSCALE,
     "glm4_moe_lite": {},
     "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+    "gemma4": {},
+    "gemma4_unified": {},
     "qwen3_5": {
         "num_hidden_layers": 5,
         "layer_types": [f"{kind}_attention" for kind in (*["linear"] * 3, "full", "linear")],
@@ -241,6 +245,59 @@ def test_layers_that_draft_are_passed_over(tmp_path: Path) -> None:
         file, _ = write_gguf(path, "qwen3", "F32", nextn_predict_layers=wrong)
         with pytest.raises(ModelError, match="num_hidden_layers"):
             read_model_config(file)
+
+
+def test_keys_and_values_of_layers_that_share_them_are_passed_over(tmp_path: Path) -> None:
+    path = make_checkpoint("gemma4", tmp_path / "model")
+    expected = _generate(path)
+    weights = load_file(path / "model.safetensors")
+    for part in ("k_proj", "v_proj", "k_norm"):
+        name = f"model.layers.{{}}.self_attn.{part}.weight"
+        weights[name.format(3)] = 2 * weights[name.format(1)]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    file, _ = write_gguf(path, "gemma4", "F32")
+    for each in (path, file):
+        tokens, logits = _generate(each)
+        assert tokens == expected[0]
+        torch.testing.assert_close(logits, expected[1], atol=1e-4, rtol=0)
+
+
+def test_the_vectors_of_layers_stay_in_the_file(tmp_path: Path, packed_bytes: list[int]) -> None:
+    path = make_checkpoint("gemma4", tmp_path / "model", **WIDE, global_head_dim=64, **VECTORS)
+    file, _ = write_gguf(path, "gemma4", "Q8_0", other_kinds={"embed_tokens.": "BF16"})
+    config = read_model_config(file)
+    assert (config.embedding_dtype, config.per_layer_dtype) == ("bfloat16", "")
+    load_decoder(file, config, options=WeightOptions(kernels="native"))
+    assert weight_bytes(config, "bfloat16", "none", 128) == pytest.approx(sum(packed_bytes), rel=0.03)
+    held = weight_bytes(dataclasses.replace(config, per_layer_dtype="float32"), "bfloat16", "none", 128)
+    vectors = config.vocab_size * config.num_layers * config.per_layer_size
+    assert held == weight_bytes(config, "bfloat16", "none", 128) + 2 * vectors
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.sliding_window_pattern", [True] * 5, "must say which of 6 layers have one"),
+        ("attention.value_length_swa", 32, "value_length_swa must be 16"),
+        ("attention.key_length_swa", "x", "key_length_swa is 'x'; it must be an integer"),
+        ("attention.head_count_kv", [2, 2, 0, 2, 2, 2], "head_count_kv has 0; it must be an integer"),
+        ("attention.head_count_kv", [2, 1], r"head_count_kv is \[2, 1\]; it must be an integer"),
+        ("attention.shared_kv_layers", 7, "feed_forward_length is"),
+        ("feed_forward_length", [112] * 5 + [336], r"feed_forward_length is \[112, .* twice that"),
+        ("rope.dimension_count_swa", 8, "rope.dimension_count_swa is 8; Quire computes 16"),
+        ("rope.freq_base_swa", -1.0, "rope.freq_base_swa is -1.0; it must be a number"),
+        ("expert_count", 8, "expert_count is 8; Quire computes none only"),
+    ],
+)
+def test_metadata_that_gemma4_does_not_have_are_refused(
+    key: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = write_gguf(make_checkpoint("gemma4", tmp_path / "model"), "gemma4", "F32")
+    read = GGUFFile(file)
+    monkeypatch.setattr(read, "metadata", read.metadata | {f"gemma4.{key}": value})
+    monkeypatch.setattr("quire.models.checkpoints.gguf.config.read_gguf", lambda path: read)
+    with pytest.raises(ModelError, match=message):
+        read_model_config(file)
 
 
 def test_fewer_experts_than_the_metadata_say_are_named(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def _gemma4_of_text(hf: HFConfig, base: ModelConfig) -> ModelConfig:
         config,
         layers=tuple(layers),
         per_layer_size=size,
+        per_layer_dtype=hf.get("per_layer_embedding_dtype", base.dtype),
         per_layer_vocab_size=hf["vocab_size_per_layer_input"],
     )
 

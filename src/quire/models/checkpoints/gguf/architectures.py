@@ -19,6 +19,9 @@ _MODEL_NAMES = {
     "model.norm.weight": "output_norm.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight",
     "lm_head.weight": "output.weight",
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
 }
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -49,6 +52,12 @@ _FOUR_NORM_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GEMMA4_NAMES = {
+    "layer_scalar": "layer_output_scale.weight",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
 }
 _LFM2_NAMES = {
     "operator_norm": "attn_norm",
@@ -168,6 +177,8 @@ class Architecture:
     has_adjacent_pairs: bool = False  # the features that are rotated together are neighbours
     tiles_value_heads: bool = False  # of a DeltaNet: the first of each key head, then the second of each
     has_latents: bool = False  # heads of keys and values are those of the latents, or of what is made of them
+    by_layer: tuple[str, ...] = ()  # entries that may be lists, which `finish` takes apart
+    has_ropes_by_type: bool = False  # layers with a window have frequencies of their own
     without_kv: str = ""  # type of the layers that have no heads of keys and values; empty: all have some
 
     def tensor(self, name: str) -> tuple[str, int | None]:
@@ -224,6 +235,41 @@ def _granitehybrid(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> di
         entries |= {"num_local_experts": 0, "shared_intermediate_size": values.get("intermediate_size")}
     is_rotated = metadata.get("rope.scaling.finetuned", False)
     return entries | {"position_embedding_type": "rope" if is_rotated else "nope"}
+
+
+def _gemma4(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads by layer, and feed-forward layers of which those that share KV may have twice the features."""
+    num_layers, types = values["num_hidden_layers"], values.get("layer_types")
+    if num_layers < 1 or types is None or len(types) != num_layers:
+        raise ModelError(f"attention.sliding_window_pattern must say which of {num_layers} layers have one")
+    counts, sizes = (
+        value if isinstance(value, list) else [value] * num_layers
+        for value in (values["num_key_value_heads"], values.get("intermediate_size", 0))
+    )
+    first = num_layers - values.get("num_kv_shared_layers", 0)
+    is_wide = sizes[-1] != sizes[0]
+    if sizes != [sizes[0]] * first + [sizes[0] * (1 + is_wide)] * (num_layers - first):
+        raise ModelError(
+            f"feed_forward_length is {sizes!r:.100}; it must be one number, or twice that in the layers that "
+            "share KV"
+        )
+    size = values.get("global_head_dim", values["head_dim"])
+    size_in_window = size if metadata.get("attention.key_length_swa") is None else values["head_dim"]
+    if metadata.get("attention.value_length_swa", size_in_window) != size_in_window:
+        raise ModelError(f"attention.value_length_swa must be {size_in_window}, as of keys")
+    sizes_of_heads = [size_in_window if kind == "sliding_attention" else size for kind in types]
+    layers = enumerate(zip(sizes_of_heads, counts, strict=True))
+    return {
+        "head_dim": size_in_window,
+        "num_key_value_heads": counts[0],
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": is_wide,
+        "vocab_size_per_layer_input": values["vocab_size"],
+        "per_layer_config": {
+            str(layer): {"head_dim": head_dim, "num_key_value_heads": count}
+            for layer, (head_dim, count) in layers
+        },
+    }
 
 
 def _olmo3(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -394,6 +440,22 @@ ARCHITECTURES = {
         hf_name="Gemma3ForCausalLM",
         keys=_GEMMA2.keys | _WINDOW_PATTERN | {"rope_local_base_freq": "rope.freq_base_swa"},
         finish=_gemma_scale(62),
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        names=_LAYER_NAMES | _FOUR_NORM_NAMES | _GEMMA4_NAMES,
+        keys=_KEYS
+        | _WINDOW_PATTERN
+        | {
+            "head_dim": "attention.key_length_swa",
+            "global_head_dim": "attention.key_length",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+            "num_kv_shared_layers": "attention.shared_kv_layers",
+        },
+        finish=_gemma4,
+        by_layer=("num_key_value_heads", "intermediate_size"),
+        has_ropes_by_type=True,
     ),
     "phi3": Architecture("Phi3ForCausalLM"),
     "glm4": Architecture("Glm4ForCausalLM", names=_LAYER_NAMES | _GLM4_NAMES),

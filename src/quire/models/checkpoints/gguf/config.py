@@ -43,6 +43,8 @@ _MAX_ROPE_FACTORS = 1 << 12
 _DTYPES = {0: "float32", 1: "float16"}  # by ggml's number; all others are computed in bfloat16
 _EMBEDDING_DTYPES = _DTYPES | {30: "bfloat16"}
 _FLOAT32 = 0
+_PER_LAYER = "per_layer_token_embd.weight"
+_STILL = 1e20  # divisors of frequencies by which nothing turns
 
 
 def read_gguf_config(path: Path) -> tuple[dict[str, Any], Callable[[str], str]]:
@@ -67,21 +69,28 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Callable[[str], str]]:
     values["vocab_size"] = next(iter(file.tensors["token_embd.weight"].shape), 0)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    values["attention_k_eq_v"] = any(
+        name.endswith(".attn_k.weight") and name.replace("attn_k", "attn_v") not in file.tensors
+        for name in file.tensors
+    )
     values["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     kind = _matrix_kind(file)
     values["dtype"] = _DTYPES.get(kind, "bfloat16")
     values["embedding_dtype"] = _EMBEDDING_DTYPES.get(file.tensors["token_embd.weight"].kind, "")
+    if _PER_LAYER in file.tensors:
+        values["per_layer_embedding_dtype"] = _EMBEDDING_DTYPES.get(file.tensors[_PER_LAYER].kind, "")
     for token in ("bos_token_id", "eos_token_id"):
         values[token] = file.metadata.get(f"tokenizer.ggml.{token}")
     # llama.cpp's defaults, which differ from transformers'
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     head_dim = values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"] or None)
-    value_length = metadata.get("attention.value_length", head_dim)
+    key_length = values.get("global_head_dim", head_dim)
+    value_length = metadata.get("attention.value_length", key_length)
     if head_dim is not None:
-        if value_length != head_dim and not architecture.has_latents:
-            raise _refusal(file, "attention.value_length", value_length, f"{head_dim}, as of keys,")
+        if value_length != key_length and not architecture.has_latents:
+            raise _refusal(file, "attention.value_length", value_length, f"{key_length}, as of keys,")
         values |= architecture.finish(values, metadata)
-    values |= _rope(file, metadata, values)
+    values |= (_ropes_by_type if architecture.has_ropes_by_type else _rope)(file, metadata, values)
     _refuse_others(file, architecture, metadata)
 
     def type_of(weight: str) -> str:
@@ -110,6 +119,11 @@ def _entries(file: GGUFFile, architecture: Architecture, metadata: Entries) -> d
                 value = [count for count in value if count]
             if value and value.count(value[0]) == len(value):
                 value = value[0]
+            elif entry in architecture.by_layer and len(value) == metadata.get("block_count"):
+                values[entry] = value
+                for one in value:
+                    check_entry(f"{file.path}: {name}.{key} has", one, RULES[entry])
+                continue
         values[entry] = value
         check_entry(f"{file.path}: {name}.{key} is", value, (RULES | ROPE_RULES)[entry])
     for entry in _NEEDED:
@@ -184,6 +198,32 @@ def _rope(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str
         "original_max_position_embeddings": original if factors else None,
         "rope_scaling": scaling,
     }
+
+
+def _ropes_by_type(file: GGUFFile, metadata: Entries, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of rotary embeddings of layers without and with a window.
+
+    Of the first, frequencies have divisors: 1, and for the features that do not turn 1e30.
+    """
+    sizes = values.get("global_head_dim", values["head_dim"]), values["head_dim"]
+    ropes: list[dict[str, Any]] = []
+    for suffix, size in zip(("", "_swa"), sizes, strict=True):
+        if (rotated := metadata.get(f"rope.dimension_count{suffix}", size)) != size:
+            raise _refusal(file, f"rope.dimension_count{suffix}", rotated, f"{size}, as of heads,")
+        theta = metadata.get(f"rope.freq_base{suffix}", 1e4)
+        check_entry(f"{file.path}: rope.freq_base{suffix} is", theta, RULES["rope_theta"])
+        ropes.append({"rope_theta": theta})
+    if _ROPE_FACTORS in file.tensors:
+        factors = _floats(file, _ROPE_FACTORS)
+        turning = factors.count(1.0)
+        still = [factor for factor in factors[turning:] if factor >= _STILL]
+        if len(factors) != sizes[0] // 2 or turning + len(still) != len(factors):
+            raise ModelError(
+                f"{_ROPE_FACTORS} in {file.path} must have for each of {sizes[0] // 2} pairs 1, or behind "
+                "those a number that lets it stay"
+            )
+        ropes[0] |= {"rope_type": "proportional", "partial_rotary_factor": 2 * turning / sizes[0]}
+    return {"rope_parameters": {"full_attention": ropes[0], "sliding_attention": ropes[1]}}
 
 
 def _refuse_others(file: GGUFFile, architecture: Architecture, metadata: Entries) -> None:

@@ -62,11 +62,18 @@ class GGUFWeights:
         return self._halves(name) or (self._architecture.tensor(name)[0],)
 
     def is_ignored(self, name: str) -> bool:
-        """See `WeightStore`: rotary factors are read with the config; layers that draft are passed over."""
+        """See `WeightStore`: rotary factors are read with the config; layers that draft are passed over.
+
+        So are keys and values of layers that read those of others.
+        """
         if name in ROPE_TENSORS:
             return True
         layer = _LAYER.match(name)
-        return layer is not None and int(layer[1]) >= self._num_layers
+        if layer is None:
+            return False
+        first_shared = self._num_layers - (self._entry("attention.shared_kv_layers") or 0)
+        is_kv = name[layer.end() :].startswith(("attn_k", "attn_v"))
+        return int(layer[1]) >= (first_shared if is_kv else self._num_layers)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Weight:
         """See `WeightStore`."""

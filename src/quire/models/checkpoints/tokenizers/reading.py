@@ -35,7 +35,7 @@ _GGUF_NAMED_TOKENS = {  # as llama.cpp spells them
     "mask_token": "tokenizer.ggml.mask_token_id",
 }
 # They end turns in the chats of models that Quire reads from GGUF files; metadata often name none of them.
-_ENDS_OF_TURNS = frozenset({"<|end|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
+_ENDS_OF_TURNS = frozenset({"<|end|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>"})
 
 
 def read_tokenizer(
