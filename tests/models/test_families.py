@@ -207,7 +207,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
 
 @pytest.mark.formats
 @pytest.mark.first_case
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "phi3", "qwen3_moe"])
 def test_greedy_tokens_equal_generate_with_a_cache(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     prompt = random_prompts([30], vocab_size=model.config.vocab_size)[0]
