@@ -16,7 +16,6 @@ OPTIMUM_INTEL_VERSION := 2.2.0
 CONVERT := .peers/convert
 CONVERT_READY := $(CONVERT)/.installed-$(OPTIMUM_INTEL_VERSION)-$(OPENVINO_VERSION)
 LLAMACPP_VERSION := 0.3.36
-GGUF_VERSION := 0.19.0
 LLAMACPP := .peers/llamacpp
 LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
@@ -140,12 +139,18 @@ $(CONVERT_READY):
 	$(CONVERT)/bin/pip uninstall -q -y torchvision torchaudio
 	@touch $@
 
-# Built here, for this machine's instructions (AVX-512, BF16, VNNI where it has them): takes minutes.
+# Built here, for this machine's instructions (AVX-512, BF16, VNNI where it has them): takes minutes. llama.cpp's
+# script that converts checkpoints is among the sources only, and reads them with torch.
 $(LLAMACPP_READY):
 	$(PYTHON) -m venv $(LLAMACPP)
-	CMAKE_ARGS="-DGGML_NATIVE=ON" $(LLAMACPP)/bin/pip install -q --no-binary llama-cpp-python \
+	$(LLAMACPP)/bin/pip download -q --no-deps --no-binary llama-cpp-python -d $(LLAMACPP) \
 		llama-cpp-python==$(LLAMACPP_VERSION)
-	$(LLAMACPP)/bin/pip install -q gguf==$(GGUF_VERSION) safetensors
+	tar -xzf $(LLAMACPP)/llama_cpp_python-$(LLAMACPP_VERSION).tar.gz -C $(LLAMACPP) --strip-components 2 \
+		--wildcards \
+		'*/vendor/llama.cpp/convert_hf_to_gguf.py' '*/vendor/llama.cpp/conversion/*' '*/vendor/llama.cpp/gguf-py/*'
+	CMAKE_ARGS="-DGGML_NATIVE=ON" $(LLAMACPP)/bin/pip install -q \
+		$(LLAMACPP)/llama_cpp_python-$(LLAMACPP_VERSION).tar.gz
+	$(LLAMACPP)/bin/pip install -q -c constraints.txt torch transformers
 	@touch $@
 
 # Goes on where it was stopped; without build/mutation it starts anew. MUTANTS="--seed 1" draws others.

@@ -36,10 +36,9 @@ from gpu_models import CONFIGS, model_without_files
 from gpu_profile import busy_share, kernel_times, profile_table
 from gpu_roofline import decode_bytes, decode_work, num_experts, prefill_operations
 from gpu_serving import bench, quire_rate, requests_of, server, transformers_rate
-from peers_model import config_of, random_tensors, write_tokenizer
-from peers_workload import ModelShape
+from peers_model import write_checkpoint
+from peers_shapes import SHAPES
 from random_model import random_model
-from safetensors.torch import save_file
 
 from quire import LLM
 from quire.execution.model_runner import ModelRunner
@@ -235,12 +234,10 @@ def _written_model(sizes: Sizes, directory: str) -> Iterator[str]:
         with random_model(directory) as model:
             yield model
         return
-    shape = ModelShape(64, 128, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, vocab_size=2_000)
+    changes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 2_000}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     with tempfile.TemporaryDirectory() as tiny:
-        path = Path(tiny)
-        write_tokenizer(path)
-        (path / "config.json").write_text(json.dumps(config_of(shape)), encoding="utf-8")
-        save_file(dict(random_tensors(shape)), path / "model.safetensors", metadata={"format": "pt"})
+        write_checkpoint(SHAPES["0.6b"].config | changes | heads, Path(tiny))
         yield tiny
 
 

@@ -11,14 +11,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peers_model import STANDARD_DEVIATION, config_of, write_tokenizer
-from peers_workload import SHAPES
+from peers_model import write_tokenizer
+from peers_shapes import SHAPES
 
 from quire.models.checkpoints import loading
 from quire.models.embedding import FloatEmbedding
 from quire.models.weights import WeightSource
 
-_QWEN3 = config_of(SHAPES["0.6b"])
+STANDARD_DEVIATION = 0.02  # of weights
+_QWEN3 = SHAPES["0.6b"].config
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _QWEN3,
     "Llama-3-8B": {

@@ -1,6 +1,6 @@
 """Compares Quire with vLLM, OpenVINO GenAI and llama.cpp on one model, in one run, on the CPU.
 
-The model has the shape of Qwen3-0.6B, or of Qwen3-4B with `--shape 4b`, and random weights. Prompts are
+The model has random weights in the shape of Qwen3-0.6B, or of another model with `--shape`. Prompts are
 random token ids, the same for every engine and new in each round; decoding is greedy and ignores
 end-of-sequence. Each engine is a process with its own environment, two threads, and a KV cache for the same
 number of tokens. Engines take turns; an engine that is not being measured is stopped (SIGSTOP). In int4,
@@ -22,8 +22,8 @@ reason is printed.
     python benchmarks/peers.py [--engines quire,llamacpp] [--precisions bf16] [--workloads 1x32/32]
                                [--shape 0.6b] [--rounds 3] [--json FILE]
 
-All engines of a precision are in memory together. For the larger shape in 24 GiB, choose: int4, and the first
-and the fourth workload.
+All engines of a precision are in memory together. For the larger shapes in 24 GiB, choose: int4, and few
+engines and workloads.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ from typing import Any
 
 from peers_engines import CHECKPOINT, HERE, KINDS, MODELS, PEERS, conversion
 from peers_limit import Machine, least_seconds
+from peers_model import work_of
 from peers_process import LOG_TAIL_CHARS, EngineError, EngineProcess
 from peers_report import disagreements, failures, tables
-from peers_workload import PRECISIONS, SHAPES, WORKLOADS, Workload
+from peers_shapes import SHAPES
+from peers_workload import PRECISIONS, WORKLOADS, Workload
 from rich.console import Console
 
 LOGS = PEERS / "logs"
@@ -155,9 +157,9 @@ class Comparison:
             self._attempt(name, measure)
 
     def _note_limits(self) -> None:
+        work = work_of(SHAPES[self._shape].config)
         for name, entry in self.figures["workloads"].items():
-            shape = SHAPES[self._shape]
-            entry["limit_seconds"] = least_seconds(WORKLOADS[name], shape, self._precision, self._machine)
+            entry["limit_seconds"] = least_seconds(WORKLOADS[name], work, self._precision, self._machine)
 
     def _note_memory(self, name: str) -> None:
         self.figures["engines"][name]["peak_bytes"] = self._running[name].peak_memory()

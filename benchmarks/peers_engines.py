@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from peers_shapes import SHAPES
 from peers_workload import NUM_THREADS, PRECISIONS
 
 HERE = Path(__file__).parent
@@ -66,7 +67,7 @@ def interpreter(environment: str) -> str:
 
 KINDS = {
     "quire": EngineKind("Quire", "peers_quire.py", dict.fromkeys(PRECISIONS, CHECKPOINT)),
-    "quire-gguf": EngineKind("Quire, Q4_K_M", "peers_quire.py", {"int4": "llamacpp-q4_k_m"}),
+    "quire-gguf": EngineKind("Quire, GGUF", "peers_quire.py", {"int4": "llamacpp-int4"}),
     "quire-int8": EngineKind(
         "Quire, int8", "peers_quire.py", {"int4": CHECKPOINT}, computes={"int4": "int8"}
     ),
@@ -93,7 +94,7 @@ KINDS = {
     "llamacpp": EngineKind(
         "llama.cpp",
         "peers_llamacpp.py",
-        {"bf16": "llamacpp-bf16", "int8": "llamacpp-q8_0", "int4": "llamacpp-q4_k_m"},
+        {precision: f"llamacpp-{precision}" for precision in PRECISIONS},
         "llamacpp",
     ),
     "llamacpp-q4_0": EngineKind(
@@ -116,7 +117,9 @@ def conversion(target: Path, written: Path) -> Command:
         weights = ["--weight-format", *OPENVINO_WEIGHTS[form]]
         return [*tool, "-m", source, "--task", "text-generation-with-past", *weights, str(written)]
     if kind == "llamacpp":
+        form = {"int8": "q8_0", "int4": SHAPES[shape].gguf_type}.get(form, form)
         script = [interpreter("llamacpp"), str(HERE / "peers_gguf.py")]
         return [*script, source, form, str(written / "model.gguf")]
-    script = [sys.executable, str(HERE / "peers_model.py")]
-    return [*script, "--precision", form, "--shape", shape, str(written)]
+    if kind == "vllm":
+        return [sys.executable, str(HERE / "peers_quantized.py"), source, form, str(written)]
+    return [sys.executable, str(HERE / "peers_model.py"), "--shape", shape, str(written)]

@@ -1,124 +1,50 @@
 """Writes the comparison's model as GGUF files, for llama.cpp and for Quire.
 
-    .peers/llamacpp/bin/python benchmarks/peers_gguf.py CHECKPOINT bf16|q8_0|q4_0|q4_k_m FILE
+    .peers/llamacpp/bin/python benchmarks/peers_gguf.py CHECKPOINT bf16|q8_0|q4_0|q4_k_m|mxfp4 FILE
 
-CHECKPOINT was written by `peers_model.py`. Matrices are copied; norms become float32, as llama.cpp requires.
-The others are llama.cpp's own quantizations of the bf16 file, including the embedding.
+CHECKPOINT was written by `peers_model.py`. llama.cpp's own script converts it, and llama.cpp quantizes the
+result, including the embedding. mxfp4 is for experts; what else the model has is Q8_0.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
+import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import llama_cpp
-import numpy as np
-from numpy.typing import NDArray
 from peers_workload import NUM_THREADS
 
+SOURCES = Path(sys.prefix) / "llama.cpp"
 FILE_TYPES = {
     "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
     "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
     "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "mxfp4": 38,  # LLAMA_FTYPE_MOSTLY_MXFP4_MOE
 }
-
-TENSOR_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor: `blk.3.attn_q` for `model.layers.3.self_attn.q_proj`."""
-    stem = name.removesuffix(".weight")
-    if stem in TENSOR_NAMES:
-        return f"{TENSOR_NAMES[stem]}.weight"
-    number, rest = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{number}.{TENSOR_NAMES[rest]}.weight"
-
-
-def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Write the model's sizes."""
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-
-
-def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
-    """Write the tokenizer, padded with unused tokens to the size of the vocabulary."""
-    size = config["vocab_size"]
-    tokens = [f"[UNUSED_{number}]" for number in range(size)]
-    types = [gguf.TokenType.UNUSED] * size
-    for text, number in tokenizer["model"]["vocab"].items():
-        tokens[number], types[number] = text, gguf.TokenType.NORMAL
-    for entry in tokenizer["added_tokens"]:
-        tokens[entry["id"]], types[entry["id"]] = entry["content"], gguf.TokenType.CONTROL
-    tokens[-1] = "ab"  # what the only merge makes; prompts are token ids
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(["a b"])  # an empty list cannot be written
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
-
-
-def mapped_tensors(path: Path) -> Iterator[tuple[str, NDArray[np.uint16]]]:
-    """Yield the tensors of a safetensors file in bf16, as their bits, which stay in the file."""
-    data = np.memmap(path, np.uint8, "r")
-    start = 8 + int(data[:8].view(np.uint64)[0])
-    for name, entry in json.loads(bytes(data[8:start])).items():
-        if name != "__metadata__":
-            first, end = (start + offset for offset in entry["data_offsets"])
-            yield name, data[first:end].view(np.uint16).reshape(entry["shape"])
-
-
-def add_tensors(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
-    """Write all tensors of the checkpoint."""
-    for name, bits in mapped_tensors(checkpoint / "model.safetensors"):
-        if bits.ndim == 1:
-            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
-        else:
-            writer.add_tensor(gguf_name(name), bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
 
 
 def write_bf16(checkpoint: Path, path: Path) -> None:
-    """Write the bf16 file."""
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
-    writer = gguf.GGUFWriter(path, "qwen3")
-    add_config(writer, config)
-    add_tokenizer(writer, tokenizer, config)
-    add_tensors(writer, checkpoint)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    """Write the bf16 file with llama.cpp's script, which would not know the tokenizer."""
+    sys.path.insert(0, str(SOURCES))
+    import convert_hf_to_gguf
+    from conversion.base import TextModel
+
+    find = convert_hf_to_gguf.get_model_class
+
+    def with_tokenizer(*names: Any, **options: Any) -> type[TextModel]:
+        found = find(*names, **options)
+        found.set_vocab = TextModel._set_vocab_gpt2
+        found.get_vocab_base_pre = lambda model, tokenizer: "qwen2"
+        found.no_mtp = True  # the models have no layers that predict further tokens
+        return found
+
+    convert_hf_to_gguf.get_model_class = with_tokenizer
+    sys.argv = ["convert_hf_to_gguf.py", str(checkpoint), "--outfile", str(path), "--outtype", "bf16"]
+    convert_hf_to_gguf.main()
 
 
 def write_quantized(checkpoint: Path, path: Path, file_type: int) -> None:

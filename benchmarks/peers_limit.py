@@ -4,7 +4,9 @@ The steps are those of continuous batching with up to 512 tokens: each decoding 
 prompts fill the rest in the order of arrival. A step takes at least as long as reading and writing its bytes
 at the measured bandwidth, and as its matrix products at the measured rate. Its bytes are the weights once
 (including the output head, if any request samples), the keys and values that it reads (a shared prefix once)
-and those that it writes. Anything else that an engine does is not part of the limit.
+and those that it writes. Of a layer's experts, it reads those that its tokens can be expected to choose if
+all are equally likely, and multiplies each token by those that it has chosen. Anything else that an engine
+does is not part of the limit: attention in layers with windows, states of recurrent layers, embeddings.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from peers_workload import ModelShape, Workload
+from peers_workload import Workload
 
 STEP_TOKENS = 512
 WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
@@ -34,6 +36,39 @@ class Machine:
         names = self.gemm_rate | other.gemm_rate
         rates = {name: max(self.gemm_rate.get(name, 0), other.gemm_rate.get(name, 0)) for name in names}
         return Machine(max(self.bandwidth, other.bandwidth), rates)
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What a model computes with, in elements.
+
+    Args:
+        layer_weights: all layers' matrices, but for experts.
+        head_weights: the output head.
+        kv_values: one token's keys and values in layers without a window.
+        query_values: one token's queries in these.
+        expert_weights: one expert's matrices in all layers together.
+        num_experts: in a layer.
+        experts_per_token: that a token chooses in a layer.
+    """
+
+    layer_weights: int
+    head_weights: int
+    kv_values: int
+    query_values: int
+    expert_weights: int = 0
+    num_experts: int = 1
+    experts_per_token: int = 0
+
+    def weights_read(self, num_tokens: int) -> float:
+        """Elements of the layers' matrices that a step with this number of tokens can be expected to read."""
+        unchosen: float = (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        return self.layer_weights + self.expert_weights * self.num_experts * (1 - unchosen)
+
+    @property
+    def token_weights(self) -> int:
+        """Elements of the layers' matrices that a token is multiplied by."""
+        return self.layer_weights + self.expert_weights * self.experts_per_token
 
 
 @dataclass
@@ -77,17 +112,17 @@ def steps_of(workload: Workload) -> Iterator[Step]:
         yield step
 
 
-def step_seconds(step: Step, shape: ModelShape, precision: str, machine: Machine) -> float:
+def step_seconds(step: Step, work: ModelWork, precision: str, machine: Machine) -> float:
     """Return the minimum seconds of one step. Attention is computed in bf16 in all precisions."""
-    weights = shape.layer_weights + (shape.head_weights if step.sampled else 0)
-    kv_values = shape.kv_values * (step.cached_read + step.computed)
+    weights = work.weights_read(step.computed) + (work.head_weights if step.sampled else 0)
+    kv_values = work.kv_values * (step.cached_read + step.computed)
     num_bytes = WEIGHT_BYTES[precision] * weights + VALUE_BYTES[precision] * kv_values
-    products = 2 * (shape.layer_weights * step.computed + shape.head_weights * step.sampled)
-    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * step.attended
+    products = 2 * (work.token_weights * step.computed + work.head_weights * step.sampled)
+    attention = 4 * work.query_values * step.attended
     computing = products / machine.gemm_rate[PRODUCTS[precision]] + attention / machine.gemm_rate["bf16"]
     return max(num_bytes / machine.bandwidth, computing)
 
 
-def least_seconds(workload: Workload, shape: ModelShape, precision: str, machine: Machine) -> float:
+def least_seconds(workload: Workload, work: ModelWork, precision: str, machine: Machine) -> float:
     """Return the minimum seconds of the whole workload, from its arrival to its last token."""
-    return sum(step_seconds(step, shape, precision, machine) for step in steps_of(workload))
+    return sum(step_seconds(step, work, precision, machine) for step in steps_of(workload))

@@ -12,8 +12,9 @@ from typing import Any
 import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
+from peers_shapes import ModelShape
 from peers_worker import serve
-from peers_workload import KV_TOKENS, NUM_THREADS, ModelShape
+from peers_workload import KV_TOKENS, NUM_THREADS
 
 BATCH_TOKENS = 2_048  # of one call; it computes 512 at once. Both are the server's defaults.
 

@@ -10,18 +10,23 @@ oneDNN has no products in bf16, those in float32 count.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peers_workload import NUM_THREADS, SHAPES
+from peers_shapes import SHAPES
+from peers_workload import NUM_THREADS
 from timing import least_seconds
 
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.devices.torch_internals import has_onednn_bfloat16
 
-SHAPE = SHAPES["0.6b"]
+CONFIG = SHAPES["0.6b"].config
+HIDDEN_SIZE = CONFIG["hidden_size"]
+MLP_SIZES = CONFIG["intermediate_size"], HIDDEN_SIZE
+HEAD_SIZES = CONFIG["vocab_size"], HIDDEN_SIZE
 
 READ_BYTES = 2**30  # far more than any cache holds
 READ_REPEATS = 20
@@ -45,18 +50,17 @@ def read_bandwidth() -> float:
     """Return bytes read per second: the better of a sum, and a product of the output head with one row."""
     values = torch.ones(READ_BYTES // 4)
     summed = READ_BYTES / least_seconds(values.sum, READ_REPEATS)
-    head = packed(torch.ones(SHAPE.vocab_size, SHAPE.hidden_size, dtype=DTYPE), 1)
-    row = torch.ones(1, SHAPE.hidden_size, dtype=DTYPE)
-    head_bytes = DTYPE.itemsize * SHAPE.head_weights
+    head = packed(torch.ones(HEAD_SIZES, dtype=DTYPE), 1)
+    row = torch.ones(1, HIDDEN_SIZE, dtype=DTYPE)
+    head_bytes = DTYPE.itemsize * math.prod(HEAD_SIZES)
     return max(summed, head_bytes / least_seconds(lambda: head(row), ONE_ROW_REPEATS))
 
 
 def bf16_rate(rows: int) -> float:
     """Return operations per second of the MLP's products in bf16."""
-    sizes = SHAPE.intermediate_size, SHAPE.hidden_size
-    product = packed(torch.randn(sizes).to(DTYPE), rows)
-    x = torch.randn(rows, SHAPE.hidden_size).to(DTYPE)
-    return 2 * rows * sizes[0] * sizes[1] / least_seconds(lambda: product(x), GEMM_REPEATS)
+    product = packed(torch.randn(MLP_SIZES).to(DTYPE), rows)
+    x = torch.randn(rows, HIDDEN_SIZE).to(DTYPE)
+    return 2 * rows * math.prod(MLP_SIZES) / least_seconds(lambda: product(x), GEMM_REPEATS)
 
 
 def int8_rate(rows: int) -> float:
@@ -65,22 +69,20 @@ def int8_rate(rows: int) -> float:
     They are oneDNN's, or Quire's own with weights in 4 bits, whichever is faster; where oneDNN would take
     seconds for one, Quire's own.
     """
-    sizes = SHAPE.intermediate_size, SHAPE.hidden_size
-    ours = NativeKernels().linear([torch.randn(sizes)], dtype=torch.bfloat16, quantization="int4")
-    floats = torch.randn(rows, SHAPE.hidden_size).bfloat16()
+    ours = NativeKernels().linear([torch.randn(MLP_SIZES)], dtype=torch.bfloat16, quantization="int4")
+    floats = torch.randn(rows, HIDDEN_SIZE).bfloat16()
     seconds = least_seconds(lambda: ours(floats), GEMM_REPEATS)
     if has_onednn_bfloat16():  # and then int8, too
         seconds = min(seconds, least_seconds(onednn_int8(rows), GEMM_REPEATS))
-    return 2 * rows * sizes[0] * sizes[1] / seconds
+    return 2 * rows * math.prod(MLP_SIZES) / seconds
 
 
 def onednn_int8(rows: int) -> Callable[[], Any]:
     """Return oneDNN's `qlinear`."""
-    sizes = SHAPE.intermediate_size, SHAPE.hidden_size
-    weights = torch.randint(-127, 128, sizes, dtype=torch.int8)
-    layout = torch.ops.onednn.qlinear_prepack(weights, [rows, SHAPE.hidden_size])
-    scales, zeros = torch.full((sizes[0],), 0.01), torch.zeros(sizes[0], dtype=torch.int32)
-    x = torch.randint(0, 255, (rows, SHAPE.hidden_size), dtype=torch.uint8)
+    weights = torch.randint(-127, 128, MLP_SIZES, dtype=torch.int8)
+    layout = torch.ops.onednn.qlinear_prepack(weights, [rows, HIDDEN_SIZE])
+    scales, zeros = torch.full(MLP_SIZES[:1], 0.01), torch.zeros(MLP_SIZES[:1], dtype=torch.int32)
+    x = torch.randint(0, 255, (rows, HIDDEN_SIZE), dtype=torch.uint8)
     return lambda: torch.ops.onednn.qlinear_pointwise(
         x, 0.01, 128, layout, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
     )

@@ -1,175 +1,79 @@
-"""Writes the model of the comparison: random weights in the shape of a Qwen3, and a byte-level tokenizer.
+"""Writes the model of the comparison: random weights in the shape of a published model, and a tokenizer.
 
-    python benchmarks/peers_model.py [--precision bf16|int8|int4] [--shape 0.6b|4b] DIRECTORY
+    python benchmarks/peers_model.py [--shape 0.6b|4b|...] DIRECTORY
 
-bf16 is an ordinary Hugging Face checkpoint, which Quire reads in all precisions and from which the files of
-other engines are converted. int8 is the same model in compressed-tensors' W8A8 format: weights in int8 with a
-scale per output channel, activations to be quantized dynamically per token. int4 is the
-same in GPTQ's format, symmetric in groups of 128.
+It is an ordinary Hugging Face checkpoint in bf16, which Quire reads in all precisions and from which the
+files of other engines are converted. `transformers` initializes the weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peers_workload import PRECISIONS, SHAPES, ModelShape
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from peers_limit import ModelWork
+from peers_shapes import END_OF_TEXT_ID, SHAPES
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-STANDARD_DEVIATION = 0.02
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 SEED = 0
-INT8_MAX = 127
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_ID = 256  # after the 256 byte tokens
-
-GPTQ_GROUP_SIZE = 128
-GPTQ: dict[str, Any] = {
-    "quant_method": "gptq",
-    "bits": 4,
-    "group_size": GPTQ_GROUP_SIZE,
-    "desc_act": False,
-    "sym": True,
-    "lm_head": False,
-    "checkpoint_format": "gptq",
-}
-W8A8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "channel",
-                "dynamic": False,
-            },
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
-}
 
 
-def config_of(shape: ModelShape) -> dict[str, Any]:
-    """Return what config.json says of a checkpoint in bf16."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "torch_dtype": "bfloat16",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1_000_000,
-        "tie_word_embeddings": True,
-        "bos_token_id": END_OF_TEXT_ID,
-        "eos_token_id": END_OF_TEXT_ID,
-        "use_cache": True,
-    }
+def random_model(config: dict[str, Any], device: str = "cpu") -> PreTrainedModel:
+    """Return a model in bf16, random but always the same; on the device `meta` it has no weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # which takes seconds
+
+    torch.manual_seed(SEED)
+    entries = {name: value for name, value in config.items() if name != "model_type"}
+    with torch.device(device):
+        read = AutoConfig.for_model(config["model_type"], **entries)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(read, dtype=torch.bfloat16)
+    return model
 
 
-def random_tensors(shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the checkpoint by its name, in bf16: norms are 1, all else is normal."""
-    generator = torch.Generator().manual_seed(SEED)
-
-    def matrix(*sizes: int) -> torch.Tensor:
-        return (torch.randn(sizes, generator=generator) * STANDARD_DEVIATION).bfloat16()
-
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
-
-    hidden, mlp, head = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    queries, keys = shape.num_heads * head, shape.num_kv_heads * head
-    yield "model.embed_tokens.weight", matrix(shape.vocab_size, hidden)
-    yield "model.norm.weight", ones(hidden)
-    for number in range(shape.num_layers):
-        layer = f"model.layers.{number}"
-        yield f"{layer}.input_layernorm.weight", ones(hidden)
-        yield f"{layer}.post_attention_layernorm.weight", ones(hidden)
-        yield f"{layer}.self_attn.q_norm.weight", ones(head)
-        yield f"{layer}.self_attn.k_norm.weight", ones(head)
-        yield f"{layer}.self_attn.q_proj.weight", matrix(queries, hidden)
-        yield f"{layer}.self_attn.k_proj.weight", matrix(keys, hidden)
-        yield f"{layer}.self_attn.v_proj.weight", matrix(keys, hidden)
-        yield f"{layer}.self_attn.o_proj.weight", matrix(hidden, queries)
-        yield f"{layer}.mlp.gate_proj.weight", matrix(mlp, hidden)
-        yield f"{layer}.mlp.up_proj.weight", matrix(mlp, hidden)
-        yield f"{layer}.mlp.down_proj.weight", matrix(hidden, mlp)
-
-
-def w8a8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors with each layer's matrices in int8, [out, in], and scales beside them, [out, 1]."""
-    result = {}
-    for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
-            result[name] = tensor
+def work_of(config: dict[str, Any]) -> ModelWork:
+    """Return what a model computes with, from its matrices in `transformers`."""
+    model = random_model(config, "meta")
+    layers = experts = keys = queries = 0
+    types = getattr(model.config, "layer_types", None)
+    for name, matrix in model.named_parameters():
+        if matrix.ndim < 2 or "embed_tokens" in name or name.startswith("lm_head."):
             continue
-        scale = (tensor.float().abs().amax(dim=1, keepdim=True) / INT8_MAX).bfloat16()
-        result[name] = (tensor / scale.float()).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
-        result[f"{name}_scale"] = scale
-    return result
-
-
-def gptq(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors with each layer's matrices in 4 bits, symmetric and rounded to nearest.
-
-    Layout: https://github.com/AutoGPTQ/AutoGPTQ. The matrix is transposed, eight inputs to a word; a zero of
-    8 is stored as 7, eight outputs to a word.
-    """
-    result = {}
-    for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
-            result[name] = tensor
+        if ".experts." in name:
+            experts += matrix.numel()
             continue
-        rows, inputs = tensor.shape
-        groups = tensor.float().view(rows, -1, GPTQ_GROUP_SIZE)
-        scales = (groups.abs().amax(dim=2) / 7).half()
-        steps = (groups / scales.float()[..., None]).round().clamp(-8, 7).to(torch.int32) + 8
-        stem = name.removesuffix("weight")
-        result[f"{stem}qweight"] = _words(steps.view(rows, inputs // 8, 8)).t().contiguous()
-        result[f"{stem}qzeros"] = _words(torch.full((inputs // GPTQ_GROUP_SIZE, rows // 8, 8), 7))
-        result[f"{stem}scales"] = scales.t().contiguous()
-        result[f"{stem}g_idx"] = torch.arange(inputs, dtype=torch.int32) // GPTQ_GROUP_SIZE
-    return result
-
-
-def _words(numbers: torch.Tensor) -> torch.Tensor:
-    """Return int32 [...] of numbers in 4 bits [..., 8], lowest first."""
-    words = (numbers.long() << torch.arange(0, 32, 4)).sum(dim=-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        layers += matrix.numel()
+        if "self_attn" in name and (types is None or types[int(name.split(".")[2])] == "full_attention"):
+            keys += matrix.shape[0] if name.endswith(".k_proj.weight") else 0
+            queries += matrix.shape[1] if name.endswith(".o_proj.weight") else 0
+    num_experts = config.get("num_experts") or config.get("num_local_experts") or 1
+    return ModelWork(
+        layer_weights=layers,
+        head_weights=config["vocab_size"] * config["hidden_size"],
+        kv_values=2 * keys,
+        query_values=queries,
+        expert_weights=experts // num_experts,
+        num_experts=num_experts,
+        experts_per_token=config.get("num_experts_per_tok", 0),
+    )
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Write a byte-level tokenizer without merges. It is only needed for loading: prompts are token ids."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    """Write a byte-level tokenizer with one merge. It is only needed for loading: prompts are token ids."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
     tokenizer = Tokenizer(
-        models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
+        models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[("a", "b")])
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+    assert tokenizer.token_to_id(END_OF_TEXT) == END_OF_TEXT_ID
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -180,25 +84,24 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
+def write_checkpoint(config: dict[str, Any], directory: Path) -> None:
+    """Write a random model that `config`, its config.json, describes, and the tokenizer."""
+    random_model(config).save_pretrained(directory)
+    write_tokenizer(directory)
+    # In place of what transformers wrote: older versions, which other engines use, know what was published.
+    (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
 def main() -> None:
     """Write the checkpoint."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b", help="default: 0.6b")
     parser.add_argument("directory", type=Path, help="output directory; created if missing")
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
-    shape = SHAPES[options.shape]
-    tensors, config = dict(random_tensors(shape)), config_of(shape)
-    if options.precision == "int8":
-        tensors, config = w8a8(tensors), config | {"quantization_config": W8A8}
-    elif options.precision == "int4":
-        tensors, config = gptq(tensors), config | {"quantization_config": GPTQ}
-    write_tokenizer(options.directory)
-    (options.directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    save_file(tensors, options.directory / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(SHAPES[options.shape].config, options.directory)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 import openvino
 from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
+from peers_shapes import ModelShape
 from peers_worker import serve
-from peers_workload import KV_TOKENS, MAX_NUM_SEQS, NUM_THREADS, ModelShape
+from peers_workload import KV_TOKENS, MAX_NUM_SEQS, NUM_THREADS
 
 BLOCK_SIZE = 32  # block size of the CPU plugin
 MAX_NUM_BATCHED_TOKENS = 512

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from peers_shapes import ModelShape
 from peers_worker import serve
-from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_THREADS, ModelShape
+from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_THREADS
 
 from quire import LLM, SamplingParams
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from peers_shapes import ModelShape
 from peers_worker import serve
-from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, ModelShape
+from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS
 from vllm import LLM, SamplingParams
 
 BF16_BYTES = 2

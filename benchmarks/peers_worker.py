@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from peers_workload import FIRST_ORDINARY_TOKEN, PRECISIONS, SHAPES, ModelShape
+from peers_shapes import SHAPES, ModelShape
+from peers_workload import FIRST_ORDINARY_TOKEN, PRECISIONS
 
 FIRST_PROMPT = [FIRST_ORDINARY_TOKEN + number for number in range(8)]
 

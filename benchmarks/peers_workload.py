@@ -1,4 +1,4 @@
-"""The comparison's model shapes, KV cache size and workloads.
+"""The comparison's precisions, KV cache size and workloads.
 
 Plain Python only: every worker imports this module in its own environment.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+
+from peers_shapes import SMALLEST_VOCABULARY
 
 PRECISIONS = ("bf16", "int8", "int4")
 
@@ -19,43 +21,7 @@ MAX_MODEL_LEN = 4_224
 
 WARM_UP_PROMPT_TOKENS = 512
 WARM_UP_OUTPUT_TOKENS = 4
-VOCAB_SIZE = 151_936
 FIRST_ORDINARY_TOKEN = 1_000  # smaller ids are the tokenizer's special and byte tokens
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder with grouped-query attention, a gated MLP and tied embeddings."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    vocab_size: int = VOCAB_SIZE
-
-    @property
-    def layer_weights(self) -> int:
-        """Elements of all layers' matrices."""
-        attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads) * self.hidden_size
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
-
-    @property
-    def head_weights(self) -> int:
-        """Elements of the output head."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def kv_values(self) -> int:
-        """Elements of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
-
-SHAPES = {  # Qwen3's
-    "0.6b": ModelShape(hidden_size=1_024, intermediate_size=3_072, num_layers=28, num_heads=16),
-    "4b": ModelShape(hidden_size=2_560, intermediate_size=9_728, num_layers=36, num_heads=32),
-}
 
 
 @dataclass(frozen=True)
@@ -93,7 +59,7 @@ class Workload:
     def prompts(self, seed: str) -> list[list[int]]:
         """Return random token ids for each request, fixed by the seed; only the prefix is shared."""
         generator = random.Random(f"{self.name} {seed}")
-        ids = range(FIRST_ORDINARY_TOKEN, VOCAB_SIZE - FIRST_ORDINARY_TOKEN)
+        ids = range(FIRST_ORDINARY_TOKEN, SMALLEST_VOCABULARY - FIRST_ORDINARY_TOKEN)
         prefix = generator.choices(ids, k=self.shared_tokens)
         return [prefix + generator.choices(ids, k=self.prompt_tokens) for _ in range(self.num_requests)]
 

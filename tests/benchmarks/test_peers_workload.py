@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, VOCAB_SIZE, WORKLOADS
+from peers_shapes import SHAPES
+from peers_workload import KV_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, WORKLOADS
 
 pytestmark = pytest.mark.representative
 
@@ -40,7 +41,8 @@ def test_prompts_have_their_length_and_share_the_prefix_alone(workload):
     assert {len(prompt) for prompt in prompts} == {shared + workload.prompt_tokens}
     assert len({tuple(prompt[:shared]) for prompt in prompts}) == 1
     assert len({tuple(prompt[shared : shared + 16]) for prompt in prompts}) == workload.num_requests
-    assert all(0 <= token < VOCAB_SIZE for prompt in prompts for token in prompt)
+    smallest = min(shape.config["vocab_size"] for shape in SHAPES.values())
+    assert all(0 <= token < smallest for prompt in prompts for token in prompt)
 
 
 @EACH
