@@ -49,6 +49,7 @@ struct DeltaRuleCall {
   int64_t value_dim;
   const float* decay;      // [num_value_heads]
   const float* time_bias;  // [num_value_heads]
+  float max_strength;      // multiplies the sigmoid of the strength
   float* state;            // [states, num_value_heads, key_dim, value_dim], the last three adjacent
   int64_t state_stride;
   SequenceRows sequences;

@@ -67,6 +67,7 @@ void check_delta_rule(const Kernels& kernels, int64_t key_dim, int64_t value_dim
   const int64_t key_size = kKeyHeads * key_dim, width = 2 * key_size + kHeads * value_dim, size = kHeads * key_dim * value_dim;
   const std::vector<T> qkv = random_numbers<T>(kNumTokens * width), gates = random_numbers<T>(kNumTokens * 2 * kHeads);
   const std::vector<float> decay(kHeads, -0.7f), time_bias = random_floats(kHeads), before = random_floats(kNumStates * size);
+  constexpr float kMaxStrength = 1.5f;
   std::vector<T> first_result;
   for (const int num_threads : {1, 3}) {
     ThreadPool pool(num_threads);
@@ -74,7 +75,7 @@ void check_delta_rule(const Kernels& kernels, int64_t key_dim, int64_t value_dim
     std::vector<T> out(kNumTokens * kHeads * value_dim);
     for (int64_t i = 0; i < size; ++i) states[kStates[0] * size + i] = std::nanf("");
     kernels.delta_rule({qkv.data(), gates.data(), out.data(), TypeOf<T>::dtype, kKeyHeads, kHeads, key_dim, value_dim,
-                        decay.data(), time_bias.data(), states.data(), size, kSequences},
+                        decay.data(), time_bias.data(), kMaxStrength, states.data(), size, kSequences},
                        pool);
     for (int64_t index = 0; index < kNumSeqs; ++index) {
       for (int64_t head = 0; head < kHeads; ++head) {
@@ -93,7 +94,7 @@ void check_delta_rule(const Kernels& kernels, int64_t key_dim, int64_t value_dim
             return vector;
           };
           const std::vector<double> query = unit(0), key = unit(key_size);
-          const double strength = 1.0 / (1.0 + std::exp(-number_of(gates[token * 2 * kHeads + head])));
+          const double strength = kMaxStrength / (1.0 + std::exp(-number_of(gates[token * 2 * kHeads + head])));
           const double time = number_of(gates[(token * 2 + 1) * kHeads + head]) + time_bias[head];
           const double kept = std::exp(decay[head] * std::log1p(std::exp(time)));
           for (int64_t column = 0; column < value_dim; ++column) {

@@ -34,7 +34,7 @@ COPIES_OF_A_FORWARD_PASS = 3  # positions, and by the kernels the blocks and off
 
 # Refused on a device.
 WITH_STATES = ("lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "bamba")
-WITH_STATES += ("falcon_h1", "nemotron_h")
+WITH_STATES += ("falcon_h1", "nemotron_h", "olmo_hybrid")
 
 
 @pytest.fixture

@@ -52,9 +52,17 @@ class Conv:
 class Delta:
     """A gated DeltaNet."""
 
-    def __init__(self, dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
+    def __init__(
+        self, dtype: torch.dtype, key_dim: int, value_dim: int, *, max_strength: float = 1.0
+    ) -> None:
         self.heads = DeltaHeads(
-            2, 6, key_dim, value_dim, decay=-random(6, seed=1).exp(), time_bias=random(6, seed=2)
+            2,
+            6,
+            key_dim,
+            value_dim,
+            decay=-random(6, seed=1).exp(),
+            time_bias=random(6, seed=2),
+            max_strength=max_strength,
         )
         width = 2 * 2 * key_dim + 6 * value_dim
         self.rows = random(sum(COUNTS), width, dtype=dtype)
@@ -110,6 +118,7 @@ CASES = [
     (Conv, (torch.bfloat16, 2, "silu"), {"has_bias": True}),
     *((Delta, (dtype, 32, 48), {}) for dtype in DTYPES),
     (Delta, (torch.float32, 17, 21), {}),
+    (Delta, (torch.float32, 16, 32), {"max_strength": 2.0}),
     (Delta, (torch.float32, 128, 128), {}),
     *((Scan, (dtype, 32, 48), {}) for dtype in DTYPES),
     (Scan, (torch.float32, 17, 21), {"least_time": 0.4}),

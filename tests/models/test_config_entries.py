@@ -304,7 +304,15 @@ REFUSED = {
     "parallel_attn": ("falcon",),
     "attn_logit_softcapping": ("gemma3",),
     "clip_qkv": ("olmoe",),
-    "hidden_act": ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "falcon_h1", "bamba"),
+    "hidden_act": (
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "olmo_hybrid",
+        "granitemoehybrid",
+        "falcon_h1",
+        "bamba",
+    ),
     "qk_layernorm": ("phi", "stablelm"),
     "swiglu_alpha": ("gpt_oss",),
     "swiglu_limit": ("gpt_oss",),
@@ -342,6 +350,9 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
     for name, refusing in REFUSED.items():
         if family in refusing:
             del overrides[name]
+    if family == "olmo_hybrid":
+        overrides |= {"linear_key_head_dim": 39, "linear_value_head_dim": 13}
+        overrides["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
     if family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
         overrides["head_dim"] = 24  # a quarter of it is rotated
         overrides["layer_types"] = ["full_attention", "linear_attention", "full_attention"]

@@ -168,6 +168,8 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
         {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.6},
     ),
     ("nemotron_h-latent", "nemotron_h", {"moe_latent_size": 20, "mlp_bias": True}),
+    ("olmo_hybrid-no-rope", "olmo_hybrid", {"rope_parameters": {"rope_theta": None}}),
+    ("olmo_hybrid-default-layers", "olmo_hybrid", {"layer_types": None, "linear_allow_neg_eigval": False}),
     ("olmo2-bias", "olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
 ]
 

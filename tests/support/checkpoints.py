@@ -329,6 +329,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_SHARED,
         },
     ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_num_key_heads": 2,  # as wide as those of values: transformers saves thirds of filters
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,
+        },
+    ),
     "lfm2": (
         "Lfm2Config",
         {

@@ -196,7 +196,7 @@ void delta_columns(const DeltaRuleCall& call, const Memories& memories, const Sh
     unit_vector(qkv + key_size + key_head * call.key_dim, call.key_dim, 1.0f, columns.key);
     const float time = to_float(gates[call.num_value_heads + share.head]) + call.time_bias[share.head];
     const float decay = expf(call.decay[share.head] * softplus(time));
-    const float strength = 1.0f / (1.0f + expf(-to_float(gates[share.head])));
+    const float strength = call.max_strength / (1.0f + expf(-to_float(gates[share.head])));
     f32x16 written[kVectors], result[kVectors];
     columns.recall(columns.key, num_rows, written);
     const T* values = qkv + 2 * key_size + first_value;

@@ -312,8 +312,8 @@ class KernelSet(ABC):
 
         Queries and keys become vectors of length 1, and queries are divided by `sqrt(key_dim)`. A memory M
         [key_dim, value_dim] is multiplied by `exp(decay * softplus(time + time_bias))`; then
-        `sigmoid(strength) * key (value - key^T M)^T` is added to it, and `query^T M` is the result. With
-        `has_recurrence` only.
+        `max_strength * sigmoid(strength) * key (value - key^T M)^T` is added to it, and `query^T M` is the
+        result. With `has_recurrence` only.
 
         Args:
             qkv: [T, 2 * num_keys * key_dim + num_values * value_dim]: queries, keys, values.

@@ -239,6 +239,7 @@ RULES: dict[str, _Rule] = {
     "linear_key_head_dim": _Integer(1, 1 << 12),
     "linear_value_head_dim": _Integer(1, 1 << 12),
     "linear_conv_kernel_dim": _Integer(2, 64),
+    "linear_allow_neg_eigval": _BOOLEAN,
     "full_attn_idxs": _ListOf(_Integer(0, _LAYERS), _LAYERS),
     "conv_L_cache": _Integer(2, 64),
     "conv_bias": _BOOLEAN,
@@ -352,7 +353,8 @@ HARMLESS = frozenset(
         "decoder_start_token_id", "model_max_length", "max_sequence_length",
         # training
         "attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "attn_pdrop",
-        "embd_pdrop", "resid_pdrop", "input_jitter_noise",
+        "embd_pdrop", "resid_pdrop", "input_jitter_noise", "linear_a_log_min", "linear_a_log_max",
+        "linear_dt_min", "linear_dt_max", "linear_dt_init_floor",
         "classifier_dropout", "initializer_range", "router_aux_loss_coef", "router_jitter_noise",
         "output_router_logits", "gradient_checkpointing", "pretraining_tp", "aux_loss_alpha", "seq_aux",
         "ep_size", "z_loss_coefficient", "rescale_prenorm_residual", "time_step_max", "time_step_floor",

@@ -243,6 +243,7 @@ def delta_rule(
     value_dim: int,
     decay: int,
     time_bias: int,
+    max_strength: float,
     state: int,
     state_stride: int,
     sequences: SequenceRows,

@@ -161,6 +161,7 @@ def gated_delta_rule(
         *sizes,
         heads.decay.data_ptr(),
         heads.time_bias.data_ptr(),
+        heads.max_strength,
         state.data_ptr(),
         state_stride,
         step.native,

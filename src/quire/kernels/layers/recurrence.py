@@ -78,6 +78,8 @@ class DeltaHeads:
         value_dim: features of a head of values.
         decay: [num_values] float32, below 0: of each head's memory, per unit of time.
         time_bias: [num_values] float32, added to the time that a token takes before softplus.
+        max_strength: multiplies the sigmoid of the strength with which a token is written; above 1, a memory
+            may turn around (Grazzi et al. 2024).
     """
 
     num_keys: int
@@ -86,6 +88,7 @@ class DeltaHeads:
     value_dim: int
     decay: torch.Tensor
     time_bias: torch.Tensor
+    max_strength: float = 1.0
 
 
 def gated_delta_rule(
@@ -109,7 +112,8 @@ def gated_delta_rule(
         time = _softplus(time + heads.time_bias)
         memory.mul_(torch.exp(heads.decay * time)[:, None, None])
         recalled = (memory * key).sum(1)
-        written = (value.view(recalled.shape) - recalled) / (1 + torch.exp(-strength))[:, None]
+        written = heads.max_strength * (value.view(recalled.shape) - recalled)
+        written = written / (1 + torch.exp(-strength))[:, None]
         memory.add_(key * written[:, None])
         out[token] = (memory * (query * heads.key_dim**-0.5)).sum(1)
 

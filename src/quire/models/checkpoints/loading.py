@@ -206,9 +206,9 @@ class _Loader:
         spec = self._specs.get((self.index, field))
         if spec is None:
             return None
-        weight = self._checkpoint.tensor(spec.sources[0]).float()
+        parts = [self._checkpoint.tensor(source).float() for source in spec.sources]
         self._release(spec.sources)
-        return weight.to(self.kernels.device)
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).to(self.kernels.device)
 
     def residual_norm(self, field: str) -> Norm | None:
         weight = self.norm(field)

@@ -40,6 +40,10 @@ _EITHER_WAY = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
+_RENAMED = {  # as in OLMo-Hybrid, where transformers renames them
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+}
 _LAST_PARTS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 
 
@@ -156,6 +160,8 @@ def published_name(stored: str) -> str:
     stored = _DECODER.sub("", stored, count=1) if _DECODER.match(stored) else stored
     if found := _QUANT_STATE.search(stored):
         stored = f"{stored[: found.start()]}.weight_{found[1].replace('.', '_')}"
+    for old, new in _RENAMED.items():
+        stored = stored.replace(old, new)
     for body, parts in _PARTS_OF_BODY.items():
         if stored.startswith(parts):
             return body + stored

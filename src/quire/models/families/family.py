@@ -15,6 +15,7 @@ from quire.errors import ModelError, nearest_name
 from quire.models.config import DTYPE_BYTES, ModelConfig, RopeConfig
 from quire.models.layer import LayerConfig
 from quire.models.layers.attention import AttentionConfig
+from quire.models.layers.delta_net import DeltaNetConfig
 from quire.models.layers.experts import ExpertsConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig, read_rope
@@ -235,6 +236,26 @@ def with_corrected_experts(hf: HFConfig, base: ModelConfig, has_experts: list[bo
         num_groups=hf["n_group"],
         groups_per_token=hf["topk_group"],
         correction=(hf["n_routed_experts"],),
+    )
+
+
+def read_delta_net(hf: HFConfig, **fields: Any) -> DeltaNetConfig:
+    """Return the linear attention of a config; `fields` are others than those that it names."""
+    keys, values = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+    if values % keys:
+        raise ModelError(
+            f"config.json has {values} linear_num_value_heads, which the {keys} linear_num_key_heads cannot "
+            "serve evenly"
+        )
+    if _activation(hf["hidden_act"]) != "silu":
+        raise ModelError(f"config.json has hidden_act {hf['hidden_act']!r}; linear attention has only silu")
+    return DeltaNetConfig(
+        num_key_heads=keys,
+        num_value_heads=values,
+        key_dim=hf["linear_key_head_dim"],
+        value_dim=hf["linear_value_head_dim"],
+        num_taps=hf["linear_conv_kernel_dim"],
+        **fields,
     )
 
 

@@ -1,6 +1,9 @@
-"""OLMo 2 and 3, with norms after the sub-layers, and OLMoE."""
+"""OLMo 2 and 3, with norms after the sub-layers, OLMoE, and OLMo-Hybrid."""
 
 from __future__ import annotations
+
+from collections import ChainMap
+from dataclasses import replace
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
@@ -9,11 +12,12 @@ from quire.models.families.family import (
     NAMES,
     Family,
     layer_windows,
+    read_delta_net,
     with_attention_biases,
     with_experts,
     with_two_ropes,
 )
-from quire.models.layer import SubLayerConfig
+from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.ropes import HFConfig, read_two_ropes
 
@@ -45,6 +49,39 @@ def _olmo3_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     return read_two_ropes(hf, head_dim, sliding_theta=5e5)
 
 
+def _olmo_hybrid(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Layers with attention have norms behind sub-layers, and the others before them."""
+    heads = hf["num_attention_heads"]
+    key_dim = hf.get("linear_key_head_dim") or int(
+        0.75 * base.hidden_size / hf.get("linear_num_key_heads", heads)
+    )
+    usual = {
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": 2 * key_dim,
+    }
+    delta_net = read_delta_net(
+        ChainMap(hf, usual),  # type: ignore[arg-type]
+        norm_eps=1e-5,
+        max_strength=2.0 if hf["linear_allow_neg_eigval"] else 1.0,
+    )
+    layers = range(base.num_layers)
+    types = hf.get("layer_types")
+    attending = {layer for layer in layers if layer % 4 == 3} or {base.num_layers - 1}
+    if types is not None:
+        attending = {layer for layer in layers if types[layer] == "full_attention"}
+    is_rotated = (hf.get("rope_parameters") or {}).get("rope_theta", 0) is not None
+    normed_behind = _olmo2(hf, base)
+    if not is_rotated:
+        normed_behind = normed_behind.changed(AttentionConfig, rope=None)
+    recurrent = LayerConfig((delta_net, base.layers[0].parts[1]))
+    return replace(
+        base,
+        layers=tuple(normed_behind.layers[i] if i in attending else recurrent for i in layers),
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "olmoe": Family(_olmoe, NAMES, {"rms_norm_eps": 1e-5}, architectures=("OlmoeForCausalLM",)),
     "olmo2": Family(
@@ -56,5 +93,27 @@ FAMILIES: dict[str, Family] = {
         {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5},
         ropes=_olmo3_ropes,
         architectures=("Olmo3ForCausalLM",),
+    ),
+    "olmo_hybrid": Family(
+        _olmo_hybrid,
+        NAMES
+        | {
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+            "delta_q": "linear_attn.q_proj",
+            "delta_k": "linear_attn.k_proj",
+            "delta_v": "linear_attn.v_proj",
+            "delta_q_conv": "linear_attn.q_conv1d",
+            "delta_k_conv": "linear_attn.k_conv1d",
+            "delta_v_conv": "linear_attn.v_conv1d",
+            "delta_z": "linear_attn.g_proj",
+            "delta_b": "linear_attn.b_proj",
+            "delta_a": "linear_attn.a_proj",
+            "delta_norm": "linear_attn.o_norm",
+            "delta_out": "linear_attn.o_proj",
+        },
+        {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
+        architectures=("OlmoHybridForCausalLM",),
+        layer_types=("full_attention", "linear_attention"),
     ),
 }

@@ -7,11 +7,16 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig
-from quire.models.families.family import NAMES, Family, layer_windows, with_attention_biases, with_experts
+from quire.models.families.family import (
+    NAMES,
+    Family,
+    layer_windows,
+    read_delta_net,
+    with_attention_biases,
+    with_experts,
+)
 from quire.models.layer import LayerConfig
 from quire.models.layers.attention import AttentionConfig
-from quire.models.layers.delta_net import DeltaNetConfig
-from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig, partial_ropes
 
 _QWEN_DEFAULTS: dict[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -48,18 +53,7 @@ def _qwen3_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _qwen3_5(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    delta_net = DeltaNetConfig(
-        num_key_heads=hf["linear_num_key_heads"],
-        num_value_heads=hf["linear_num_value_heads"],
-        key_dim=hf["linear_key_head_dim"],
-        value_dim=hf["linear_value_head_dim"],
-        num_taps=hf["linear_conv_kernel_dim"],
-    )
-    if delta_net.num_value_heads % delta_net.num_key_heads:
-        raise ModelError(
-            f"config.json has {delta_net.num_value_heads} linear_num_value_heads, which the "
-            f"{delta_net.num_key_heads} linear_num_key_heads cannot serve evenly"
-        )
+    delta_net = read_delta_net(hf)
     if not hf.get("attn_output_gate", True):
         raise ModelError("config.json says attn_output_gate false; attention without gates is not supported")
     interval = hf.get("full_attention_interval", 4)
@@ -68,8 +62,6 @@ def _qwen3_5(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     is_full = [(i + 1) % interval == 0 if types is None else types[i] == "full_attention" for i in layers]
     gated = with_attention_biases(hf, base).changed(AttentionConfig, qk_norm="head", is_gated=True)
     attention, feed_forward = gated.layers[0].parts
-    if isinstance(feed_forward, FeedForwardConfig) and feed_forward.activation != "silu":
-        raise ModelError(f"config.json has hidden_act {hf['hidden_act']!r}; linear attention has only silu")
     return replace(
         gated,
         norm_offset=1.0,

@@ -24,8 +24,8 @@ _FLOAT32_BYTES = 4
 class DeltaNetConfig(SubLayerConfig):
     """The numbers of one gated DeltaNet. Each key head serves equally many value heads, in order.
 
-    Checkpoints have projections by themselves or, as `delta_qkvz` and `delta_ba`, those of all for one key
-    head after another.
+    Checkpoints have projections by themselves, in the two forms of `weight_names` and of `delta_q`; or, as
+    `delta_qkvz` and `delta_ba`, those of all for one key head after another.
     """
 
     num_key_heads: int = 0
@@ -33,6 +33,8 @@ class DeltaNetConfig(SubLayerConfig):
     key_dim: int = 0  # features of a head of queries and keys
     value_dim: int = 0  # features of a head of values
     num_taps: int = 0  # of the convolution of queries, keys and values
+    norm_eps: float = 0.0  # of the norm of results; 0: as of the model's norms
+    max_strength: float = 1.0  # as in `DeltaHeads`
 
     role: ClassVar[str] = "attention"
     weight_names: ClassVar[Mapping[str, str]] = {
@@ -66,7 +68,7 @@ class DeltaNetConfig(SubLayerConfig):
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
         heads, value_size = self.num_value_heads, self.value_size
         projections: dict[str, int] = {"delta_qkv": self.conv_size, "delta_z": value_size}
-        gates = {"delta_b": heads, "delta_a": heads}
+        gates, convs = {"delta_b": heads, "delta_a": heads}, {"delta_conv": self.conv_size}
         by_head: tuple[tuple[Section, ...], ...] = (), ()
         if "delta_qkvz" in names:
             projections, gates = {"delta_qkvz": self.conv_size + value_size}, {"delta_ba": 2 * heads}
@@ -76,12 +78,18 @@ class DeltaNetConfig(SubLayerConfig):
                 (self._rows_by_key_head(self.key_dim, self.key_dim, values, values),),
                 (self._rows_by_key_head(group, group),),
             )
+        elif "delta_q" in names:
+            key_size = self.num_key_heads * self.key_dim
+            sizes = {"delta_q": key_size, "delta_k": key_size, "delta_v": value_size}
+            convs = {f"{name}_conv": size for name, size in sizes.items()}
+            projections = sizes | {"delta_z": value_size}
         for field, parts, sections in zip(
             ("delta_in", "delta_gates"), (projections, gates), by_head, strict=True
         ):
             sources = tuple((f"{name}.weight", (rows, hidden_size)) for name, rows in parts.items())
             yield LayerWeight(field, sources, sections=sections, is_quantized=field == "delta_in")
-        yield LayerWeight("delta_conv", (("delta_conv.weight", (self.conv_size, 1, self.num_taps)),))
+        taps = tuple((f"{name}.weight", (size, 1, self.num_taps)) for name, size in convs.items())
+        yield LayerWeight("delta_conv", taps)
         yield LayerWeight("delta_decay", (("delta_parameters.A_log", (heads,)),))
         yield LayerWeight("delta_time_bias", (("delta_parameters.dt_bias", (heads,)),))
         yield LayerWeight("delta_norm", (("delta_norm.weight", (self.value_dim,)),))
@@ -155,9 +163,10 @@ class DeltaNet(SubLayer):
             config.value_dim,
             decay=-decay.exp(),
             time_bias=time_bias,
+            max_strength=config.max_strength,
         )
         self._norm = norm
-        self._eps = loader.model.norm_eps
+        self._eps = config.norm_eps or loader.model.norm_eps
         self._conv_size = config.conv_size
         self._index = loader.index
         self._kernels = loader.kernels
