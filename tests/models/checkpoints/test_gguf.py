@@ -157,6 +157,16 @@ def test_sizes_of_heads_that_do_not_fit_their_tensors_are_named(tmp_path: Path) 
         load_decoder(file, read_model_config(file))
 
 
+def test_a_file_may_say_which_layers_are_recurrent(tmp_path: Path) -> None:
+    kinds = ["full_attention", "linear_attention", "linear_attention"]
+    path = make_checkpoint("qwen3_5", tmp_path / "model", num_hidden_layers=3, layer_types=kinds)
+    file, twin = write_gguf(path, "qwen3_5", "F32", attention__recurrent_layers=[False, True, True])
+    assert read_model_config(file).layers == read_model_config(twin).layers
+    wrong, _ = write_gguf(twin, "qwen3_5", "F32", attention__recurrent_layers=[False, True])
+    with pytest.raises(ModelError, match=r"recurrent_layers is \[False, True\]; .* each of 3 layers"):
+        read_model_config(wrong)
+
+
 @pytest.mark.formats
 @pytest.mark.first_case
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])

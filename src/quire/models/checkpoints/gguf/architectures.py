@@ -282,7 +282,17 @@ def _lfm2(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, A
 
 def _qwen35(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     size, heads = metadata.get("ssm.inner_size"), values.get("linear_num_value_heads")
-    return {"linear_value_head_dim": size // heads if type(size) is int and heads else None}
+    entries: dict[str, Any] = {
+        "linear_value_head_dim": size // heads if type(size) is int and heads else None
+    }
+    key = "attention.recurrent_layers"  # of each layer, those that predict further tokens included
+    recurrent, count = metadata.get(key), values["num_hidden_layers"]
+    if recurrent is None:
+        return entries
+    if not isinstance(recurrent, list) or len(recurrent) < count or {*map(type, recurrent)} != {bool}:
+        raise ModelError(f"{key} is {recurrent!r:.100}; it must say true or false for each of {count} layers")
+    types = ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent]
+    return entries | {"layer_types": types[:count]}
 
 
 def _latent_sizes(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
