@@ -95,7 +95,7 @@ class NativeKernels(KernelSet):
         weights = iter(weights)
         first = next(weights)
         weights = itertools.chain((first,), weights)
-        if any(is_reordered(part) for part in (*first.gate_up, *first.down)):
+        if not mixture.is_gated or any(is_reordered(part) for part in (*first.gate_up, *first.down)):
             return ExpertByExpert(weights, mixture, self, **options)
         return PackedExperts(weights, mixture, **options)
 
