@@ -75,12 +75,12 @@ class PackedMatrix:
         memory = memory or WeightMemory()
         for part in parts:
             _check_part(part, inputs, is_read=not memory.is_filled)
+        kind = quantization_of(parts, quantization, group_size, has_mxfp4=True)
         if dtype not in _FLOATS or quantization not in _KINDS:
             raise TypeError(
                 f"a layer is to be {dtype} and quantized by {quantization!r}; types are float32, bfloat16 "
                 f"and float16, quantizations {', '.join(_KINDS)}"
             )
-        kind = quantization_of(parts, quantization, group_size, has_mxfp4=True)
         group_size = _checked_group_size(parts, group_size) if kind in _IN_GROUPS else 0
         sources = [_as_source(part, kind, group_size) for part in parts]
         weight_format = _native.WeightFormat[str(dtype).removeprefix("torch.") if kind == "none" else kind]
