@@ -104,6 +104,17 @@ async def test_another_engine_answers_in_place_of_one_of_which_nothing_is_heard(
     assert (answer.status_code, answer.content) == (200, ANSWER)
 
 
+async def test_an_engine_that_fails_is_asked_again_by_another_id(routed):
+    engine = FakeEngine("dies before the body")
+    http, _ = await routed(engine=[engine], recovery_timeout=60, health_interval=0.05)
+    asking = asyncio.create_task(http.post("/v1/completions", json=BODY))
+    while len(engine.seen) < 2:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    ids = [one.headers["x-request-id"] for one in engine.seen[:2]]
+    assert ids[1] == f"{ids[0]}-again1"
+
+
 async def test_engines_that_cannot_be_reached_do_not_end_a_request(routed):
     engines, other = [FakeEngine() for _ in range(3)], FakeEngine()
     http, router = await routed(engine=engines, recovery_timeout=60)

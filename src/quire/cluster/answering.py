@@ -68,8 +68,13 @@ class Answering:
             ApiError: no engine answered.
         """
         prefill = None if prefills is None else await prefills.next()
+        num_begun = 0  # attempts that an engine may take for live
         while (engine := await self._next_engine(body.prompt)) is not None:
-            request = self._relay.asked(asked, body.for_answer(None if prefill is None else prefill.params))
+            headers = asked.headers_for(f"again{num_begun}") if num_begun else asked.headers
+            request = self._relay.asked(
+                dataclasses.replace(asked, headers=headers),
+                body.for_answer(None if prefill is None else prefill.params),
+            )
             num_events = self._relay.num_events
             try:
                 if await self._is_answered_by(engine, body.prompt, request, prefill):
@@ -77,13 +82,12 @@ class Answering:
             except PrefillFailedError:
                 assert prefills is not None
                 self._tried.remove(engine)
-                prefill = await prefills.next()
-                asked = dataclasses.replace(asked, headers=asked.headers_for("again"))
+                prefill, num_begun = await prefills.next(), num_begun + 1
                 continue
             except EngineRequestError as error:
                 self._note(error, is_first=self._relay.num_events > num_events)
-                if error.was_reached:
-                    prefill = None  # the failed engine may have taken the KV
+                if error.was_reached:  # the engine may have taken the KV, too
+                    prefill, num_begun = None, num_begun + 1
                 if self._relay.has_begun and not self._relay.is_continuable:
                     break
             if self._choose(body.prompt) is not None:
