@@ -59,7 +59,7 @@ async def test_a_decode_engine_whose_kv_will_not_come_is_asked_again_without_it(
     )
     assert answer.content == (b"".join(EVENTS) if stream else ANSWER)
     assert ["kv_transfer_params" in one.body for one in decode.seen] == [True, False]
-    assert [one.headers["x-request-id"] for one in decode.seen] == ["r" * 128, "r" * 122 + "-again"]
+    assert [one.headers["x-request-id"] for one in decode.seen] == ["r" * 128, "r" * 121 + "-again1"]
     await decode.lost_one.wait()
     assert b"quire_route_prefill_fallbacks_total 1.0" in router.metrics.exposition()
     assert {one.num_requests for one in router.engines.by_url.values()} == {0}
