@@ -287,7 +287,7 @@ def test_the_largest_step_of_a_family_stays_within_its_bound(family: str, tmp_pa
     def compute() -> None:
         decoder.logits(harness.step([0], [0], [prompt])[:logit_rows])
 
-    apart = sum({native_bytes(part, tokens) for part in attention_of(shape)})
+    apart = max([native_bytes(part, tokens) for part in attention_of(shape)], default=0)
     found = peak_of(compute) + apart
     assert 0.4 * bound < found < 1.05 * bound  # half of it where no expert gets every token
 

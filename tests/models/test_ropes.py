@@ -32,6 +32,13 @@ SHAPE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
 }
+WITH_ATTENTION = {  # of hybrids, whose configs may leave it out
+    "BambaForCausalLM": {"attn_layer_indices": [0]},
+    "GraniteMoeHybridForCausalLM": {
+        "layer_types": ["full_attention", *["linear_attention"] * 5],
+        "position_embedding_type": "rope",
+    },
+}
 NEEDED = {
     "default": (),
     "linear": ("factor",),
@@ -138,7 +145,7 @@ def _quiet_transformers() -> None:
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_frequencies_are_those_of_transformers_or_refused(architecture: str, config: dict[str, Any]) -> None:
-    config = {"architectures": [architecture], **SHAPE, **config}
+    config = {"architectures": [architecture], **SHAPE, **WITH_ATTENTION.get(architecture, {}), **config}
     old = config.get("rope_scaling") or {}
     # In the two with several sets, transformers 5.24 reads the oldest form as if it were not there.
     assume(architecture not in ("Gemma3ForCausalLM", "Olmo3ForCausalLM") or "rope_type" in old or not old)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import aiohttp
 
 URL = "http://127.0.0.1:8000"
 START_LIMIT = 180.0  # seconds
+LOG_CHARS = 4000
 MAX_TOKENS = 256
 MAX_REPLICAS = 4
 CONFIG = {
@@ -30,8 +32,8 @@ CONFIG = {
             "name": "quire",
             "import_path": "quire.ray:app",
             "args": {
-                "model": "mini", "num_replicas": 1, "max_replicas": MAX_REPLICAS, "replica_cpus": 0.5,
-                "num_threads": 1, "cache_size": 0.25, "health_interval": 0.5,
+                "model": "mini", "num_replicas": 1, "max_replicas": MAX_REPLICAS, "replica_cpus": 0.2,
+                "num_threads": 1, "cache_size": 0.25, "max_num_seqs": 8, "health_interval": 0.5,
             },
             "deployments": [
                 {
@@ -87,7 +89,7 @@ async def num_engines(session: aiohttp.ClientSession) -> int:
     return sum(engine["state"] == "up" for engine in engines)
 
 
-async def wait_until_up(session: aiohttp.ClientSession) -> None:
+async def wait_until_up(session: aiohttp.ClientSession, server: subprocess.Popen[bytes]) -> None:
     """Wait until the application answers."""
     deadline = time.monotonic() + START_LIMIT
     while True:
@@ -96,18 +98,18 @@ async def wait_until_up(session: aiohttp.ClientSession) -> None:
                 return
         except aiohttp.ClientError:
             pass  # it does not listen yet
-        if time.monotonic() > deadline:
-            sys.exit(f"no engine is up after {START_LIMIT:g} s")
+        if server.poll() is not None or time.monotonic() > deadline:
+            sys.exit(f"no engine is up after {START_LIMIT:g} s, or Ray has ended")
         await asyncio.sleep(0.5)
 
 
-async def step(seconds: float, num_clients: int) -> None:
+async def step(seconds: float, num_clients: int, server: subprocess.Popen[bytes]) -> None:
     """Let the load rise and fall, and print the numbers of engines and what became of requests."""
     load = Load()
     numbers: list[int] = []
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        await wait_until_up(session)
+        await wait_until_up(session, server)
         begun = time.monotonic()
         high, end = begun + seconds / 2, begun + seconds
         clients = [
@@ -141,12 +143,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory) / "config.json"  # JSON is YAML
         config.write_text(json.dumps(CONFIG))
-        command = [sys.executable, "-m", "ray.serve.scripts", "run", str(config)]
+        command = [sys.executable, "-P", "-m", "ray.serve.scripts", "run", str(config)]
         with tempfile.TemporaryFile("w+") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            environment = {**os.environ, "RAY_ADDRESS": "local"}
+            server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
             try:
-                asyncio.run(step(options.seconds, options.clients))
+                asyncio.run(step(options.seconds, options.clients, server))
             finally:
+                log.seek(0)
+                print(log.read()[-LOG_CHARS:] if server.poll() is not None else "", end="")
                 server.terminate()
                 server.wait(START_LIMIT)
 

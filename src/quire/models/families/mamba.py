@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.config import ModelConfig
+from quire.models.config import ModelConfig, RopeConfig
 from quire.models.families.family import NAMES, Family, with_experts
 from quire.models.families.llama import llama
 from quire.models.layer import LayerConfig, SubLayerConfig
@@ -145,6 +146,11 @@ def _bamba(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return mamba_layers(hf, llama(hf, base), is_mamba)
 
 
+def _bamba_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, ...]:
+    """Half of each head is rotated, whatever a config says beside `rope_parameters`, as in transformers."""
+    return partial_ropes(ChainMap({"partial_rotary_factor": 0.5}, hf), head_dim)  # type: ignore[arg-type]
+
+
 def _falcon_h1(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     """Attention and a Mamba-2 read the same input, each times a number of its own."""
     for name, bias in (
@@ -266,9 +272,9 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family(
         _bamba,
         _NAMES,
-        DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        DEFAULTS | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
         architectures=("BambaForCausalLM",),
-        ropes=partial_ropes,
+        ropes=_bamba_ropes,
     ),
     "falcon_h1": Family(
         _falcon_h1,
