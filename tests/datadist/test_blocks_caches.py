@@ -277,7 +277,11 @@ def test_bad_copies_write_nothing(decoder):
     dm = decoder.kv_cache_manager
     desc = byte_desc(4)
     cache = write_new_blocks(dm, desc, seed=1)
-    for blocks in ({0: [1], 2: [1]}, {0: [1, 1]}, {0: [1, 4]}, {0: [1], 4: [2]}, {0: [1], 2: [2**63]}):
+    twice, outside = (
+        ({0: [1], 2: [1]}, {0: [1, 1]}),
+        ({0: [1, 4]}, {0: [1], 4: [2]}, {0: [1], 2: [2**63]}, {4: []}),
+    )
+    for blocks in (*twice, *outside):
         with fails_with(INVALID):
             dm.copy_blocks(cache, blocks)
     dm.copy_blocks(cache, {})

@@ -46,6 +46,16 @@ def copy_slot(
         target.memory.copy_from(source.memory, to_offset, from_offset, num_bytes)
 
 
+def check_blocks(cache: PooledCache[CacheMemory], blocks: npt.NDArray[np.uint64]) -> None:
+    """Check that a cache has blocks.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
+    if int(blocks.max(initial=0)) >= cache.desc.batch_size:
+        raise invalid(f"block {blocks.max()} is out of range: there are {cache.desc.batch_size}")
+
+
 def copy_blocks_between(
     source: PooledCache[CacheMemory],
     from_blocks: npt.NDArray[np.uint64],
@@ -64,8 +74,7 @@ def copy_blocks_between(
         )
     if len(np.unique(to_blocks)) != len(to_blocks):
         raise invalid("two blocks have the same destination")
-    for cache, blocks in ((source, from_blocks), (target, to_blocks)):
-        if int(blocks.max(initial=0)) >= cache.desc.batch_size:
-            raise invalid(f"block {blocks.max()} is out of range: there are {cache.desc.batch_size}")
+    check_blocks(source, from_blocks)
+    check_blocks(target, to_blocks)
     block_bytes = source.desc.slot_bytes
     target.memory.copy_blocks_from(source.memory, block_bytes, from_blocks.tolist(), to_blocks.tolist())

@@ -14,7 +14,7 @@ from quire.datadist.argument_checks import ADDRESS, I64, OFFSET, U32, U64, Argum
 from quire.datadist.caches.cache_desc import CacheDesc
 from quire.datadist.caches.cache_keys import BlocksCacheKey, CacheKey
 from quire.datadist.caches.cache_pool import CachePool
-from quire.datadist.caches.copies import copy_blocks_between, copy_slot
+from quire.datadist.caches.copies import check_blocks, copy_blocks_between, copy_slot
 from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.caches.registered_memory import memory_at
 from quire.datadist.caches.tensor import Tensor, view_of
@@ -232,6 +232,7 @@ class LocalCaches:
             from_blocks = np.repeat(sources, [len(blocks) for blocks in targets])
             to_blocks = np.concatenate([*targets, np.empty(0, dtype=np.uint64)])
             pooled = blocks_cache(self._pool, cache)
+            check_blocks(pooled, sources)  # also those without a destination
             copy_blocks_between(pooled, from_blocks, pooled, to_blocks)
 
     def swap_blocks(
