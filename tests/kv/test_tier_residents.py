@@ -77,9 +77,11 @@ class ResidentsMachine(RuleBasedStateMachine):
             return
         [evicted] = [held for held in self.held if self.held[held] == place]
         assert evicted in ends
-        assert self.last_use[evicted] <= min(self.last_use[end] for end in ends) or any(
-            held.parent == evicted.digest for held in self.last_use
-        ), "only what once was the parent of another block may go before an older one"
+        older = [end for end in ends if self.last_use[end] < self.last_use[evicted]]
+        parents_once = {held.parent for held in self.last_use}
+        assert all(end.digest in parents_once for end in older), (
+            "an older one stays only if it once was the parent of another block"
+        )
         self._forget(evicted)
         self.num_uses[evicted] = MIN_USES - 1
 
