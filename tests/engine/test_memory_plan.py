@@ -174,8 +174,9 @@ def test_activations_grow_with_the_step(qwen: ModelConfig):
         scheduler = SchedulerConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs)
         return activation_bytes(scheduler, qwen, "bfloat16", max_model_len=4096)
 
-    # 7,680 more tokens: residual stream, normed, added; queries twice, keys, values; gate, up, their product.
-    kept = (3 * 1024 + 48 * 128 + 3 * 3072) * 2
+    # 7,680 more tokens: residual stream, normed, added; queries twice, keys, values; gate, up, their product;
+    # and the angles of their positions.
+    kept = (3 * 1024 + 48 * 128 + 3 * 3072) * 2 + 128 * 4
     inside = 3072 * 4  # a row as a product takes it
     assert 7680 * kept <= activations(8192, 1) - activations(512, 1) <= 7680 * (kept + inside)
     assert activations(512, 512) > 512 * 151_936 * 4  # float32 logits, at the least

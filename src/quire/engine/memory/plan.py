@@ -439,10 +439,11 @@ def activation_bytes(
     if num_ranks > 1:
         kept += _exchange_bytes(model, tokens, places, num_ranks) + on_gpu * bounds.NCCL_BYTES
     kept += eviction_bytes(scheduler, model, max_model_len, on_gpu=on_gpu)
+    angles = max_model_len if on_gpu else tokens  # of tables, or of the step's positions
+    kept += angles * sum(rope.rotary_dim for rope in model.ropes) * FLOAT32_BYTES
     if on_gpu:
         count_bytes = 2 if max_model_len < bounds.SHORT_COUNTS_END else 4
         kept += scheduler.max_num_seqs * model.vocab_size * count_bytes  # of tokens, for penalties
-        kept += max_model_len * sum(rope.rotary_dim for rope in model.ropes) * FLOAT32_BYTES
     if model.pooling is not None:
         kept += scheduler.max_num_seqs * model.hidden_size * FLOAT64_BYTES
         sampler = 4 * bounds.POOLED_TOKENS * model.hidden_size * FLOAT64_BYTES
