@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
 from quire.kv.cache.state_layout import StatePart, StateSpec
-from quire.models.layer import LayerLoader, LayerWeight, Section, Step, StepSizes, SubLayer, SubLayerConfig
-from quire.models.layers.recurrence import conv_taps, refuse_ranks, require_recurrence
+from quire.models.layer import LayerLoader, LayerWeight, Section, Step, StepSizes, SubLayer
+from quire.models.layers.recurrence import RecurrentConfig, conv_taps, require_recurrence
 from quire.models.shard import Shard
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNetConfig(SubLayerConfig):
+class DeltaNetConfig(RecurrentConfig):
     """The numbers of one gated DeltaNet. Each key head serves equally many value heads, in order.
 
     Checkpoints have projections by themselves, in the two forms of `weight_names` and of `delta_q`; or, as
@@ -36,7 +36,6 @@ class DeltaNetConfig(SubLayerConfig):
     norm_eps: float = 0.0  # of the norm of results; 0: as of the model's norms
     max_strength: float = 1.0  # as in `DeltaHeads`
 
-    role: ClassVar[str] = "attention"
     weight_names: ClassVar[Mapping[str, str]] = {
         "delta_qkv": "linear_attn.in_proj_qkv",
         "delta_z": "linear_attn.in_proj_z",
@@ -105,14 +104,6 @@ class DeltaNetConfig(SubLayerConfig):
             for head in range(self.num_key_heads)
         )
         return self.num_key_heads * of_head, ranges
-
-    @override
-    def on_rank(self, shard: Shard) -> Self:
-        return self
-
-    @override
-    def check_divisible(self, size: int) -> None:
-        refuse_ranks(size)
 
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:

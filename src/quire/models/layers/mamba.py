@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
 from quire.kv.cache.state_layout import StatePart, StateSpec
-from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer, SubLayerConfig
-from quire.models.layers.recurrence import conv_taps, refuse_ranks, require_recurrence
+from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer
+from quire.models.layers.recurrence import RecurrentConfig, conv_taps, require_recurrence
 from quire.models.shard import Shard
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MambaConfig(SubLayerConfig):
+class MambaConfig(RecurrentConfig):
     """The numbers of one Mamba-2. Each group of keys and queries serves equally many heads, in order."""
 
     num_heads: int = 0
@@ -39,7 +39,6 @@ class MambaConfig(SubLayerConfig):
     input_scales: tuple[float, ...] = ()  # of gates, values, keys, queries and times; (): they are 1
     time_limits: tuple[float, float] = (0.0, math.inf)  # of what a token takes, by which memories decay
 
-    role: ClassVar[str] = "attention"
     weight_names: ClassVar[Mapping[str, str]] = {
         "mamba_in": "mamba.in_proj",
         "mamba_conv": "mamba.conv1d",
@@ -91,14 +90,6 @@ class MambaConfig(SubLayerConfig):
             yield LayerWeight(field, ((f"mamba_parameters.{name}", (self.num_heads,)),))
         if self.norm:
             yield LayerWeight("mamba_norm", (("mamba_norm.weight", (self.value_size,)),))
-
-    @override
-    def on_rank(self, shard: Shard) -> Self:
-        return self
-
-    @override
-    def check_divisible(self, size: int) -> None:
-        refuse_ranks(size)
 
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:

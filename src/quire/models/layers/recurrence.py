@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from typing_extensions import override
 
 from quire.errors import ConfigError, ModelError
+from quire.models.layer import SubLayerConfig
 
 if TYPE_CHECKING:
     import torch
 
     from quire.models.layer import LayerLoader
+    from quire.models.shard import Shard
 
 
 def require_recurrence(loader: LayerLoader) -> None:
@@ -21,13 +26,23 @@ def require_recurrence(loader: LayerLoader) -> None:
         )
 
 
-def refuse_ranks(size: int) -> None:
-    """Raise `ConfigError` if a layer with a state would be divided among ranks."""
-    if size > 1:
-        raise ConfigError(
-            f"EngineConfig.tensor_parallel_size is {size}, but this model has recurrent layers, which cannot "
-            "be divided; set it to 1"
-        )
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentConfig(SubLayerConfig):
+    """The numbers of a sub-layer with a state, in place of attention; ranks cannot divide it."""
+
+    role: ClassVar[str] = "attention"
+
+    @override
+    def on_rank(self, shard: Shard) -> Self:
+        return self
+
+    @override
+    def check_divisible(self, size: int) -> None:
+        if size > 1:
+            raise ConfigError(
+                f"EngineConfig.tensor_parallel_size is {size}, but this model has recurrent layers, which "
+                "cannot be divided; set it to 1"
+            )
 
 
 def conv_taps(loader: LayerLoader, field: str) -> torch.Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
 from quire.kv.cache.state_layout import StatePart, StateSpec
-from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer, SubLayerConfig
-from quire.models.layers.recurrence import conv_taps, refuse_ranks, require_recurrence
+from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer
+from quire.models.layers.recurrence import RecurrentConfig, conv_taps, require_recurrence
 from quire.models.shard import Shard
 
 if TYPE_CHECKING:
@@ -20,14 +20,13 @@ _FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConvConfig(SubLayerConfig):
+class ShortConvConfig(RecurrentConfig):
     """The numbers of one short convolution, which has the features of the residual stream."""
 
     size: int = 0  # features of the residual stream
     num_taps: int = 0  # tokens that one is computed from, itself included
     bias: bool = False  # projections and convolution have one
 
-    role: ClassVar[str] = "attention"
     weight_names: ClassVar[Mapping[str, str]] = {
         "conv_in": "conv.in_proj",
         "conv": "conv.conv",
@@ -48,14 +47,6 @@ class ShortConvConfig(SubLayerConfig):
         if self.bias:
             for field, features in (("conv_in", inner), ("conv", size), ("conv_out", size)):
                 yield LayerWeight(f"{field}_bias", ((f"{field}.bias", (features,)),))
-
-    @override
-    def on_rank(self, shard: Shard) -> Self:
-        return self
-
-    @override
-    def check_divisible(self, size: int) -> None:
-        refuse_ranks(size)
 
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:
