@@ -73,17 +73,16 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def usual_entries(self, values: HFConfig) -> HFConfig:
-        """Return a config's entries by their usual names; those by an alias come first.
-
-        Where `intermediate_size` has another name and is not there, it is four times `hidden_size`.
-        """
+        """Return a config's entries by their usual names; those by an alias come first."""
         given = {name: value for name, value in values.items() if value is not None}
         entries = {name: value for name, value in given.items() if name not in self.aliases}
-        entries |= {self.aliases[name]: value for name, value in given.items() if name in self.aliases}
-        hidden_size = entries.get("hidden_size")
-        if "intermediate_size" in self.aliases.values() and isinstance(hidden_size, int):
-            entries.setdefault("intermediate_size", 4 * hidden_size)
-        return entries
+        return entries | {self.aliases[name]: value for name, value in given.items() if name in self.aliases}
+
+
+def four_times_as_wide(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return `intermediate_size` as a default that follows from `hidden_size`; see `Family.derived`."""
+    hidden_size = values.get("hidden_size")
+    return {"intermediate_size": 4 * hidden_size} if isinstance(hidden_size, int) else {}
 
 
 def common(hf: HFConfig, architecture: str, family_name: str, family: Family) -> ModelConfig:

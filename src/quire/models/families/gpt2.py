@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig
-from quire.models.families.family import Family
+from quire.models.families.family import Family, four_times_as_wide
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig
@@ -71,6 +71,7 @@ FAMILIES: dict[str, Family] = {
         activation="activation_function",
         norm_eps="layer_norm_epsilon",
         aliases=_ALIASES,
+        derived=four_times_as_wide,
     ),
     "gpt_bigcode": Family(
         _gpt_bigcode,
@@ -80,5 +81,6 @@ FAMILIES: dict[str, Family] = {
         activation="activation_function",
         norm_eps="layer_norm_epsilon",
         aliases=_ALIASES,
+        derived=four_times_as_wide,
     ),
 }

@@ -10,7 +10,7 @@ from typing import Any
 from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
 from quire.models.config_entries import warn_once
-from quire.models.families.family import Family, with_parallel_blocks
+from quire.models.families.family import Family, four_times_as_wide, with_parallel_blocks
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig, partial_ropes
@@ -107,6 +107,7 @@ _FALCON = Family(
     activation="activation",
     norm_eps="layer_norm_epsilon",
     aliases=_FALCON_ALIASES,
+    derived=four_times_as_wide,
 )
 
 FAMILIES: dict[str, Family] = {
