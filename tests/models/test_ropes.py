@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ModelError
@@ -142,6 +142,16 @@ def _quiet_transformers() -> None:
 @pytest.mark.formats
 @pytest.mark.first_case
 @given(config=_configs())
+@example(
+    config={
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0},
+            "sliding_attention": {"rope_type": "default"},
+        },
+    }
+)
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_frequencies_are_those_of_transformers_or_refused(architecture: str, config: dict[str, Any]) -> None:

@@ -118,10 +118,11 @@ def read_proportional_ropes(
     if hf.get("rope_scaling"):
         raise ModelError("config.json has rope_scaling; this architecture has rope_parameters by layer type")
     ropes = []
-    for values, head_dim in zip(_by_layer_type(hf).values(), (full_head_dim, sliding_head_dim), strict=True):
+    for of_type, head_dim in zip(_by_layer_type(hf).values(), (full_head_dim, sliding_head_dim), strict=True):
+        values = _beside(hf) | of_type
         if _kind(values) != "proportional":
             _refuse_partial(values)
-        ropes.append(_rope(hf, {"rope_theta": hf["rope_theta"]} | values, head_dim, kinds=_BY_TYPE_KINDS))
+        ropes.append(_rope(hf, values, head_dim, kinds=_BY_TYPE_KINDS))
     return ropes[0], ropes[1]
 
 
@@ -146,8 +147,12 @@ def _one_set(hf: HFConfig) -> dict[str, Any]:
             f"config.json has settings of the rotary embedding for {nested[0]!r:.100}; this architecture has "
             "the same for all layers"
         )
-    beside = {name: hf[name] for name in ("rope_theta", "partial_rotary_factor") if name in hf}
-    return beside | {key: value for key, value in values.items() if value is not None}
+    return _beside(hf) | {key: value for key, value in values.items() if value is not None}
+
+
+def _beside(hf: HFConfig) -> dict[str, Any]:
+    """Return what a config may have beside its sets, for those that do not say it themselves."""
+    return {name: hf[name] for name in ("rope_theta", "partial_rotary_factor") if name in hf}
 
 
 def _refuse_partial(values: Mapping[str, Any]) -> None:
