@@ -7,6 +7,7 @@ import httpx
 import pytest
 from fake_upstream import ANSWER, EVENTS, TIMEOUT, FakeEngine, check_health
 
+from quire.cluster.app import create_app
 from quire.cluster.engines.registry import Engine, Role
 
 BODY = {"model": "m", "prompt": "Hi"}
@@ -156,6 +157,21 @@ async def test_a_client_that_leaves_frees_its_engine(routed, fault):
     await router.calls.wait_idle()
     assert router.engines.by_url[engine.url].num_requests == 0
     assert router.num_serving == 0
+    assert b'quire_route_answers_total{status="499"} 1.0' in router.metrics.exposition()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "hangs before the body", "hangs in the body"])
+async def test_a_client_that_leaves_a_server_that_cancels_is_counted_once(routed, fault):
+    engine = FakeEngine(fault)
+    _, router = await routed(engine=[engine])
+    transport = httpx.ASGITransport(create_app(router))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as cancelling:
+        asking = asyncio.create_task(cancelling.post("/v1/completions", json=STREAM))
+        await engine.got_one.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+    counts = [line for line in router.metrics.exposition().splitlines() if b"answers_total{" in line]
+    assert counts == [b'quire_route_answers_total{status="499"} 1.0']
 
 
 async def test_a_client_that_leaves_frees_the_prefill_engine(routed):

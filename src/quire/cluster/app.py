@@ -97,7 +97,7 @@ def _guarded(app: ASGIApp, config: RouterConfig, edge: EdgeConfig, api_key: str)
 
 
 class _Counted:
-    """ASGI middleware: counts the answers to clients."""
+    """ASGI middleware: counts the answers to clients; servers tell it in two ways that a client has left."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
         self._app = app
@@ -108,9 +108,12 @@ class _Counted:
         statuses: list[int] = []
         try:
             await self._app(scope, receive, telling_status(send, statuses.append))
+        except asyncio.CancelledError:
+            statuses.append(CLIENT_LEFT)
+            raise
         finally:
-            for status in statuses:
-                self._answers.labels(str(status)).inc()
+            if statuses:
+                self._answers.labels(str(statuses[-1])).inc()
 
 
 class _Relayed:
