@@ -225,7 +225,9 @@ class PairMachine(RuleBasedStateMachine):
         options: dict[str, Any] = {"src_cache_offset": source_offset, "dst_cache_offset": offset}
         if layer is not None:
             options |= {"src_layer_range": range(0, 1), "dst_layer_range": range(layer, layer + 1)}
-        codes = self._codes_of_pull(source, target, slot, size, source_offset or 0, offset or 0)
+        codes = self._codes_of_pull(
+            source, target, slot, size, source_offset or 0, offset or 0, all_layers=layer is None
+        )
         if key == PLACEHOLDER or (layer is not None and 2 * (layer + 1) > target.desc.num_tensors):
             codes.add(INVALID)
         manager = self.sides["decoder"].manager
@@ -424,9 +426,9 @@ class PairMachine(RuleBasedStateMachine):
         return codes if cache.is_blocks == is_blocks else codes | {INVALID}
 
     @staticmethod
-    def _match(source: NaiveCache, target: NaiveCache) -> bool:
+    def _match(source: NaiveCache, target: NaiveCache, *, all_layers: bool = True) -> bool:
         one, other = source.desc, target.desc
-        return (one.num_tensors, one.data_type) == (other.num_tensors, other.data_type)
+        return one.data_type == other.data_type and (not all_layers or one.num_tensors == other.num_tensors)
 
     def _fits(self, source: NaiveCache, target: NaiveCache) -> bool:
         return self._match(source, target) and target.desc.slot_bytes <= source.desc.slot_bytes
@@ -450,6 +452,8 @@ class PairMachine(RuleBasedStateMachine):
         size: int,
         source_offset: int,
         offset: int,
+        *,
+        all_layers: bool = True,
     ) -> set[LLMStatusCode]:
         codes = self._codes_of_link() | self._codes_of_handle(target)
         count = target.desc.slot_bytes - offset if size == -1 else size
@@ -457,7 +461,10 @@ class PairMachine(RuleBasedStateMachine):
             codes.add(INVALID)
         if source is None:
             codes.add(NOT_EXIST)
-        elif not self._match(source, target) or source_offset + count > source.desc.slot_bytes:
+        elif (
+            not self._match(source, target, all_layers=all_layers)
+            or source_offset + count > source.desc.slot_bytes
+        ):
             codes.add(INVALID)
         return codes
 
