@@ -18,10 +18,11 @@ CONVERT_READY := $(CONVERT)/.installed-$(OPTIMUM_INTEL_VERSION)-$(OPENVINO_VERSI
 LLAMACPP_VERSION := 0.3.36
 LLAMACPP := .peers/llamacpp
 LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
+LLAMACPP_SERVER := $(LLAMACPP)/server/bin/llama-server
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers bench-hybrid-prefix eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -120,6 +121,9 @@ $(VLLM_READY): | $(READY)
 bench-peers: $(READY) $(PEERS_READY)  ## Run Quire beside vLLM, OpenVINO GenAI and llama.cpp, installed on first use
 	@$(BIN)/python benchmarks/peers.py
 
+bench-hybrid-prefix: $(READY) $(PEERS_READY) $(LLAMACPP_SERVER)  ## Measure prefix caching of a model with recurrent layers beside peers
+	@$(BIN)/python benchmarks/hybrid_prefix.py
+
 # vLLM asks for this allocator to be loaded first. Unpacked beside it, Debian's package changes nothing else.
 $(TCMALLOC_READY): $(VLLM_READY)
 	cd $(VLLM) && apt-get download -q libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb tcmalloc
@@ -152,6 +156,14 @@ $(LLAMACPP_READY):
 		$(LLAMACPP)/llama_cpp_python-$(LLAMACPP_VERSION).tar.gz
 	$(LLAMACPP)/bin/pip install -q -c constraints.txt torch transformers
 	@touch $@
+
+# The Python package has the library only. Its page would have to be downloaded.
+$(LLAMACPP_SERVER): $(LLAMACPP_READY)
+	tar -xzf $(LLAMACPP)/llama_cpp_python-$(LLAMACPP_VERSION).tar.gz -C $(LLAMACPP) --strip-components 2 \
+		'*/vendor/llama.cpp'
+	cmake -S $(LLAMACPP)/llama.cpp -B $(LLAMACPP)/server -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+		-DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+	cmake --build $(LLAMACPP)/server --target llama-server -j 2
 
 # Goes on where it was stopped; without build/mutation it starts anew. MUTANTS="--seed 1" draws others.
 # It forks, so that numpy must start no threads.
