@@ -141,6 +141,7 @@ $(CONVERT_READY):
 	$(CONVERT)/bin/pip install -q -c constraints.txt "optimum-intel[openvino]==$(OPTIMUM_INTEL_VERSION)" \
 		openvino==$(OPENVINO_VERSION)
 	$(CONVERT)/bin/pip uninstall -q -y torchvision torchaudio
+	$(CONVERT)/bin/pip install -q --no-deps --target $(CONVERT)/transformers-5.2 "transformers==5.2.*"
 	@touch $@
 
 # Built here, for this machine's instructions (AVX-512, BF16, VNNI where it has them): takes minutes. llama.cpp's

@@ -101,6 +101,7 @@ KINDS = {
         "llama.cpp, Q4_0", "peers_llamacpp.py", {"int4": "llamacpp-q4_0"}, "llamacpp"
     ),
 }
+OLDER_EXPORTS = ("qwen3.5-0.8b",)  # that optimum-intel can only export with transformers up to 5.2
 OPENVINO_WEIGHTS = {  # a model in fp16 runs in bf16
     "bf16": ["fp16"],
     "int8": ["int8"],
@@ -114,6 +115,8 @@ def conversion(target: Path, written: Path) -> Command:
     kind, _, form = target.name.rpartition("-")
     if kind == "openvino":
         tool = [str(PEERS / "convert" / "bin" / "optimum-cli"), "export", "openvino"]
+        if shape in OLDER_EXPORTS:
+            tool = ["env", f"PYTHONPATH={PEERS / 'convert' / 'transformers-5.2'}", *tool]
         weights = ["--weight-format", *OPENVINO_WEIGHTS[form]]
         return [*tool, "-m", source, "--task", "text-generation-with-past", *weights, str(written)]
     if kind == "llamacpp":
