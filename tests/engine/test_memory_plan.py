@@ -16,10 +16,10 @@ from quire.errors import ConfigError
 from quire.kv import PagedAttentionCache
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.config import ModelConfig
-from quire.models.families.reading import model_config
 from quire.models.layer import LayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
+from quire.models.reading import model_config
 from quire.models.weights import count_parameters
 from quire.pooling_params import PoolingParams
 from subprocesses import python_output

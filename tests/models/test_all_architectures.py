@@ -9,8 +9,8 @@ import pytest
 
 from quire.errors import UnknownArchitectureError
 from quire.models.families import ARCHITECTURES
-from quire.models.families.reading import model_config
-from quire.models.families.wrappers import WRAPPERS
+from quire.models.reading import model_config
+from quire.models.wrappers import WRAPPERS
 
 WITHOUT_DEFAULTS = {"gemma4_assistant"}  # its class takes no config that says nothing
 MISSING = {  # entries whose defaults make no model that runs

@@ -19,7 +19,7 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
 from quire.models.config_entries import HARMLESS
 from quire.models.families import ARCHITECTURES
-from quire.models.families.reading import model_config
+from quire.models.reading import model_config
 
 ARCHITECTURE_OF = {family: architecture for architecture, family in ARCHITECTURES.items()}
 SHAPES = [name for name in FAMILIES if name not in ("llama-3.1", "smollm2", "gemma4-experts")]

@@ -30,7 +30,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.checkpoints.weight_cache import WeightCache
-from quire.models.families.reading import model_config
+from quire.models.reading import model_config
 from quire.models.shard import check_kv_divisible
 from quire.sampling_params import SamplingParams
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from quire.errors import ModelError
 from quire.models.families import ARCHITECTURES
-from quire.models.families.reading import model_config
 from quire.models.layers.attention import AttentionConfig
+from quire.models.reading import model_config
 from quire.models.rotary import inverse_frequencies
 
 MAX_LEN, HEAD_DIM = 256, 16

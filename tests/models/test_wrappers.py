@@ -18,9 +18,9 @@ from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
 from quire.models.checkpoints.tokenizers.reading import read_tokenizer
 from quire.models.families import ARCHITECTURES
-from quire.models.families.reading import model_config
-from quire.models.families.wrappers import WRAPPERS, decoder_entries
+from quire.models.reading import model_config
 from quire.models.weights import count_parameters
+from quire.models.wrappers import WRAPPERS, decoder_entries
 
 NUM_NEW = 24
 TEXT: dict[str, Any] = {

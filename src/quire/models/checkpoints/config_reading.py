@@ -36,8 +36,8 @@ from quire.models.checkpoints.quantized.memory_formats import (
 )
 from quire.models.config import ModelConfig
 from quire.models.families import FAMILIES
-from quire.models.families.reading import model_config
-from quire.models.families.wrappers import decoder_entries
+from quire.models.reading import model_config
+from quire.models.wrappers import decoder_entries
 
 _GGML_TYPES: dict[str, StoredQuantization] = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), StoredQuantization("int4", 32)),

@@ -24,7 +24,7 @@ from quire.models.checkpoints.names import (
 from quire.models.checkpoints.quantized.formats import formats_of
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
 from quire.models.embedding import EncodedRows
-from quire.models.families.wrappers import architecture_of, decoder_entries, is_wrapper
+from quire.models.wrappers import architecture_of, decoder_entries, is_wrapper
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What decoding can raise over parts whose shapes and types were not foreseen.

@@ -1,4 +1,4 @@
-"""The families by name and by architecture; `reading.py` reads a config.json by them."""
+"""The families by name and by architecture; `quire.models.reading` reads a config.json by them."""
 
 from __future__ import annotations
 

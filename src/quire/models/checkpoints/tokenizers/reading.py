@@ -18,8 +18,8 @@ from quire.models.checkpoints.model_files import MAX_TEMPLATE_BYTES, find_file, 
 from quire.models.checkpoints.special_ids import special_ids
 from quire.models.checkpoints.tokenizers.classes import tokenizer_class
 from quire.models.checkpoints.tokenizers.special_tokens import SETTINGS_FILE, read_special_tokens
-from quire.models.families.wrappers import decoder_entries
 from quire.models.text.tokenizer import DEFAULT_TEMPLATING, Tokenizer
+from quire.models.wrappers import decoder_entries
 
 TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB

@@ -18,11 +18,11 @@ from quire.models.config_entries import (
 )
 from quire.models.families import ARCHITECTURES, FAMILIES
 from quire.models.families.family import Family, common
-from quire.models.families.wrappers import WRAPPERS, architecture_of, decoder_entries
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig
+from quire.models.wrappers import WRAPPERS, architecture_of, decoder_entries
 
 _COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
