@@ -1,0 +1,146 @@
+"""Entries of config.json that a GGUF file says in another way, of each architecture.
+
+Each function gets the entries that keys of the metadata stand for, and the metadata, whose keys do not begin
+with the architecture. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.errors import ModelError
+from quire.models.config_entries import SPLIT_GATES
+
+SOFTMAX, SIGMOID = 1, 2  # numbers of llama.cpp's functions
+
+
+def gemma_scale(layers_of_27b: int) -> Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
+    """Files do not say how Gemma scales its scores: by the head's size, and in the 27B models otherwise."""
+
+    def finish(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+        is_27b = values["num_hidden_layers"] == layers_of_27b
+        size = values["hidden_size"] / values["num_attention_heads"] if is_27b else values["head_dim"]
+        return {"query_pre_attn_scalar": size}
+
+    return finish
+
+
+def granite(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """0 means that there is no factor."""
+    factors = {name: values.get(name) or 1.0 for name in ("embedding_multiplier", "residual_multiplier")}
+    return factors | {
+        "attention_multiplier": values.get("attention_multiplier") or values["head_dim"] ** -0.5
+    }
+
+
+def granitemoe(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A size of 0 means that no expert is shared; files hold its gates and inputs apart."""
+    shared_size = values.get("shared_intermediate_size") or 0
+    return granite(values, metadata) | {"shared_intermediate_size": shared_size, SPLIT_GATES: True}
+
+
+def granitehybrid(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether anything is rotated stands where other files say that a scaling was trained with."""
+    entries = granitemoe(values, metadata)
+    size, heads = metadata.get("ssm.inner_size"), values.get("mamba_n_heads")
+    if type(size) is int and heads:
+        entries |= {"mamba_expand": size // values["hidden_size"], "mamba_d_head": size // heads}
+    if not values.get("num_local_experts"):
+        entries |= {"num_local_experts": 0, "shared_intermediate_size": values.get("intermediate_size")}
+    is_rotated = metadata.get("rope.scaling.finetuned", False)
+    return entries | {"position_embedding_type": "rope" if is_rotated else "nope"}
+
+
+def gemma4(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads by layer, and feed-forward layers of which those that share KV may have twice the features."""
+    num_layers, types = values["num_hidden_layers"], values.get("layer_types")
+    if num_layers < 1 or types is None or len(types) != num_layers:
+        raise ModelError(f"attention.sliding_window_pattern must say which of {num_layers} layers have one")
+    counts, sizes = (
+        value if isinstance(value, list) else [value] * num_layers
+        for value in (values["num_key_value_heads"], values.get("intermediate_size", 0))
+    )
+    first = num_layers - values.get("num_kv_shared_layers", 0)
+    is_wide = sizes[-1] != sizes[0]
+    if sizes != [sizes[0]] * first + [sizes[0] * (1 + is_wide)] * (num_layers - first):
+        raise ModelError(
+            f"feed_forward_length is {sizes!r:.100}; it must be one number, or twice that in the layers that "
+            "share KV"
+        )
+    size = values.get("global_head_dim", values["head_dim"])
+    size_in_window = size if metadata.get("attention.key_length_swa") is None else values["head_dim"]
+    if metadata.get("attention.value_length_swa", size_in_window) != size_in_window:
+        raise ModelError(f"attention.value_length_swa must be {size_in_window}, as of keys")
+    sizes_of_heads = [size_in_window if kind == "sliding_attention" else size for kind in types]
+    layers = enumerate(zip(sizes_of_heads, counts, strict=True))
+    return {
+        "head_dim": size_in_window,
+        "num_key_value_heads": counts[0],
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": is_wide,
+        "vocab_size_per_layer_input": values["vocab_size"],
+        "per_layer_config": {
+            str(layer): {"head_dim": head_dim, "num_key_value_heads": count}
+            for layer, (head_dim, count) in layers
+        },
+    }
+
+
+def olmo3(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with a window have the same base of frequencies, and no scaling."""
+    return {"rope_parameters": {"sliding_attention": {"rope_theta": values.get("rope_theta", 1e4)}}}
+
+
+def lfm2(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes are those of the tensors, and have been adjusted."""
+    return {"norm_eps": values.get("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
+
+
+def qwen35(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers are recurrent may stand by itself."""
+    size, heads = metadata.get("ssm.inner_size"), values.get("linear_num_value_heads")
+    entries: dict[str, Any] = {
+        "linear_value_head_dim": size // heads if type(size) is int and heads else None
+    }
+    key = "attention.recurrent_layers"  # of each layer, those that predict further tokens included
+    recurrent, count = metadata.get(key), values["num_hidden_layers"]
+    if recurrent is None:
+        return entries
+    if not isinstance(recurrent, list) or len(recurrent) < count or {*map(type, recurrent)} != {bool}:
+        raise ModelError(f"{key} is {recurrent!r:.100}; it must say true or false for each of {count} layers")
+    types = ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent]
+    return entries | {"layer_types": types[:count]}
+
+
+def latent_sizes(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of heads are of those made of latents, or, if these have keys of their own, of what attends."""
+    is_absorbed = metadata.get("attention.key_length_mla") is not None
+    of_latents = metadata.get("attention.key_length"), metadata.get("attention.value_length")
+    of_heads = metadata.get("attention.key_length_mla"), metadata.get("attention.value_length_mla")
+    keys, value_size = of_heads if is_absorbed else of_latents
+    rotated = metadata.get("rope.dimension_count")
+    return {
+        "head_dim": None,
+        "q_lora_rank": values.get("q_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys - rotated if type(keys) is type(rotated) is int else None,
+        "v_head_dim": value_size,
+    }
+
+
+def deepseek(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Groups that are not there are one, and a factor of 0 is none."""
+    gating = metadata.get("expert_gating_func", SOFTMAX)
+    if gating not in (SOFTMAX, SIGMOID):
+        raise ModelError(f"deepseek2.expert_gating_func is {gating!r:.100}; Quire computes 1 and 2 only")
+    groups, log_multiplier = values.get("n_group") or 1, values.get("mscale_all_dim")
+    return {
+        **latent_sizes(values, metadata),
+        "norm_topk_prob": values.get("norm_topk_prob", False),
+        "routed_scaling_factor": values.get("routed_scaling_factor") or 1.0,
+        "n_group": groups,
+        "topk_group": values.get("topk_group") or groups,
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "mscale": 10 * log_multiplier if log_multiplier else None,  # a tenth is stored
+    }
