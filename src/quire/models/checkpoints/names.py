@@ -25,9 +25,6 @@ _STACKED = re.compile(
     r"(model\.layers\.([0-9]{1,6})\.(?:mlp\.|block_sparse_moe\.)?experts\.)(gate_up_proj|down_proj)"
     r"(|_bias|_blocks|_scales)"
 )
-_STACKED_IN_GRANITE = re.compile(
-    r"(model\.layers\.[0-9]{1,6}\.block_sparse_moe\.)(input|output)_linear\.weight"
-)
 _CONV1D = re.compile(r"transformer\.h\.[0-9]{1,6}\.(attn|mlp)\.c_(attn|proj|fc)\.weight")
 _QUANT_STATE = re.compile(
     r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(nf4|fp4))$"
@@ -40,9 +37,11 @@ _EITHER_WAY = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
-_RENAMED = {  # as in OLMo-Hybrid, where transformers renames them
+_RENAMED = {  # of OLMo-Hybrid, as transformers renames them, and of Granite's experts
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
 }
 _LAST_PARTS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 
@@ -119,8 +118,6 @@ def published_parts(
     if layout is not None and layout.is_conv1d:
         yield name, StoredPart(stored, is_transposed=_CONV1D.fullmatch(name) is not None)
         return
-    if granite := _STACKED_IN_GRANITE.fullmatch(name):
-        name = f"{granite[1]}experts.{'gate_up' if granite[2] == 'input' else 'down'}_proj"
     found = _STACKED.fullmatch(name)
     if layout is None or found is None or not shape:
         yield name, StoredPart(stored)
