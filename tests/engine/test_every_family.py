@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from checked_engine import CheckedEngine, tokens
 from checkpoints import FAMILIES, VOCAB_SIZE, make_model, save_checkpoint
 from paged_harness import generate
-from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
-from quire.engine.core import EngineCore
-from quire.engine.messages import EngineCoreRequest
+from quire.config import SpeculationConfig
 from quire.execution.drafts import adaptive_proposer
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
-from quire.sampling_params import SamplingParams
 
 REPRESENTATIVE = ("llama", "gemma3", "lfm2", "deepseek_v3", "gpt2")  # one of each kind of layers and caches
 BLOCK_SIZE = 4
@@ -28,36 +25,12 @@ MAX_TOKENS = 10
 SHORT, FEW = 9, 4  # of a prompt in chunks of every size, and of its answer
 
 
-class Engine:
-    """An engine in this process, whose accounts are checked after each step."""
+class Engine(CheckedEngine):
+    """One that has states' checkpoints at short intervals."""
 
-    def __init__(self, path: Path, speculation: SpeculationConfig | None = None, **options: Any) -> None:
-        scheduler = SchedulerConfig(
-            block_size=BLOCK_SIZE, max_num_seqs=4, cache_interval_multiplier=4, watermark=0.0, **options
-        )
-        speculation = speculation or SpeculationConfig()
-        config = EngineConfig(model=str(path), dtype="float32", scheduler=scheduler, speculation=speculation)
-        self.core = EngineCore(config, path)
-        self._numbers = itertools.count()
-
-    @property
-    def stats(self) -> Any:
-        return self.core.scheduler.make_stats()
-
-    def answers(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Return the tokens of each answer; the prompts run together."""
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        found: dict[str, list[int]] = {}
-        for prompt in prompts:
-            name = str(next(self._numbers))
-            found[name] = []
-            self.core.add(EngineCoreRequest([name], [0], prompt, params))
-        while self.core.has_unfinished_requests():
-            for output in self.core.step()[0]:
-                assert output.error is None
-                found[output.request_id] += output.new_token_ids
-            self.core.scheduler.check_invariants()
-        return list(found.values())
+    def __init__(self, path: Path, **options: Any) -> None:
+        scheduler = {"block_size": BLOCK_SIZE, "max_num_seqs": 4, "cache_interval_multiplier": 4}
+        super().__init__(path, max_tokens=MAX_TOKENS, watermark=0.0, **scheduler, **options)
 
 
 def prompts() -> list[list[int]]:
@@ -100,21 +73,19 @@ def test_in_company_preempted_twice_and_with_drafts(
     path, model = checkpoint(family)
     engine = Engine(path, max_num_batched_tokens=13, num_kv_blocks=24, reserve_full_prompt=False)
     answers = engine.answers(prompts())
-    assert_greedy(model, prompts(), answers)
+    assert_greedy(model, prompts(), tokens(answers))
     assert engine.stats.num_preemptions
     found = engine.stats.prefix_hit_tokens
     assert engine.answers(prompts()) == answers
     assert engine.stats.prefix_hit_tokens > found
-    if read_model_config(path).has_states:
-        return  # drafts are refused
     # Drafts whatever steps take: how many are worth their time is asked elsewhere.
     monkeypatch.setattr(adaptive_proposer, "AdaptiveProposer", lambda proposer, *_, **__: proposer)
     drafting = SpeculationConfig(speculative_method="ngram", ngram_min=1)
-    engine = Engine(path, drafting, max_num_batched_tokens=64, num_kv_blocks=240)
+    engine = Engine(path, speculation=drafting, max_num_batched_tokens=64, num_kv_blocks=240)
     all_tokens = np.random.default_rng(6).permutation(np.arange(3, VOCAB_SIZE)).tolist()
     *again, last = engine.answers([*prompts(), all_tokens])
     assert again == answers
-    assert_greedy(model, [all_tokens], [last])
+    assert_greedy(model, [all_tokens], tokens([last]))
     assert engine.stats.num_draft_tokens >= MAX_TOKENS - 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from checked_engine import CheckedEngine, tokens
 from checkpoints import make_checkpoint
 from quire.config import EngineConfig, KVTierConfig, SchedulerConfig, SpeculationConfig
-from quire.engine.core import EngineCore
 from quire.engine.memory.plan import plan_memory
 from quire.engine.memory.state_sizes import StateSizes
-from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError
 from quire.execution.drafts.proposer import GuardedProposer, Proposer, RowsToContinue
 from quire.kv.cache.state_layout import StateLayout
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.recording.replay import replay
-from quire.sampling_params import SamplingParams
-from quire.scheduling.outputs import EngineCoreOutput
 from quire.step import NO_TOKEN
 
 BLOCK_SIZE = 4
@@ -39,64 +35,15 @@ SCHEDULER = {
 }
 
 
-class Engine:
-    """An engine in this process, whose accounts are checked after each step."""
+class Engine(CheckedEngine):
+    """One that has checkpoints at short intervals."""
 
     def __init__(self, path: Path, **options: Any) -> None:
-        fields = {name: options.pop(name) for name in list(options) if hasattr(EngineConfig, name)}
-        scheduler = SchedulerConfig(**{**SCHEDULER, **options})
-        self.core = EngineCore(
-            EngineConfig(model=str(path), dtype="float32", scheduler=scheduler, **fields), path
-        )
-        self._names = itertools.count()
-
-    @property
-    def stats(self) -> Any:
-        return self.core.scheduler.make_stats()
+        super().__init__(path, max_tokens=MAX_TOKENS, **SCHEDULER | options)
 
     @property
     def checkpoints(self) -> Any:
         return self.core.scheduler.accounts.states.pool
-
-    def outputs(
-        self, prompts: list[np.ndarray], begun: list[list[list[int]]] | None = None, **params: Any
-    ) -> list[list[EngineCoreOutput]]:
-        """Return the outputs of each sequence; the prompts run together.
-
-        `begun` has the tokens that another engine has generated for each prompt's sequences.
-        """
-        fields = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, **params}
-        outputs: dict[str, list[EngineCoreOutput]] = {}
-        for index, prompt in enumerate(prompts):
-            names = [str(next(self._names)) for _ in range(fields.get("n", 1))]
-            outputs |= {name: [] for name in names}
-            request = EngineCoreRequest(
-                names,
-                [*range(len(names))],
-                prompt.tolist(),
-                SamplingParams(**fields),
-                resumed_outputs=None if begun is None else begun[index],
-            )
-            self.core.add(request)
-        while self.core.has_unfinished_requests():
-            for output in self.core.step()[0]:
-                assert output.error is None
-                outputs[output.request_id].append(output)
-            self.core.scheduler.check_invariants()
-        return list(outputs.values())
-
-    def answers(self, prompts: list[np.ndarray], **params: Any) -> list[list[tuple[int, float]]]:
-        """Return each sequence's tokens and their log-probabilities."""
-        return [
-            [(one.token_ids[0], one.logprobs[0]) for output in outputs for one in output.logprobs or ()]
-            for outputs in self.outputs(prompts, logprobs=0, **params)
-        ]
-
-    def scored(self, prompt: np.ndarray, tokens: list[int]) -> float:
-        """Return the log-probability of an answer."""
-        [outputs] = self.outputs([np.append(prompt, tokens)], max_tokens=1, prompt_logprobs=0)
-        logprobs = [one.logprobs[0] for output in outputs for one in output.prompt_logprobs or () if one]
-        return sum(logprobs[-len(tokens) :])
 
 
 class HalfRight(Proposer):
@@ -129,10 +76,6 @@ def with_drafts(path: Path, expected: list[list[Any]], **options: Any) -> Engine
 def prompts() -> list[np.ndarray]:
     rng = np.random.default_rng(5)
     return [rng.integers(5, 90, length) for length in LENGTHS]
-
-
-def tokens(answers: list[list[Any]]) -> list[list[int]]:
-    return [[token for token, _ in answer] for answer in answers]
 
 
 FAMILIES = [
