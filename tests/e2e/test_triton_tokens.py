@@ -31,12 +31,8 @@ pytestmark = pytest.mark.interpreter
 PROMPTS = ["What is 27 + 58?", "What is"]
 
 
-@pytest.mark.first_case
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps overlap, the device chooses the tokens that need no host, and decode steps are replayed."""
-    if not is_interpreted:
-        pytest.skip("on a GPU, tests/gpu has this")
+def capture_steps(monkeypatch: pytest.MonkeyPatch) -> list[OperationTape]:
+    """Have engines capture steps as on a GPU; return a list to which each one goes that is replayed."""
     replayed: list[OperationTape] = []
 
     def capture(compute: Callable[[], None]) -> Callable[[], None]:
@@ -44,6 +40,17 @@ def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pyt
             compute()
         return lambda: (replayed.append(tape), tape.replay())[1]
 
+    monkeypatch.setattr(runner_building, "_capture", lambda config, model: capture)
+    monkeypatch.setattr(tokens_in_flight, "HostCopy", LateCopy)  # of what the next replay overwrites
+    return replayed
+
+
+@pytest.mark.first_case
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps overlap, the device chooses the tokens that need no host, and decode steps are replayed."""
+    if not is_interpreted:
+        pytest.skip("on a GPU, tests/gpu has this")
     params = [
         SamplingParams(max_tokens=6, temperature=0.0),
         SamplingParams(max_tokens=6, temperature=0.7, top_p=0.8, seed=3, logprobs=1, frequency_penalty=0.9),
@@ -53,8 +60,7 @@ def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pyt
     monkeypatch.setattr(devices, "_refuse_float8", lambda *_: None)  # the reference is not for users
     with LLM("mini", kernels="reference", **options) as llm:
         expected = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
-    monkeypatch.setattr(runner_building, "_capture", lambda config, model: capture)
-    monkeypatch.setattr(tokens_in_flight, "HostCopy", LateCopy)  # of what the next replay overwrites
+    replayed = capture_steps(monkeypatch)
     threads: list[threading.Thread] = []
     execute = ModelRunner.execute
     monkeypatch.setattr(
@@ -68,6 +74,32 @@ def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pyt
     assert found[1].cumulative_logprob == pytest.approx(expected[1].cumulative_logprob, abs=tolerance)
     assert len(replayed) > 1
     assert {thread is threading.current_thread() for thread in threads} == {False, True}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss"])
+def test_families_with_layers_of_their_own(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, then behind a prefix that is cached; one answer decodes beside the other prompt."""
+    if not is_interpreted:
+        pytest.skip("on a GPU, tests/gpu has this")
+    checkpoint = str(make_checkpoint(family, tmp_path, dtype="float32"))
+    prompts = [[7 + (11 * place) % 300 for place in range(length)] for length in (3, 23)]
+    prompts.append([*prompts[1], 9, 8])
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1)
+    options = {"num_kv_blocks": 24, "max_num_seqs": 2, "block_size": 16, "max_num_batched_tokens": 16}
+    found = []
+    for kernels in ("reference", "triton"):
+        replayed = capture_steps(monkeypatch) if kernels == "triton" else []
+        with LLM(checkpoint, kernels=kernels, overlap_steps=kernels == "triton", **options) as llm:
+            first, second = llm.generate(prompts[:2], params)
+            (third,) = llm.generate(prompts[2:], params)
+        assert third.num_cached_tokens >= 16
+        found.append([output.outputs[0] for output in (first, second, third)])
+    assert [output.token_ids for output in found[1]] == [output.token_ids for output in found[0]]
+    logprobs = [[output.cumulative_logprob for output in outputs] for outputs in found]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-3)
+    assert len(replayed) > 1
 
 
 def test_what_is_evicted_is_what_the_reference_s_scores_say(

@@ -59,7 +59,9 @@ def generate(
     return [(output.outputs[0].token_ids, output.outputs[0].cumulative_logprob.hex()) for output in outputs]
 
 
-@pytest.mark.parametrize("family", ["qwen3"] if is_interpreted else ["qwen3", "llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3"] if is_interpreted else ["qwen3", "llama", "gemma2", "qwen3_moe", "gpt_oss"]
+)
 def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(family, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

@@ -1,8 +1,8 @@
 """Compiles the kernels of experts for a GPU of compute capability 9.0, which need not be there.
 
 A process of its own, as Triton decides once whether it interprets. Prints how many programs there are after
-steps of few rows, after steps of many, and after those of quantized experts; what shared memory the largest
-takes in bytes; and which products are the tensor cores'.
+steps of few rows, after steps of many, after those of quantized experts, and after those with biases; what
+shared memory the largest takes in bytes; and which products are the tensor cores'.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.kernels.triton import device
 
 device.kernel_device = functools.partial(torch.device, "cpu")  # before the kernels' modules take it
 
-from quire.kernels.layers.experts import ExpertWeights, Mixture  # noqa: E402
+from quire.kernels.layers.experts import CLAMPED_SWIGLU, ExpertWeights, Mixture  # noqa: E402
 from quire.kernels.triton.experts import products as expert_products  # noqa: E402
 from quire.kernels.triton.experts import routing as expert_routing  # noqa: E402
 from quire.kernels.triton.kernel_set import TritonKernels  # noqa: E402
@@ -31,13 +31,15 @@ KERNELS = (
 )
 
 
-def compile_steps(quantization: str, *steps: int) -> int:
+def compile_steps(
+    quantization: str, *steps: int, activation: str = "silu", biases: tuple[torch.Tensor, ...] = ()
+) -> int:
     """Compute steps of so many rows; return how many programs there are of all kernels."""
     weight = torch.ones(SIZE, HIDDEN)
     kernels = TritonKernels()
     layer = kernels.experts(
-        [ExpertWeights([weight, weight], [weight.t()])] * EXPERTS,
-        Mixture(EXPERTS, CHOSEN, normalize=True, activation="silu"),
+        [ExpertWeights([weight, weight], [weight.t()], *biases)] * EXPERTS,
+        Mixture(EXPERTS, CHOSEN, normalize=True, activation=activation),
         dtype=torch.bfloat16,
         quantization=quantization,
     )
@@ -52,6 +54,15 @@ report = {
     "few": compile_steps("none", 1, 2, 13),
     "many": compile_steps("none", 90, 1200, 5000),
     "quantized": [compile_steps(quantization, 1) for quantization in ("int8", "int4", "fp8")],
+    "biased": [
+        compile_steps(
+            quantization,
+            1,
+            activation=CLAMPED_SWIGLU,
+            biases=(torch.ones(2 * SIZE), torch.ones(HIDDEN)),
+        )
+        for quantization in ("none", "int4")
+    ],
 }
 programs = [program for kernel in KERNELS for program in kernel.device_caches[0][0].values()]
 hopper.check_order(programs)

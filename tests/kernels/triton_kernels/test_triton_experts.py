@@ -15,7 +15,7 @@ from meta_device import META
 from pairwise import pairwise
 from quire.config import SchedulerConfig
 from quire.engine.memory.plan import activation_bytes
-from quire.kernels.layers.experts import ExpertWeights, Mixture
+from quire.kernels.layers.experts import CLAMPED_SWIGLU, ExpertWeights, Mixture
 from quire.kernels.layers.weights import (
     Float8Weight,
     GroupedWeight,
@@ -57,8 +57,11 @@ TOLERANCE = {"int8": 0.02, "int4": 0.02, "grouped_int8": 0.02, "float8": 0.05, "
 make_experts = TritonKernels().experts
 
 
-def weights_of(num_experts: int, kind: str = "float32") -> list[ExpertWeights]:
+def weights_of(
+    num_experts: int, kind: str = "float32", *, is_gated: bool = True, has_bias: bool = False
+) -> list[ExpertWeights]:
     """Return random experts, whose weights are held as `kind`."""
+    parts = 2 if is_gated else 1
 
     def matrix(outputs: int, inputs: int, number: int) -> Weight:
         weight = random(outputs, inputs, seed=number).cpu() / inputs**0.5
@@ -81,8 +84,10 @@ def weights_of(num_experts: int, kind: str = "float32") -> list[ExpertWeights]:
 
     return [
         ExpertWeights(
-            [matrix(SIZE, HIDDEN, 3 * expert + part) for part in range(2)],
+            [matrix(SIZE, HIDDEN, 3 * expert + part) for part in range(parts)],
             [matrix(HIDDEN, SIZE, 3 * expert + 2)],
+            random(parts * SIZE, seed=100 + expert).cpu() if has_bias else None,
+            random(HIDDEN, seed=200 + expert).cpu() if has_bias else None,
         )
         for expert in range(num_experts)
     ]
@@ -102,6 +107,17 @@ def as_multiplied(vector: torch.Tensor, kind: str) -> torch.Tensor:
             for group, scale in zip(groups, scales, strict=True)
         ]
     )
+
+
+def inner_of(products: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    """Return what an expert's first products become."""
+    if not mixture.is_gated:
+        return products.relu().square()
+    gate, up = products.chunk(2)
+    if mixture.activation != CLAMPED_SWIGLU:
+        return ACTIVATIONS[mixture.activation](gate) * up
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 def computed(
@@ -125,28 +141,37 @@ def computed(
             shares = shares / shares.sum()
         result = torch.zeros(HIDDEN, dtype=torch.float64)
         for number, share in zip(chosen.tolist(), shares, strict=True):
-            gate, up = (product(part, row) for part in weights[number].gate_up)
-            inner = ACTIVATIONS[mixture.activation](gate) * up
-            result += share * product(weights[number].down[0], inner)
+            expert = weights[number]
+            products = torch.cat([product(part, row) for part in expert.gate_up])
+            biases = [0.0 if bias is None else bias.double() for bias in expert[2:]]
+            inner = inner_of(products + biases[0], mixture)
+            result += share * (product(expert.down[0], inner) + biases[1])
         results.append(result)
     return torch.stack(results)
 
 
 @pairwise(
-    kind=list(KINDS), chosen=[(5, 2), (4, 3)], activation=["silu", "gelu_tanh"], normalized=[False, True]
+    kind=list(KINDS),
+    chosen=[(5, 2), (4, 3)],
+    activation=["silu", "gelu_tanh", CLAMPED_SWIGLU, "relu2"],
+    normalized=[False, True],
+    has_bias=[False, True],
 )
 def test_sums_of_experts(
-    kind: str, chosen: tuple[int, int], activation: str, normalized: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    chosen: tuple[int, int],
+    activation: str,
+    normalized: bool,
+    has_bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Every matrix is cut into several tiles.
     monkeypatch.setattr(expert_matrices, "tile_of", lambda *_: Tile(32, 16, 32, 4, 2))
     num_experts, _ = chosen
-    mixture, weights, dtype = (
-        Mixture(*chosen, normalized, activation),
-        weights_of(num_experts, kind),
-        KINDS[kind],
-    )
-    rows, scores = random(4, HIDDEN, dtype=dtype), random(4, num_experts, dtype=dtype, seed=1)
+    mixture, dtype = Mixture(*chosen, normalized, activation, is_gated=activation != "relu2"), KINDS[kind]
+    weights = weights_of(num_experts, kind, is_gated=mixture.is_gated, has_bias=has_bias)
+    factor = 5.0 if activation == CLAMPED_SWIGLU else 1.0  # so that some are beyond its limits
+    rows, scores = random(4, HIDDEN, dtype=dtype) * factor, random(4, num_experts, dtype=dtype, seed=1)
     layer = make_experts(weights, mixture, dtype=dtype)
     out = strided(poisoned(4, HIDDEN, dtype=torch.float32))
     assert layer(strided(rows), strided(scores), out=out) is out
@@ -156,11 +181,17 @@ def test_sums_of_experts(
     assert torch.equal(layer(rows, scores), out.to(dtype))
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_a_row_keeps_its_bits_in_any_company(quantization: str) -> None:
-    mixture = Mixture(4, 2, normalize=True, activation="silu")
+@pytest.mark.parametrize(
+    ("quantization", "activation"), [("none", "silu"), ("none", CLAMPED_SWIGLU), ("int4", "silu")]
+)
+def test_a_row_keeps_its_bits_in_any_company(quantization: str, activation: str) -> None:
+    mixture = Mixture(4, 2, normalize=True, activation=activation)
     layer = make_experts(
-        weights_of(4), mixture, dtype=torch.bfloat16, quantization=quantization, group_size=16
+        weights_of(4, has_bias=activation == CLAMPED_SWIGLU),
+        mixture,
+        dtype=torch.bfloat16,
+        quantization=quantization,
+        group_size=16,
     )
     rows, scores = random(18, HIDDEN, dtype=torch.bfloat16), random(18, 4, dtype=torch.bfloat16, seed=1)
     scores[:, 1] = 4.0  # an expert has more rows than a tile
@@ -352,6 +383,10 @@ def test_what_the_layer_cannot_take_is_refused() -> None:
     mixed = [weights[0], weights_of(2, "int8")[1]]
     with pytest.raises(ValueError, match=r"expert 1 .* one quantization"):
         make_experts(mixed, mixture, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"expert 1 .* all a bias or none"):
+        make_experts([weights[0], weights_of(2, has_bias=True)[1]], mixture, dtype=torch.float32)
+    with pytest.raises(ValueError, match="must give 1 for each"):
+        make_experts(weights, Mixture(2, 1, True, "relu2", is_gated=False), dtype=torch.float32)
     narrow = [ExpertWeights(expert.gate_up, [torch.ones(HIDDEN, SIZE - 1)]) for expert in weights]
     with pytest.raises(ValueError, match="64 features to 96, and then 47 to 64"):
         make_experts(narrow, mixture, dtype=torch.float32)

@@ -20,5 +20,6 @@ def test_experts_compile_for_hopper_once(tmp_path: Path) -> None:
     assert report["few"] == 5
     assert report["many"] == 9
     assert report["quantized"] == [11, 13, 15]
+    assert report["biased"] == [17, 19]
     assert report["shared"] <= SHARED_BYTES
-    assert report["tensor_cores"] == [True] * 10
+    assert report["tensor_cores"] == [True] * 14

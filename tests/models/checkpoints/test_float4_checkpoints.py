@@ -94,7 +94,8 @@ def _all_equal(path: Path, floats: Tensors, read_as: type) -> int:
     return count
 
 
-def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("triton", marks=pytest.mark.interpreter)])
+def test_experts_of_gpt_oss_in_mxfp4(kernels: str, tmp_path: Path) -> None:
     model = _gpt_oss(tmp_path)
     config = read_model_config(tmp_path)
     assert (config.stored_quantization, config.stored_group_size) == ("mxfp4", 32)
@@ -111,7 +112,7 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
                 floats[f"{own}{expert}.{part}_proj.bias"] = bias
             floats[f"{own}{expert}.down_proj.bias"] = floats[f"{own}down_proj_bias"][expert]
     assert _all_equal(tmp_path, floats, GroupedWeight) == 2 * 5 * 3
-    options = WeightOptions(int4_activations="bfloat16")
+    options = WeightOptions(int4_activations="bfloat16", kernels=kernels)
     decoder = load_decoder(tmp_path, config, options=options)
     (prompt,) = random_prompts([30], vocab_size=384)
     (generated,) = generate(decoder, [prompt], num_new=4)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.layers.experts import CLAMPED_SWIGLU, SWIGLU_ALPHA, SWIGLU_LIMIT
 from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.device import await_previous, rounded
 from quire.kernels.triton.kernel import kernel
@@ -16,6 +17,8 @@ FEATURES_BY_TURNS = 8
 cores, a thread has numbers of both then."""
 
 _TURN = tl.constexpr(FEATURES_BY_TURNS)
+_CLAMPED_SWIGLU = tl.constexpr(CLAMPED_SWIGLU)
+_ALPHA, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 _ACTIVATIONS = "silu", "gelu_tanh", "gelu", "relu2"
 _ELEMENTS_PER_THREAD = 16
 _ACTIVATION_BLOCK = 1024
@@ -83,6 +86,18 @@ def activated(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """Return the gated activation of float32 numbers."""
+    if ACTIVATION == _CLAMPED_SWIGLU:
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)  # NaN stays
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+        values = (up + 1.0) * gate / (1.0 + tl.exp(gate * -_ALPHA))
+    else:
+        values = activated(gate, ACTIVATION) * up
+    return values
+
+
+@triton.jit
 def feature_by_turns(feature, half):
     """Return which of 2 * `half` features, gates first, is the one at a place where they take turns.
 
@@ -102,7 +117,7 @@ def gated_products(products, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     num_rows: tl.constexpr = products.shape[1]
     by_turns = rounded(products, dtype).to(tl.float32).reshape(features // (2 * _TURN), 2, _TURN, num_rows)
     gate, up = tl.split(by_turns.permute(0, 2, 3, 1))
-    return (activated(gate, ACTIVATION) * up).reshape(features // 2, num_rows)
+    return gated(gate, up, ACTIVATION).reshape(features // 2, num_rows)
 
 
 @kernel()
@@ -129,7 +144,7 @@ def _gated_activation_kernel(
         up_at = gate_at + num_features
     gate = tl.load(gate_at, mask=is_feature, other=0.0).to(tl.float32)
     up = tl.load(up_at, mask=is_feature, other=0.0).to(tl.float32)
-    product = rounded(activated(gate, ACTIVATION) * up, out.dtype.element_ty)
+    product = rounded(gated(gate, up, ACTIVATION), out.dtype.element_ty)
     tl.store(out + row * out_stride + feature, product, mask=is_feature)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from quire.errors import ModelError
 from quire.kernels.devices.memory import WeightMemory
 from quire.kernels.layers.act_order import take_order
-from quire.kernels.layers.experts import CLAMPED_SWIGLU, Experts, ExpertWeights, Mixture
+from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.size_classes import next_power_of_2
 from quire.kernels.triton.experts.matrices import ExpertMatrices
 from quire.kernels.triton.experts.products import add_results_kernel
@@ -55,19 +54,14 @@ class FusedExperts(Experts):
         self._mixture = mixture
         up, down = self._gate_up, self._down = [ExpertMatrices(mixture.num_experts) for _ in range(2)]
         for number, expert in zip(range(mixture.num_experts), weights, strict=True):
-            is_usual = mixture.is_gated and mixture.activation != CLAMPED_SWIGLU
-            if not is_usual or expert.gate_up_bias is not None:
-                raise ModelError(
-                    f"experts have biases, no gates, or the activation {mixture.activation}, which these "
-                    "kernels do not compute; EngineConfig.kernels 'native' computes them on the CPU"
-                )
-            for held, matrix in zip((up, down), expert[:2], strict=True):
+            for held, matrix, bias in zip((up, down), expert[:2], expert[2:], strict=True):
                 parts, order = take_order(matrix, memory)
-                held.set(number, linear(parts, memory=memory, **options), order)
-        if (up.in_features, up.out_features) != (down.out_features, 2 * down.in_features):
+                held.set(number, linear(parts, bias, memory=memory, **options), order)
+        per_input = 2 if mixture.is_gated else 1
+        if (up.in_features, up.out_features) != (down.out_features, per_input * down.in_features):
             raise ValueError(
                 f"experts take {up.in_features} features to {up.out_features}, and then {down.in_features} "
-                f"to {down.out_features}; the first must give two numbers for each input of the second"
+                f"to {down.out_features}; the first must give {per_input} for each input of the second"
             )
 
     @override
@@ -87,7 +81,13 @@ class FusedExperts(Experts):
         routing = route(scores, self._mixture, tiles[0].rows)
         inner = rows.new_empty(num_pairs, self._down.in_features)
         self._gate_up.multiply(
-            rows, routing, tiles[0], inner, pairs_per_row=k, activation=self._mixture.activation
+            rows,
+            routing,
+            tiles[0],
+            inner,
+            pairs_per_row=k,
+            activation=self._mixture.activation,
+            is_gated=self._mixture.is_gated,
         )
         results = rows.new_empty(num_pairs, self._down.out_features)
         self._down.multiply(inner, routing, tiles[1], results)

@@ -21,27 +21,35 @@ class ExpertMatrices:
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
+        self._biases: torch.Tensor | None = None  # [experts, out] float32
         self._orders: torch.Tensor | None = None  # [experts, in] int32: which input each weight is for
 
     def set(self, expert: int, layer: TiledLinear, order: torch.Tensor | None) -> None:
         """Copy the weights of an expert, whose inputs are in an order [in], or in their own; 0 is the first.
 
         Raises:
-            ValueError: they differ from those of the first expert in shape, or in how they are held.
+            ValueError: they differ from those of the first expert in shape, in how they are held, or in
+                whether there is a bias.
         """
         if expert == 0:
             self.in_features, self.out_features = layer.in_features, layer.out_features
             self._format = layer.format
             self._tables = [table.new_empty(self._num_experts, *table.shape) for table in layer.tables]
-        found = layer.format, [(table.dtype, table.shape) for table in layer.tables]
-        wanted = self._format, [(table.dtype, table.shape[1:]) for table in self._tables]
+            if layer.bias is not None:
+                self._biases = layer.bias.new_empty(self._num_experts, self.out_features)
+        found = layer.format, layer.bias is None, [(table.dtype, table.shape) for table in layer.tables]
+        held = [(table.dtype, table.shape[1:]) for table in self._tables]
+        wanted = self._format, self._biases is None, held
         if found != wanted:
             raise ValueError(
                 f"expert {expert} is held as {found}, expert 0 as {wanted}; the kernels in Triton need all "
-                "experts of a layer to have one shape and one quantization"
+                "experts of a layer to have one shape and one quantization, and all a bias or none"
             )
         for table, part in zip(self._tables, layer.tables, strict=True):
             table[expert].copy_(part)
+        if self._biases is not None:
+            assert layer.bias is not None
+            self._biases[expert].copy_(layer.bias)
         if order is not None:
             if self._orders is None:
                 own = torch.arange(self.in_features, dtype=torch.int32, device=kernel_device())
@@ -62,6 +70,7 @@ class ExpertMatrices:
         *,
         pairs_per_row: int = 1,
         activation: str = "",
+        is_gated: bool = False,
     ) -> None:
         """Write the product of each pair's row with its expert's matrix to `out`.
 
@@ -69,9 +78,10 @@ class ExpertMatrices:
             rows: [pairs / pairs_per_row, in].
             routing: in tiles of `tile.rows`.
             tile: what a program computes.
-            out: [pairs, out], or half of that with an activation.
+            out: [pairs, out], or half of that with gates.
             pairs_per_row: one after the other.
-            activation: as for `KernelSet.gated_activation`; empty: none.
+            activation: as for `Mixture`; empty: none.
+            is_gated: whether it is that of gates, the first half of the outputs.
         """
         how = self._format
         rows, row_scales = _as_multiplied(rows, how)
@@ -82,6 +92,7 @@ class ExpertMatrices:
             weights,
             scales,
             zeros,
+            self._biases,
             self._orders,
             routing.pairs,
             routing.tiles,
@@ -99,8 +110,10 @@ class ExpertMatrices:
             OPERANDS=how.operands,
             SUMS=how.sums,
             HAS_ROW_SCALES=row_scales is not None,
+            HAS_BIAS=self._biases is not None,
             HAS_ORDER=self._orders is not None,
-            ACTIVATION=activation,
+            ACTIVATION=activation if is_gated else "",
+            OWN_ACTIVATION="" if is_gated else activation,
             FEATURES=tile.features,
             ROWS=tile.rows,
             INPUTS=how.run or tile.inputs,

@@ -8,7 +8,7 @@ from quire.kernels.triton.device import await_previous, rounded
 from quire.kernels.triton.kernel import kernel
 from quire.kernels.triton.linear.float8_products import float8_tile_sums
 from quire.kernels.triton.linear.products import grouped_tile_sums, store_products, tile_sums
-from quire.kernels.triton.rows import feature_by_turns
+from quire.kernels.triton.rows import activated, feature_by_turns
 
 
 @kernel(do_not_specialize=["row_scales_stride"])
@@ -18,6 +18,7 @@ def expert_product_kernel(
     weights,
     weight_scales,
     zeros,
+    biases,
     input_order,
     pairs,
     tiles,
@@ -35,8 +36,10 @@ def expert_product_kernel(
     OPERANDS: tl.constexpr,
     SUMS: tl.constexpr,
     HAS_ROW_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    OWN_ACTIVATION: tl.constexpr,
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -45,7 +48,8 @@ def expert_product_kernel(
 
     Matrices are [experts, out, in]: in float8 if there are BLOCK_FEATURES, in groups if there are BITS, as in
     the kernels of `float8_products` and `products`. With an ACTIVATION, the first half of the outputs are
-    gates of the second: a program's features are of both by turns, and it stores their gated activation.
+    gates of the second: a program's features are of both by turns, and it stores their gated activation. With
+    an OWN_ACTIVATION it stores that of each output.
     """
     await_previous()
     tile = tl.program_id(1)
@@ -64,6 +68,7 @@ def expert_product_kernel(
         read_feature = feature_by_turns(feature, out_features // 2).to(tl.int64)
     else:
         read_feature = tl.minimum(feature, out_features - 1).to(tl.int64)
+    begins_with_bias: tl.constexpr = HAS_BIAS and not (BLOCK_FEATURES or BITS or HAS_ROW_SCALES)
     feature_weights = weights + (expert * out_features + read_feature) * weight_stride
     if BLOCK_FEATURES:
         num_groups: tl.constexpr = tl.cdiv(IN_FEATURES, INPUTS) if GROUP else 1
@@ -83,13 +88,19 @@ def expert_product_kernel(
         if HAS_ROW_SCALES:
             result *= tl.load(row_scales + row)[None, :]
     else:
+        total = tl.zeros((FEATURES, ROWS), SUMS)
+        if begins_with_bias:  # see `first_sums`
+            total += tl.load(biases + expert * out_features + read_feature)[:, None]
         result = tile_sums(
-            tl.zeros((FEATURES, ROWS), SUMS), feature_weights, rows + row * row_stride, place < end,
-            IN_FEATURES, OPERANDS, SUMS, INPUTS,
-        )  # fmt: skip
+            total, feature_weights, rows + row * row_stride, place < end, IN_FEATURES, OPERANDS, SUMS, INPUTS
+        )
         if HAS_ROW_SCALES:
             feature_scales = tl.load(weight_scales + expert * out_features + read_feature)
             result *= feature_scales[:, None] * tl.load(row_scales + row)[None, :]
+    if HAS_BIAS and not begins_with_bias:
+        result += tl.load(biases + expert * out_features + read_feature)[:, None]
+    if OWN_ACTIVATION != "":
+        result = activated(rounded(result, out.dtype.element_ty).to(tl.float32), OWN_ACTIVATION)
     store_products(
         result, None, out, first_feature, pair, place < end, out_features, out_stride, False, ACTIVATION
     )
