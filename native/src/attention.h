@@ -22,7 +22,7 @@ constexpr int64_t kMaxPartialBytes = int64_t{64} << 20;  // spans whose states w
 constexpr int kMaxStride = 64;                           // of KeySelection
 constexpr int kBlockRows = 128;  // rows that are taken through the tiles together, unless one token alone has more
 
-// A token of a row block: its row in the batch, and its position in its sequence.
+// A token of a row block: its row in the batch, and the last place of its sequence that it sees, which may be beyond the end.
 struct AttentionToken {
   int32_t row;
   int32_t position;
@@ -68,7 +68,7 @@ struct AttentionPlan {
   const int32_t* block_tables;
   int64_t table_stride;
   int32_t block_size;
-  int32_t window;  // 0: none
+  int32_t window;  // places up to a token's last one that it sees; 0: all
   int32_t group;   // query heads of a KV head
 
   int64_t num_shared_blocks() const { return num_blocks - num_head_blocks; }

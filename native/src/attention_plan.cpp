@@ -11,9 +11,10 @@ struct AttentionPlanner::Segment {
   int32_t sequence;
   int32_t first_token;  // of the row block
   int32_t num_tokens;
-  int64_t first_position;
+  int64_t first_position;  // the last place that its first token sees; one more for each that follows
+  int64_t num_keys;        // places of the sequence
 
-  int64_t last_position() const { return first_position + num_tokens - 1; }
+  int64_t last_position() const { return std::min(first_position + num_tokens, num_keys) - 1; }
 };
 
 namespace {
@@ -40,7 +41,7 @@ void choose_blocks(const double* masses, int32_t count, float threshold, bool* i
 
 }  // namespace
 
-AttentionPlanner::AttentionPlanner(const AttentionStep& step, int window, int group) : step_(step), window_(window) {
+AttentionPlanner::AttentionPlanner(const AttentionStep& step, int window, int group) : step_(step), window_(step.is_two_sided && window > 0 ? 2 * int64_t{window} - 1 : window) {
   selection_ = {nullptr, 0, 0, 0, step.key_block_size, step.stride, step.threshold};
   const int64_t tokens_per_block = std::max(1, kBlockRows / group);
   std::vector<int64_t> first_row(step.num_sequences + 1, 0);
@@ -55,8 +56,8 @@ AttentionPlanner::AttentionPlanner(const AttentionStep& step, int window, int gr
   for (const int32_t sequence : order_by_tables()) {
     const int64_t count = step.num_tokens[sequence];
     for (int64_t done = num_selecting(sequence); done < count;) {
-      const int64_t position = step.num_cached_tokens[sequence] + done;
-      Segment next{sequence, static_cast<int32_t>(num_open), 0, position};
+      const int64_t position = last_seen(sequence, step.num_cached_tokens[sequence] + done);
+      Segment next{sequence, static_cast<int32_t>(num_open), 0, position, step.num_cached_tokens[sequence] + count};
       next.num_tokens = static_cast<int32_t>(std::min(count - done, tokens_per_block - num_open));
       if (!segments.empty() && (next.num_tokens == 0 || !can_follow(segments.back(), next))) {
         close();
@@ -149,8 +150,14 @@ void AttentionPlanner::add_query_blocks(int32_t sequence, int64_t first_row) {
   }
 }
 
-int64_t AttentionPlanner::first_seen(int64_t position) const {
-  return window_ == 0 ? 0 : std::max<int64_t>(0, position - window_ + 1);
+// The last place that the token at a place sees. It may be beyond the end, so that it rises by one from token to token.
+int64_t AttentionPlanner::last_seen(int64_t sequence, int64_t position) const {
+  if (!step_.is_two_sided) return position;
+  return position + (window_ == 0 ? step_.num_tokens[sequence] - 1 : window_ / 2);
+}
+
+int64_t AttentionPlanner::first_seen(int64_t last_seen) const {
+  return window_ == 0 ? 0 : std::max<int64_t>(0, last_seen - window_ + 1);
 }
 
 bool AttentionPlanner::same_blocks(int32_t a, int32_t b, int64_t first_key, int64_t last_key) const {
@@ -163,6 +170,7 @@ bool AttentionPlanner::same_blocks(int32_t a, int32_t b, int64_t first_key, int6
 // Whether the two have the first tile of the later one in common.
 bool AttentionPlanner::can_follow(const Segment& last, const Segment& next) const {
   if (last.sequence == next.sequence) return true;
+  if (step_.is_two_sided) return false;
   if (skips(last.sequence) || skips(next.sequence)) return false;
   const int64_t first_key = std::max(first_seen(last.first_position), first_seen(next.first_position));
   const int64_t last_key = first_key / kTileTokens * kTileTokens + kTileTokens - 1;
@@ -202,7 +210,7 @@ void AttentionPlanner::add_visits(const std::vector<Segment>& segments, int64_t 
   const int64_t last_viewer = window_ == 0 ? INT64_MAX : start + kTileTokens - 1 + window_ - 1;
   for (const Segment& segment : segments) {
     const int64_t first = std::max(segment.first_position, start);
-    const int64_t last = std::min(segment.last_position(), last_viewer);
+    const int64_t last = std::min(segment.first_position + segment.num_tokens - 1, last_viewer);
     if (first > last) continue;
     AttentionVisit visit{};
     visit.first_token = segment.first_token + static_cast<int32_t>(first - segment.first_position);
@@ -210,7 +218,7 @@ void AttentionPlanner::add_visits(const std::vector<Segment>& segments, int64_t 
     visit.tile = static_cast<int32_t>(tile);
     visit.sequence = segment.sequence;
     const int64_t first_key = std::max<int64_t>(0, first_seen(first) - start);
-    const int64_t end_key = std::min<int64_t>(kTileTokens, last + 1 - start);
+    const int64_t end_key = std::min<int64_t>(kTileTokens, std::min(last + 1, segment.num_keys) - start);
     int64_t skipped_start = end_key, skipped_end = first_key;
     if (skips(segment.sequence)) {
       skipped_start = std::min(end_key, step_.skipped_start[segment.sequence] - start);
@@ -265,7 +273,8 @@ void AttentionPlanner::choose(const double* masses, int64_t num_heads, ThreadPoo
     for (int32_t head = 0; head < num_heads; ++head) {
       const bool* is_chosen = is_chosen_.get() + num_heads * block.first_mass + head * block.num_key_blocks;
       for (int32_t done = 0; done < block.num_tokens; done += kBlockRows) {
-        segment[0] = {block.sequence, 0, std::min(block.num_tokens - done, kBlockRows), block.first_position + done};
+        segment[0] = {block.sequence, 0, std::min(block.num_tokens - done, kBlockRows), block.first_position + done,
+                      block.num_keys};
         add_block(segment, block.first_token + done, head, is_chosen);
       }
     }

@@ -10,12 +10,13 @@ namespace quire {
 
 // One step's sequences. `block_tables` is read during the calls too.
 struct AttentionStep {
-  const int64_t* num_cached_tokens;  // [num_sequences]
+  const int64_t* num_cached_tokens;  // [num_sequences]; none if `is_two_sided`
   const int64_t* num_tokens;         // [num_sequences], each at least 1
   int64_t num_sequences;
   const int32_t* block_tables;  // [num_sequences, table_stride]
   int64_t table_stride;
   int32_t block_size;
+  bool is_two_sided = false;  // a token also sees those behind it, with a window `window - 1` of them; no blocks are shared
 
   // Sparse attention. Null: no sequence skips or selects anything.
   const int64_t* skipped_start = nullptr;  // [num_sequences] first of the cached tokens that a sequence's tokens do not see
@@ -46,7 +47,8 @@ class AttentionPlanner {
 
   std::vector<int32_t> order_by_tables() const;
   const int32_t* table(int32_t sequence) const { return step_.block_tables + sequence * step_.table_stride; }
-  int64_t first_seen(int64_t position) const;
+  int64_t last_seen(int64_t sequence, int64_t position) const;
+  int64_t first_seen(int64_t last_seen) const;
   int64_t num_selecting(int64_t sequence) const;
   bool skips(int32_t sequence) const;
   bool can_follow(const Segment& last, const Segment& next) const;

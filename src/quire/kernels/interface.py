@@ -38,6 +38,8 @@ class KernelSet(ABC):
     """Whether keys may be the values, too."""
     has_recurrence: ClassVar[bool] = False
     """Whether layers with a state can be computed."""
+    is_two_sided: ClassVar[bool] = False
+    """Whether attention of batches that are two-sided can be computed."""
     device: torch.device = HOST
     """Where all tensors are that these kernels take or return, but for those of an `AttentionBatch`."""
 
@@ -258,7 +260,8 @@ class KernelSet(ABC):
             batch: the step; the `layer` of its `key_scores` is overwritten. Without a window, its
                 `skipped_keys` and `key_selection` say which keys are left out.
             scale: multiplies the scores.
-            window: a token sees itself and the `window - 1` tokens before it; 0: all.
+            window: a token sees itself and the `window - 1` tokens before it, of a two-sided batch also as
+                many behind it; 0: all.
             softcap: scores become `softcap * tanh(score / softcap)`; 0: no cap (Gemma 2, section 2.4).
             sinks: [heads] float32, a score of each head that takes part in the softmax's sum and has no value
                 (gpt-oss); None: none.

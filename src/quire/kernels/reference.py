@@ -50,6 +50,7 @@ class ReferenceKernels(KernelSet):
     name = "reference"
     takes_any_value_size = True
     has_recurrence = True
+    is_two_sided = True
     sampling: ClassVar[TokenChoice] = HostChoice(ReferenceScans())
     weight_layout = None
 
@@ -144,7 +145,8 @@ class ReferenceKernels(KernelSet):
         if cos is not None and sin is not None:
             for states in (query, key):
                 states.copy_(apply_rotary(states, cos, sin))
-        write_kv(key, value.view(len(value), heads.num_kv_heads, value_size), kv, batch)
+        if not batch.is_two_sided:  # then the rows are where they go
+            write_kv(key, value.view(len(value), heads.num_kv_heads, value_size), kv, batch)
         return query
 
     @override

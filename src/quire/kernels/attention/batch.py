@@ -22,6 +22,7 @@ from quire.kernels.size_classes import DECODE_SIZES, SizeClasses
 from quire.step import Int64Array
 
 NO_BLOCK = -1  # of padding rows
+_OVER_ROWS = "over rows"  # among a batch's plans
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
@@ -66,6 +67,7 @@ class AttentionBatch:
     key_scores: KeyScores | None = None  # what attention reports; None: nothing
     skipped_keys: SkippedKeys | None = None  # in layers without a window; None: none
     key_selection: KeySelection | None = None  # see there; None: all tokens see all keys
+    is_two_sided: bool = False  # tokens see those behind them, too; see `over_rows`
     sizes: SizeClasses = DECODE_SIZES  # to which kernels round up the sizes of their plans
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step
     step_arrays: StepArrays | None = None  # made when a device needs any
@@ -171,6 +173,33 @@ class AttentionBatch:
             step_arrays=None,
         )
 
+    def over_rows(self) -> AttentionBatch:
+        """Return the attention of whole prompts in which each token sees all others; made once.
+
+        There is no cache: keys and values are where the step's rows have them, each token a block of its own.
+
+        Raises:
+            ValueError: a sequence has tokens before the step.
+        """
+        made: AttentionBatch | None = self.plans.get(_OVER_ROWS)
+        if made is None:
+            if self.num_cached_tokens.any():
+                raise ValueError("a sequence has tokens before the step; prompts must be computed whole")
+            counts, total = self.num_tokens, len(self.positions)
+            first_row = np.cumsum(counts) - counts
+            rows = first_row[:, None] + np.arange(counts.max(initial=0))
+            made = self.plans[_OVER_ROWS] = AttentionBatch(
+                positions=self.positions,
+                block_size=1,
+                slot_blocks=torch.arange(total),
+                slot_offsets=torch.zeros(total, dtype=torch.int64),
+                num_cached_tokens=self.num_cached_tokens,
+                num_tokens=counts,
+                block_tables=np.minimum(rows, total - 1).astype(np.int32),
+                is_two_sided=True,
+            )
+        return made
+
     @property
     def num_rows(self) -> int:
         """Rows of the step's tensors: T, or more, see `padded`."""
@@ -224,6 +253,7 @@ class AttentionBatch:
                 heads=heads,
                 window=window,
                 skipped_keys=None if window else self.skipped_keys,
+                is_two_sided=self.is_two_sided,
             )
             self.plans[key] = plan
         return plan

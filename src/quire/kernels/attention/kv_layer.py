@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
 from quire.kernels.attention.kv_quantizers import PageQuantizer
+
+if TYPE_CHECKING:
+    from quire.kernels.attention.tiles import HeadLayout
 
 
 class KVLayer(Protocol):
@@ -30,6 +34,33 @@ class KVLayer(Protocol):
     """What the kernels keep of this layer, by their name."""
     group: int
     """Number of its cache group, whose block tables say where a step's tokens are."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class KVOfRows:
+    """The keys and values of a step's own tokens, in the rows that they are projected to: each is a page.
+
+    See `AttentionBatch.over_rows`; the fields are those of `KVLayer`.
+    """
+
+    key_pages: torch.Tensor
+    value_pages: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+    quantizer: PageQuantizer | None = None
+    handles: dict[str, Any] = dataclasses.field(default_factory=dict)
+    group: int = 0
+
+    @classmethod
+    def of(cls, qkv: torch.Tensor, heads: HeadLayout) -> Self:
+        """Return those of rows [T, queries, keys and values]."""
+        stride, start = qkv.stride(0), qkv.storage_offset() + heads.num_heads * heads.head_dim
+        key_shape, value_shape = (
+            (heads.num_kv_heads, len(qkv), 1, size) for size in (heads.head_dim, heads.value_size)
+        )
+        keys = qkv.as_strided(key_shape, (heads.head_dim, stride, stride, 1), start)
+        start += heads.num_kv_heads * heads.head_dim
+        return cls(keys, qkv.as_strided(value_shape, (heads.value_size, stride, stride, 1), start))
 
 
 def pages_of(pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:

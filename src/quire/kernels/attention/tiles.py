@@ -80,6 +80,7 @@ class _QueryBlocks:
     last_position: Int64Array
     first_tile: Int64Array
     num_tiles: Int64Array
+    end_key: Int64Array  # keys from here on are not seen
     skipped_start: Int64Array  # keys from here to `skipped_end` are not seen
     skipped_end: Int64Array
 
@@ -97,12 +98,18 @@ def plan_attention(
     heads: HeadLayout,
     window: int,
     skipped_keys: SkippedKeys | None = None,
+    is_two_sided: bool = False,
 ) -> AttentionPlan:
     """Return the work of one step for layers of this shape; `window` 0 means that all earlier keys are seen.
 
-    Arguments as for `AttentionBatch`; a token's position is here its place in the cache. Each work's
-    intermediates stay near `SCRATCH_FLOATS`.
+    Arguments as for `AttentionBatch`; a token's position is here the last place in the cache that it sees,
+    which may be beyond the end. Each work's intermediates stay near `SCRATCH_FLOATS`.
     """
+    end = num_cached_tokens + num_tokens
+    first_position = num_cached_tokens
+    if is_two_sided:
+        first_position = first_position + (window - 1 if window else num_tokens - 1)
+        window = max(2 * window - 1, 0)
     row_start = np.cumsum(num_tokens) - num_tokens
     skipped = skipped_keys or SkippedKeys(np.zeros_like(num_tokens), np.zeros_like(num_tokens))
     works = []
@@ -114,7 +121,7 @@ def plan_attention(
         if not len(sequences):
             continue
         blocks = _cut_rows(
-            sequences, num_cached_tokens, num_tokens, row_start, skipped, rows=rows, window=window
+            sequences, first_position, num_tokens, row_start, skipped, end=end, rows=rows, window=window
         )
         for part in _parts_within_scratch(blocks, heads, rows):
             works.append(_build_work(part, block_tables, block_size, heads=heads, rows=rows, window=window))
@@ -123,11 +130,12 @@ def plan_attention(
 
 def _cut_rows(
     sequences: Int64Array,
-    num_cached_tokens: Int64Array,
+    start: Int64Array,
     num_tokens: Int64Array,
     row_start: Int64Array,
     skipped: SkippedKeys,
     *,
+    end: Int64Array,
     rows: int,
     window: int,
 ) -> _QueryBlocks:
@@ -136,11 +144,12 @@ def _cut_rows(
     number = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = number * rows
     last = np.minimum(first + rows, num_tokens[sequence]) - 1
-    first_position = num_cached_tokens[sequence] + first
-    last_position = num_cached_tokens[sequence] + last
+    first_position = start[sequence] + first
+    last_position = start[sequence] + last
+    end_key = np.minimum(last_position + 1, end[sequence])
     oldest = np.maximum(first_position - window + 1, 0) if window else np.zeros_like(first_position)
     first_tile = oldest // TILE
-    num_tiles = last_position // TILE + 1 - first_tile
+    num_tiles = (end_key - 1) // TILE + 1 - first_tile
     first_row = row_start[sequence] + first
     return _QueryBlocks(
         sequence,
@@ -149,6 +158,7 @@ def _cut_rows(
         last_position,
         first_tile,
         num_tiles,
+        end_key,
         skipped.start[sequence],
         skipped.end[sequence],
     )
@@ -223,7 +233,8 @@ def _masked_first(
     blocks: _QueryBlocks, item_query: Int64Array, tile: Int64Array, window: int
 ) -> tuple[Int64Array, int]:
     """Return an order that puts items first that some row must not wholly see, and their count."""
-    masked = tile * TILE + TILE - 1 > blocks.first_position[item_query]
+    last_key = np.minimum(blocks.first_position, blocks.end_key - 1)[item_query]
+    masked = tile * TILE + TILE - 1 > last_key
     if window:
         masked |= tile * TILE <= (blocks.last_position - window)[item_query]
     skipped_start, skipped_end = blocks.skipped_start[item_query], blocks.skipped_end[item_query]
@@ -238,7 +249,7 @@ def _hidden_keys(
     first, last = blocks.first_position[item_query], blocks.last_position[item_query]
     position = np.minimum(first[:, None] + np.arange(rows), last[:, None])[:, :, None]
     key = (tile[:, None] * TILE + np.arange(TILE))[:, None, :]
-    hidden: npt.NDArray[np.bool_] = key > position
+    hidden: npt.NDArray[np.bool_] = (key > position) | (key >= blocks.end_key[item_query, None, None])
     if window:
         hidden |= key <= position - window
     skipped_start, skipped_end = blocks.skipped_start[item_query], blocks.skipped_end[item_query]
@@ -261,12 +272,12 @@ def _tile_places(
 ) -> tuple[Int64Array, Int64Array | None]:
     """Return the blocks of each item's tile, and the places in them unless tiles are whole blocks.
 
-    Places past the query block's last position read that position's block instead; they are masked.
+    Places past the last key that the query block sees read that one's block instead; they are masked.
     """
     whole_blocks = TILE % block_size == 0
     step = block_size if whole_blocks else 1
     position = tile[:, None] * TILE + np.arange(0, TILE, step)
-    entry = np.minimum(position, blocks.last_position[item_query, None]) // block_size
+    entry = np.minimum(position, blocks.end_key[item_query, None] - 1) // block_size
     block_ids = block_tables[blocks.sequence[item_query, None], entry].astype(np.int64)
     return block_ids, None if whole_blocks else position % block_size
 

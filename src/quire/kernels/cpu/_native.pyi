@@ -137,6 +137,7 @@ class AttentionPlan:
         key_block_size: int = 0,
         stride: int = 0,
         threshold: float = 0.0,
+        is_two_sided: bool = False,
     ) -> None: ...
     def attend(
         self,

@@ -67,6 +67,7 @@ class NativeKernels(KernelSet):
 
     name = "native"
     has_recurrence = True
+    is_two_sided = True
     sampling: ClassVar[TokenChoice] = HostChoice(NativeScans())
 
     @property

@@ -131,6 +131,8 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
             raise ValueError(
                 f"window is {window} and {group} query heads share a KV head; they must be at least 0 and 1"
             )
+        if batch.is_two_sided and window > batch.num_tokens.max(initial=0):
+            window = 0  # all of each sequence, and places stay small
         tables = batch.block_tables
         skipped = None if window else batch.skipped_keys
         selection = None if window else batch.key_selection
@@ -149,6 +151,7 @@ def native_plan(batch: AttentionBatch, window: int, group: int) -> _native.Atten
             0 if selection is None else selection.block_size,
             0 if selection is None else selection.stride,
             0.0 if selection is None else selection.threshold,
+            batch.is_two_sided,
         )
     return plan
 

@@ -25,7 +25,7 @@ class StepBounds:
     """The number of tokens of a step, and the blocks that it reads and writes.
 
     Raises:
-        TypeError: a block size is no integer.
+        TypeError: a block size is no integer, or `is_two_sided` neither True nor False.
         ValueError: an array of the batch is of another type or shape than `AttentionBatch` says.
         IndexError: a number in one is out of range.
     """
@@ -33,6 +33,8 @@ class StepBounds:
     def __init__(self, batch: AttentionBatch) -> None:
         if type(batch.block_size) is not int or batch.block_size < 1:
             _check_integer("block_size", batch.block_size, 1)
+        if type(batch.is_two_sided) is not bool:
+            raise TypeError(f"is_two_sided is {batch.is_two_sided!r}; it must be True or False")
         self.block_size = batch.block_size
         self.num_tokens = _num_tokens(batch)
         highest_slot_block, highest_offset = _highest_slots(batch, self.num_tokens)
@@ -94,7 +96,8 @@ def _num_tokens(batch: AttentionBatch) -> int:
         ("num_cached_tokens", cached, _INT64, (num_sequences,)),
         ("block_tables", tables, _INT32, (num_sequences, width)),
     )
-    capacity = min(width * batch.block_size, _MAX_PLACES)
+    most = _MAX_PLACES // 2 if batch.is_two_sided else _MAX_PLACES  # with as many places behind the last
+    capacity = min(width * batch.block_size, most)
     lengths, starts = counts.tolist(), cached.tolist()  # far sooner than arrays for few sequences
     if not num_sequences:
         return 0
