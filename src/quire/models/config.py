@@ -57,6 +57,10 @@ class ModelConfig:
     tie_word_embeddings: bool = False  # the output layer is the embedding
     output_bias: bool = False  # the output layer has a bias
     learned_positions: int = 0  # for how many positions a trained vector is added to embeddings; 0: none
+    unused_positions: int = 0  # vectors in files before that of the first position
+    token_types: int = 0  # for how many types of tokens a trained vector is added; 0: none
+    embedding_norm: bool = False  # the residual stream begins normalized
+    final_norm: bool = True  # it ends normalized
     embedding_field: str = "embedding"  # its name in files; "output": files have only the tied output matrix
     per_layer_size: int = 0  # features of what each layer gets of a token by itself; 0: nothing
     per_layer_vocab_size: int = 0  # rows of the embedding of that

@@ -279,6 +279,9 @@ RULES: dict[str, _Rule] = {
     "ssm_multipliers": _ListOf(_FACTOR, 5),
     "shared_intermediate_size": _Integer(0, 1 << 20),
     "position_embedding_type": _TEXT,
+    "type_vocab_size": _Integer(0, 1 << 10),
+    "pad_token_id": _Integer(0, 1 << 20),
+    "is_decoder": _BOOLEAN,
     "block_ff_dim": _Integer(1, 1 << 20),
     "block_auto_adjust_ff_dim": _BOOLEAN,
     "block_multiple_of": _Integer(1, 1 << 16),
@@ -355,6 +358,7 @@ HARMLESS = frozenset(
         "attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout", "attn_pdrop",
         "embd_pdrop", "resid_pdrop", "input_jitter_noise", "linear_a_log_min", "linear_a_log_max",
         "linear_dt_min", "linear_dt_max", "linear_dt_init_floor",
+        "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "qa_dropout", "seq_classif_dropout",
         "classifier_dropout", "initializer_range", "router_aux_loss_coef", "router_jitter_noise",
         "output_router_logits", "gradient_checkpointing", "pretraining_tp", "aux_loss_alpha", "seq_aux",
         "ep_size", "z_loss_coefficient", "rescale_prenorm_residual", "time_step_max", "time_step_floor",
@@ -363,6 +367,9 @@ HARMLESS = frozenset(
         "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
         "prefix", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
         "summary_first_dropout",
+        # of BERT's pooler, which no embedding is made by
+        "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+        "pooler_size_per_head", "pooler_type",
         # how transformers computes and what it returns
         "use_cache", "cache_implementation", "attn_implementation", "_attn_implementation",
         "_attn_implementation_autoset", "experts_implementation", "return_dict", "use_return_dict",

@@ -43,12 +43,13 @@ class Decoder:
         config: the model's numbers; a rank's own, see `Shard.model`.
         embedding: of all token ids; a rank's share of them.
         layers: the layers in order.
-        norm: the last norm.
+        norm: the last norm; None: there is none.
         output: from the hidden states to the vocabulary; None: they are pooled.
         per_layer: makes what each layer gets of the tokens by itself; None: nothing.
         kernels: compute everything that is not a matrix product.
         parallel: the ranks that compute this model together, each with its shard; None: there is one.
-        positions: [`learned_positions`, hidden], of the embeddings' type, added to them; None: nothing.
+        positions: [positions, hidden], of the embeddings' type, added to them; None: nothing.
+        embedding_norm: of the sum; None: there is none.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class Decoder:
         *,
         embedding: Embedding,
         layers: Sequence[Layer],
-        norm: Norm,
+        norm: Norm | None,
         output: Linear | None,
         per_layer: PerLayerInputs | None = None,
         kernels: KernelSet,
         parallel: TensorParallel | None = None,
         positions: torch.Tensor | None = None,
+        embedding_norm: Norm | None = None,
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -73,6 +75,7 @@ class Decoder:
         self.kernels = kernels
         self._parallel = parallel
         self._learned_positions = positions
+        self._embedding_norm = embedding_norm
         device = kernels.device
         self._rotary = [RotaryTable(rope, config.max_model_len, device) for rope in config.ropes]
         parts = [part for layer in layers for part in layer]
@@ -173,7 +176,13 @@ class Decoder:
                     weight, bias = part.post_norm
                     delta = kernels.rms_norm(delta, weight, bias=bias, eps=eps, out=out)
                 following, bias = next_norm or _NO_NORM
-                if part.stream_scale is not None:
+                if part.stream_norm is not None:
+                    weight, bias = part.stream_norm
+                    inputs = kernels.add_rms_norm(
+                        hidden, delta, weight, bias=bias, eps=eps, scale=scale, out=normed
+                    )
+                    hidden, normed = inputs, hidden
+                elif part.stream_scale is not None:
                     kernels.add_rms_norm(hidden, delta, None, eps=eps, scale=scale)
                     inputs = hidden.mul_(part.stream_scale)
                     if following is not None:
@@ -195,6 +204,9 @@ class Decoder:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         if self._learned_positions is not None:
             hidden += self._learned_positions.index_select(0, positions)
+        if self._embedding_norm is not None:
+            weight, bias = self._embedding_norm
+            self.kernels.rms_norm(hidden, weight, bias=bias, eps=self.config.norm_eps, out=hidden)
         return hidden
 
     @torch.inference_mode()

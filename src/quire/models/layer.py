@@ -90,6 +90,9 @@ class SubLayerConfig(ABC):
     """
     output_scale: float = 1.0  # multiplies what it adds to the residual stream
 
+    norms_stream: bool = False
+    """The residual stream, with its result, is normalized, and goes on so (Vaswani et al. 2017)."""
+
     scales_stream: bool = False
     """The residual stream, with its result, is multiplied by a number of the layer's, whose last it is."""
 
@@ -154,10 +157,11 @@ class SubLayerConfig(ABC):
             yield LayerWeight("stream_scale", (("stream_scale", (1,)),))
 
     def norm_weights(self, hidden_size: int) -> Iterator[LayerWeight]:
-        """Yield the norms of its input and output."""
+        """Yield the norms of its input and output, and of the residual stream behind it."""
         for is_there, name in (
             (self.pre_norm, f"{self.role}_norm"),
             (self.post_norm, f"{self.role}_post_norm"),
+            (self.norms_stream, f"{self.role}_stream_norm"),
         ):
             if is_there:
                 yield LayerWeight(name, ((f"{name}.weight", (hidden_size,)),))
@@ -264,6 +268,7 @@ class SubLayer(ABC):
     def __init__(self, config: SubLayerConfig, loader: LayerLoader) -> None:
         self.pre_norm = loader.residual_norm(f"{config.role}_norm") if config.pre_norm else None
         self.post_norm = loader.residual_norm(f"{config.role}_post_norm") if config.post_norm else None
+        self.stream_norm = loader.residual_norm(f"{config.role}_stream_norm") if config.norms_stream else None
         self.stream_scale = loader.tensor("stream_scale") if config.scales_stream else None
         self.buffers = config.buffers()
 

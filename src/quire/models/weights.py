@@ -64,8 +64,12 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
     embedding = (family_names[config.embedding_field], shape)
     yield _spec(-1, LayerWeight("embedding", (embedding,), sections=vocabulary), shard)
     if config.learned_positions:
-        positions = (family_names["positions"], (config.learned_positions, config.hidden_size))
+        count = config.unused_positions + config.learned_positions
+        positions = (family_names["positions"], (count, config.hidden_size))
         yield _spec(-1, LayerWeight("positions", (positions,)), shard)
+    if config.token_types:
+        types = (family_names["token_types"], (config.token_types, config.hidden_size))
+        yield _spec(-1, LayerWeight("token_types", (types,)), shard)
     for weight in per_layer.per_layer_weights(config, family_names):
         yield _spec(-1, weight, shard)
     for index, layer in enumerate(config.layers):
@@ -76,8 +80,10 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
             for weight in itertools.chain(*of_part):
                 if shard.rank == 0 or not weight.is_of_first_rank:
                     yield _spec(index, weight, shard, names)
-    norm = LayerWeight("norm", ((family_names["norm"], (config.hidden_size,)),))
-    for weight in _with_biases([norm], config):
+    ends = {"embedding_norm": config.embedding_norm, "norm": config.final_norm}
+    at_ends = [name for name, is_there in ends.items() if is_there]
+    own = (LayerWeight(name, ((family_names[name], (config.hidden_size,)),)) for name in at_ends)
+    for weight in _with_biases(own, config):
         yield _spec(-1, weight, shard)
     if config.pooling is not None:
         return

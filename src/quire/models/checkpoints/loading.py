@@ -158,13 +158,12 @@ class _Loader:
             self.index = index
             layers.append(tuple(part.load(self) for part in layer.parts))
         self.index = -1
-        norm = self.residual_norm("norm")
-        assert norm is not None
         return Decoder(
             self.shard.model(self.model),
             embedding=embedding,
             layers=layers,
-            norm=norm,
+            norm=self.residual_norm("norm"),
+            embedding_norm=self.residual_norm("embedding_norm"),
             output=self._output(),
             per_layer=per_layer,
             kernels=self.kernels,
@@ -173,15 +172,19 @@ class _Loader:
         )
 
     def _positions(self) -> torch.Tensor | None:
+        """Return what is added to the vectors of tokens, which are all of the first type."""
         count, length = self.model.learned_positions, self.model.max_model_len
+        types = self.tensor("token_types")
         if not count:
-            return None
+            return None if types is None else types[0].to(self._dtype).expand(length, -1)
         if length > count:
             raise ConfigError(
                 f"max_model_len is {length}, but {self.model.architecture} has vectors of only {count} "
                 "positions; lower it to that"
             )
-        return self._tensor(self._specs[-1, "positions"]).to(self.kernels.device)
+        rows = self._tensor(self._specs[-1, "positions"])[self.model.unused_positions :]
+        rows = rows if types is None else (rows.float() + types[0]).to(self._dtype)
+        return rows.to(self.kernels.device)
 
     def _embedding(self, field: str) -> Embedding:
         sources = self._specs[-1, field].sources

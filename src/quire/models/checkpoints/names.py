@@ -17,6 +17,7 @@ _PARTS_OF_BODY = {
     "transformer.": ("word_embeddings.", "wte.", "wpe.", "h.", "ln_f."),
 }
 _DECODER = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
+_ENCODER = re.compile(r"(bert|roberta|distilbert)\.(?=embeddings\.|encoder\.|transformer\.|pooler\.)")
 _OTHER_PART = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|connector|image_newline|"
     r"audio_tower|embed_vision|embed_audio)\b"
@@ -42,6 +43,8 @@ _RENAMED = {  # of OLMo-Hybrid, as transformers renames them, and of Granite's e
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
     ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
     ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+    ".LayerNorm.gamma": ".LayerNorm.weight",  # as in the first files of BERT
+    ".LayerNorm.beta": ".LayerNorm.bias",
 }
 _LAST_PARTS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 
@@ -157,6 +160,8 @@ def published_name(stored: str) -> str:
     stored = _DECODER.sub("", stored, count=1) if _DECODER.match(stored) else stored
     if found := _QUANT_STATE.search(stored):
         stored = f"{stored[: found.start()]}.weight_{found[1].replace('.', '_')}"
+    if found := _ENCODER.match(stored):
+        return published_name(stored[found.end() :])
     for old, new in _RENAMED.items():
         stored = stored.replace(old, new)
     for body, parts in _PARTS_OF_BODY.items():

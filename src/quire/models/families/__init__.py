@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.models.families import (
+    bert,
     deepseek,
     dense,
     experts,
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
     **deepseek.FAMILIES,
     **lfm2.FAMILIES,
     **gpt.FAMILIES,
+    **bert.FAMILIES,
 }
 
 ARCHITECTURES: dict[str, str] = {

@@ -19,6 +19,9 @@ from quire.models.shard import Shard
 if TYPE_CHECKING:
     import torch
 
+    from quire.kernels.attention.batch import AttentionBatch
+    from quire.kernels.attention.kv_layer import KVLayer
+
 _FLOAT32_BYTES = 4
 _INT32_BYTES = 4
 _FLOAT64_BYTES = 8
@@ -270,8 +273,8 @@ class Attention(SubLayer):
     def forward(
         self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
     ) -> torch.Tensor:
-        config, kv = self._config, step.kv[self._kv_layer]
-        batch = step.batches[kv.group]
+        config = self._config
+        kv, batch = self._keys_and_values(step, buffers)
         cos, sin = (None, None) if self._rope is None else step.angles[self._rope]
         query_scale = None if self._rope is None else step.query_scales[self._rope]
         if config.is_gated:
@@ -315,6 +318,13 @@ class Attention(SubLayer):
         if config.is_gated:
             attended = self._kernels.gated_by_sigmoid(attended, gate)
         return self.output(attended.flatten(1), out=out)
+
+    def _keys_and_values(
+        self, step: Step, buffers: Mapping[str, torch.Tensor]
+    ) -> tuple[KVLayer, AttentionBatch]:
+        """Return where the layer's keys and values are, and the step as it is there."""
+        kv = step.kv[self._kv_layer]
+        return kv, step.batches[kv.group]
 
     def _normalize_values(self, qkv: torch.Tensor, weight: torch.Tensor) -> None:
         config = self._config

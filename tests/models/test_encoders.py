@@ -1,0 +1,118 @@
+"""Encoders of every family against `transformers` on random checkpoints, alone and in company."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from encoders import ENCODERS, LENGTHS, hidden_states, make_encoder, random_prompts, save_encoder
+from engine_checks import check_after_every_step, core_of
+from quire import LLM, PoolingParams
+from quire.errors import ModelError
+from quire.models.checkpoints.config_reading import read_model_config
+
+SMALL = {"num_threads": 2, "max_num_batched_tokens": 1100}
+
+
+def rows_of(llm: LLM, prompts: Any, **params: Any) -> list[np.ndarray]:
+    outputs = llm.encode(prompts, PoolingParams(**params))
+    assert [output.outputs.error for output in outputs] == [None] * len(outputs)
+    return [output.outputs.data for output in outputs]
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_rows_are_those_of_transformers(name: str, kernels: str, tmp_path: Path) -> None:
+    model = make_encoder(name)
+    prompts = random_prompts()
+    with LLM(str(save_encoder(model, tmp_path)), kernels=kernels, **SMALL) as llm:
+        check_after_every_step(core_of(llm))
+        assert llm.info.kv_cache_bytes == 0
+        assert llm.info.max_model_len == 512
+        together = rows_of(llm, prompts)
+        alone = [rows_of(llm, [prompt])[0] for prompt in prompts]
+    assert [len(prompt) for prompt in prompts] == LENGTHS
+    for prompt, row, by_itself in zip(prompts, together, alone, strict=True):
+        expected = hidden_states(model, prompt).double().mean(0)
+        np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
+        assert row.tobytes() == by_itself.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype: str, tmp_path: Path) -> None:
+    model = make_encoder("bert")
+    [prompt] = random_prompts([70])
+    expected = hidden_states(model, prompt).mean(0)
+    with LLM(str(save_encoder(model, tmp_path)), dtype=dtype, **SMALL) as llm:
+        [row] = rows_of(llm, [prompt])
+    assert torch.nn.functional.cosine_similarity(torch.tensor(row), expected, dim=0) > 0.9995
+
+
+def test_texts_become_word_pieces(tmp_path: Path) -> None:
+    model = make_encoder("bert")
+    with LLM(str(save_encoder(model, tmp_path)), **SMALL) as llm:
+        [output] = llm.encode("Hello, worlding")
+    assert output.prompt_token_ids == [2, 57, 61, 58, 59, 3]
+    expected = hidden_states(model, output.prompt_token_ids).mean(0)
+    np.testing.assert_allclose(output.outputs.data, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert"])
+def test_files_of_a_model_with_a_head_hold_an_encoder(name: str, tmp_path: Path) -> None:
+    model = make_encoder(name, kind="ForMaskedLM")
+    [prompt] = random_prompts([20])
+    with LLM(str(save_encoder(model, tmp_path)), **SMALL) as llm:
+        [row] = rows_of(llm, [prompt])
+    np.testing.assert_allclose(row, hidden_states(model, prompt).mean(0), atol=1e-5, rtol=0)
+
+
+def test_norms_may_have_their_first_names(tmp_path: Path) -> None:
+    model = make_encoder("bert")
+    file = save_encoder(model, tmp_path) / "model.safetensors"
+    renamed = {
+        name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(renamed, file, {"format": "pt"})
+    [prompt] = random_prompts([20])
+    with LLM(str(tmp_path), **SMALL) as llm:
+        [row] = rows_of(llm, [prompt])
+    np.testing.assert_allclose(row, hidden_states(model, prompt).mean(0), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+        ("bert", {"is_decoder": True}, "is_decoder true; only encoders by themselves"),
+        ("bert", {"type_vocab_size": -1}, "type_vocab_size -1; it must be"),
+        ("roberta", {"pad_token_id": 600}, "pad_token_id 600, behind which positions begin, and only 514"),
+        ("distilbert", {"activation": "mish"}, "activation 'mish'"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    name: str, entries: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    file = save_encoder(make_encoder(name), tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    with pytest.raises(ModelError, match=message):
+        read_model_config(tmp_path)
+
+
+def test_damaged_weights_end_the_requests_that_meet_them(tmp_path: Path) -> None:
+    file = save_encoder(make_encoder("bert"), tmp_path) / "model.safetensors"
+    weights = load_file(file)
+    weights["embeddings.word_embeddings.weight"][7] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    with LLM(str(tmp_path), **SMALL) as llm:
+        damaged, sound = llm.encode([[5, 7, 9], [5, 6, 9]])
+    assert "NaN or infinite" in damaged.outputs.error
+    assert np.isfinite(sound.outputs.data).all()
