@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.attention.key_scores import KeyScores
+from quire.kernels.attention.kv_layer import KVOfRows
 from quire.kernels.attention.sparse_prefill import KeySelection, SkippedKeys
 from quire.kernels.attention.step_arrays import DeviceArrays, HostArrays, MakeArrays, StepArrays, lengthened
 from quire.kernels.attention.tiles import AttentionPlan, HeadLayout, plan_attention
@@ -172,6 +173,16 @@ class AttentionBatch:
             plans={},
             step_arrays=None,
         )
+
+    def kv_of_rows(self, qkv: torch.Tensor, heads: HeadLayout) -> KVOfRows:
+        """Return the keys and values in rows [T, queries, keys and values], for `over_rows`; made once.
+
+        All layers with such heads must use the same rows.
+        """
+        made: KVOfRows | None = self.plans.get(heads)
+        if made is None:
+            made = self.plans[heads] = KVOfRows.of(qkv, heads)
+        return made
 
     def over_rows(self) -> AttentionBatch:
         """Return the attention of whole prompts in which each token sees all others; made once.

@@ -67,10 +67,5 @@ class TwoSidedAttention(Attention):
     def _keys_and_values(
         self, step: Step, buffers: Mapping[str, torch.Tensor]
     ) -> tuple[KVLayer, AttentionBatch]:
-        from quire.kernels.attention.kv_layer import KVOfRows
-
         batch = step.batches[0].over_rows()
-        kv = batch.plans.get(self._heads)  # alike in all such layers, which share the buffer
-        if kv is None:
-            kv = batch.plans[self._heads] = KVOfRows.of(buffers["qkv"], self._heads)
-        return kv, batch
+        return batch.kv_of_rows(buffers["qkv"], self._heads), batch
