@@ -161,7 +161,7 @@ $(LLAMACPP_READY):
 # The Python package has the library only. Its page would have to be downloaded.
 $(LLAMACPP_SERVER): $(LLAMACPP_READY)
 	tar -xzf $(LLAMACPP)/llama_cpp_python-$(LLAMACPP_VERSION).tar.gz -C $(LLAMACPP) --strip-components 2 \
-		'*/vendor/llama.cpp'
+		--wildcards '*/vendor/llama.cpp'
 	cmake -S $(LLAMACPP)/llama.cpp -B $(LLAMACPP)/server -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
 		-DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
 	cmake --build $(LLAMACPP)/server --target llama-server -j 2

@@ -105,7 +105,7 @@ OLDER_EXPORTS = ("qwen3.5-0.8b",)  # that optimum-intel can only export with tra
 OPENVINO_WEIGHTS = {  # a model in fp16 runs in bf16
     "bf16": ["fp16"],
     "int8": ["int8"],
-    "int4": ["int4", "--sym", "--group-size", "128", "--ratio", "1.0"],
+    "int4": ["int4", "--sym", "--group-size", "128", "--ratio", "1.0", "--group-size-fallback", "ignore"],
 }
 
 
