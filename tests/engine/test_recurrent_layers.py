@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from checked_engine import CheckedEngine, tokens
+from checked_engine import tokens
 from checkpoints import make_checkpoint
-from quire.config import EngineConfig, KVTierConfig, SchedulerConfig, SpeculationConfig
+from hybrid_engines import BLOCK_SIZE, LENGTHS, MAX_TOKENS, SCHEDULER, Engine, prompts
+from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from quire.engine.memory.plan import plan_memory
 from quire.engine.memory.state_sizes import StateSizes
 from quire.errors import ConfigError
@@ -22,28 +23,6 @@ from quire.kv.cache.state_layout import StateLayout
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.recording.replay import replay
 from quire.step import NO_TOKEN
-
-BLOCK_SIZE = 4
-LENGTHS = 90, 7, 41, 33
-MAX_TOKENS = 14
-SCHEDULER = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 48,
-    "block_size": BLOCK_SIZE,
-    "num_kv_blocks": 240,
-    "cache_interval_multiplier": 4,
-}
-
-
-class Engine(CheckedEngine):
-    """One that has checkpoints at short intervals."""
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        super().__init__(path, max_tokens=MAX_TOKENS, **SCHEDULER | options)
-
-    @property
-    def checkpoints(self) -> Any:
-        return self.core.scheduler.accounts.states.pool
 
 
 class HalfRight(Proposer):
@@ -71,11 +50,6 @@ def with_drafts(path: Path, expected: list[list[Any]], **options: Any) -> Engine
     proposer = GuardedProposer(HalfRight(expected), read_model_config(path).vocab_size)
     engine.core.runner._proposer = proposer
     return engine
-
-
-def prompts() -> list[np.ndarray]:
-    rng = np.random.default_rng(5)
-    return [rng.integers(5, 90, length) for length in LENGTHS]
 
 
 FAMILIES = [
@@ -301,7 +275,7 @@ def test_answers_have_the_same_bits_with_drafts_of_each_kind(path, expected, tmp
     [
         ({"use_cache_eviction": True}, "use_cache_eviction is True"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
-        ({"kv_tiering": KVTierConfig(kv_tier="memory", kv_tier_size=0.1)}, "kv_tier is 'memory'"),
+        ({"kv_connector": "memory_connector.MemoryConnector"}, "kv_connector is 'memory_connector"),
         ({"num_linear_attention_blocks": 3}, "num_linear_attention_blocks is 3, but each of the 4"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from test_disk_tier import KEYS, LAYOUT, PAYLOAD, keys_of, read, write
 
 from mooncake_faults import blocks_in, break_store, use_fake_mooncake
+from quire.kv.blocks.state_pieces import piece_keys
 from quire.kv.tiers.mooncake import client as mooncake_client
 from quire.kv.tiers.mooncake import tier as mooncake_tier
 from quire.kv.tiers.mooncake.client import MAX_BACKOFF, StoreClient
@@ -36,9 +37,9 @@ class Bench:
         self.client = StoreClient(setup, LAYOUT.header_bytes + PAYLOAD, clock=lambda: self.now)
         self.tier = MooncakeTier(self.client, LAYOUT, lambda: identity, min_uses=1)
 
-    def find(self, keys=KEYS) -> int:
+    def find(self, keys=KEYS, num_pieces=0) -> int:
         """Return how many of the first blocks are known to be there after a search."""
-        self.tier.search(keys).exception(60)
+        self.tier.search(keys, num_pieces).exception(60)
         return self.tier.residents.count_leading(keys)
 
     def recover(self) -> None:
@@ -88,6 +89,22 @@ def test_blocks_are_found_by_all_tiers_with_the_same_identity_and_by_no_others(b
     same.close()
     other.close()
     assert not same.tier.is_readable
+
+
+def test_the_deepest_state_that_is_whole_is_found_with_its_block(bench, tmp_path):
+    prefix = keys_of(0)
+    states = [piece_keys(prefix[index], 3) for index in (0, 1, 3)]
+    assert all(write(bench.tier, key) for key in [*prefix, *states[0], *states[1], *states[2][:2]])
+    same = Bench(tmp_path)
+    assert same.find(prefix, 3) == 4
+    found = [same.tier.residents.count_leading(state) for state in states]
+    assert found == [0, 3, 2], "none is looked for behind one that is whole"
+    for path in blocks_in(tmp_path):
+        if path.name.endswith(states[1][2].digest.hex()):
+            path.unlink()
+    same.find(prefix, 3)
+    assert [same.tier.residents.count_leading(state) for state in states] == [3, 2, 2]
+    same.close()
 
 
 @pytest.mark.first_case

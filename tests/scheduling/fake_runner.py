@@ -98,6 +98,23 @@ class WindowStore:
         self._kv[block_id] = content.view(self._kv.dtype)
 
 
+class StateStore:
+    """The checkpoints of states for a connector, in two pieces each, all numbers of which say the same."""
+
+    num_pieces = 2
+
+    def __init__(self, checkpoints: dict[int, list[int]], bytes_per_block: int) -> None:
+        self._checkpoints = checkpoints
+        self.bytes_per_block = bytes_per_block
+
+    def read_block(self, number: int, into: np.ndarray) -> None:
+        into.view(np.int64)[:] = self._checkpoints[number // 2][number % 2]
+
+    def write_block(self, number: int, content: np.ndarray) -> None:
+        [value] = set(content.view(np.int64).tolist())
+        self._checkpoints.setdefault(number // 2, [NEVER_WRITTEN] * 2)[number % 2] = value
+
+
 class FakeRunner:
     def __init__(
         self,
@@ -112,7 +129,7 @@ class FakeRunner:
         self.windows = windows
         self.has_states = has_states
         self.states: dict[int, int] = {}  # by slot
-        self.checkpoints: dict[int, int] = {}
+        self.checkpoints: dict[int, list[int]] = {}
         self.block_size = block_size
         self.rules = rules  # of cache eviction
         self.num_evictions = 0
@@ -138,6 +155,9 @@ class FakeRunner:
         self.failed_requests = FailedRequests(block_size)
         if connector is not None:
             stores = self, *map(WindowStore, self.window_kv)
+            if has_states:
+                num_bytes = sum(store.bytes_per_block for store in stores)
+                connector.register_states(StateStore(self.checkpoints, num_bytes))
             connector.register_kv_caches(stores if connector.by_group else self)
 
     # What a connector's worker side reads and writes.
@@ -171,7 +191,8 @@ class FakeRunner:
                 history = self.tokens[request_id][:-1]
                 logprobs[request_id] = [self._logprobs(history, self.num_logprobs[request_id])]
         if plan.state_copies is not None:
-            self.checkpoints |= {to: self.states[slot] for slot, to in plan.state_copies.saved.tolist()}
+            for slot, to in plan.state_copies.saved.tolist():
+                self.checkpoints[to] = [self.states[slot]] * 2
         width = max([1, *map(len, sampled)])
         broken = [name for name in plan.request_ids if name in self.fail]
         padded = [row + [NO_TOKEN] * (width - len(row)) for row in sampled]
@@ -284,7 +305,8 @@ class FakeRunner:
             self._set_tables(fork.slot, fork.block_ids)
         if plan.state_copies is not None:
             self.states |= {fork.slot: self.states[fork.parent_slot] for fork in plan.forks}
-            self.states |= {to: self.checkpoints[one] for one, to in plan.state_copies.restored.tolist()}
+            for one, to in plan.state_copies.restored.tolist():
+                [self.states[to]] = set(self.checkpoints[one])
 
     def _choose_last_tokens(self, plan: SchedulerOutput) -> None:
         name_of = {slot: name for name, slot in self.slot_of.items()}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from mixed_requests import Expected
+from mixed_world import MOST_DRAFTS_FROM_OUTSIDE
 
 from quire.kv.blocks.groups import NULL_BLOCK
 from quire.request import Request
@@ -37,7 +38,7 @@ def check_plan(driver: MixedDriver, plan: SchedulerOutput, throttles: bool) -> N
     if pause_state is PauseState.PAUSED_ALL:
         assert not plan.request_ids
     if throttles:
-        most_repeated = 2 * driver.world.most_drafts if driver.world.states else 0
+        most_repeated = 2 * MOST_DRAFTS_FROM_OUTSIDE if driver.world.states else 0
         assert (plan.num_computed_tokens + 1 + most_repeated >= plan.num_known_tokens).all()
     if not config.dynamic_split_fuse and admitted:
         assert set(plan.request_ids) <= set(admitted), "prompts and decoding share a step"

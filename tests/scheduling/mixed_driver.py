@@ -10,7 +10,7 @@ from collections import Counter, deque
 from fake_runner import VOCAB
 from mixed_checks import check_output, check_plan, check_progress, check_queue_order, check_tables
 from mixed_requests import Expected, draw_burst, draw_request, draw_siblings, expected_of
-from mixed_world import MAX_MODEL_LEN, Chooser, World
+from mixed_world import MAX_MODEL_LEN, MOST_DRAFTS_FROM_OUTSIDE, Chooser, World
 
 from quire.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
 from quire.request import Request
@@ -330,7 +330,7 @@ class MixedDriver:
         ahead: list[int] = []
         if expected is not None and not expected.is_beam_search:
             ahead = expected.outputs[request_id][len(expected.got[request_id]) :]
-        drafts = ahead[: choose.integer(0, 4)]
+        drafts = ahead[: choose.integer(0, MOST_DRAFTS_FROM_OUTSIDE)]
         if choose.chance(20):
             drafts.insert(choose.integer(0, len(drafts)), NO_TOKEN)
         return [

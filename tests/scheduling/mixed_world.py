@@ -20,6 +20,7 @@ from quire.scheduling.context import SchedulerContext
 
 MAX_MODEL_LEN = 48
 MOST_BEAMS = 4  # of a search
+MOST_DRAFTS_FROM_OUTSIDE = 4
 
 
 class Chooser(Protocol):
@@ -152,8 +153,10 @@ class World:
             windows = draw_windows(choose, config, self.num_blocks, commit)
             self.connector = draw_connector(choose, config.block_size, [each.window for each in windows])
             self.windows = windows if self.connector is None or self.connector.by_group else ()
-            if self.connector is None and choose.chance(50):
-                count = choose.among([0, 1, 3, 20]) if config.dynamic_split_fuse else 0
+            moves_states = self.connector is None or self.connector.moves_states
+            if moves_states and choose.chance(50):
+                has_checkpoints = config.dynamic_split_fuse and config.enable_prefix_caching
+                count = choose.among([0, 1, 3, 20]) if has_checkpoints else 0
                 self.states = StateSlots(count, choose.among([1, 2, 5]) * config.block_size)
         self.runner = FakeRunner(
             self.num_blocks,

@@ -44,6 +44,19 @@ def knows_groups(config: EngineConfig) -> bool:
     return issubclass(SCHEDULERS.class_of(config.scheduler_cls), Scheduler)
 
 
+def moves_states(config: EngineConfig) -> bool:
+    """Return whether what moves the KV of an engine moves the states of recurrent layers (on a CPU).
+
+    Raises:
+        ConfigError: the class of the connector cannot be used.
+    """
+    if config.device == "cuda":
+        return False
+    if config.kv_connector:
+        return CONNECTORS.class_of(config.kv_connector).moves_states
+    return bool(config.kv_tiering.kv_tier)
+
+
 def stages_kv(config: EngineConfig) -> bool:
     """Return whether blocks pass through a buffer of a GPU on their way to a tier.
 

@@ -8,6 +8,7 @@ import torch
 
 from quire.execution.failed_requests import BlockTables, FailedRequests, StepErrors
 from quire.kv.cache.paged_cache import PagedAttentionCache, views_of_layers
+from quire.kv.cache.state_cache import StateCache
 from quire.kv.connectors.interface import KVConnector
 from quire.models.decoder import LayerHook
 from quire.step import KVConnectorOutput, SchedulerOutput
@@ -20,15 +21,22 @@ class KVTransfers:
         connector: its worker side.
         kv_caches: of each cache group, that it reads from and writes to; more than one only with `by_group`.
         block_size: tokens per KV block.
+        states: of recurrent layers; None: there are none.
     """
 
     def __init__(
-        self, connector: KVConnector, kv_caches: Sequence[PagedAttentionCache], block_size: int
+        self,
+        connector: KVConnector,
+        kv_caches: Sequence[PagedAttentionCache],
+        block_size: int,
+        states: StateCache | None = None,
     ) -> None:
         self._connector = connector
         self._views = views_of_layers(kv_caches)
         self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the layers seen so far
         self._failed = FailedRequests(block_size)
+        if states is not None:
+            connector.register_states(states)
         connector.register_kv_caches(tuple(kv_caches) if connector.by_group else kv_caches[0])
 
     @property

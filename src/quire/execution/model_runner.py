@@ -103,7 +103,7 @@ class ModelRunner:
         self._block_size = block_size
         self._vocab_size = model.config.vocab_size
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
-        self._transfers = None if connector is None else KVTransfers(connector, kv_caches, block_size)
+        self._transfers = None if connector is None else KVTransfers(connector, kv_caches, block_size, states)
         self._layer_hook = None if self._transfers is None else self._transfers.layer_hook
         pooling = model.config.pooling
         is_plain = eviction is None and self._layer_hook is None and pooling is None

@@ -268,6 +268,11 @@ class RecordedConnector(KVConnector):
         self._answers.ask("connector.load", request.request_id, load)
 
     @override
+    def load_state(self, request: Request, checkpoint: int) -> None:
+        load = self._connector.load_state
+        self._answers.ask("connector.load_state", request.request_id, load, request, checkpoint)
+
+    @override
     def lends_prompt(self, request: Request) -> bool:
         lends = self._connector.lends_prompt
         return self._answers.ask("connector.lends_prompt", request.request_id, lends, request)
@@ -312,6 +317,7 @@ class RecordedConnector(KVConnector):
 
     stats = forwarded("_connector", KVConnector.stats)
     close = forwarded("_connector", KVConnector.close)
+    register_states = forwarded("_connector", KVConnector.register_states)
     register_kv_caches = forwarded("_connector", KVConnector.register_kv_caches)
     start_load_kv = forwarded("_connector", KVConnector.start_load_kv)
     wait_for_layer_load = forwarded("_connector", KVConnector.wait_for_layer_load)

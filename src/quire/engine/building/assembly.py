@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from quire.config import EngineConfig
 from quire.engine.building.kv_peers import build_peers, cached_block_events
 from quire.engine.building.kv_tier import build_tier, gpu_copier
-from quire.engine.custom_classes import CONNECTORS, SCHEDULERS, knows_groups
+from quire.engine.custom_classes import CONNECTORS, SCHEDULERS, knows_groups, moves_states
 from quire.engine.ranks.group import RankGroup
 from quire.errors import ConfigError, ModelError
 from quire.grammar.llguidance_backend import LLGuidanceBackend
@@ -73,8 +73,10 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             * (config.tensor_parallel_size > 1),
             "EngineConfig.scheduler_cls": config.scheduler_cls * (not knows_groups(config)),
         }
+        if not moves_states(config):
+            of_states |= config.moves_kv_by
         why = f"{model.architecture} has recurrent layers, beside whose states that is not supported"
-        _refuse_set(of_states | config.moves_kv_by, why)
+        _refuse_set(of_states, why)
     if not model.is_causal or not model.kv_specs:
         of_kv: dict[str, object] = {"SchedulerConfig.use_sparse_attention": scheduler.use_sparse_attention}
         of_kv |= config.moves_kv_by

@@ -48,6 +48,13 @@ def check_fits(config: EngineConfig, plan: MemoryPlan) -> None:
             f"{format_bytes(plan.weight_bytes)} and activations {format_bytes(plan.activation_bytes)}; "
             f"raise {knob}, or lower SchedulerConfig.max_num_batched_tokens or SchedulerConfig.max_num_seqs"
         )
+    if plan.states is not None and not plan.states.num_checkpoints:
+        for field, value in config.moves_kv_by.items():
+            raise ConfigError(
+                f"{field} is {value!r}, but no states of recurrent layers are kept that could be moved with "
+                "the KV; turn SchedulerConfig.enable_prefix_caching and dynamic_split_fuse on, and make "
+                "num_linear_attention_blocks larger than max_num_seqs, or leave it to the engine"
+            )
     if config.max_model_len > plan.max_model_len:
         raise ConfigError(
             f"EngineConfig.max_model_len is {config.max_model_len}, but the KV cache holds no sequence of "

@@ -335,6 +335,8 @@ def _plan_at(
     )
     layout = StateLayout.of(target.model.state_layers, target.dtype)
     if layout.bytes_per_state:
+        if config.moves_kv_by:
+            layout = layout.in_pieces(sum(cache.bytes_per_block for cache in caches))
         free = available_bytes - empty.taken_bytes
         empty = dataclasses.replace(empty, states=StateSizes.of(scheduler, layout, free))
     return empty.with_blocks(empty.group_sizes.num_blocks(_num_blocks(config, empty)))

@@ -4,11 +4,11 @@ A running sequence works on the state of its slot. A *checkpoint* is a copy of s
 block of the sequence's tokens, and is found by that block's key, so that a sequence with the same tokens up
 to there can go on from it. A prefix hit therefore ends at a checkpoint; the tokens behind it are computed.
 
-A checkpoint is *free*, *pending* (a step in flight writes it) or *kept* (it can be found). It is copied to a
-slot at the start of the step that uses it, so nothing holds a reference to it: when there is no free one, a
-kept one is overwritten. First go those that are of use only if another sequence parts from theirs there, the
-oldest first: they lie within a prompt, or their sequence has a later one. Then go the others, the least
-recently used first.
+A checkpoint is *free*, *pending* (a step in flight or a load writes it) or *kept* (it can be found). It is
+copied to a slot at the start of the step that uses it, so nothing holds a reference to it: when there is no
+free one, a kept one is overwritten. First go those that are of use only if another sequence parts from theirs
+there, the oldest first: they lie within a prompt, or their sequence has a later one. Then go the others, the
+least recently used first.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class CheckpointPool:
         """Checkpoints that can be found."""
         return len(self._unlikely) + len(self._likely)
 
+    @property
+    def has_takeable(self) -> bool:
+        """Whether `take` returns a checkpoint."""
+        return bool(self._free or self.num_kept)
+
     def take(self) -> int | None:
         """Return a checkpoint to be written, which is pending from now on; None: all are pending."""
         if self._free:
@@ -105,6 +110,11 @@ class CheckpointPool:
                     return index + 1, found.checkpoint
         return 0, -1
 
+    def behind(self, key: BlockKey) -> int | None:
+        """Return the checkpoint behind a block; None: there is none."""
+        found = self._at(key.digest)
+        return found.checkpoint if found is not None and found.key == key else None
+
     def touch(self, digest: bytes) -> None:
         """Note that a sequence has gone on behind a block, if there is a checkpoint there."""
         found = self._unlikely.pop(digest, None) or self._likely.pop(digest, None)
@@ -130,7 +140,7 @@ class CheckpointPool:
         """Check that each checkpoint is in one place; `AssertionError` names what does not hold.
 
         Args:
-            pending: those that steps in flight write.
+            pending: those that steps in flight and loads write.
         """
         kept = [each.checkpoint for each in (*self._unlikely.values(), *self._likely.values())]
         assert not self._unlikely.keys() & self._likely.keys(), "invariant 1: a checkpoint is kept twice"

@@ -23,6 +23,8 @@ class StateCache:
 
     Attributes:
         layers: each layer's parts of all states.
+        num_pieces: of a state, see `StateLayout`.
+        tensor: the pieces of all checkpoints, one after the other, [pieces, bytes].
 
     Args:
         layout: what lies where in a state.
@@ -38,6 +40,8 @@ class StateCache:
         num_states = num_slots + num_checkpoints
         memory = allocate(num_states * layout.bytes_per_state, device)
         self._states = memory[: num_states * layout.bytes_per_state].view(num_states, layout.bytes_per_state)
+        self.num_pieces = layout.num_pieces
+        self.tensor = self._states[num_slots:].view(-1, layout.bytes_per_piece)
         self.layers: list[LayerStates] = [
             {placed.part.name: self._part(placed) for placed in layer} for layer in layout.layers
         ]

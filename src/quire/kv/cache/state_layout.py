@@ -50,10 +50,26 @@ class StateLayout:
     Args:
         layers: [layers of the model] the parts of each one's state; empty: it keeps none.
         bytes_per_state: a multiple of a cache line.
+        num_pieces: equal parts in which a state is moved.
     """
 
     layers: tuple[tuple[PlacedPart, ...], ...]
     bytes_per_state: int
+    num_pieces: int = 1
+
+    @property
+    def bytes_per_piece(self) -> int:
+        """Bytes of each part in which a state is moved."""
+        return self.bytes_per_state // self.num_pieces
+
+    def in_pieces(self, bytes_per_piece: int) -> StateLayout:
+        """Return the layout of states that are moved in pieces of this size, at least one byte.
+
+        A state has some bytes more then.
+        """
+        step = math.lcm(bytes_per_piece, _ALIGNMENT)
+        num_bytes = -(-self.bytes_per_state // step) * step
+        return StateLayout(self.layers, num_bytes, num_bytes // bytes_per_piece)
 
     @classmethod
     def of(cls, specs: Sequence[StateSpec | None], dtype: str) -> StateLayout:

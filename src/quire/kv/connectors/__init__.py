@@ -16,6 +16,10 @@ it fails, it is cut off where all cache groups still serve it, often where the l
 arrived is in the prefix cache at once. A request that names where its own KV is (`kv_transfer_params`) does
 not wait, and one waits for one load only, so that silent peers do not hold it up one after the other.
 
+With recurrent layers, a load also brings the state behind it, into a checkpoint that is pending until then;
+if any of it fails, what has arrived is in the prefix cache, and the request begins where that has a state.
+Prompts that share a load share all of it then.
+
 If blocks fail to load, what was computed from them is discarded, and `kv_load_failure` decides what happens
 next: *recompute* sends the request back to the queue without asking the connector again (of an asynchronous
 load it keeps the blocks before the first that failed); *fail* ends it. A load without a sign of life for

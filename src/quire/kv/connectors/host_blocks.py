@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.kv.cache.paged_cache import PagedAttentionCache
+    from quire.kv.cache.state_cache import StateCache
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -34,10 +35,12 @@ class BlockStore(Protocol):
 class TensorBlocks:
     """`BlockStore` over the cache's tensor in host memory; all layers of a block are one contiguous span.
 
+    The pieces of states are blocks, too.
+
     Blocks may be read and written by several threads, each block by one at a time.
     """
 
-    def __init__(self, kv_caches: PagedAttentionCache) -> None:
+    def __init__(self, kv_caches: PagedAttentionCache | StateCache) -> None:
         self._blocks: ByteArray = _as_bytes(kv_caches.tensor).numpy()
 
     @property
@@ -61,7 +64,7 @@ class DeviceBlocks:
     that. Blocks may be read and written by several threads, each block by one at a time.
     """
 
-    def __init__(self, kv_caches: PagedAttentionCache) -> None:
+    def __init__(self, kv_caches: PagedAttentionCache | StateCache) -> None:
         self._blocks = _as_bytes(kv_caches.tensor)
 
     @property
@@ -80,7 +83,7 @@ class DeviceBlocks:
         self._blocks[block_id].copy_(on_host)
 
 
-def block_store(kv_caches: PagedAttentionCache | BlockStore) -> BlockStore:
+def block_store(kv_caches: PagedAttentionCache | StateCache | BlockStore) -> BlockStore:
     """Return the cache as single blocks, wherever it is."""
     if isinstance(kv_caches, BlockStore):
         return kv_caches

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from quire.kv.cache.state_cache import StateCache
     from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
     from quire.request import Request
     from quire.step import SchedulerOutput
@@ -52,6 +53,10 @@ class KVConnector(ABC):
     by_group = False
     """Whether blocks and caches come by cache group, see `quire.kv.blocks.groups`. Without it, all layers are
     in one group, so that those with a window keep the KV of all tokens."""
+
+    moves_states = False
+    """Whether the states of recurrent layers are moved, too, see `quire.kv.blocks.checkpoints`. Without it, a
+    model that has such layers is refused."""
 
     saves_before_tokens = False
     """Whether there is a `begin_save`. Without it, a GPU gets no step before the tokens of the one before are
@@ -97,6 +102,14 @@ class KVConnector(ABC):
             num_external_tokens: tokens to load behind the `num_computed_tokens` last asked about; at most as
                 many as were offered, and 0 if nothing is to be loaded.
         """
+
+    def load_state(self, request: Request, checkpoint: int) -> None:
+        """Note where the state behind a request's load goes; called before `update_state_after_alloc`.
+
+        Beside states, only asynchronous loads of full blocks are begun, and `checkpoint` is to hold the state
+        behind them when the load has ended. If it cannot, one of its blocks has to be reported as failed.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.moves_states is set without load_state()")
 
     def lends_prompt(self, request: Request) -> bool:
         """Return whether a request's blocks are to be lent when it has ended; asked when it begins to run.
@@ -156,6 +169,15 @@ class KVConnector(ABC):
         """Finish or give up what is under way and release everything; called once, after the last step."""
 
     # -- worker side ---------------------------------------------------------------------------------------
+
+    def register_states(self, states: StateCache) -> None:
+        """Register the states of recurrent layers; called before `register_kv_caches` if there are any.
+
+        Args:
+            states: checkpoints to read from and write to, in pieces as large as a KV block of all groups. A
+                plan's `state_copies` say what is saved in which; see `states_held`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.moves_states is set without register_states()")
 
     @abstractmethod
     def register_kv_caches(self, kv_caches: Any) -> None:

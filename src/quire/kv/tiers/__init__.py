@@ -7,7 +7,8 @@ The built-in connector, `TierConnector` (`kv/tiers/`), keeps prompts' blocks in 
 a file, which a `CachedTier` may be in front of, whose blocks are in places of one mapping (`BlockMemory`).
 `ResidentBlocks` is a tier's index, and decides what is stored and what is evicted; both sides of the
 connector share it. All its loads are asynchronous. Threads read (`BlockReader`) and write (`BlockWriter`),
-one block at a time; a load that is cancelled is locked out of its blocks. What they see of the cache is a
+one block at a time; a load that is cancelled is locked out of its blocks. Pieces of the states of recurrent
+layers are stored and loaded as blocks are (`kv/blocks/state_pieces.py`). What they see of the cache is a
 `BlockCopier`, which begins copies in an order with the steps: `HostCopier` copies at once, `DeviceCopier`
 (`kv/tiers/device_copier.py`) has queues of a device do it, and says why the order holds; on a GPU,
 `engine/building/assembly.py` gives it to every `TierConnector`. Other connectors have single blocks from

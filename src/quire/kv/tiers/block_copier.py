@@ -1,8 +1,9 @@
 """Copies between the engine's KV caches and host memory, for the threads of a tier.
 
-A block is one run of bytes there: its parts of all cache groups, one after the other. A cache may be in the
-memory of a device, which computes steps and copies blocks when it gets to them. So copies are begun, in an
-order with the steps, and waited for elsewhere.
+A block is one run of bytes there: its parts of all cache groups, one after the other. A piece of a state of
+recurrent layers is as large, and can be moved in place of a block. A cache may be in the memory of a device,
+which computes steps and copies blocks when it gets to them. So copies are begun, in an order with the steps,
+and waited for elsewhere.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import numpy as np
 
 from quire.kv.blocks.groups import NULL_BLOCK
 from quire.kv.blocks.prompt_blocks import BlockIds
+from quire.kv.blocks.state_pieces import StatePiece
 from quire.kv.connectors.host_blocks import BlockStore, ByteArray, block_store
 from quire.kv.connectors.step_times import HostMark, StepMark
 
 if TYPE_CHECKING:
     from quire.kv.cache.paged_cache import PagedAttentionCache
+    from quire.kv.cache.state_cache import StateCache
 
 MAX_STAGED_BYTES = 256 << 20
 """Maximum size of all blocks that have left the cache and wait to be written."""
@@ -65,7 +68,7 @@ class BlockCopier(Protocol):
     def mark(self) -> StepMark:
         """Return the point behind all steps so far; called in the step's thread."""
 
-    def copy_out(self, blocks: Sequence[BlockIds]) -> Sequence[OutgoingBlock]:
+    def copy_out(self, blocks: Sequence[BlockIds | StatePiece]) -> Sequence[OutgoingBlock]:
         """Begin to copy blocks as the steps so far leave them; called in the step's thread.
 
         Steps to come may overwrite the blocks.
@@ -80,7 +83,7 @@ class BlockCopier(Protocol):
     def buffer(self) -> ByteArray:
         """Return new memory for one block, which blocks are copied into the cache from."""
 
-    def copy_in(self, block: BlockIds, content: ByteArray, after: Any) -> IncomingBlock:
+    def copy_in(self, block: BlockIds | StatePiece, content: ByteArray, after: Any) -> IncomingBlock:
         """Begin to overwrite a block, after all steps before a mark; may be called from any thread.
 
         Groups that have `NULL_BLOCK` in its place are left out. `content` must not change until the copy has
@@ -100,8 +103,14 @@ class BlockParts:
         self.num_bytes = sum(sizes)
         self._slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
-    def of(self, block: BlockIds) -> Iterator[tuple[int, int, slice]]:
-        """Yield each group that has something in the block: group, number of the block, part of the bytes."""
+    def of(self, block: BlockIds | StatePiece) -> Iterator[tuple[int, int, slice]]:
+        """Yield each group that has something in the block: group, number of the block, part of the bytes.
+
+        Pieces of states are all of the bytes, as if they were the blocks of one more group.
+        """
+        if isinstance(block, StatePiece):
+            yield len(self._slices), block.number, slice(0, self.num_bytes)
+            return
         for group, (block_id, part) in enumerate(zip(block, self._slices, strict=True)):
             if part.start < part.stop and (block_id != NULL_BLOCK or not group):
                 yield group, block_id, part
@@ -112,6 +121,7 @@ class HostCopier:
 
     Args:
         stores: the cache of each group; each block is read and written by one thread at a time.
+        pieces: of states, if there are any.
         num_buffers: copies that may wait to be written; None: `num_staged_blocks`.
         clock: returns seconds.
     """
@@ -120,10 +130,11 @@ class HostCopier:
         self,
         stores: Sequence[BlockStore],
         *,
+        pieces: BlockStore | None = None,
         num_buffers: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stores = stores
+        self._stores = stores if pieces is None else [*stores, pieces]
         self._parts = BlockParts([store.bytes_per_block for store in stores])
         self._clock = clock
         num_bytes = self._parts.num_bytes
@@ -138,7 +149,7 @@ class HostCopier:
         """Return the present time."""
         return HostMark(self._clock())
 
-    def copy_out(self, blocks: Sequence[BlockIds]) -> Sequence[OutgoingBlock]:
+    def copy_out(self, blocks: Sequence[BlockIds | StatePiece]) -> Sequence[OutgoingBlock]:
         """Copy blocks while there are buffers."""
         copies: list[_HostCopy] = []
         for block in blocks:
@@ -159,7 +170,7 @@ class HostCopier:
         """Return memory for one block."""
         return np.empty(self.bytes_per_block, dtype=np.uint8)
 
-    def copy_in(self, block: BlockIds, content: ByteArray, after: HostMark) -> IncomingBlock:
+    def copy_in(self, block: BlockIds | StatePiece, content: ByteArray, after: HostMark) -> IncomingBlock:
         """Overwrite a block."""
         for group, block_id, part in self._parts.of(block):
             self._stores[group].write_block(block_id, content[part])
@@ -220,7 +231,10 @@ _IN_PLACE = _InPlace()
 
 
 def host_copier(
-    kv_caches: Sequence[PagedAttentionCache | BlockStore], clock: Callable[[], float]
+    kv_caches: Sequence[PagedAttentionCache | BlockStore],
+    clock: Callable[[], float],
+    states: StateCache | BlockStore | None = None,
 ) -> HostCopier:
     """Return the copier of caches in host memory; anything with `read_block` and `write_block` is one."""
-    return HostCopier([block_store(cache) for cache in kv_caches], clock=clock)
+    pieces = None if states is None else block_store(states)
+    return HostCopier([block_store(cache) for cache in kv_caches], pieces=pieces, clock=clock)

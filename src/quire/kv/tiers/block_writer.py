@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from quire.kv.blocks.block_hash import BlockKey
 from quire.kv.blocks.prompt_blocks import BlockIds
+from quire.kv.blocks.state_pieces import StatePiece
 from quire.kv.tiers.block_copier import BlockCopier, OutgoingBlock
 from quire.kv.tiers.tier import BlockTier
 from quire.kv.tiers.worker_threads import Counters, WorkerThreads
@@ -17,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class FilledBlock(NamedTuple):
-    """A block of the cache that a step fills for a request."""
+    """A block of the cache, or a piece of a state, that a step fills for a request."""
 
     request_id: str
     key: BlockKey
-    block: BlockIds
+    block: BlockIds | StatePiece
 
 
 class BlockWriter:

@@ -1,5 +1,8 @@
 """The KV connector to a tier: stores prompts' blocks, and loads them when that is cheaper than computing.
 
+With recurrent layers, the states behind blocks are stored, too, in pieces of a block's size. A prefix is
+loaded up to the deepest one.
+
 All loads are asynchronous: `BlockReader` has threads read the blocks while other requests compute. Stores are
 copied out of the cache at the end of the step that filled them, into a bounded number of buffers, which
 `BlockWriter` writes in a thread; while all are in use, nothing is stored. Both sides are in one process, and
@@ -19,9 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from typing_extensions import override
 
-from quire.kv.blocks.block_hash import SequenceKeys, root_digest
+from quire.kv.blocks.block_hash import BlockKey, SequenceKeys, root_digest
 from quire.kv.blocks.groups import NULL_BLOCK
-from quire.kv.blocks.prompt_blocks import PromptBlocks, Save, by_block
+from quire.kv.blocks.prompt_blocks import BlockIds, PromptBlocks, Save, by_block
+from quire.kv.blocks.state_pieces import HeldState, StatePiece, piece_keys, pieces_of, states_held
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVConnectorStats
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.kv.cache.paged_cache import PagedAttentionCache
+    from quire.kv.cache.state_cache import StateCache
     from quire.kv.connectors.host_blocks import BlockStore
     from quire.step import IntArray, SchedulerOutput
 
@@ -99,12 +104,13 @@ class TierConnector(KVConnector):
         readers: threads that read; None: `NUM_READERS` of its own.
         writer: the thread that writes; None: its own.
         clock: returns seconds.
-        copier_of: returns the copier of the caches that are registered, given the clock; None: that of caches
-            in host memory.
+        copier_of: returns the copier of the caches that are registered, given the clock and, if there are
+            any, the states; None: that of caches in host memory.
     """
 
     works_by_layer = False
     by_group = True
+    moves_states = True
     saves_before_tokens = True
 
     def __init__(
@@ -115,12 +121,13 @@ class TierConnector(KVConnector):
         readers: WorkerThreads | None = None,
         writer: WorkerThreads | None = None,
         clock: Callable[[], float] = time.monotonic,
-        copier_of: Callable[[Any, Callable[[], float]], BlockCopier] | None = None,
+        copier_of: Callable[..., BlockCopier] | None = None,
     ) -> None:
         self._block_size = block_size
         self._open_tier = open_tier
         self.copier_of = copier_of
         self._opened: _Opened | None = None
+        self._states: StateCache | None = None
         self._readers = readers or WorkerThreads("kv-tier-reader", NUM_READERS)
         self._writer = writer or WorkerThreads("kv-tier-writer", 1)
         self._clock = clock
@@ -131,6 +138,8 @@ class TierConnector(KVConnector):
         self._lookups: dict[str, _Lookup] = {}
         self._keys: dict[str, SequenceKeys] = {}
         self._interrupted: set[str] = set()  # requests of whose blocks no more are stored, see `_to_store`
+        self._checkpoints: dict[str, int] = {}  # to be filled by loads that are about to begin, by request
+        self._filled_next: set[int] = set()  # checkpoints that loads of the next step write to
         self._new_loads: list[BlockLoad] = []
         self._cancelled: list[str] = []
         self._refresh_due = 0.0
@@ -167,10 +176,33 @@ class TierConnector(KVConnector):
         if first < end and self._tier.is_searched and self._is_searching(lookup, keys, end):
             return None, False
         num_blocks = self._tier.residents.count_leading(map(keys.__getitem__, range(first, end)))
-        found = range(first, first + num_blocks)
+        found = range(first, first + self._num_before_state(keys, first, num_blocks))
         if not found or not self._prefers_loading(lookup, keys, found):
             return 0, False
-        return num_blocks * self._block_size, True
+        return len(found) * self._block_size, True
+
+    def _num_before_state(self, keys: SequenceKeys, first: int, num_blocks: int) -> int:
+        """Return how many of `num_blocks` blocks end with one that has a state behind it, if they must."""
+        if self._states is None:
+            return num_blocks
+        while num_blocks and not self._has_state(keys[first + num_blocks - 1]):
+            num_blocks -= 1
+        return num_blocks
+
+    def _has_state(self, key: BlockKey) -> bool:
+        residents = self._tier.residents
+        [piece] = piece_keys(key, 1)
+        if residents.place_of(piece) is None:  # of most blocks
+            return False
+        return residents.count_leading(self._pieces_behind(key)) == self._num_pieces
+
+    def _pieces_behind(self, key: BlockKey) -> list[BlockKey]:
+        """Return the keys of the state behind a block; empty: there are no states."""
+        return piece_keys(key, self._num_pieces)
+
+    @property
+    def _num_pieces(self) -> int:
+        return 0 if self._states is None else self._states.num_pieces
 
     def _is_searching(self, lookup: _Lookup, keys: SequenceKeys, end: int) -> bool:
         """Return whether the tier is still looking for a prompt's blocks; begin that once for a request.
@@ -178,18 +210,22 @@ class TierConnector(KVConnector):
         Those that the cache has are looked for, too: without them, the others could not be reached.
         """
         if lookup.search is None:
-            lookup.search = self._tier.search([keys[index] for index in range(end)])
+            lookup.search = self._tier.search([keys[index] for index in range(end)], self._num_pieces)
             lookup.search_end = self._clock() + SEARCH_PATIENCE
         return not lookup.search.done() and self._clock() < lookup.search_end
 
     def _prefers_loading(self, lookup: _Lookup, keys: SequenceKeys, found: range) -> bool:
         """Return the cheaper choice: made once for a request, because it may be asked about in each step."""
         if lookup.prefers_loading is None:
-            num_queued = sum(load.num_left for load in list(self._loads.values()))
+            num_queued = sum(load.num_left for load in list(self._loads.values())) + self._num_pieces
             num_in_memory = self._tier.count_in_memory(map(keys.__getitem__, found))
             lookup.prefers_loading = self._costs.prefers_loading(len(found), num_queued, num_in_memory)
             self._counters.add(num_computations_chosen=not lookup.prefers_loading)
         return lookup.prefers_loading
+
+    @override
+    def load_state(self, request: Request, checkpoint: int) -> None:
+        self._checkpoints[request.request_id] = checkpoint
 
     @override
     def update_state_after_alloc(
@@ -201,7 +237,12 @@ class TierConnector(KVConnector):
         first = self._lookups[request.request_id].num_local // self._block_size
         end = first + num_external_tokens // self._block_size
         found = zip(map(keys.__getitem__, range(first, end)), by_block(block_ids[:, first:end]), strict=True)
-        blocks = list(found)
+        blocks: list[tuple[BlockKey, BlockIds | StatePiece]] = list(found)
+        if self._states is not None:
+            checkpoint = self._checkpoints.pop(request.request_id)
+            self._filled_next.add(checkpoint)
+            pieces = pieces_of(checkpoint, self._num_pieces, blocks[-1][1][0])
+            blocks += zip(self._pieces_behind(blocks[-1][0]), pieces, strict=True)
         generation = self._tier.residents.generation
         num_in_memory = self._tier.count_in_memory(key for key, _ in blocks)
         self._new_loads.append(BlockLoad(request.request_id, blocks, generation, num_in_memory))
@@ -218,6 +259,9 @@ class TierConnector(KVConnector):
         stores: list[FilledBlock] = []
         for save in self._prompts.completed_by(scheduler_output, self._keys):
             stores += self._to_store(save)
+        for state in states_held(scheduler_output):
+            stores += self._pieces_to_store(state)
+        self._filled_next.clear()
         metadata = TierMetadata(
             residents.generation,
             scheduler_output.total_num_scheduled_tokens,
@@ -244,6 +288,17 @@ class TierConnector(KVConnector):
                 return
             yield FilledBlock(save.request_id, key, by_key[key])
 
+    def _pieces_to_store(self, state: HeldState) -> Iterator[FilledBlock]:
+        """Yield the pieces to be stored now of a state behind blocks of a prompt."""
+        keys, index = self._keys.get(state.request_id), state.num_tokens // self._block_size - 1
+        is_kept = state.checkpoint not in self._filled_next
+        if keys is None or not 0 <= index < len(keys) or not is_kept:
+            return
+        names = self._pieces_behind(keys[index])
+        pieces = dict(zip(names, pieces_of(state.checkpoint, self._num_pieces, 0), strict=True))
+        for key in self._tier.residents.use(names):
+            yield FilledBlock(state.request_id, key, pieces[key])
+
     def _refresh_if_due(self) -> None:
         now = self._clock()
         if now >= self._refresh_due:
@@ -257,6 +312,7 @@ class TierConnector(KVConnector):
         self._interrupted.discard(request.request_id)
         self._lookups.pop(request.request_id, None)
         self._keys.pop(request.request_id, None)
+        self._checkpoints.pop(request.request_id, None)
         self._prompts.forget(request.request_id)
         return False, None
 
@@ -283,9 +339,14 @@ class TierConnector(KVConnector):
     # -- worker side ---------------------------------------------------------------------------------------
 
     @override
+    def register_states(self, states: StateCache) -> None:
+        self._states = states
+
+    @override
     def register_kv_caches(self, kv_caches: Sequence[PagedAttentionCache | BlockStore]) -> None:
         """Open the tier."""
-        copier = (self.copier_of or host_copier)(kv_caches, self._clock)
+        states = () if self._states is None else (self._states,)
+        copier = (self.copier_of or host_copier)(kv_caches, self._clock, *states)
         tier = self._open_tier(copier.bytes_per_block)
         self._opened = _Opened(
             tier,
@@ -394,12 +455,19 @@ class TierConnector(KVConnector):
         self, path: Path, token_ids: list[int], cache_salt: str, identity: Identity
     ) -> Future[tuple[int, bool]]:
         """Save a prompt's KV in the writer's thread, behind all blocks that wait for it: `save_prompt`."""
-        options: dict[str, Any] = {"cache_salt": cache_salt, "block_size": self._block_size}
+        options = self._file_options(cache_salt)
         save = functools.partial(save_prompt, self._tier, path, token_ids, identity=identity, **options)
         return self._writer.call(save)
 
     def restore(self, path: Path, cache_salt: str, identity: Identity) -> Future[list[int]]:
         """Restore a prompt's KV in the writer's thread: `restore_prompt`."""
-        options: dict[str, Any] = {"cache_salt": cache_salt, "block_size": self._block_size}
+        options = self._file_options(cache_salt)
         restore = functools.partial(restore_prompt, self._tier, path, identity=identity, **options)
         return self._writer.call(restore)
+
+    def _file_options(self, cache_salt: str) -> dict[str, Any]:
+        return {
+            "cache_salt": cache_salt,
+            "block_size": self._block_size,
+            "num_pieces": self._num_pieces,
+        }

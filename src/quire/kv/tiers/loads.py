@@ -7,6 +7,7 @@ import threading
 
 from quire.kv.blocks.block_hash import BlockKey
 from quire.kv.blocks.prompt_blocks import BlockIds
+from quire.kv.blocks.state_pieces import StatePiece
 from quire.kv.connectors.host_blocks import ByteArray
 from quire.kv.connectors.step_times import StepMark
 from quire.kv.tiers.block_copier import BlockCopier, IncomingBlock
@@ -14,10 +15,10 @@ from quire.kv.tiers.block_copier import BlockCopier, IncomingBlock
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class BlockLoad:
-    """Blocks to fill for one request, from what was found in a tier's `generation`."""
+    """Blocks and pieces of a state to fill for one request, from what was found in a tier's `generation`."""
 
     request_id: str
-    blocks: list[tuple[BlockKey, BlockIds]]
+    blocks: list[tuple[BlockKey, BlockIds | StatePiece]]
     generation: int
     num_in_memory: int = 0  # of the blocks, see `BlockTier.count_in_memory`
 
@@ -66,7 +67,7 @@ class LoadInProgress:
             if self._began is None:
                 self._began = now
 
-    def fill(self, block: BlockIds, content: ByteArray) -> None:
+    def fill(self, block: BlockIds | StatePiece, content: ByteArray) -> None:
         """Write a block's content, unless the load is cancelled; return when it is there.
 
         Raises:
@@ -83,7 +84,7 @@ class LoadInProgress:
             with self._lock:
                 self._under_way.remove(copy)
 
-    def end_block(self, block: BlockIds, now: float, *, is_filled: bool) -> None:
+    def end_block(self, block: BlockIds | StatePiece, now: float, *, is_filled: bool) -> None:
         """Note that one more block is settled; called once for each."""
         with self._lock:
             if not is_filled:

@@ -53,8 +53,11 @@ class BlockTier(ABC):
         """Return how many of `keys` are in the memory in front of a slower tier."""
         return 0
 
-    def search(self, keys: Sequence[BlockKey]) -> Future[None]:
-        """Begin to look for the blocks of a prefix, so that `residents` has those that are there."""
+    def search(self, keys: Sequence[BlockKey], num_pieces: int) -> Future[None]:
+        """Begin to look for the blocks of a prefix, so that `residents` has those that are there.
+
+        If states have pieces, it has those of a deepest state, too.
+        """
         raise NotImplementedError
 
     @abstractmethod

@@ -87,7 +87,7 @@ class Accounts:
             executor=context.executor,
         )
         self.in_flight = StepsInFlight()
-        self.fences = Fences(self.in_flight, self.running, self.kv.pools)
+        self.fences = Fences(self.in_flight, self.running, self.kv.pools, checkpoints)
         self.loads = RemoteLoads()
         self.holdings = KVHoldings(
             config, self.kv, loads=self.loads, fences=self.fences, connector=self.connector, clock=clock

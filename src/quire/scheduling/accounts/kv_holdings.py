@@ -137,7 +137,7 @@ class KVHoldings:
         if load.has_arrived:
             self._kv.pools.release(load.block_ids[:, ::-1])
         else:
-            self._fences.fence_blocks(request_id, load.block_ids)
+            self._fences.fence_blocks(request_id, load.block_ids, load.checkpoint)
             self._connector.cancel_load(request_id)
 
     def drop_newest_load(self, spared: Request | None = None) -> bool:
@@ -151,6 +151,11 @@ class KVHoldings:
         """Cancel once more the loads that steps up to `step` cancelled: the runner may not have seen it."""
         for request_id in self._fences.refence_blocks(step):
             self._connector.cancel_load(request_id)
+
+    def loading_checkpoints(self) -> list[int]:
+        """Return the checkpoints that loads may write to."""
+        loading = [load.checkpoint for load in self._loads if load.checkpoint >= 0]
+        return loading + self._fences.held_checkpoints()
 
     # -- accounts ------------------------------------------------------------------------------------------
 

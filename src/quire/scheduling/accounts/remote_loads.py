@@ -3,7 +3,7 @@
 A load is shared: requests that begin with the same tokens wait for it, and find its blocks in the prefix
 cache when it has arrived. A request waits only if at least half of the load's blocks are for it, too, so that
 this takes at most about twice as long as a load of its own. Beside windows all of them must be: the load has
-only what the tokens behind it see.
+only what the tokens behind it see. So they must beside states: it has only the one behind it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class RemoteLoad:
     failed_block_ids: frozenset[int] = frozenset()  # of the first group
     has_arrived: bool = False
     number: int = 0  # no other load has it; given by `RemoteLoads`, from 1 on
+    checkpoint: int = -1  # pending, for the state behind the load; -1: there is none, or it can be found
 
     def drop_failed(self, block_size: int, pools: BlockPools) -> IntArray:
         """Cut the load off at its first failed block; return the blocks [G, blocks] that are of no use.

@@ -13,6 +13,7 @@ found, too.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from quire.kv.blocks.checkpoints import CheckpointPool, StateSlots
 from quire.kv.blocks.manager import KVCacheManager, Prefix
 from quire.request import Request
+from quire.scheduling.accounts.remote_loads import RemoteLoad
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.step import IntArray, StateCopies
 
@@ -82,6 +84,27 @@ class SequenceStates:
 
     def _end_of(self, request: Request) -> int:
         return (request.num_tokens - 1) // self.kv.block_size * self.kv.block_size
+
+    # -- loads ---------------------------------------------------------------------------------------------
+
+    def can_follow(self, num_loaded: int) -> bool:
+        """Return whether a state can be loaded behind `num_loaded` tokens, with their KV."""
+        return num_loaded % self.kv.block_size == 0 and self.pool.has_takeable
+
+    def prefix_of(self, load: RemoteLoad) -> Prefix | None:
+        """Return what has arrived with a load; None: its checkpoint has been overwritten since then."""
+        key = self.kv.key(load.request.request_id, load.num_blocks - 1)
+        checkpoint = None if key is None else self.pool.behind(key)
+        if checkpoint is None:
+            return None
+        return dataclasses.replace(load.prefix(), checkpoint=checkpoint, num_findable=load.num_blocks)
+
+    def take_loaded(self, load: RemoteLoad) -> None:
+        """Make the checkpoint of a load that has arrived, and whose blocks can be found, findable."""
+        key = self.kv.key(load.request.request_id, load.num_blocks - 1)
+        assert key is not None, "without a prefix cache there are no checkpoints"
+        self.pool.keep(load.checkpoint, key, is_likely=True)
+        load.checkpoint = -1
 
     # -- copies --------------------------------------------------------------------------------------------
 
@@ -171,6 +194,11 @@ class SequenceStates:
         for save in self._pending.pop(step, ()):
             self.pool.give_back(save.checkpoint)
 
-    def check(self) -> None:
-        """Check that each checkpoint is in one place; `AssertionError` names what does not hold."""
-        self.pool.check([save.checkpoint for saves in self._pending.values() for save in saves])
+    def check(self, loading: Iterable[int]) -> None:
+        """Check that each checkpoint is in one place; `AssertionError` names what does not hold.
+
+        Args:
+            loading: those that loads write.
+        """
+        saved = [save.checkpoint for saves in self._pending.values() for save in saves]
+        self.pool.check([*saved, *loading])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.kv.blocks.block_pools import BlockPools
+from quire.kv.blocks.checkpoints import CheckpointPool
 from quire.scheduling.accounts.running_slots import RunningSlots
 from quire.step import IntArray, SchedulerOutput
 
@@ -58,6 +59,7 @@ class _FencedBlocks(NamedTuple):
     step: int  # the one that cancels the load; once it has been applied, nothing writes to the blocks
     request_id: str
     block_ids: IntArray  # [G, blocks]
+    checkpoint: int  # that it writes to, too; -1: none
 
 
 class Fences:
@@ -67,12 +69,20 @@ class Fences:
         in_flight: the steps that may name them.
         running: gets the slots back.
         pools: get the blocks back.
+        checkpoints: get those of states back; None: there are no states.
     """
 
-    def __init__(self, in_flight: StepsInFlight, running: RunningSlots, pools: BlockPools) -> None:
+    def __init__(
+        self,
+        in_flight: StepsInFlight,
+        running: RunningSlots,
+        pools: BlockPools,
+        checkpoints: CheckpointPool | None,
+    ) -> None:
         self._in_flight = in_flight
         self._running = running
         self._pools = pools
+        self._checkpoints = checkpoints
         self._slots: deque[tuple[int, int]] = deque()  # (last step that names it, slot)
         self._blocks: deque[_FencedBlocks] = deque()
         self.num_blocks = 0  # fenced
@@ -84,9 +94,9 @@ class Fences:
         else:
             self._running.free(slot)
 
-    def fence_blocks(self, request_id: str, block_ids: IntArray) -> None:
-        """Hold back the blocks of a load that the next step cancels."""
-        self._blocks.append(_FencedBlocks(self._in_flight.next_step, request_id, block_ids))
+    def fence_blocks(self, request_id: str, block_ids: IntArray, checkpoint: int) -> None:
+        """Hold back the blocks of a load that the next step cancels, and its checkpoint; -1: it has none."""
+        self._blocks.append(_FencedBlocks(self._in_flight.next_step, request_id, block_ids, checkpoint))
         self.num_blocks += block_ids.shape[1]
 
     def refence_blocks(self, step: int) -> list[str]:
@@ -107,14 +117,20 @@ class Fences:
         while self._slots and self._slots[0][0] <= step:
             self._running.free(self._slots.popleft()[1])
         while self._blocks and self._blocks[0].step <= step:
-            block_ids = self._blocks.popleft().block_ids
-            self.num_blocks -= block_ids.shape[1]
-            self._pools.release(block_ids)
+            fenced = self._blocks.popleft()
+            self.num_blocks -= fenced.block_ids.shape[1]
+            self._pools.release(fenced.block_ids)
+            if self._checkpoints is not None and fenced.checkpoint >= 0:
+                self._checkpoints.give_back(fenced.checkpoint)
 
     def held_blocks(self) -> Iterator[IntArray]:
         """Yield the fenced blocks, [G, blocks] of each load: each is one reference."""
         for fenced in self._blocks:
             yield fenced.block_ids
+
+    def held_checkpoints(self) -> list[int]:
+        """Return the fenced checkpoints."""
+        return [fenced.checkpoint for fenced in self._blocks if fenced.checkpoint >= 0]
 
     @property
     def num_slots(self) -> int:

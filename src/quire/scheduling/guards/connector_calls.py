@@ -84,12 +84,20 @@ class ConnectorCalls:
         request.kv_load_failed = True
         return 0
 
-    def begin_load(self, request: Request, block_ids: IntArray, num_external_tokens: int) -> bool:
-        """See `KVConnector.update_state_after_alloc`; False if that fails."""
+    def begin_load(
+        self, request: Request, block_ids: IntArray, num_external_tokens: int, checkpoint: int = -1
+    ) -> bool:
+        """See `KVConnector.load_state`, called for a checkpoint, and `update_state_after_alloc`.
+
+        Returns:
+            False if that fails.
+        """
         assert self._connector is not None, "without a connector nothing is found elsewhere"
         self._loaded.update(block_ids[0].tolist())
         try:
             told = _as_told(self._connector, block_ids)
+            if checkpoint >= 0:
+                self._connector.load_state(request, checkpoint)
             self._connector.update_state_after_alloc(request, told, num_external_tokens)
         except Exception:
             logger.exception("the KV connector failed to load for request %r", request.request_id)

@@ -44,7 +44,7 @@ class Inspection:
         config, running, waiting = accounts.config, accounts.running, accounts.waiting
         accounts.kv.check(accounts.holdings.held_blocks())
         if accounts.states is not None:
-            accounts.states.check()
+            accounts.states.check(accounts.holdings.loading_checkpoints())
         self._check_all_can_go_on()
         if config.use_cache_eviction:
             self._check_evicted_blocks_are_gone()

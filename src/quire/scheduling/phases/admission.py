@@ -143,14 +143,25 @@ class AdmissionPhase:
         None if there may be more cached blocks than this step has looked up.
         """
         load = self.accounts.loads.get(request.request_id)
-        if load is not None:
-            return load.prefix()
+        loaded = None if load is None else self._loaded_prefix(load)
+        if loaded is not None:
+            return loaded
         if request.needs_whole_prompt:
             return self.accounts.kv.no_prefix
         leader = self._leader_of(request)
         if leader is not None:
             return self.accounts.kv.prefix_in_slot(leader, request.num_prompt_tokens - 1)
         return self._find_cached(request)
+
+    def _loaded_prefix(self, load: RemoteLoad) -> Prefix | None:
+        """Return what a load has brought; None: its state is gone, and so it is given up."""
+        if self.accounts.states is None:
+            return load.prefix()
+        prefix = self.accounts.states.prefix_of(load)
+        if prefix is None:
+            self.accounts.holdings.drop_load(load.request.request_id)
+            load.request.kv_load_failed = True
+        return prefix
 
     def _find_cached(self, request: Request) -> Prefix | None:
         """Return the cached blocks at the request's start; None: there may be more than were looked for."""
@@ -207,6 +218,8 @@ class AdmissionPhase:
             return None, False
         # The last token is always computed, for its logits.
         count = max(0, min(count, request.num_tokens - 1 - prefix.num_tokens))
+        if self.accounts.states is not None and not (is_async and self.accounts.states.can_follow(count)):
+            return 0, False
         return count, is_async and count > 0
 
     def _may_load_more(self, request: Request, prefix: Prefix) -> bool:
@@ -350,21 +363,26 @@ class AdmissionPhase:
             first_step=accounts.in_flight.next_step,
             shared_digest=self._shared_digest(request, prefix.num_full, num_tokens),
         )
+        if accounts.states is not None:
+            checkpoint = accounts.states.pool.take()
+            assert checkpoint is not None, "what was asked when the connector was"
+            load.checkpoint = checkpoint
         accounts.loads.begin(load)
-        if not accounts.connector.begin_load(request, block_ids, num_external):
+        if not accounts.connector.begin_load(request, block_ids, num_external, load.checkpoint):
             self.transfer_phase.give_up(load, "could not be loaded")
 
     def _shared_digest(self, request: Request, first_block: int, num_tokens: int) -> bytes | None:
         """Return the digest of the block that ends the first half of a load's full blocks.
 
-        Beside windows it is that of the last one: behind fewer, groups lack what is seen from there. None if
-        there is none, or if it is so far back that waiting requests would not look for it.
+        Beside windows it is that of the last one: behind fewer, groups lack what is seen from there. So it is
+        beside states, as the load has the one behind it. None if there is none, or if it is so far back that
+        waiting requests would not look for it.
         """
         accounts = self.accounts
         if accounts.eviction is not None:
             num_tokens = accounts.eviction.num_findable(num_tokens)
         count = num_tokens // accounts.kv.block_size - first_block
-        if not accounts.kv.pools.windows:
+        if not accounts.kv.pools.windows and accounts.states is None:
             count = -(-count // 2)
         if not 0 < count <= LOOKUP_BLOCKS:
             return None

@@ -9,6 +9,7 @@ import numpy as np
 from quire.request import Request
 from quire.scheduling.accounts.accounts import Accounts
 from quire.scheduling.accounts.remote_loads import RemoteLoad
+from quire.scheduling.accounts.sequence_states import SequenceStates
 from quire.scheduling.phases.request_finisher import RequestFinisher
 from quire.scheduling.phases.slot_manager import SlotManager
 from quire.status import RequestStatus
@@ -66,7 +67,9 @@ class TransferPhase:
         accounts.stats.num_loaded_tokens += max(0, load.num_tokens - load.num_local_blocks * block_size)
         if load.num_blocks:
             self._cache(load)
-        else:
+        if accounts.states is not None:
+            self._take_state(load, accounts.states, is_whole=not useless.size)
+        elif not load.num_blocks:
             accounts.holdings.drop_load(request.request_id)
         if useless.size:
             self._go_on_without(request, "could not be loaded")
@@ -80,6 +83,15 @@ class TransferPhase:
         if accounts.eviction is not None:
             num_tokens = accounts.eviction.num_findable(num_tokens)
         accounts.kv.cache_loaded_blocks(load.request, load.block_ids, load.num_local_blocks, num_tokens)
+
+    def _take_state(self, load: RemoteLoad, states: SequenceStates, *, is_whole: bool) -> None:
+        """Make the state of a load findable; without it, the request begins behind an earlier one."""
+        if is_whole:
+            states.take_loaded(load)
+        else:
+            states.pool.give_back(load.checkpoint)
+            load.checkpoint = -1
+            self.accounts.holdings.drop_load(load.request.request_id)
 
     def _fail_blocks(self, block_ids: frozenset[int], slots: IntArray) -> None:
         """Void everything that was computed from blocks whose load has failed.

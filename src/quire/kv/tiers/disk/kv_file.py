@@ -6,6 +6,7 @@ header              JSON: identity, block size, bytes per block, token ids
 checksum of header  16 bytes
 padding             to a multiple of 4,096 bytes
 blocks              one region each, see `quire.kv.tiers.disk.region`
+state               behind the last block, one region for each piece, if layers are recurrent
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from quire.errors import KVFileError
 from quire.kv.blocks.block_hash import BlockKey, SequenceKeys, root_digest
+from quire.kv.blocks.state_pieces import piece_keys
 from quire.kv.connectors.host_blocks import ByteArray
 from quire.kv.tiers.disk.region import FINGERPRINT_BYTES, RegionLayout
 
@@ -91,10 +93,9 @@ class KVFile:
             raise self._unreadable(error) from error
         header = layout.parse(raw) if num_read == len(raw) + len(into) else None
         if header is None or header.key != key or not header.vouches_for(into):
-            raise KVFileError(
-                f"block {index} of {len(self.token_ids) // self.block_size} in {self._path} is damaged; "
-                "those before it have been restored"
-            )
+            num_blocks = len(self.token_ids) // self.block_size
+            what = f"block {index} of {num_blocks}" if index < num_blocks else "the state"
+            raise KVFileError(f"{what} in {self._path} is damaged; the blocks before it have been restored")
 
     def _unreadable(self, error: OSError) -> KVFileError:
         return KVFileError(f"KV cannot be read from {self._path}: {error.strerror}")
@@ -119,9 +120,12 @@ def write_kv_file(
     *,
     block_size: int,
     bytes_per_block: int,
+    num_pieces: int,
     read_block: Callable[[int, ByteArray], bool],
 ) -> bool:
     """Write the KV of all full blocks of a prompt to a file, which appears whole or not at all.
+
+    The state behind them is written, too, if there are any.
 
     Args:
         path: path of the file; replaced if it exists.
@@ -129,7 +133,8 @@ def write_kv_file(
         token_ids: token ids of the prompt, whole blocks.
         block_size: tokens per block.
         bytes_per_block: bytes per block of keys and values.
-        read_block: reads the block of a number; False: it is not there any more.
+        num_pieces: of a state; 0: there are none.
+        read_block: reads the block or piece of a number; False: it is not there any more.
 
     Returns:
         False if a block was not there; nothing is written then.
@@ -147,7 +152,7 @@ def write_kv_file(
     ).encode()
     start = _MAGIC + len(header).to_bytes(_LENGTH_BYTES, "little") + header + _proof(header)
     layout = _layout(identity, block_size, bytes_per_block)
-    keys = prompt_keys(token_ids, block_size)
+    keys = prompt_keys(token_ids, block_size, num_pieces=num_pieces)
     content = np.empty(bytes_per_block, dtype=np.uint8)
     unfinished: Path | None = None
     try:
@@ -169,11 +174,14 @@ def write_kv_file(
     return True
 
 
-def prompt_keys(token_ids: list[int], block_size: int, cache_salt: str = "") -> SequenceKeys:
-    """Return the keys of a prompt's full blocks."""
+def prompt_keys(
+    token_ids: list[int], block_size: int, cache_salt: str = "", *, num_pieces: int
+) -> list[BlockKey]:
+    """Return the keys of a prompt's full blocks, and of the pieces of the state behind them."""
     keys = SequenceKeys(root_digest(salt=cache_salt), block_size)
     keys.extend(np.array(token_ids, dtype=np.int32))
-    return keys
+    blocks = [keys[index] for index in range(len(keys))]
+    return blocks + (piece_keys(blocks[-1], num_pieces) if blocks else [])
 
 
 def _require_regular(path: Path) -> None:

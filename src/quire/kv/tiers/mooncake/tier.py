@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from quire.kv.blocks.block_hash import BlockKey
+from quire.kv.blocks.state_pieces import piece_keys
 from quire.kv.connectors.host_blocks import ByteArray
 from quire.kv.tiers.disk.region import FINGERPRINT_BYTES, RegionLayout
 from quire.kv.tiers.mooncake.client import CALL_TIMEOUT, SETUP_TIMEOUT, StoreClient, StoreError, StoreLane
@@ -24,6 +26,9 @@ from quire.kv.tiers.worker_threads import WorkerThreads
 
 MAX_KNOWN_BLOCKS = 65_536
 """Blocks of the store that an engine remembers; some 50 MB."""
+
+MAX_SEARCHED_STATES = 8
+"""States of a prefix of which the store may have lost parts before no more are looked for."""
 
 OBJECT_NOT_FOUND = -704
 """What the store answers when it has evicted a block since it was looked up."""
@@ -94,27 +99,40 @@ class MooncakeTier(BlockTier):
         return self.is_readable and not self._is_full
 
     @override
-    def search(self, keys: Sequence[BlockKey]) -> Future[None]:
+    def search(self, keys: Sequence[BlockKey], num_pieces: int) -> Future[None]:
         generation = self.residents.generation
-        return self._searches.call(functools.partial(self._search, keys, self._layout, generation))
+        return self._searches.call(
+            functools.partial(self._search, keys, num_pieces, self._layout, generation)
+        )
 
-    def _search(self, keys: Sequence[BlockKey], layout: RegionLayout, generation: int) -> None:
-        """Note which blocks of a prefix the store has; runs in the thread."""
+    def _search(
+        self, keys: Sequence[BlockKey], num_pieces: int, layout: RegionLayout, generation: int
+    ) -> None:
+        """Note which blocks of a prefix the store has, and the deepest whole state; runs in the thread."""
+        first_pieces = [piece for key in keys for piece in piece_keys(key, min(num_pieces, 1))]
         with self._client.lane() as lane:
-            answer = lane.call("exist", [_name(layout, key) for key in keys])
-            if any(number not in (0, 1) for number in answer):
-                raise StoreError(f"{min(answer)} in answer to a look-up")
-        for key, is_there in zip(keys, answer, strict=True):
+            answer = _are_there([*keys, *first_pieces], layout, lane)
+            num_found = self._note(keys, answer[: len(keys)], generation)
+            have_state = list(itertools.compress(keys[:num_found], answer[len(keys) :]))
+            for key in have_state[: -MAX_SEARCHED_STATES - 1 : -1]:
+                pieces = piece_keys(key, num_pieces)
+                if self._note(pieces, _are_there(pieces, layout, lane), generation) == num_pieces:
+                    break
+
+    def _note(self, keys: Sequence[BlockKey], are_there: Sequence[int], generation: int) -> int:
+        """Note which of `keys` the store has, up to the first that it has not; return how many."""
+        for index, (key, is_there) in enumerate(zip(keys, are_there, strict=True)):
             place = self.residents.place_of(key)
             if not is_there:
                 if place is not None:
                     self.residents.drop(key, place)
-                return
+                return index
             if place is None:
                 place = self.residents.open_place(key, generation)
                 if place is None:
-                    return
+                    return index
                 self.residents.fill(key, place, generation)
+        return len(keys)
 
     @override
     def read(self, key: BlockKey, into: ByteArray) -> bool:
@@ -187,6 +205,14 @@ class MooncakeTier(BlockTier):
         self.residents.clear()
         self._client.close()
         self._searches.close(CALL_TIMEOUT)
+
+
+def _are_there(keys: Sequence[BlockKey], layout: RegionLayout, lane: StoreLane) -> Sequence[int]:
+    """Return 1 for each of `keys` that the store has, and 0 for the others."""
+    answer = lane.call("exist", [_name(layout, key) for key in keys])
+    if any(number not in (0, 1) for number in answer):
+        raise StoreError(f"{min(answer)} in answer to a look-up")
+    return answer
 
 
 def _name(layout: RegionLayout, key: BlockKey) -> str:
