@@ -104,3 +104,26 @@ def test_emptied_it_has_all_checkpoints_free():
     pool.check([])
     assert not pool.num_kept
     assert pool.find(LONG, 10) == (0, -1)
+
+
+def test_one_that_is_held_is_found_and_overwritten_only_afterwards():
+    pool = CheckpointPool(2)
+    keep(pool, LONG[0], is_likely=False)
+    pool.hold(LONG[0].digest)
+    pool.hold(LONG[0].digest)
+    pool.touch(LONG[0].digest)
+    pool.leave(LONG[0].digest)
+    assert [keep(pool, OTHER[index]) for index in (7, 8)] == [1, 1]
+    assert pool.find(LONG, 10) == (1, 0)
+    pool.forget_contents()
+    assert (pool.num_kept, pool.behind(LONG[0])) == (1, 0)
+    assert keep(pool, LONG[0]) == 1, "there is one already"
+    pool.let_go(LONG[0].digest)
+    assert pool.take() == 1
+    assert not pool.has_takeable
+    assert pool.take() is None
+    pool.let_go(LONG[0].digest)
+    pool.check([1])
+    assert pool.has_takeable
+    assert pool.take() == 0
+    assert pool.behind(LONG[0]) is None

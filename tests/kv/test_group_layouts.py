@@ -51,7 +51,7 @@ class Side:
             for number, group in enumerate(groups)
         ]
         if num_ranks == 1:
-            self.by_rank = [caches_on_device(metadata, HOST)]
+            self.by_rank = [caches_on_device(metadata, HOST)[0]]
         else:
             with memory_file() as file:
                 shards = ShardMemory(file, metadata)

@@ -104,15 +104,15 @@ class StateStore:
     num_pieces = 2
 
     def __init__(self, checkpoints: dict[int, list[int]], bytes_per_block: int) -> None:
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self.bytes_per_block = bytes_per_block
 
     def read_block(self, number: int, into: np.ndarray) -> None:
-        into.view(np.int64)[:] = self._checkpoints[number // 2][number % 2]
+        into.view(np.int64)[:] = self.checkpoints[number // 2][number % 2]
 
     def write_block(self, number: int, content: np.ndarray) -> None:
         [value] = set(content.view(np.int64).tolist())
-        self._checkpoints.setdefault(number // 2, [NEVER_WRITTEN] * 2)[number % 2] = value
+        self.checkpoints.setdefault(number // 2, [NEVER_WRITTEN] * 2)[number % 2] = value
 
 
 class FakeRunner:

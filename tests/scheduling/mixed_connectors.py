@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from fake_runner import FACTOR
+from fake_runner import FACTOR, GARBAGE, StateStore, kv_of
 
 from faulty_connector import FaultyConnector
 from inline_threads import InlineThreads
@@ -74,12 +74,37 @@ class Reluctant:
 
 
 class MixedConnector(Reluctant, FaultyConnector):
+    """Beside states it lends, and loads nothing."""
+
     FAULTS = ("fail", "silent", "answer", "dead peer", "living peer")
+    moves_states = True
 
     def __init__(self, block_size: int, windows: list[int], **options) -> None:
         super().__init__(block_size, **options)
         self.windows = windows
         self.preempted: set[str] = set()
+        self.states: StateStore | None = None
+        self.offered: dict[str, int] = {}  # checkpoints, by request that is about to end
+        self.lent: dict[str, tuple[int, list[int]]] = {}  # with what they hold
+        self.num_lent = 0
+        self.wrong: list[str] = []  # the scheduler catches what these calls raise
+
+    def register_states(self, states: StateStore) -> None:
+        self.states = states
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found if self.states is None or found[0] is None else (0, False)
+
+    def lend_state(self, request, checkpoint):
+        self.offered[request.request_id] = checkpoint
+
+    def lease_ended(self, request_id):
+        super().lease_ended(request_id)
+        if request_id in self.lent:
+            checkpoint, content = self.lent.pop(request_id)
+            if self.states.checkpoints[checkpoint] != content:
+                self.wrong.append(f"the state of {request_id} was overwritten while it was lent")
 
     def build_connector_meta(self, scheduler_output):
         self.preempted.update(scheduler_output.preempted_req_ids)
@@ -97,8 +122,17 @@ class MixedConnector(Reluctant, FaultyConnector):
                 self.is_peer_alive = what == "living peer"
 
     def request_finished(self, request, block_ids):
+        checkpoint = self.offered.pop(request.request_id, None)
         answer = super().request_finished(request, block_ids)
-        if answer[0] and self.by_group and request.request_id not in self.preempted:
+        if answer[0] and checkpoint is not None:
+            content = list(self.states.checkpoints[checkpoint])
+            last = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+            if GARBAGE not in content and content[0] != kv_of(request.prompt_array.tolist())[last - 1]:
+                self.wrong.append(f"the state of {request.request_id} is another's")
+            self.lent[request.request_id] = checkpoint, content
+            self.num_lent += 1
+        keeps_lent = request.request_id not in self.preempted and not request.sampling_params.beam_width
+        if answer[0] and self.by_group and keeps_lent:
             self._check_lent(request, block_ids)
         self.preempted.discard(request.request_id)
         return answer
@@ -108,10 +142,14 @@ class MixedConnector(Reluctant, FaultyConnector):
         num_tokens = request.num_prompt_tokens - 1
         for window, ids in zip(self.windows, block_ids[1:], strict=True):
             first = first_in_window(num_tokens, window, self._block_size)
-            assert (ids[first : -(-num_tokens // self._block_size)] != NULL_BLOCK).all()
+            if (ids[first : -(-num_tokens // self._block_size)] == NULL_BLOCK).any():
+                self.wrong.append(f"{request.request_id} has left blocks that it lends")
 
     def settle(self) -> Counter[str]:
-        return Counter()
+        assert not self.offered
+        assert not self.wrong, self.wrong
+        num_lent, self.num_lent = self.num_lent, 0
+        return Counter({"states lent": num_lent})
 
 
 class FaultyTier(BlockTier):

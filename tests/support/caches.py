@@ -34,7 +34,8 @@ def states_of(model: ModelConfig, num_slots: int, dtype: torch.dtype) -> StateCa
     layout = StateLayout.of(model.state_layers, str(dtype).removeprefix("torch."))
     if not layout.bytes_per_state:
         return None
-    states = StateCache(layout, num_slots=num_slots, num_checkpoints=0, device=torch.device("cpu"))
+    memory = torch.empty(num_slots * layout.bytes_per_state, dtype=torch.uint8)
+    states = StateCache(layout, memory, num_slots=num_slots)
     for layer in states.layers:
         for part in layer.values():
             part.fill_(torch.nan)

@@ -54,7 +54,7 @@ def moves_states(config: EngineConfig) -> bool:
         return False
     if config.kv_connector:
         return CONNECTORS.class_of(config.kv_connector).moves_states
-    return bool(config.kv_tiering.kv_tier)
+    return bool(config.kv_tiering.kv_tier) or config.shares_kv
 
 
 def stages_kv(config: EngineConfig) -> bool:

@@ -292,6 +292,11 @@ class RecordedConnector(KVConnector):
         return built[0]
 
     @override
+    def lend_state(self, request: Request, checkpoint: int) -> None:
+        lend = self._connector.lend_state
+        self._answers.ask("connector.lend_state", request.request_id, lend, request, checkpoint)
+
+    @override
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, Mapping[str, Any] | None]:

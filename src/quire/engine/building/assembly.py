@@ -72,6 +72,7 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "EngineConfig.tensor_parallel_size": config.tensor_parallel_size
             * (config.tensor_parallel_size > 1),
             "EngineConfig.scheduler_cls": config.scheduler_cls * (not knows_groups(config)),
+            "KVTransferConfig.kv_peers": config.kv_transfer.kv_peers,
         }
         if not moves_states(config):
             of_states |= config.moves_kv_by

@@ -70,9 +70,9 @@ def _step_mark(config: EngineConfig) -> Callable[[], StepMark] | None:
 def _identity(
     config: EngineConfig, model_path: Path, model_config: ModelConfig, plan: MemoryPlan
 ) -> dict[str, str]:
-    """Return the identity for peers; without windows, links negotiate the block size."""
+    """Return the identity for peers; without windows and states, links negotiate the block size."""
     identity = kv_identity(config, model_path, model_config, plan)
-    if not plan.windows:
+    if not plan.windows and plan.states is None:
         del identity["block size"]
     return identity
 

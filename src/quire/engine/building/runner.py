@@ -86,9 +86,10 @@ def build_runner(
 
     scheduler = config.scheduler
     capture_drafts = None if models.draft is None else _capture(config, models.draft)
+    kv_caches, states = _kv_caches(models, plan)
     runner = ModelRunner(
         models.target,
-        _kv_caches(models, plan),
+        kv_caches,
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
@@ -98,38 +99,34 @@ def build_runner(
         connector=connector,
         eviction=scheduler.cache_eviction_config if scheduler.use_cache_eviction else None,
         sparse_attention=scheduler.sparse_attention_config if scheduler.use_sparse_attention else None,
-        states=_states(models, plan),
+        states=states,
         capture=_capture(config, models.target),
     )
     runner.max_captured_tokens = max_captured_tokens
     return runner
 
 
-def _kv_caches(models: LoadedModels, plan: MemoryPlan) -> tuple[PagedAttentionCache, ...]:
-    """Return memory for the target model's KV of each cache group, on all ranks."""
+def _kv_caches(
+    models: LoadedModels, plan: MemoryPlan
+) -> tuple[tuple[PagedAttentionCache, ...], StateCache | None]:
+    """Return memory for the target model's KV of each cache group, on all ranks, and for its states, if any.
+
+    Peers read both, so they are in one allocation.
+    """
     from quire.kv.cache.paged_cache import caches_on_device
-
-    groups, device = plan.kv_caches, models.target.kernels.device
-    if models.ranks is None:
-        return caches_on_device(groups, device)
-    from quire.engine.ranks.leading import leading_caches
-
-    return leading_caches(groups, device, models.ranks)
-
-
-def _states(models: LoadedModels, plan: MemoryPlan) -> StateCache | None:
-    """Return memory for the states of the target model's recurrent layers; None: it has none."""
     from quire.kv.cache.state_cache import StateCache
 
-    sizes = plan.states
-    if sizes is None:
-        return None
-    return StateCache(
-        sizes.layout,
-        num_slots=sizes.num_slots,
-        num_checkpoints=sizes.num_checkpoints,
-        device=models.target.kernels.device,
+    groups, device, states = plan.kv_caches, models.target.kernels.device, plan.states
+    if models.ranks is not None:
+        from quire.engine.ranks.leading import leading_caches
+
+        return leading_caches(groups, device, models.ranks), None
+    if states is None:
+        return caches_on_device(groups, device)[0], None
+    caches, memory = caches_on_device(
+        groups, device, num_more=states.num_bytes, alignment=states.layout.alignment
     )
+    return caches, StateCache(states.layout, memory, num_slots=states.num_slots)
 
 
 def _capture(config: EngineConfig, model: Model | Decoder) -> Capture | None:

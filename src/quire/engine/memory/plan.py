@@ -360,7 +360,8 @@ def _estimated_bytes(config: EngineConfig, sizes: ModelSizes, length: int) -> in
 def _cache_groups(config: EngineConfig, target: ModelSizes, length: int) -> tuple[CacheGroup, ...]:
     """Return the cache groups of the target model's layers, for sequences of up to `length` tokens."""
     gives_back = any(spec is not None and 0 < spec.window < length for spec in target.kv_layers)
-    return cache_groups(target.kv_layers, keeps_all=not gives_back or keeps_all_tokens(config))
+    are_in_one = config.shares_kv and target.model.has_states  # pieces of states travel as its blocks
+    return cache_groups(target.kv_layers, keeps_all=not gives_back or are_in_one or keeps_all_tokens(config))
 
 
 def _empty_cache(

@@ -8,7 +8,7 @@ A checkpoint is *free*, *pending* (a step in flight or a load writes it) or *kep
 copied to a slot at the start of the step that uses it, so nothing holds a reference to it: when there is no
 free one, a kept one is overwritten. First go those that are of use only if another sequence parts from theirs
 there, the oldest first: they lie within a prompt, or their sequence has a later one. Then go the others, the
-least recently used first.
+least recently used first. None goes that is *held*, for a peer to read it.
 """
 
 from __future__ import annotations
@@ -57,19 +57,21 @@ class CheckpointPool:
         self._free = list(range(num_checkpoints))[::-1]
         self._unlikely: OrderedDict[bytes, _Kept] = OrderedDict()  # by digest; first to be overwritten first
         self._likely: OrderedDict[bytes, _Kept] = OrderedDict()  # after those
+        self._held: dict[bytes, _Kept] = {}
+        self._num_holds: dict[bytes, int] = {}
 
     @property
     def num_kept(self) -> int:
         """Checkpoints that can be found."""
-        return len(self._unlikely) + len(self._likely)
+        return len(self._unlikely) + len(self._likely) + len(self._held)
 
     @property
     def has_takeable(self) -> bool:
         """Whether `take` returns a checkpoint."""
-        return bool(self._free or self.num_kept)
+        return bool(self._free or self._unlikely or self._likely)
 
     def take(self) -> int | None:
-        """Return a checkpoint to be written, which is pending from now on; None: all are pending."""
+        """Return a checkpoint to be written, which is pending from now on; None: all are pending or held."""
         if self._free:
             return self._free.pop()
         for kept in (self._unlikely, self._likely):
@@ -115,6 +117,21 @@ class CheckpointPool:
         found = self._at(key.digest)
         return found.checkpoint if found is not None and found.key == key else None
 
+    def hold(self, digest: bytes) -> None:
+        """Keep the checkpoint behind a block, which is there, until as many calls of `let_go`."""
+        self._num_holds[digest] = self._num_holds.get(digest, 0) + 1
+        if digest not in self._held:
+            kept = self._unlikely if digest in self._unlikely else self._likely
+            self._held[digest] = kept.pop(digest)
+
+    def let_go(self, digest: bytes) -> None:
+        """End one `hold`; whoever held the checkpoint counts as a sequence that has used it."""
+        self._num_holds[digest] -= 1
+        if not self._num_holds[digest]:
+            del self._num_holds[digest]
+            self._likely[digest] = self._held.pop(digest)
+            self.touch(digest)
+
     def touch(self, digest: bytes) -> None:
         """Note that a sequence has gone on behind a block, if there is a checkpoint there."""
         found = self._unlikely.pop(digest, None) or self._likely.pop(digest, None)
@@ -131,7 +148,7 @@ class CheckpointPool:
             self._unlikely[digest] = self._likely.pop(digest)
 
     def forget_contents(self) -> None:
-        """Make all checkpoints that can be found free."""
+        """Make all checkpoints that can be found free, but for those that are held."""
         for kept in (self._unlikely, self._likely):
             self._free += [each.checkpoint for each in kept.values()]
             kept.clear()
@@ -142,12 +159,15 @@ class CheckpointPool:
         Args:
             pending: those that steps in flight and loads write.
         """
-        kept = [each.checkpoint for each in (*self._unlikely.values(), *self._likely.values())]
-        assert not self._unlikely.keys() & self._likely.keys(), "invariant 1: a checkpoint is kept twice"
+        all_kept = self._unlikely, self._likely, self._held
+        kept = [each.checkpoint for one in all_kept for each in one.values()]
+        assert len({*self._unlikely, *self._likely, *self._held}) == len(kept), (
+            "invariant 1: a checkpoint is kept twice"
+        )
         assert sorted([*self._free, *pending, *kept]) == list(range(self.num_checkpoints)), (
             f"invariant 1: of {self.num_checkpoints} checkpoints, {self._free} are free, {pending} pending "
             f"and {kept} kept: one is in two places or in none"
         )
 
     def _at(self, digest: bytes) -> _Kept | None:
-        return self._likely.get(digest) or self._unlikely.get(digest)
+        return self._likely.get(digest) or self._unlikely.get(digest) or self._held.get(digest)

@@ -83,7 +83,7 @@ class KVCacheManager:
         checkpoints: CheckpointPool | None = None,
     ) -> None:
         self.block_size = block_size
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self.pools = pools
         self.enable_prefix_caching = enable_prefix_caching
         self.no_prefix = Prefix(np.empty((len(pools), 0), dtype=np.int32), 0)
@@ -142,7 +142,7 @@ class KVCacheManager:
         """
         block_ids, _ = self.find_full_blocks(request_id, token_ids[:-1])
         num_findable, checkpoint = block_ids.shape[1], -1
-        if self._checkpoints is not None:
+        if self.checkpoints is not None:
             block_ids, checkpoint = self._before_checkpoint(request_id, token_ids, block_ids)
         num_tokens = block_ids.shape[1] * self.block_size
         return Prefix(block_ids, num_tokens, checkpoint=checkpoint, num_findable=num_findable)
@@ -151,9 +151,9 @@ class KVCacheManager:
         self, request_id: str, token_ids: IntArray, block_ids: IntArray
     ) -> tuple[IntArray, int]:
         """Return the blocks of the longest prefix that ends at a checkpoint, and that; -1: there is none."""
-        assert self._checkpoints is not None
+        assert self.checkpoints is not None
         while num_found := block_ids.shape[1]:
-            num_blocks, checkpoint = self._checkpoints.find(self._keys[request_id], num_found)
+            num_blocks, checkpoint = self.checkpoints.find(self._keys[request_id], num_found)
             if num_blocks == num_found:
                 return block_ids, checkpoint
             # Groups with windows may lack blocks that were left before the end of the longer prefix.

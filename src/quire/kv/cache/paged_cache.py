@@ -270,14 +270,28 @@ class PagedAttentionCache(TensorData):
 
 
 def caches_on_device(
-    groups: Sequence[PagedAttentionCacheMetaData], device: torch.device
-) -> tuple[PagedAttentionCache, ...]:
+    groups: Sequence[PagedAttentionCacheMetaData],
+    device: torch.device,
+    *,
+    num_more: int = 0,
+    alignment: int = 1,
+) -> tuple[tuple[PagedAttentionCache, ...], torch.Tensor]:
     """Return the cache of each cache group, one after the other in one allocation of a device.
 
     Each is like `PagedAttentionCache.on_device`.
+
+    Args:
+        groups: what each is.
+        device: whose memory it is.
+        num_more: bytes behind them, for something else.
+        alignment: of these bytes, counted from the first cache.
+
+    Returns:
+        The caches, and the bytes behind them, not initialized.
     """
     *starts, num_bytes = group_starts(groups)
-    memory = allocate(num_bytes, device)
+    end = -(-num_bytes // alignment) * alignment
+    memory = allocate(end + num_more, device)
     caches = tuple(
         PagedAttentionCache.over(metadata.sharded_over(None, None), memory[start:])
         for metadata, start in zip(groups, starts, strict=True)
@@ -285,7 +299,7 @@ def caches_on_device(
     if device != HOST:  # whose memory begins as zeros
         for cache in caches:
             cache.tensor[:1] = 0
-    return caches
+    return caches, memory[end : end + num_more]
 
 
 def views_of_layers(caches: Sequence[PagedAttentionCache]) -> list[PagedAttentionCacheView]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 
 from quire.kv.cache.page_layout import NUMBER_BYTES
-from quire.kv.cache.page_memory import allocate
 from quire.kv.cache.state_layout import PlacedPart, StateLayout
 from quire.step import IntArray
 
@@ -23,25 +22,21 @@ class StateCache:
 
     Attributes:
         layers: each layer's parts of all states.
+        states: all of them as they lie in memory, [states, bytes].
         num_pieces: of a state, see `StateLayout`.
         tensor: the pieces of all checkpoints, one after the other, [pieces, bytes].
 
     Args:
         layout: what lies where in a state.
-        num_slots: sequences that run at once.
-        num_checkpoints: further states.
-        device: whose memory it is.
+        memory: bytes of all states, [N].
+        num_slots: sequences that run at once; the other states are checkpoints.
     """
 
-    def __init__(
-        self, layout: StateLayout, *, num_slots: int, num_checkpoints: int, device: torch.device
-    ) -> None:
+    def __init__(self, layout: StateLayout, memory: torch.Tensor, *, num_slots: int) -> None:
         self._num_slots = num_slots
-        num_states = num_slots + num_checkpoints
-        memory = allocate(num_states * layout.bytes_per_state, device)
-        self._states = memory[: num_states * layout.bytes_per_state].view(num_states, layout.bytes_per_state)
+        self.states = memory.view(-1, layout.bytes_per_state)
         self.num_pieces = layout.num_pieces
-        self.tensor = self._states[num_slots:].view(-1, layout.bytes_per_piece)
+        self.tensor = self.states[num_slots:].view(-1, layout.bytes_per_piece)
         self.layers: list[LayerStates] = [
             {placed.part.name: self._part(placed) for placed in layer} for layer in layout.layers
         ]
@@ -49,7 +44,7 @@ class StateCache:
     def _part(self, placed: PlacedPart) -> torch.Tensor:
         shape = placed.part.shape
         num_bytes = math.prod(shape) * NUMBER_BYTES[placed.dtype]
-        span = self._states[:, placed.offset : placed.offset + num_bytes]
+        span = self.states[:, placed.offset : placed.offset + num_bytes]
         return span.view(getattr(torch, placed.dtype)).view(len(span), *shape)
 
     def restore(self, copies: IntArray) -> None:
@@ -64,9 +59,9 @@ class StateCache:
         """Copy states of slots to other slots, each as it was before: (from, to), [N, 2]."""
         if len(copies):
             sources, targets = torch.from_numpy(copies.astype("int64")).unbind(1)
-            self._states[targets] = self._states[sources]
+            self.states[targets] = self.states[sources]
 
     def _copy(self, sources: IntArray, targets: IntArray) -> None:
         """Copy states, none of which is source and target, one after the other: it takes no memory."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            self._states[target] = self._states[source]
+            self.states[target] = self.states[source]

@@ -62,6 +62,11 @@ class StateLayout:
         """Bytes of each part in which a state is moved."""
         return self.bytes_per_state // self.num_pieces
 
+    @property
+    def alignment(self) -> int:
+        """Bytes of which the place of a state, as its size, is a multiple."""
+        return math.lcm(self.bytes_per_piece, _ALIGNMENT)
+
     def in_pieces(self, bytes_per_piece: int) -> StateLayout:
         """Return the layout of states that are moved in pieces of this size, at least one byte.
 

@@ -144,6 +144,13 @@ class KVConnector(ABC):
             a client needs to find them. The scheduler frees them by itself after too long without news.
         """
 
+    def lend_state(self, request: Request, checkpoint: int) -> None:  # noqa: B027 - most lend nothing
+        """Note where the state behind the full blocks of a prompt is, but for that of its last token.
+
+        Called right before `request_finished`, with `moves_states` only, and if the state is there. It stays
+        for as long as the blocks are held.
+        """
+
     @abstractmethod
     def leases_renewed(self) -> frozenset[str]:
         """Return the requests whose held blocks a peer has asked to keep since the last call: heartbeats."""

@@ -10,7 +10,8 @@ caches over the same links, by digest: `CachedBlocks` hears of every change of t
 and instead of holding a block for a reader it reports afterwards whether the block was evicted. What
 reads (`BorrowedPrompts`, `PeerPrefixes`) decides in the scheduler's thread; `RunningPulls` runs it,
 `Peer` has threads that read what is ready and others that wait for the rest (`PullReaders`), and
-`BlockLayouts` puts a peer's blocks together where they are smaller. Blocks travel with all their KV heads
-in order; `BlockLayouts` knows where those of several ranks are, at either end. docs/many-machines.md has
-the states of all sides.
+`BlockLayouts` puts a peer's blocks together where they are smaller. The state of recurrent layers behind a
+prompt travels as further blocks of its loan (`StateBlocks`), ready when the request ends. Blocks travel with
+all their KV heads in order; `BlockLayouts` knows where those of several ranks are, at either end.
+docs/many-machines.md has the states of all sides.
 """

@@ -24,6 +24,8 @@ from quire.datadist.loans.arriving_blocks import ArrivingBlocks, BlockConversion
 from quire.kv.cache.metadata import PagedAttentionCacheMetaData
 from quire.kv.cache.page_layout import HeadsLayout, PageLayout
 from quire.kv.cache.paged_cache import PagedAttentionCache
+from quire.kv.cache.state_cache import StateCache
+from quire.kv.peers.shared_prompt import NO_STATES, StateBlocks
 
 MAX_SENT_SPANS = 1 << 16
 """Spans of bytes that are sent at a time: transports tell them in one message."""
@@ -190,8 +192,8 @@ def _pieces(
     return pieces
 
 
-def memory_of(kv_caches: Sequence[PagedAttentionCache]) -> CacheMemory:
-    """Return the memory of the blocks of all cache groups, of all ranks if there are several.
+def memory_of(kv_caches: Sequence[PagedAttentionCache], states: StateCache | None = None) -> CacheMemory:
+    """Return the memory of the blocks of all cache groups, of all ranks if there are several, and of states.
 
     On a GPU, copies go beside the steps: blocks are read when the step that fills them has been computed, and
     written when those have that used them before.
@@ -199,7 +201,10 @@ def memory_of(kv_caches: Sequence[PagedAttentionCache]) -> CacheMemory:
     shards, starts = kv_caches[0].shards, _starts(kv_caches)
     if shards is None:
         first = _bytes_of(kv_caches[0])
-        flat = first.as_strided([starts[-1] + kv_caches[-1].nbytes], [1], first.storage_offset())
+        num_bytes = starts[-1] + kv_caches[-1].nbytes
+        if states is not None:
+            num_bytes = _offset(states.tensor) + states.tensor.nbytes - _offset(first)
+        flat = first.as_strided([num_bytes], [1], first.storage_offset())
     else:
         flat = shards.tensor.view(-1)
     desc = CacheDesc(1, [len(flat)], DataType.DT_INT8)
@@ -225,6 +230,25 @@ def layouts_of(kv_caches: Sequence[PagedAttentionCache]) -> BlockLayouts:
     ]
     held = ShardLayout(places) if shards is None else ShardLayout(places, shards.num_shards, shards.stride)
     return BlockLayouts(layout_of(first.page_size), layout_of, held)
+
+
+def state_blocks_of(kv_caches: Sequence[PagedAttentionCache], states: StateCache | None) -> StateBlocks:
+    """Return the checkpoints as blocks behind those of the one cache group that there is."""
+    if states is None:
+        return NO_STATES
+    first, block_bytes = _bytes_of(kv_caches[0]), states.tensor.shape[1]
+    start = _offset(states.tensor) - _offset(first)
+    if len(kv_caches) > 1 or start % block_bytes:
+        raise ValueError(
+            f"states begin {start} bytes behind the first of {len(kv_caches)} caches, and no whole blocks of "
+            f"{block_bytes} bytes behind the only one"
+        )
+    return StateBlocks(start // block_bytes, states.num_pieces)
+
+
+def _offset(memory: torch.Tensor) -> int:
+    """Return where bytes begin in their allocation."""
+    return int(memory.storage_offset())
 
 
 def _bytes_of(cache: PagedAttentionCache) -> torch.Tensor:

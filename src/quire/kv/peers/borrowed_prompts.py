@@ -11,7 +11,13 @@ from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.peers.peer import MAX_PEERS, KnownPeers, Peer
 from quire.kv.peers.pulls import LoanLoad
 from quire.kv.peers.running_pulls import RunningPulls
-from quire.kv.peers.shared_prompt import firsts_moved, lendable_digest, moved_blocks
+from quire.kv.peers.shared_prompt import (
+    StateBlocks,
+    firsts_moved,
+    lendable_digest,
+    moved_blocks,
+    num_lendable_tokens,
+)
 from quire.kv.peers.transfer_params import BorrowingParams, borrowing_params
 from quire.request import Request
 from quire.step import IntArray, SchedulerOutput
@@ -30,13 +36,14 @@ class _Borrowed:
 
 
 class BorrowedPrompts:
-    """Reads all tokens but the last of prompts that a peer lends.
+    """Reads what a peer lends of prompts: all tokens but the last; with states, full blocks and a state.
 
     Args:
         block_size: tokens per block.
         peers: to read from.
         pulls: those that run.
         windows: of each cache group but the first, in tokens.
+        states: where states are.
         stats: stats of the connector.
         costs: costs of loading and computing.
     """
@@ -48,6 +55,7 @@ class BorrowedPrompts:
         pulls: RunningPulls,
         *,
         windows: Sequence[int],
+        states: StateBlocks,
         stats: KVPeerStats,
         costs: LoadCosts,
     ) -> None:
@@ -55,6 +63,7 @@ class BorrowedPrompts:
         self._peers = peers
         self._pulls = pulls
         self._windows = windows
+        self._states = states
         self._stats = stats
         self._costs = costs
         self._borrowed: dict[str, _Borrowed] = {}
@@ -77,7 +86,8 @@ class BorrowedPrompts:
         if params is None or request.output_token_ids:
             return
         peer = self._peers.get(params.address)
-        num_blocks = -(-(request.num_prompt_tokens - 1) // self._block_size)
+        num_tokens = num_lendable_tokens(request, self._block_size, self._states)
+        num_blocks = -(-num_tokens // self._block_size)
         self._borrowed[request.request_id] = _Borrowed(params, peer, num_blocks)
         if peer is None:
             logger.warning("KV is already read from %d peers, the maximum", MAX_PEERS)
@@ -101,10 +111,11 @@ class BorrowedPrompts:
             self._give_back(request.request_id)
             return 0
         borrowed.num_local = num_computed_tokens
-        num_tokens = request.num_prompt_tokens - 1 - num_computed_tokens
+        num_tokens = num_lendable_tokens(request, self._block_size, self._states) - num_computed_tokens
         if num_tokens < self._block_size:  # to compute those takes no longer than the last token alone
             return 0
         num_blocks = borrowed.num_blocks - num_computed_tokens // self._block_size
+        num_blocks += self._states.num_pieces
         return num_tokens if self._prefers_reading(borrowed, num_blocks) else 0
 
     def _prefers_reading(self, borrowed: _Borrowed, num_blocks: int) -> bool:
@@ -119,17 +130,22 @@ class BorrowedPrompts:
             self._stats.num_computations_chosen += not borrowed.prefers_reading
         return borrowed.prefers_reading
 
-    def begin(self, request: Request, block_ids: IntArray, num_external_tokens: int) -> None:
-        """Read a loan into blocks [G, N] with the next step."""
+    def begin(
+        self, request: Request, block_ids: IntArray, num_external_tokens: int, checkpoint: int | None
+    ) -> None:
+        """Read a loan into blocks [G, N] with the next step, and its state, if any, into a checkpoint."""
         borrowed = self._borrowed.get(request.request_id)
         if borrowed is None or borrowed.is_over or not num_external_tokens:
             return
         borrowed.is_over = True
         first = borrowed.num_local // self._block_size
-        num_tokens, digest = request.num_prompt_tokens - 1, lendable_digest(request)
+        num_tokens = num_lendable_tokens(request, self._block_size, self._states)
         firsts = firsts_moved(self._windows, num_tokens, self._block_size)
         targets = moved_blocks(block_ids[:, first : borrowed.num_blocks], first, firsts)
-        load = LoanLoad(request.request_id, borrowed.params, num_tokens, digest, targets)
+        pieces = () if checkpoint is None else self._states.of(checkpoint)
+        load = LoanLoad(
+            request.request_id, borrowed.params, num_tokens, lendable_digest(request), targets, tuple(pieces)
+        )
         self._new_loads.append(load)
         self._stats.num_loads_chosen += 1
 

@@ -27,7 +27,7 @@ from quire.kv.connectors.interface import KVConnector
 from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.connectors.step_times import StepMark, StepTimes, host_mark
-from quire.kv.peers.block_layouts import layouts_of, memory_of
+from quire.kv.peers.block_layouts import layouts_of, memory_of, state_blocks_of
 from quire.kv.peers.borrowed_prompts import BorrowedPrompts
 from quire.kv.peers.lent_prompts import LentPrompts, answer
 from quire.kv.peers.loan_steps import LoanStep, LoanSteps
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.kv.cache.paged_cache import PagedAttentionCache
+    from quire.kv.cache.state_cache import StateCache
     from quire.step import IntArray, SchedulerOutput
 
 ENGINE_CLUSTER_ID = 0
@@ -102,6 +103,7 @@ class PeerConnector(KVConnector):
     """
 
     by_group = True
+    moves_states = True
     saves_before_tokens = True
 
     def __init__(self, block_size: int, options: PeerOptions) -> None:
@@ -113,6 +115,8 @@ class PeerConnector(KVConnector):
         self._cancelled: list[str] = []  # requests whose load the next step cancels
         self._times = StepTimes(options.mark or host_mark, self._costs)
         self._started: _Started | None = None
+        self._states: StateCache | None = None
+        self._checkpoints: dict[str, int] = {}  # to be filled by loads that are about to begin, by request
         in_windows = [-(-(window - 1) // block_size) for window in options.windows]
         self._cached = CachedBlocks(in_windows)
         groups = range(1 + len(in_windows)) if options.listen_address is not None else ()
@@ -150,12 +154,18 @@ class PeerConnector(KVConnector):
         return num_tokens, bool(num_tokens)
 
     @override
+    def load_state(self, request: Request, checkpoint: int) -> None:
+        self._checkpoints[request.request_id] = checkpoint
+
+    @override
     def update_state_after_alloc(
         self, request: Request, block_ids: IntArray, num_external_tokens: int
     ) -> None:
-        parts = self._parts
-        reader = parts.borrowed if parts.borrowed.has(request) else parts.prefixes
-        reader.begin(request, block_ids, num_external_tokens)
+        parts, checkpoint = self._parts, self._checkpoints.pop(request.request_id, None)
+        if parts.borrowed.has(request):
+            parts.borrowed.begin(request, block_ids, num_external_tokens, checkpoint)
+        else:
+            parts.prefixes.begin(request, block_ids, num_external_tokens)
 
     @override
     def lends_prompt(self, request: Request) -> bool:
@@ -176,6 +186,10 @@ class PeerConnector(KVConnector):
             loads=[*self._parts.borrowed.plan(scheduler_output), *self._parts.prefixes.plan()],
             cancelled=cancelled,
         )
+
+    @override
+    def lend_state(self, request: Request, checkpoint: int) -> None:
+        self._parts.lent.lend_state(request, checkpoint)
 
     @override
     def request_finished(
@@ -229,6 +243,10 @@ class PeerConnector(KVConnector):
     # -- worker side ---------------------------------------------------------------------------------------
 
     @override
+    def register_states(self, states: StateCache) -> None:
+        self._states = states
+
+    @override
     def register_kv_caches(self, kv_caches: tuple[PagedAttentionCache, ...]) -> None:
         """Begin to listen for peers."""
         self._started = _Started(
@@ -236,6 +254,7 @@ class PeerConnector(KVConnector):
             self._options,
             kv_caches,
             self._cached,
+            states=self._states,
             stats=self._stats,
             costs=self._costs,
         )
@@ -289,15 +308,17 @@ class _Started:
         kv_caches: Sequence[PagedAttentionCache],
         cached: CachedBlocks,
         *,
+        states: StateCache | None,
         stats: KVPeerStats,
         costs: LoadCosts,
     ) -> None:
         self.layouts = layouts_of(kv_caches)
-        self.memory = memory_of(kv_caches)
+        self.memory = memory_of(kv_caches, states)
+        state_blocks = state_blocks_of(kv_caches, states)
         self.loans = Loans(self.layouts.block_bytes)
         self.loan_steps = LoanSteps(self.loans, are_in_flight=options.mark is not None)
         windows = options.windows
-        self.lent = LentPrompts(block_size, self.loans, self.loan_steps, windows=windows)
+        self.lent = LentPrompts(block_size, self.loans, self.loan_steps, windows=windows, states=state_blocks)
         self.session = Session(
             LLMRole.DECODER if options.listen_address is None else LLMRole.PROMPT,
             ENGINE_CLUSTER_ID,
@@ -326,7 +347,13 @@ class _Started:
         self.peers = KnownPeers(functools.partial(self._new_peer, options.timeout))
         self.pulls = RunningPulls(self.peers, options.timeout, stats=stats, costs=costs)
         self.borrowed = BorrowedPrompts(
-            block_size, self.peers, self.pulls, windows=windows, stats=stats, costs=costs
+            block_size,
+            self.peers,
+            self.pulls,
+            windows=windows,
+            states=state_blocks,
+            stats=stats,
+            costs=costs,
         )
         others = [one for one in options.asked_addresses if one != self.address]
         self.prefixes = PeerPrefixes(

@@ -14,7 +14,15 @@ from quire.errors import InvalidRequestError
 from quire.kv.blocks.block_hash import SequenceKeys
 from quire.kv.blocks.prompt_blocks import PromptBlocks, Save
 from quire.kv.peers.loan_steps import LoanStep, LoanSteps
-from quire.kv.peers.shared_prompt import firsts_moved, lendable_digest, lendable_keys, moved_blocks
+from quire.kv.peers.shared_prompt import (
+    NO_STATES,
+    StateBlocks,
+    firsts_moved,
+    lendable_digest,
+    lendable_keys,
+    moved_blocks,
+    num_lendable_tokens,
+)
 from quire.kv.peers.transfer_params import lending_params
 from quire.request import Request
 from quire.status import RequestStatus
@@ -33,20 +41,32 @@ class _Lent:
 class LentPrompts:
     """Lends all tokens but the last of prompts whose requests ask for that.
 
+    With states, these are full blocks, and the state behind them. It is ready when the request ends, and so
+    is the loan: a checkpoint stays only from then on.
+
     Args:
         block_size: tokens per block.
         loans: what peers read.
         steps: reports to them what steps have computed.
         windows: of each cache group but the first, in tokens.
+        states: where states are, if there are any.
     """
 
     def __init__(
-        self, block_size: int, loans: Loans, steps: LoanSteps, *, windows: Sequence[int] = ()
+        self,
+        block_size: int,
+        loans: Loans,
+        steps: LoanSteps,
+        *,
+        windows: Sequence[int] = (),
+        states: StateBlocks = NO_STATES,
     ) -> None:
         self._block_size = block_size
         self._loans = loans
         self._steps = steps
         self._windows = windows
+        self._states = states
+        self._checkpoints: dict[str, int] = {}  # by request that is about to end
         self._prompts = PromptBlocks(block_size)
         self._keys: dict[str, SequenceKeys] = {}
         self._lent: dict[str, _Lent] = {}  # by request
@@ -58,14 +78,14 @@ class LentPrompts:
             InvalidRequestError: its parameters are invalid.
         """
         params = lending_params(request.kv_transfer_params)
-        num_tokens = request.num_prompt_tokens - 1
+        num_tokens = num_lendable_tokens(request, self._block_size, self._states)
         is_lent_already = request.shares_prompt_with is not None  # by the first of several completions
         if params is None or num_tokens < self._block_size or request.beam_sequence_ids or is_lent_already:
             return
         transfer_id = params.transfer_id or secrets.token_hex(16)
-        keys = lendable_keys(request, self._block_size)
-        digest = lendable_digest(request)
-        loan = self._loans.offer(transfer_id, request.request_id, len(keys), digest)
+        keys = lendable_keys(request, self._block_size, num_tokens)
+        digest, num_blocks = lendable_digest(request), len(keys) + self._states.num_pieces
+        loan = self._loans.offer(transfer_id, request.request_id, num_blocks, digest)
         if loan is None:
             raise InvalidRequestError(
                 f"transfer_id {transfer_id!r} is in use by another request; each needs its own",
@@ -89,6 +109,10 @@ class LentPrompts:
                 self._loans.end(self._lent[request_id].loan, "its request was preempted")
         return [self._loan_step(save) for save in self._prompts.completed_by(output, self._keys)]
 
+    def lend_state(self, request: Request, checkpoint: int) -> None:
+        """Lend the state behind a prompt with the rest of it, when its request ends."""
+        self._checkpoints[request.request_id] = checkpoint
+
     def finish(self, request: Request, block_ids: IntArray) -> tuple[bool, str | None]:
         """Note that a request has ended, with its blocks [G, N].
 
@@ -97,6 +121,7 @@ class LentPrompts:
             peer that has read it, or needs it no more, may have given it back already.
         """
         lent = self._lent.get(request.request_id)
+        checkpoint = self._checkpoints.pop(request.request_id, None)
         if lent is None:
             return False, None
         self._keys.pop(request.request_id, None)
@@ -112,10 +137,14 @@ class LentPrompts:
             if lent.keeps_last:
                 self._loans.begin_step(lent.loan, lent.num_blocks - 1, ids[-1:])
                 self._loans.end_step(lent.loan)
+            if checkpoint is not None:
+                pieces = [(block,) for block in self._states.of(checkpoint)]
+                self._loans.begin_step(lent.loan, lent.num_blocks, pieces)
+                self._loans.end_step(lent.loan)
             if self._loans.is_ready(lent.loan):
                 return True, lent.transfer_id
             was_given_back = self._loans.was_given_back(lent.loan)
-        self.end(request.request_id, "its prompt was not computed to the end")
+        self.end(request.request_id, "its prompt was not computed to the end, or its state is gone")
         return False, lent.transfer_id if was_given_back else None
 
     def end(self, request_id: str, reason: str) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 import threading
 import time
 
+import numpy as np
+
 from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.caches.spans import Int64Array
 from quire.datadist.links.decoder_link import DecoderLink
@@ -21,18 +23,22 @@ OFFER_PATIENCE = 10.0
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class LoanLoad:
-    """A loan to read for a request; its last tokens go into `block_ids` [G, N], see `moved_blocks`."""
+    """A loan to read for a request; its last tokens go into `block_ids` [G, N], see `moved_blocks`.
+
+    With states, the one behind the tokens goes into the blocks `state`, see `StateBlocks`.
+    """
 
     request_id: str
     params: BorrowingParams
     num_tokens: int
     digest: bytes
     block_ids: Int64Array
+    state: tuple[int, ...] = ()
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are filled."""
-        return len(self.block_ids[0])
+        return len(self.block_ids[0]) + len(self.state)
 
     @property
     def address(self) -> Address:
@@ -58,12 +64,15 @@ class LoanLoad:
         engine_id, size = self.params.remote_engine_id, link.block_size
         if engine_id and engine_id != engine_id_of(link.epoch):
             raise ConnectionError("it has been restarted since it computed the prompt")
-        first_token = _num_blocks(self.num_tokens, layouts.block_size) - self.num_blocks
+        first_token = _num_blocks(self.num_tokens, layouts.block_size) - len(self.block_ids[0])
         first_token *= layouts.block_size
-        blocks = range(first_token // size, _num_blocks(self.num_tokens, size))
+        blocks = range(first_token // size, _num_blocks(self.num_tokens, size) + len(self.state))
         patience = 0 if engine_id else int(OFFER_PATIENCE * 1e3)
         request = LoanRequest(0, 0, self.transfer_id, blocks.start, blocks.stop, self.digest, patience, 0)
-        return request, layouts.arriving(self.block_ids, blocks, size)
+        targets = self.block_ids
+        if self.state:  # there is one group then, and blocks are equally large
+            targets = np.append(targets, [self.state], axis=1)
+        return request, layouts.arriving(targets, blocks, size)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -27,16 +28,44 @@ def cacheable_keys(request: Request, block_size: int) -> SequenceKeys:
     return keys
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateBlocks:
+    """The pieces of checkpoints as blocks, which have the next numbers behind those of the KV cache.
+
+    Attributes:
+        first_block: number of the first piece of the first checkpoint.
+        num_pieces: of each; 0: there are no states.
+    """
+
+    first_block: int = 0
+    num_pieces: int = 0
+
+    def of(self, checkpoint: int) -> range:
+        """Return the blocks of a checkpoint."""
+        start = self.first_block + checkpoint * self.num_pieces
+        return range(start, start + self.num_pieces)
+
+
+NO_STATES = StateBlocks()
+"""Of a model without recurrent layers."""
+
+
+def num_lendable_tokens(request: Request, block_size: int, states: StateBlocks) -> int:
+    """Return how many tokens of a prompt are lent: all but the last; with states, those of full blocks."""
+    num_tokens = request.num_prompt_tokens - 1
+    return num_tokens // block_size * block_size if states.num_pieces else num_tokens
+
+
 def lendable_digest(request: Request) -> bytes:
     """Return the digest of the tokens of a prompt but the last, and its salt: the same for any block size."""
     tokens = request.prompt_array[:-1].tobytes()
     return blake2b(root_digest(salt=request.cache_salt) + tokens, digest_size=DIGEST_BYTES).digest()
 
 
-def lendable_keys(request: Request, block_size: int) -> SequenceKeys:
-    """Return the keys of all blocks of a prompt without its last token; the last of them may not be full."""
+def lendable_keys(request: Request, block_size: int, num_tokens: int) -> SequenceKeys:
+    """Return the keys of all blocks of the first tokens of a prompt; the last of them may not be full."""
     keys = SequenceKeys(root_digest(salt=request.cache_salt), block_size)
-    keys.end_with(request.prompt_array[:-1])
+    keys.end_with(request.prompt_array[:num_tokens])
     return keys
 
 

@@ -51,6 +51,7 @@ class KVHoldings:
             int(config.max_pinned_share_per_tenant * kv.pools.first.num_blocks),
         )
         self._leases = LeaseTable()
+        self._held_states: dict[str, bytes] = {}  # by lease: the digest before the checkpoint that it holds
 
     @property
     def transfer_deadline(self) -> float:
@@ -79,9 +80,15 @@ class KVHoldings:
             self._leases.grant(lease_id, LeaseKind.PIN, block_ids, deadline)
             self._pinned.add(lease_id, request.tenant, held)
 
-    def hold_for_peer(self, request_id: str, block_ids: IntArray) -> None:
-        """Hold the blocks [G, blocks] of a request that ends until a peer has read them."""
+    def hold_for_peer(self, request_id: str, block_ids: IntArray, state: bytes | None) -> None:
+        """Hold the blocks [G, blocks] of a request that ends until a peer has read them.
+
+        So is the checkpoint behind the block with the digest `state`, if that is not None.
+        """
         self._kv.pools.acquire(block_ids)
+        if self._kv.checkpoints is not None and state is not None:
+            self._kv.checkpoints.hold(state)
+            self._held_states[request_id] = state
         self._leases.grant(request_id, LeaseKind.TRANSFER, block_ids, self.transfer_deadline)
 
     def renew(self, request_ids: Iterable[str]) -> None:
@@ -123,6 +130,9 @@ class KVHoldings:
         if lease.kind is LeaseKind.PIN:
             self._pinned.remove(lease.lease_id, lease.block_ids[0].tolist())
         self._kv.pools.release(lease.block_ids[:, ::-1])
+        state = self._held_states.pop(lease.lease_id, None)
+        if self._kv.checkpoints is not None and state is not None:
+            self._kv.checkpoints.let_go(state)
 
     # -- loads ---------------------------------------------------------------------------------------------
 

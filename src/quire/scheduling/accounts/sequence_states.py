@@ -99,6 +99,17 @@ class SequenceStates:
             return None
         return dataclasses.replace(load.prefix(), checkpoint=checkpoint, num_findable=load.num_blocks)
 
+    def behind_prompt(self, request: Request) -> tuple[int | None, bytes | None]:
+        """Return the checkpoint behind the full blocks of a prompt before its last token, if it is there.
+
+        Returns:
+            It, and the digest of its block; None and None: there is none.
+        """
+        num_blocks = (request.num_prompt_tokens - 1) // self.kv.block_size
+        key = self.kv.key(request.request_id, num_blocks - 1) if num_blocks else None
+        checkpoint = None if key is None else self.pool.behind(key)
+        return (None, None) if key is None or checkpoint is None else (checkpoint, key.digest)
+
     def take_loaded(self, load: RemoteLoad) -> None:
         """Make the checkpoint of a load that has arrived, and whose blocks can be found, findable."""
         key = self.kv.key(load.request.request_id, load.num_blocks - 1)

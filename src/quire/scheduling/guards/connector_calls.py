@@ -130,8 +130,12 @@ class ConnectorCalls:
         except Exception:
             logger.exception("the KV connector failed to cancel the load of request %r", request_id)
 
-    def finish(self, request: Request, block_ids: IntArray) -> tuple[bool, Mapping[str, Any] | None]:
-        """See `KVConnector.request_finished`; nothing is held if that fails.
+    def finish(
+        self, request: Request, block_ids: IntArray, checkpoint: int | None = None
+    ) -> tuple[bool, Mapping[str, Any] | None]:
+        """See `KVConnector.lend_state`, called for a checkpoint, and `request_finished`.
+
+        Nothing is held if one of them fails.
 
         Parameters that are not plain data cannot be sent to anyone. The blocks are held all the same: the
         worker side may count on them.
@@ -141,6 +145,8 @@ class ConnectorCalls:
         self._unanswered.pop(request.request_id, None)
         try:
             told = _as_told(self._connector, block_ids)
+            if checkpoint is not None:
+                self._connector.lend_state(request, checkpoint)
             is_read_later, params = self._connector.request_finished(request, told)
             is_read_later = bool(is_read_later)
         except Exception:

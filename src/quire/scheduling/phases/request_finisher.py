@@ -59,10 +59,13 @@ class RequestFinisher:
         if slot is not None:
             accounts.running.update_request(slot)
         held = self._held_blocks(request.request_id, slot)
-        is_read_later, params = accounts.connector.finish(request, held)
+        checkpoint, state = (
+            (None, None) if accounts.states is None else accounts.states.behind_prompt(request)
+        )
+        is_read_later, params = accounts.connector.finish(request, held, checkpoint)
         request.kv_transfer_params = params  # what came with it said where to load from
         if is_read_later and held.size:
-            accounts.holdings.hold_for_peer(request.request_id, held)
+            accounts.holdings.hold_for_peer(request.request_id, held, state)
 
     def _held_blocks(self, request_id: str, slot: int | None) -> IntArray:
         if slot is not None:
