@@ -14,6 +14,7 @@ import time
 import msgspec
 import pytest
 
+from checkpoints import make_checkpoint
 from engine_checks import check_after_every_step, core_of
 from insides import always_load, check_nothing_is_shared, connector_of, known_peers_of
 from late_steps import compute_late
@@ -157,8 +158,8 @@ def alone() -> list[tuple]:
     return answers_alone()
 
 
-def answers_alone(**options) -> list[tuple]:
-    with LLM("mini", num_threads=1, num_kv_blocks=26, **options) as llm:
+def answers_alone(model="mini", **options) -> list[tuple]:
+    with LLM(model, num_threads=1, num_kv_blocks=26, **options) as llm:
         answers = Answers(llm)
         for number, prompt in enumerate(PROMPTS):
             answers.add(str(number), prompt, None)
@@ -300,7 +301,17 @@ def test_no_fault_changes_an_answer_of_several_ranks(monkeypatch, preloaded_engi
     serve_with_faults(answers_alone(**options), monkeypatch, 5, options)  # slow: nothing may arrive in time
 
 
-def serve_with_faults(right: list[tuple], monkeypatch, seed: int, options: dict) -> int:
+@pytest.mark.histories
+@pytest.mark.first_case
+@pytest.mark.parametrize(("seed", "family"), [(7, "lfm2"), (8, "qwen3_5")])
+def test_no_fault_changes_an_answer_of_recurrent_layers(monkeypatch, tmp_path, seed, family):
+    model = str(make_checkpoint(family, tmp_path, max_position_embeddings=512))
+    options = {"max_num_seqs": 4, "num_linear_attention_blocks": 8}
+    right = answers_alone(model, **options)
+    assert serve_with_faults(right, monkeypatch, seed, options, model) > 0
+
+
+def serve_with_faults(right: list[tuple], monkeypatch, seed: int, options: dict, model: str = "mini") -> int:
     """Serve with faults and check all that must hold; return how many tokens were loaded."""
     monkeypatch.setattr(links, "DOWN_SECONDS", 0.05)
     monkeypatch.setattr(pulls, "OFFER_PATIENCE", TIMEOUT)
@@ -308,8 +319,8 @@ def serve_with_faults(right: list[tuple], monkeypatch, seed: int, options: dict)
     faults.install(monkeypatch)
     threads = set(threading.enumerate())
     with (
-        LLM("mini", role="prefill", **OPTIONS, **options) as prefill,
-        LLM("mini", role="decode", **OPTIONS, **options) as decode,
+        LLM(model, role="prefill", **OPTIONS, **options) as prefill,
+        LLM(model, role="decode", **OPTIONS, **options) as decode,
     ):
         first, second = Answers(prefill), Answers(decode)
         for one in (first, second):
