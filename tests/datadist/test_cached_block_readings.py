@@ -152,3 +152,23 @@ def test_the_longest_prefix_that_all_groups_serve_is_found_and_read(cached_in, i
     else:
         cached.clear(group)
         assert is_held(reading) == (not needed(count)[group])
+
+
+def test_a_prefix_is_as_long_as_the_blocks_before_the_deepest_whole_state():
+    cached = CachedBlocks((), lambda last: [last[:1] * 15 + b"a", last[:1] * 15 + b"b"])
+    for name in range(6):
+        cached.add(digest(name), name)
+    asked = [digest(name) for name in range(6)]
+    assert cached.count_leading(asked) == 0
+    states = {name: [bytes([name]) * 15 + part for part in (b"a", b"b")] for name in (1, 3, 4)}
+    for name, pieces in states.items():
+        for number, piece in enumerate(pieces[: 1 if name == 4 else 2]):
+            cached.add(piece, 10 * name + number)
+    assert cached.count_leading(asked) == 4, "the last state is not whole"
+    assert cached.count_leading(asked[:3]) == 2
+    reading = cached.open([*asked[:4], *states[3]], 64)
+    [part] = reading.parts(0.0, lambda: True)
+    assert reading.block_ids(part).tolist() == [[0, 1, 2, 3, 30, 31]]
+    cached.remove(states[3][1])
+    assert not is_held(reading)
+    assert cached.count_leading(asked) == 2

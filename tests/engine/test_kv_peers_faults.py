@@ -244,6 +244,21 @@ def free_ports(count: int) -> list[int]:
 @pytest.mark.histories
 @pytest.mark.parametrize(("seed", "options"), [(3, {}), (4, {"overlap_steps": True})], ids=str)
 def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkeypatch, seed, options):
+    serve_equals_with_faults(alone, monkeypatch, seed, options)
+
+
+@pytest.mark.histories
+@pytest.mark.parametrize(("seed", "family"), [(9, "lfm2"), (10, "qwen3_5")])
+def test_no_fault_of_an_equal_changes_an_answer_of_recurrent_layers(monkeypatch, tmp_path, seed, family):
+    model = str(make_checkpoint(family, tmp_path, max_position_embeddings=512))
+    options = {"max_num_seqs": 4, "num_linear_attention_blocks": 8}
+    serve_equals_with_faults(answers_alone(model, **options), monkeypatch, seed, options, model)
+
+
+def serve_equals_with_faults(
+    right: list[tuple], monkeypatch, seed: int, options: dict, model: str = "mini"
+) -> None:
+    """Serve with faults by two engines that ask each other, and check all that must hold."""
     monkeypatch.setattr(links, "DOWN_SECONDS", 0.05)
     monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", TIMEOUT)
     monkeypatch.setattr(peer_prefixes, "MIN_COMPUTING_TIME", 0.0)
@@ -253,8 +268,8 @@ def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkey
     ports = free_ports(2)
     options = {"kv_peers": ",".join(f"127.0.0.1:{port}" for port in ports), **OPTIONS, **options}
     with (
-        LLM("mini", kv_transfer_port=ports[0], **options) as one,
-        LLM("mini", kv_transfer_port=ports[1], **options) as another,
+        LLM(model, kv_transfer_port=ports[0], **options) as one,
+        LLM(model, kv_transfer_port=ports[1], **options) as another,
     ):
         engines = [Answers(one), Answers(another)]
         for engine in engines:
@@ -265,7 +280,7 @@ def test_no_fault_of_an_equal_changes_an_answer_or_leaves_anything(alone, monkey
             faults.rate = 0.1
             asked = serve_equals(engines, f"{seed}-{part}", num_requests=12)
             for name, (engine, prompt) in asked.items():
-                assert engine.of(name) == alone[prompt], name
+                assert engine.of(name) == right[prompt], name
             faults.rate = 0.0
             drain(*engines)
             num_loaded = sum(engine.core.stats().num_loaded_tokens for engine in engines)

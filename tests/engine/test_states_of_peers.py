@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_window_peers import free_port
 
 from checked_engine import scored_tokens
 from checkpoints import make_checkpoint
@@ -18,6 +19,7 @@ from quire.config import KVTransferConfig
 from quire.datadist.caches.spans import ByteSpans
 from quire.datadist.links.decoder_link import DecoderLink
 from quire.errors import ConfigError
+from quire.kv.peers import peer_prefixes
 
 FULL = [(length - 1) // BLOCK_SIZE * BLOCK_SIZE for length in LENGTHS]
 """Tokens in front of the last one of each prompt that fill blocks."""
@@ -33,7 +35,10 @@ class PeerEngine(Engine):
     """An engine that lends or borrows."""
 
     def __init__(self, path: Path, role: str, **options: Any) -> None:
-        transfer = KVTransferConfig(kv_transfer_token="secret")
+        names = [name for name in options if hasattr(KVTransferConfig, name)]
+        transfer = KVTransferConfig(
+            **{"kv_transfer_token": "secret"} | {name: options.pop(name) for name in names}
+        )
         fields = {"num_linear_attention_blocks": 40, "kv_transfer_timeout": 30.0, **options}
         super().__init__(path, role=role, kv_transfer=transfer, num_threads=1, **fields)
         always_load(connector_of(self.core))
@@ -191,9 +196,63 @@ def test_a_peer_that_fails_costs_time_and_no_request(engines, expected, monkeypa
     assert borrower.stats.num_failed_loads == len(LENGTHS)
 
 
-def test_engines_that_ask_peers_for_prefixes_are_refused_by_name(path):
-    transfer = KVTransferConfig(kv_peers="127.0.0.1:7000")
-    with pytest.raises(ConfigError, match=r"kv_peers is '127.0.0.1:7000', but .* has recurrent layers"):
-        Engine(path, kv_transfer=transfer)
+@pytest.fixture
+def equals(engines, monkeypatch) -> Any:
+    """A function that starts two engines, of which the second asks the first what it has cached."""
+    monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", 10.0)
+    monkeypatch.setattr(peer_prefixes, "MIN_COMPUTING_TIME", 0.0)
+
+    def start(**options: Any) -> tuple[PeerEngine, PeerEngine]:
+        first = engines("both", kv_transfer_port=free_port(), **options)
+        port = first.core.info.kv_transfer_address[1]
+        return first, engines("both", kv_peers=f"127.0.0.1:{port}", **options)
+
+    return start
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": True}, {"max_num_batched_tokens": 7}], ids=str)
+def test_a_prefix_of_a_peer_is_read_up_to_its_deepest_state(equals, expected, options):
+    first, second = equals(**options)
+    first.answers(prompts())
+    assert second.answers(prompts()) == expected
+    assert second.stats.num_loaded_tokens == sum(FULL)
+    longer = np.append(prompts()[0], np.arange(20, 60))  # behind the second engine's own part
+    first.answers([longer])
+    before = second.stats.num_loaded_tokens
+    assert second.answers([longer]) == first.answers([longer])
+    num_full = (len(longer) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert second.stats.num_loaded_tokens - before == num_full - FULL[0]
+    assert not second.stats.num_failed_loads
+
+
+def test_what_a_peer_has_no_state_of_is_computed(equals, expected):
+    first, second = equals()
+    first.answers(prompts())
+    first.checkpoints.forget_contents()
+    assert second.answers(prompts()) == expected
+    assert not second.stats.num_loaded_tokens
+    assert not second.peers.num_prefixes_found
+
+
+def test_a_state_that_is_overwritten_while_it_is_read_is_computed(equals, expected, monkeypatch):
+    first, second = equals()
+    first.answers(prompts())
+    pull_parts = DecoderLink.pull_parts
+
+    def overwrite_first(link: DecoderLink, *arguments: Any) -> None:
+        first.checkpoints.forget_contents()
+        first.core.runner._states.states[:] = 7
+        pull_parts(link, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecoderLink, "pull_parts", overwrite_first)
+        assert second.answers(prompts()) == expected
+    assert second.stats.num_failed_loads
+    assert not second.stats.num_loaded_tokens
+    first.answers(prompts()[::-1])
+    assert second.answers(prompts()) == expected
+
+
+def test_engines_that_keep_no_states_are_refused_by_name(path):
     with pytest.raises(ConfigError, match="role is 'prefill', but no states of recurrent layers are kept"):
         Engine(path, role="prefill", num_linear_attention_blocks=4)

@@ -127,3 +127,31 @@ def test_one_that_is_held_is_found_and_overwritten_only_afterwards():
     assert pool.has_takeable
     assert pool.take() == 0
     assert pool.behind(LONG[0]) is None
+
+
+class Events:
+    """Which checkpoints can be found, by their events alone."""
+
+    def __init__(self) -> None:
+        self.found: dict[bytes, int] = {}
+
+    def stored(self, checkpoint: int, key: BlockKey) -> None:
+        assert key.digest not in self.found
+        self.found[key.digest] = checkpoint
+
+    def removed(self, checkpoint: int, key: BlockKey) -> None:
+        assert self.found.pop(key.digest) == checkpoint
+
+
+def test_events_say_which_can_be_found():
+    events = Events()
+    pool = CheckpointPool(3, events)
+    for index in (0, 1, 1, 2, 3):
+        keep(pool, LONG[index], is_likely=index != 2)
+    assert events.found == {LONG[index].digest: pool.behind(LONG[index]) for index in (0, 1, 3)}
+    pool.hold(LONG[1].digest)
+    pool.forget_contents()
+    assert events.found == {LONG[1].digest: pool.behind(LONG[1])}
+    pool.let_go(LONG[1].digest)
+    pool.forget_contents()
+    assert not events.found

@@ -34,6 +34,7 @@ class SchedulerContext:
             None: the whole cache may be used from the start.
         windows: the blocks of cache groups that give back what is before a window, by falling window.
         states: those of recurrent layers; None: there are no such layers.
+        state_events: gets the checkpoints of states that become findable and those that stop being so.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -45,3 +46,4 @@ class SchedulerContext:
     commit_blocks: Callable[[int], int] | None = None
     windows: tuple[WindowBlocks, ...] = ()
     states: StateSlots | None = None
+    state_events: KVEventSink | None = None

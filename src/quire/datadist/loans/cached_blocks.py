@@ -38,10 +38,17 @@ class CachedBlocks:
 
     Args:
         blocks_in_windows: of each group but the first, how many of a prefix's last blocks are read.
+        state_behind: given the digest of a prefix's last block, returns those of the blocks that have to be
+            read with it; none by default.
     """
 
-    def __init__(self, blocks_in_windows: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        blocks_in_windows: Sequence[int] = (),
+        state_behind: Callable[[bytes], Sequence[bytes]] = lambda _digest: (),
+    ) -> None:
         self._in_windows = tuple(blocks_in_windows)
+        self._state_behind = state_behind
         # by group and digest; single operations need no lock
         self._entries: list[dict[bytes, _Entry]] = [{} for _ in range(1 + len(self._in_windows))]
 
@@ -58,7 +65,7 @@ class CachedBlocks:
         self._entries[group] = {}
 
     def count_leading(self, digests: Sequence[bytes]) -> int:
-        """Return how many leading digests are cached, as far as all groups serve that prefix."""
+        """Return how many leading digests are cached, if all groups serve that prefix, with its state."""
         first, *others = self._entries
         num_served, num_adjacent = 0, [0] * len(others)  # blocks of each group up to here
         for count, digest in enumerate(digests, 1):
@@ -71,6 +78,8 @@ class CachedBlocks:
             pairs = zip(num_adjacent, self._in_windows, strict=True)
             if all(number >= min(count, in_window) for number, in_window in pairs):
                 num_served = count
+        while num_served and not all(map(first.__contains__, self._state_behind(digests[num_served - 1]))):
+            num_served -= 1
         return num_served
 
     def open(self, digests: Sequence[bytes], block_bytes: int) -> CachedReading:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
-from quire.engine.building.kv_peers import build_peers, cached_block_events
+from quire.engine.building.kv_peers import build_peers, cached_block_events, cached_state_events
 from quire.engine.building.kv_tier import build_tier, gpu_copier
 from quire.engine.custom_classes import CONNECTORS, SCHEDULERS, knows_groups, moves_states
 from quire.engine.ranks.group import RankGroup
@@ -72,7 +72,6 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "EngineConfig.tensor_parallel_size": config.tensor_parallel_size
             * (config.tensor_parallel_size > 1),
             "EngineConfig.scheduler_cls": config.scheduler_cls * (not knows_groups(config)),
-            "KVTransferConfig.kv_peers": config.kv_transfer.kv_peers,
         }
         if not moves_states(config):
             of_states |= config.moves_kv_by
@@ -240,7 +239,8 @@ def build_scheduler(config: EngineConfig, plan: MemoryPlan, context: SchedulerCo
     context = dataclasses.replace(context, commit_blocks=commit_blocks, windows=tuple(windows))
     if plan.states is not None:
         states = plan.states.for_scheduler(config.scheduler, plan.kv_bytes_per_block)
-        context = dataclasses.replace(context, states=states)
+        events = cached_state_events(context.connector)
+        context = dataclasses.replace(context, states=states, state_events=events)
     scheduler_cls = scheduler_class(config)
     size = {"num_blocks": plan.num_blocks, "max_model_len": plan.max_model_len}
     if not config.record_path:

@@ -105,6 +105,15 @@ def cached_block_events(connector: KVConnector | None) -> Sequence[KVEventSink]:
     return connector.kv_events if isinstance(connector, PeerConnector) else ()
 
 
+def cached_state_events(connector: KVConnector | None) -> KVEventSink | None:
+    """Return the sink of events of the states that are kept for the prefix cache, if peers read them."""
+    if connector is None:
+        return None
+    from quire.kv.peers.connector import PeerConnector
+
+    return connector.state_events if isinstance(connector, PeerConnector) else None
+
+
 def _asked_addresses(setting: str) -> list[tuple[str, int]]:
     addresses = [_peer_address(setting, part) for part in setting.split(",") if setting]
     if len(addresses) > MAX_ASKED_PEERS:

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from quire.kv.blocks.block_hash import BlockKey, SequenceKeys
+from quire.kv.blocks.events import KVEventSink
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,10 +51,12 @@ class CheckpointPool:
 
     Args:
         num_checkpoints: how many there are.
+        events: gets those that become findable and those that stop being so, with the key of their block.
     """
 
-    def __init__(self, num_checkpoints: int) -> None:
+    def __init__(self, num_checkpoints: int, events: KVEventSink | None = None) -> None:
         self.num_checkpoints = num_checkpoints
+        self._events = events
         self._free = list(range(num_checkpoints))[::-1]
         self._unlikely: OrderedDict[bytes, _Kept] = OrderedDict()  # by digest; first to be overwritten first
         self._likely: OrderedDict[bytes, _Kept] = OrderedDict()  # after those
@@ -76,7 +79,9 @@ class CheckpointPool:
             return self._free.pop()
         for kept in (self._unlikely, self._likely):
             if kept:
-                return kept.popitem(last=False)[1].checkpoint
+                _, overwritten = kept.popitem(last=False)
+                self._note_gone(overwritten)
+                return overwritten.checkpoint
         return None
 
     def give_back(self, checkpoint: int) -> None:
@@ -97,6 +102,8 @@ class CheckpointPool:
                 self.touch(key.digest)
         else:
             (self._likely if is_likely else self._unlikely)[key.digest] = _Kept(checkpoint, key)
+            if self._events is not None:
+                self._events.stored(checkpoint, key)
 
     def find(self, keys: SequenceKeys, num_blocks: int) -> tuple[int, int]:
         """Return the deepest checkpoint within the first blocks of a sequence. Changes nothing.
@@ -150,7 +157,9 @@ class CheckpointPool:
     def forget_contents(self) -> None:
         """Make all checkpoints that can be found free, but for those that are held."""
         for kept in (self._unlikely, self._likely):
-            self._free += [each.checkpoint for each in kept.values()]
+            for each in kept.values():
+                self._note_gone(each)
+                self._free.append(each.checkpoint)
             kept.clear()
 
     def check(self, pending: list[int]) -> None:
@@ -168,6 +177,10 @@ class CheckpointPool:
             f"invariant 1: of {self.num_checkpoints} checkpoints, {self._free} are free, {pending} pending "
             f"and {kept} kept: one is in two places or in none"
         )
+
+    def _note_gone(self, kept: _Kept) -> None:
+        if self._events is not None:
+            self._events.removed(kept.checkpoint, kept.key)
 
     def _at(self, digest: bytes) -> _Kept | None:
         return self._likely.get(digest) or self._unlikely.get(digest) or self._held.get(digest)

@@ -7,6 +7,7 @@ the piece before; so where only the ends of prefixes are removed, a state goes b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NamedTuple
@@ -36,12 +37,17 @@ def pieces_of(checkpoint: int, num_pieces: int, block_id: int) -> list[StatePiec
 
 def piece_keys(key: BlockKey, num_pieces: int) -> list[BlockKey]:
     """Return the keys of the pieces of the state behind a block; no block has the same one."""
-    keys, parent = [], key.digest
+    digests = [key.digest, *piece_digests(key.digest, num_pieces)]
+    return [BlockKey(digest, parent, key.tokens) for parent, digest in itertools.pairwise(digests)]
+
+
+def piece_digests(digest: bytes, num_pieces: int) -> list[bytes]:
+    """Return the digests of these keys, given that of the block."""
+    digests = []
     for _ in range(num_pieces):
-        digest = blake2b(parent, digest_size=DIGEST_BYTES, person=b"state").digest()
-        keys.append(BlockKey(digest, parent, key.tokens))
-        parent = digest
-    return keys
+        digest = blake2b(digest, digest_size=DIGEST_BYTES, person=b"state").digest()
+        digests.append(digest)
+    return digests
 
 
 class HeldState(NamedTuple):

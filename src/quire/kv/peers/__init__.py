@@ -11,7 +11,8 @@ and instead of holding a block for a reader it reports afterwards whether the bl
 reads (`BorrowedPrompts`, `PeerPrefixes`) decides in the scheduler's thread; `RunningPulls` runs it,
 `Peer` has threads that read what is ready and others that wait for the rest (`PullReaders`), and
 `BlockLayouts` puts a peer's blocks together where they are smaller. The state of recurrent layers behind a
-prompt travels as further blocks of its loan (`StateBlocks`), ready when the request ends. Blocks travel with
-all their KV heads in order; `BlockLayouts` knows where those of several ranks are, at either end.
-docs/many-machines.md has the states of all sides.
+prompt travels as further blocks of its loan (`StateBlocks`), ready when the request ends; those of a prefix
+cache are found by digests that follow from their blocks'. Blocks travel with all their KV heads in order;
+`BlockLayouts` knows where those of several ranks are, at either end. docs/many-machines.md has the states of
+all sides.
 """

@@ -23,6 +23,7 @@ from quire.datadist.loans.shared_blocks import SharedBlocks
 from quire.errors import EngineDeadError, InvalidRequestError
 from quire.kv.blocks.block_hash import BlockKey
 from quire.kv.blocks.events import KVEventSink
+from quire.kv.blocks.state_pieces import piece_digests
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVPeerStats
@@ -35,6 +36,7 @@ from quire.kv.peers.peer import KnownPeers, Peer
 from quire.kv.peers.peer_prefixes import PeerPrefixes
 from quire.kv.peers.pulls import LoanLoad, PrefixLoad, engine_id_of
 from quire.kv.peers.running_pulls import RunningPulls
+from quire.kv.peers.shared_prompt import StateBlocks
 from quire.kv.peers.transfer_params import Address
 from quire.request import Request
 
@@ -93,6 +95,7 @@ class PeerConnector(KVConnector):
 
     Attributes:
         kv_events: for all changes of the prefix cache, by cache group; empty: no peer reads it.
+        state_events: for all changes of the states that are kept for it; None: no peer reads it.
 
     Args:
         block_size: tokens per block.
@@ -118,14 +121,18 @@ class PeerConnector(KVConnector):
         self._states: StateCache | None = None
         self._checkpoints: dict[str, int] = {}  # to be filled by loads that are about to begin, by request
         in_windows = [-(-(window - 1) // block_size) for window in options.windows]
-        self._cached = CachedBlocks(in_windows)
+        self._cached = CachedBlocks(in_windows, self._state_behind)
         groups = range(1 + len(in_windows)) if options.listen_address is not None else ()
         self.kv_events = tuple(CachedBlockEvents(self._cached, group) for group in groups)
+        self.state_events = CachedStateEvents(self._cached, lambda: self._parts.states) if groups else None
 
     @property
     def address(self) -> Address | None:
         """Where peers connect to; None: this engine lends nothing."""
         return self._parts.address
+
+    def _state_behind(self, digest: bytes) -> Sequence[bytes]:
+        return piece_digests(digest, self._parts.states.num_pieces)
 
     def release(self, transfer_id: str) -> None:
         """End the loan of this transfer id, also if it is offered later: no peer is going to read it."""
@@ -162,10 +169,8 @@ class PeerConnector(KVConnector):
         self, request: Request, block_ids: IntArray, num_external_tokens: int
     ) -> None:
         parts, checkpoint = self._parts, self._checkpoints.pop(request.request_id, None)
-        if parts.borrowed.has(request):
-            parts.borrowed.begin(request, block_ids, num_external_tokens, checkpoint)
-        else:
-            parts.prefixes.begin(request, block_ids, num_external_tokens)
+        reader = parts.borrowed if parts.borrowed.has(request) else parts.prefixes
+        reader.begin(request, block_ids, num_external_tokens, checkpoint)
 
     @override
     def lends_prompt(self, request: Request) -> bool:
@@ -314,11 +319,11 @@ class _Started:
     ) -> None:
         self.layouts = layouts_of(kv_caches)
         self.memory = memory_of(kv_caches, states)
-        state_blocks = state_blocks_of(kv_caches, states)
+        self.states = state_blocks_of(kv_caches, states)
         self.loans = Loans(self.layouts.block_bytes)
         self.loan_steps = LoanSteps(self.loans, are_in_flight=options.mark is not None)
         windows = options.windows
-        self.lent = LentPrompts(block_size, self.loans, self.loan_steps, windows=windows, states=state_blocks)
+        self.lent = LentPrompts(block_size, self.loans, self.loan_steps, windows=windows, states=self.states)
         self.session = Session(
             LLMRole.DECODER if options.listen_address is None else LLMRole.PROMPT,
             ENGINE_CLUSTER_ID,
@@ -351,13 +356,20 @@ class _Started:
             self.peers,
             self.pulls,
             windows=windows,
-            states=state_blocks,
+            states=self.states,
             stats=stats,
             costs=costs,
         )
         others = [one for one in options.asked_addresses if one != self.address]
         self.prefixes = PeerPrefixes(
-            block_size, others, self.peers, self.pulls, windows=windows, stats=stats, costs=costs
+            block_size,
+            others,
+            self.peers,
+            self.pulls,
+            windows=windows,
+            states=self.states,
+            stats=stats,
+            costs=costs,
         )
 
     def close(self) -> None:
@@ -394,6 +406,38 @@ class CachedBlockEvents(KVEventSink):
     @override
     def cleared(self) -> None:
         self._cached.clear(self._group)
+
+    @override
+    def salted(self, root: bytes, salt: str) -> None:
+        """Peers know blocks by their digests."""
+
+
+class CachedStateEvents(KVEventSink):
+    """Keeps what peers may read of the states of the prefix cache up to date: their pieces, as blocks.
+
+    Args:
+        cached: what they read.
+        states: returns where states are.
+    """
+
+    def __init__(self, cached: CachedBlocks, states: Callable[[], StateBlocks]) -> None:
+        self._cached = cached
+        self._states = states
+
+    @override
+    def stored(self, block_id: int, key: BlockKey) -> None:
+        blocks = self._states().of(block_id)
+        for digest, block in zip(piece_digests(key.digest, len(blocks)), blocks, strict=True):
+            self._cached.add(digest, block)
+
+    @override
+    def removed(self, block_id: int, key: BlockKey) -> None:
+        for digest in piece_digests(key.digest, self._states().num_pieces):
+            self._cached.remove(digest)
+
+    @override
+    def cleared(self) -> None:
+        """States go one by one."""
 
     @override
     def salted(self, root: bytes, salt: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from quire.datadist.caches.memory import CacheMemory
 from quire.datadist.status import LLMException
-from quire.datadist.wire.protocol import MAX_LOAN_NAMES, MAX_PREFIX_BLOCKS
+from quire.datadist.wire.protocol import MAX_LOAN_NAMES
 from quire.kv.blocks.block_hash import SequenceKeys
 from quire.kv.peers.block_layouts import BlockLayouts
 from quire.kv.peers.links import LINK_TIMEOUT, OneLink, OpenLink, PeerLinks
@@ -38,12 +38,12 @@ class PrefixLookup:
 
     Args:
         keys: keys of the prompt's blocks, for this lookup alone.
-        blocks: those that are missing.
+        blocks: those that are missing, at most `MAX_PREFIX_BLOCKS`.
         deadline: seconds on the monotonic clock, after which answers are not waited for.
     """
 
     def __init__(self, keys: SequenceKeys, blocks: range, deadline: float) -> None:
-        self.blocks = blocks[:MAX_PREFIX_BLOCKS]
+        self.blocks = blocks
         self.deadline = deadline
         self._keys = keys
         self._digests: bytes | None = None

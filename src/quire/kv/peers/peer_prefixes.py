@@ -6,13 +6,20 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from quire.datadist.wire.protocol import DIGEST_BYTES
+from quire.datadist.wire.protocol import DIGEST_BYTES, MAX_PREFIX_BLOCKS
+from quire.kv.blocks.state_pieces import piece_digests
 from quire.kv.connectors.load_costs import LoadCosts
 from quire.kv.connectors.stats import KVPeerStats
 from quire.kv.peers.peer import KnownPeers, PrefixLookup
 from quire.kv.peers.pulls import PrefixLoad
 from quire.kv.peers.running_pulls import RunningPulls
-from quire.kv.peers.shared_prompt import cacheable_keys, firsts_moved, moved_blocks, num_cacheable_blocks
+from quire.kv.peers.shared_prompt import (
+    StateBlocks,
+    cacheable_keys,
+    firsts_moved,
+    moved_blocks,
+    num_cacheable_blocks,
+)
 from quire.kv.peers.transfer_params import Address
 from quire.request import Request
 from quire.step import IntArray
@@ -41,6 +48,7 @@ class PeerPrefixes:
         peers: finds them.
         pulls: those that run.
         windows: of each cache group but the first, in tokens.
+        states: where states are.
         stats: stats of the connector.
         costs: costs of loading and computing.
     """
@@ -53,6 +61,7 @@ class PeerPrefixes:
         pulls: RunningPulls,
         *,
         windows: Sequence[int],
+        states: StateBlocks,
         stats: KVPeerStats,
         costs: LoadCosts,
     ) -> None:
@@ -61,6 +70,7 @@ class PeerPrefixes:
         self._peers = peers
         self._pulls = pulls
         self._windows = windows
+        self._states = states
         self._stats = stats
         self._costs = costs
         self._searches: dict[str, _Search] = {}
@@ -88,8 +98,10 @@ class PeerPrefixes:
         search.num_local = num_computed_tokens
         return num_blocks * self._block_size
 
-    def begin(self, request: Request, block_ids: IntArray, num_external_tokens: int) -> None:
-        """Read what was found into blocks [G, N] with the next step."""
+    def begin(
+        self, request: Request, block_ids: IntArray, num_external_tokens: int, checkpoint: int | None
+    ) -> None:
+        """Read what was found into blocks [G, N] with the next step, and its state into a checkpoint."""
         search = self._searches.get(request.request_id)
         if search is None or search.is_over or not num_external_tokens or search.lookup.best is None:
             return
@@ -101,7 +113,12 @@ class PeerPrefixes:
         num_tokens = search.num_local + num_external_tokens
         firsts = firsts_moved(self._windows, num_tokens, self._block_size)
         targets = moved_blocks(block_ids[:, first : first + num_blocks], first, firsts)
-        self._new_loads.append(PrefixLoad(request.request_id, search.lookup.best[0], digests, targets))
+        state: tuple[int, ...] = ()
+        if checkpoint is not None:
+            state = tuple(self._states.of(checkpoint))
+            digests += b"".join(piece_digests(digests[-DIGEST_BYTES:], len(state)))
+        address = search.lookup.best[0]
+        self._new_loads.append(PrefixLoad(request.request_id, address, digests, targets, state))
         self._stats.num_loads_chosen += 1
 
     def cancel(self, request_id: str) -> None:
@@ -120,7 +137,8 @@ class PeerPrefixes:
     def _begin_search(self, request: Request, num_computed_tokens: int) -> _Search | None:
         """Ask all peers that are likely to answer; None: it is not worth it."""
         last = num_cacheable_blocks(request, self._block_size)
-        blocks = range(num_computed_tokens // self._block_size, last)
+        first = num_computed_tokens // self._block_size
+        blocks = range(first, min(last, first + MAX_PREFIX_BLOCKS - self._states.num_pieces))
         seconds = self._costs.seconds_to_compute(len(blocks))
         if not blocks or 0 < seconds < MIN_COMPUTING_TIME:
             return None
@@ -139,7 +157,8 @@ class PeerPrefixes:
         """Return the cheaper choice, made once for a request."""
         if search.prefers_reading is None:
             self._stats.num_prefixes_found += 1
-            search.prefers_reading = self._costs.prefers_loading(num_blocks, self._pulls.num_blocks)
+            num_before = self._pulls.num_blocks + self._states.num_pieces
+            search.prefers_reading = self._costs.prefers_loading(num_blocks, num_before)
             self._stats.num_computations_chosen += not search.prefers_reading
         return search.prefers_reading
 

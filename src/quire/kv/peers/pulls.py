@@ -69,34 +69,33 @@ class LoanLoad:
         blocks = range(first_token // size, _num_blocks(self.num_tokens, size) + len(self.state))
         patience = 0 if engine_id else int(OFFER_PATIENCE * 1e3)
         request = LoanRequest(0, 0, self.transfer_id, blocks.start, blocks.stop, self.digest, patience, 0)
-        targets = self.block_ids
-        if self.state:  # there is one group then, and blocks are equally large
-            targets = np.append(targets, [self.state], axis=1)
-        return request, layouts.arriving(targets, blocks, size)
+        return request, layouts.arriving(_with_state(self.block_ids, self.state), blocks, size)
 
 
 @dataclasses.dataclass(slots=True, frozen=True, eq=False)
 class PrefixLoad:
     """Blocks of a peer's prefix cache to read for a request, by their digests, one after another.
 
-    They go into `block_ids` [G, N], see `moved_blocks`.
+    They go into `block_ids` [G, N], see `moved_blocks`; with states, the last ones into the blocks `state`.
     """
 
     request_id: str
     address: Address
     digests: bytes
     block_ids: Int64Array
+    state: tuple[int, ...] = ()
     transfer_id: str = ""  # it is no loan
     is_ready: bool = True
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are filled."""
-        return len(self.block_ids[0])
+        return len(self.block_ids[0]) + len(self.state)
 
     def ask(self, _link: DecoderLink, layouts: BlockLayouts) -> tuple[PrefixRequest, ArrivingBlocks]:
         """Return what to ask for over a link, and the blocks that the answer fills."""
-        blocks = layouts.arriving(self.block_ids, range(self.num_blocks), layouts.block_size)
+        targets = _with_state(self.block_ids, self.state)
+        blocks = layouts.arriving(targets, range(self.num_blocks), layouts.block_size)
         return PrefixRequest(0, 0, self.digests, 0), blocks
 
 
@@ -163,6 +162,11 @@ class PeerPull:
         """Note that the reading has ended."""
         self.has_failed = has_failed
         self.has_ended = True
+
+
+def _with_state(block_ids: Int64Array, state: tuple[int, ...]) -> Int64Array:
+    """Return blocks [G, N] and those of a state behind them, beside which there is one group."""
+    return np.append(block_ids, [state], axis=1) if state else block_ids
 
 
 def _num_blocks(num_tokens: int, block_size: int) -> int:

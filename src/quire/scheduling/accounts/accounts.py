@@ -66,7 +66,9 @@ class Accounts:
             pool_of(one.num_blocks, commit=one.commit, events=one.events, has_window=True)
             for one in context.windows
         ]
-        checkpoints = None if context.states is None else CheckpointPool(context.states.num_checkpoints)
+        checkpoints = None
+        if context.states is not None:
+            checkpoints = CheckpointPool(context.states.num_checkpoints, context.state_events)
         self.kv = KVCacheManager(
             BlockPools(pools, [one.window for one in context.windows], config.block_size),
             block_size=config.block_size,

@@ -30,6 +30,7 @@ def guarded(context: SchedulerContext) -> SchedulerContext:
         else _counting(context.draft_length, "draft_length"),
         commit_blocks=context.commit_blocks and _growing(context.commit_blocks),
         kv_events=context.kv_events and GuardedEvents(context.kv_events),
+        state_events=context.state_events and GuardedEvents(context.state_events),
         windows=tuple(
             dataclasses.replace(
                 group,
