@@ -138,6 +138,26 @@ def test_the_plan_has_what_cache_eviction_takes_beside_what_was_measured(
     assert started(config).info.num_blocks == left // (plan.kv_bytes_per_block + plan.score_bytes_per_block)
 
 
+def test_states_are_no_activations(
+    gpu: CountedMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint("lfm2", tmp_path, max_position_embeddings=50_000)
+    many = SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=64)
+    config = config_of(checkpoint, max_model_len=50_000, scheduler=many)
+    plan = computed(config)
+    in_use = many.max_num_seqs * plan.states.layout.bytes_per_state
+    assert plan.state_bytes == 5 * in_use, "checkpoints are needed by no step"
+    profiled: list[int] = []
+    monkeypatch.setattr(
+        profile_run, "profile_run", lambda runner, *_: profiled.append(runner.states.states.nbytes) or 0
+    )
+    peak = plan.weight_bytes + 10**7 + 16 * plan.kv_bytes_per_block + in_use
+    monkeypatch.setattr(devices, "CudaMemory", lambda: ToldMemory(10**8, peak))
+    taken = plan.weight_bytes + 10**7 + plan.state_bytes
+    assert started(config).info.num_blocks == blocks_after(plan, 10**8, taken)
+    assert profiled == [in_use]
+
+
 @pytest.mark.interpreter
 def test_steps_are_counted_and_leave_nothing(
     gpu: CountedMemory, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -182,9 +202,11 @@ def test_steps_are_counted_and_leave_nothing(
     assert engine.info.num_blocks == min(usable, shown // plan.kv_bytes_per_block)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
 def test_tokens_are_those_of_an_engine_that_measures_nothing(
-    gpu: CountedMemory, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: CountedMemory, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    checkpoint = make_checkpoint(family, tmp_path)
     outputs = []
     for memory in (gpu, None):
         monkeypatch.setattr(core, "watched_memory", lambda config, memory=memory: memory)

@@ -19,9 +19,11 @@ from lockstep_ranks import LockstepRanks
 from meta_device import META, MadeUpCopy, MetaKernels, OneDevice
 from quire.execution.model_runner import ModelRunner
 from quire.execution.sampling import prompt_logprobs, tokens_in_flight
-from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch, StepStates
 from quire.kernels.devices.device import to_device
 from quire.kv import PagedAttentionCache, PagedAttentionCacheMetaData
+from quire.kv.cache.state_cache import StateCache
+from quire.kv.cache.state_layout import StateLayout
 from quire.models.checkpoints import loading
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
@@ -31,10 +33,6 @@ from quire.models.rotary import RotaryTable
 from quire.sampling_params import SamplingParams
 
 COPIES_OF_A_FORWARD_PASS = 3  # positions, and by the kernels the blocks and offsets of tokens
-
-# Refused on a device.
-WITH_STATES = ("lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "granitemoehybrid", "bamba")
-WITH_STATES += ("falcon_h1", "nemotron_h", "olmo_hybrid")
 
 
 @pytest.fixture
@@ -50,16 +48,23 @@ def cache_of(model: Decoder, dtype: str = "float32", num_blocks: int = 64) -> Pa
     return PagedAttentionCache.on_device(metadata, META)
 
 
-def batch_of(computed: list[int], counts: list[int]) -> AttentionBatch:
+def states_of(model: Decoder, num_checkpoints: int = 0) -> StateCache:
+    layout = StateLayout.of(model.config.state_layers, "float32")
+    memory = torch.empty((2 + num_checkpoints) * layout.bytes_per_state, dtype=torch.uint8, device=META)
+    return StateCache(layout, memory, num_slots=2)
+
+
+def batch_of(model: Decoder, computed: list[int], counts: list[int]) -> AttentionBatch:
     tables = np.arange(len(counts) * 16).reshape(len(counts), 16)
-    return AttentionBatch.build(np.array(computed), np.array(counts), tables, BLOCK_SIZE)
+    states = StepStates(np.arange(len(counts)), states_of(model).layers) if model.config.has_states else None
+    return AttentionBatch.build(np.array(computed), np.array(counts), tables, BLOCK_SIZE, states=states)
 
 
 def forward(model: Decoder, cache: PagedAttentionCache, computed: list[int], counts: list[int]) -> int:
     """Compute a step and its logits; return how many copies went to the device."""
     token_ids = torch.arange(sum(counts), device=META)
     with OneDevice() as watched:
-        hidden = model.forward(token_ids, cache.views, batch_of(computed, counts))
+        hidden = model.forward(token_ids, cache.views, batch_of(model, computed, counts))
         logits = model.logits(hidden[: len(counts)])
     assert hidden.device == logits.device == META
     assert hidden.shape == (sum(counts), model.config.hidden_size)
@@ -70,7 +75,7 @@ def forward(model: Decoder, cache: PagedAttentionCache, computed: list[int], cou
 @pytest.mark.formats
 @pytest.mark.first_case
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in WITH_STATES])
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_forward_pass_stays_on_its_device(load: Any, family: str, dtype: str, tmp_path: Path) -> None:
     model = load(make_checkpoint(family, tmp_path))
     cache = cache_of(model, dtype)
@@ -154,6 +159,16 @@ def test_blocks_are_copied_on_the_device(load: Any, tmp_path: Path) -> None:
     with OneDevice() as watched:
         cache.copy_blocks(np.array([[0, 1], [2, 3]], dtype=np.int32))
     assert watched.num_copies == 1
+
+
+def test_states_are_copied_on_the_device(load: Any, tmp_path: Path) -> None:
+    states = states_of(load(make_checkpoint("lfm2", tmp_path)), num_checkpoints=2)
+    copies = np.array([[0, 1]], dtype=np.int32)
+    with OneDevice() as watched:
+        states.fork(copies)
+        states.save(copies)
+        states.restore(copies)
+    assert watched.num_copies == 1  # of the numbers of those that are forked
 
 
 def _ask_for_the_last_position(self: RotaryTable, positions: torch.Tensor, *, last: int) -> Any:

@@ -19,6 +19,7 @@ from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.devices.device import to_device
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.linear import FloatLinear, Linear
+from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.layers.weights import Weight, dequantize
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling.token_choice import RowLogprobs, TokenChoice
@@ -137,3 +138,43 @@ class MetaKernels(ReferenceKernels):
     ) -> torch.Tensor:
         assert kv.key_pages.device == query.device
         return query.new_empty(query.shape) if out is None else out.copy_(query)
+
+    def causal_conv(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        bias: torch.Tensor | None = None,
+        activation: str = "",
+    ) -> torch.Tensor:
+        assert weight.device == state.device == rows.device
+        assert bias is None or bias.device == rows.device
+        return rows.new_empty(rows.shape)
+
+    def gated_delta_rule(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        heads: DeltaHeads,
+        out: torch.Tensor,
+    ) -> None:
+        given = qkv, gates, state, heads.decay, heads.time_bias, out
+        assert {tensor.device for tensor in given} == {META}
+
+    def selective_scan(
+        self,
+        inputs: torch.Tensor,
+        times: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        heads: ScanHeads,
+        out: torch.Tensor,
+    ) -> None:
+        given = inputs, times, state, heads.decay, heads.time_bias, heads.skip, out
+        assert {tensor.device for tensor in given} == {META}

@@ -73,6 +73,7 @@ class ModelRunner:
 
     Attributes:
         max_captured_tokens: maximum size of a captured step with chunks of prompts; see `profile_run`.
+        states: as given.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class ModelRunner:
                 "need all layers in one"
             )
         self._kv = views_of_layers(kv_caches)
-        self._states = states
+        self.states = states
         self._block_size = block_size
         self._vocab_size = model.config.vocab_size
         self._proposer = None if proposer is None else GuardedProposer(proposer, self._vocab_size)
@@ -262,9 +263,9 @@ class ModelRunner:
             self._open(self._batch.resume(resumed))
         if len(output.scheduled_cached_reqs.slots):
             self._batch.extend_block_tables(output.scheduled_cached_reqs)
-        if self._states is not None and output.state_copies is not None:
-            self._states.fork(np.array([(fork.parent_slot, fork.slot) for fork in output.forks], np.int32))
-            self._states.restore(output.state_copies.restored)
+        if self.states is not None and output.state_copies is not None:
+            self.states.fork(np.array([(fork.parent_slot, fork.slot) for fork in output.forks], np.int32))
+            self.states.restore(output.state_copies.restored)
         self._batch.drop_withdrawn_tokens(output)
         if len(output.chosen_tokens.slots):
             self._batch.choose_last_tokens(output.chosen_tokens)
@@ -322,6 +323,7 @@ class ModelRunner:
             self._proposer.follow(self._input_ids(encoded), batch, is_captured=True)
         logit_rows = None if _is_decode(output, sampling) else sampling.tokens
         logits = self._graphs.logits(encoded, batch, logit_rows)
+        self._save_states(output)
         self._batch.note_computed(output)
         return _Computed(logits)
 
@@ -355,9 +357,12 @@ class ModelRunner:
             self._evictor.begin(batch.key_scores)
             hook = self._evictor
         hidden = self._model.forward(token_ids, self._kv, batch, hook=hook)
-        if self._states is not None and output.state_copies is not None:
-            self._states.save(output.state_copies.saved)
+        self._save_states(output)
         return hidden
+
+    def _save_states(self, output: SchedulerOutput) -> None:
+        if self.states is not None and output.state_copies is not None:
+            self.states.save(output.state_copies.saved)
 
     def _input_ids(self, encoded: Int64Array) -> torch.Tensor:
         """Return the token ids of a step on the device, [T] both."""
@@ -377,9 +382,9 @@ class ModelRunner:
         options: dict[str, Any] = {"num_computed_tokens": output.num_computed_tokens}
         if self._evictor is not None and output.evictions is not None:
             options = self._evictor.batch_options(output, output.evictions, skipped_keys)
-        if self._states is not None:
+        if self.states is not None:
             taken_in = None if output.state_copies is None else output.state_copies.num_tokens
-            options["states"] = StepStates(output.slots.astype(np.int64), self._states.layers, taken_in)
+            options["states"] = StepStates(output.slots.astype(np.int64), self.states.layers, taken_in)
         tables = self._batch.block_tables(output.slots)
         return AttentionBatch.build(
             num_tokens=output.num_tokens,

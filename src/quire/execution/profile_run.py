@@ -86,7 +86,8 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
     Then the largest step with prompts that is worth a capture is captured.
 
     Args:
-        runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request.
+        runner: has no requests, and is of no use afterwards; its KV cache may be smaller than any request,
+            and it needs no checkpoints of states.
         vocab_size: of the model.
         limits: of its steps.
 
@@ -97,6 +98,8 @@ def profile_run(runner: ModelRunner, vocab_size: int, limits: StepLimits) -> int
     """
     for cache in runner.kv_caches:
         cache.tensor.zero_()
+    if runner.states is not None:
+        runner.states.states.zero_()
     steps = _DummySteps(runner, vocab_size)
     compile_only = runner.compile_only()
     if compile_only is not None:

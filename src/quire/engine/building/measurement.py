@@ -62,8 +62,8 @@ def measure(
 ) -> Measurement:
     """Plan by the memory that the largest steps take, and that is left after them.
 
-    The steps are computed on a KV cache of a few blocks; nothing of that stays allocated but the models' own
-    buffers.
+    The steps are computed on a KV cache of a few blocks, and on states without checkpoints; nothing of
+    that stays allocated but the models' own buffers.
 
     Args:
         config: of the engine.
@@ -112,6 +112,8 @@ def _profile_steps(
         speculation.max_drafts(scheduler.max_num_seqs),
     )
     small = plan.with_blocks([PROFILE_BLOCKS] * len(plan.kv_caches))
+    if plan.states is not None:
+        small = dataclasses.replace(small, states=dataclasses.replace(plan.states, num_checkpoints=0))
     memory.begin_peak()
     with refusing_shortage(
         lambda _: (
@@ -126,4 +128,4 @@ def _profile_steps(
         max_captured_tokens = profile_run(runner, models.target.config.vocab_size, limits)
     if runner.captures:
         logger.info("capturing steps with prompts is worthwhile up to %d tokens", max_captured_tokens)
-    return memory.peak - small.kv_bytes + runner.max_array_bytes, max_captured_tokens
+    return memory.peak - small.kv_bytes - small.state_bytes + runner.max_array_bytes, max_captured_tokens

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from quire.kernels.devices.device import array_to_device
 from quire.kv.cache.page_layout import NUMBER_BYTES
 from quire.kv.cache.state_layout import PlacedPart, StateLayout
 from quire.step import IntArray
@@ -58,7 +59,7 @@ class StateCache:
     def fork(self, copies: IntArray) -> None:
         """Copy states of slots to other slots, each as it was before: (from, to), [N, 2]."""
         if len(copies):
-            sources, targets = torch.from_numpy(copies.astype("int64")).unbind(1)
+            sources, targets = array_to_device(copies.astype("int64"), self.states.device).unbind(1)
             self.states[targets] = self.states[sources]
 
     def _copy(self, sources: IntArray, targets: IntArray) -> None:
