@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,12 @@ import torch
 
 from checkpoints import make_checkpoint
 from engine_checks import core_of
-from late_tokens import LateCopy
-from operation_tape import OperationTape
+from operation_tape import capture_steps
 from quire import LLM, CacheEvictionConfig, SamplingParams, SchedulerConfig
 from quire.engine import devices
-from quire.engine.building import runner as runner_building
 from quire.engine.core import EngineCore
 from quire.engine.ranks.messages import CompileOnly, Forward, ToRank
 from quire.execution.model_runner import ModelRunner
-from quire.execution.sampling import tokens_in_flight
 from quire.kernels.attention.batch import AttentionBatch
 from quire.kernels.triton.device import is_interpreted
 from quire.kv.eviction.selection import BlockSelection
@@ -29,20 +25,6 @@ from quire.kv.eviction.selection import BlockSelection
 pytestmark = pytest.mark.interpreter
 
 PROMPTS = ["What is 27 + 58?", "What is"]
-
-
-def capture_steps(monkeypatch: pytest.MonkeyPatch) -> list[OperationTape]:
-    """Have engines capture steps as on a GPU; return a list to which each one goes that is replayed."""
-    replayed: list[OperationTape] = []
-
-    def capture(compute: Callable[[], None]) -> Callable[[], None]:
-        with OperationTape() as tape:
-            compute()
-        return lambda: (replayed.append(tape), tape.replay())[1]
-
-    monkeypatch.setattr(runner_building, "_capture", lambda config, model: capture)
-    monkeypatch.setattr(tokens_in_flight, "HostCopy", LateCopy)  # of what the next replay overwrites
-    return replayed
 
 
 @pytest.mark.first_case
@@ -76,26 +58,25 @@ def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pyt
     assert {thread is threading.current_thread() for thread in threads} == {False, True}
 
 
-@pytest.mark.parametrize("family", ["gpt_oss"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "granitemoehybrid", "lfm2"])
 def test_families_with_layers_of_their_own(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks, then behind a prefix that is cached; one answer decodes beside the other prompt."""
+    """Prompts in chunks, one beside the other's answer; then one that goes on from what is cached of this."""
     if not is_interpreted:
         pytest.skip("on a GPU, tests/gpu has this")
     checkpoint = str(make_checkpoint(family, tmp_path, dtype="float32"))
     prompts = [[7 + (11 * place) % 300 for place in range(length)] for length in (3, 23)]
-    prompts.append([*prompts[1], 9, 8])
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=1)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
     options = {"num_kv_blocks": 24, "max_num_seqs": 2, "block_size": 16, "max_num_batched_tokens": 16}
     found = []
     for kernels in ("reference", "triton"):
         replayed = capture_steps(monkeypatch) if kernels == "triton" else []
         with LLM(checkpoint, kernels=kernels, overlap_steps=kernels == "triton", **options) as llm:
-            first, second = llm.generate(prompts[:2], params)
-            (third,) = llm.generate(prompts[2:], params)
-        assert third.num_cached_tokens >= 16
-        found.append([output.outputs[0] for output in (first, second, third)])
+            first, second = (output.outputs[0] for output in llm.generate(prompts, params))
+            [again] = llm.generate([[*prompts[1], *second.token_ids, 9]], params)
+        assert again.num_cached_tokens == 32
+        found.append([first, second, again.outputs[0]])
     assert [output.token_ids for output in found[1]] == [output.token_ids for output in found[0]]
     logprobs = [[output.cumulative_logprob for output in outputs] for outputs in found]
     assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-3)

@@ -14,11 +14,14 @@ from transformers import AutoModelForCausalLM
 from checked_engine import tokens
 from checkpoints import make_checkpoint
 from hybrid_engines import BLOCK_SIZE, LENGTHS, MAX_TOKENS, SCHEDULER, Engine, prompts
+from operation_tape import capture_steps
 from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from quire.engine.memory.plan import plan_memory
 from quire.engine.memory.state_sizes import StateSizes
 from quire.errors import ConfigError
+from quire.execution import step_graphs
 from quire.execution.drafts.proposer import GuardedProposer, Proposer, RowsToContinue
+from quire.kernels.size_classes import SizeClasses, coarse_size_class
 from quire.kv.cache.state_layout import StateLayout
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.recording.replay import replay
@@ -118,11 +121,34 @@ def test_answers_have_the_same_bits_whatever_is_restored(path, expected, options
 )
 def test_drafts_leave_nothing_in_a_state(path, expected, options):
     engine = with_drafts(path, expected, **options)
-    for _ in range(2):
+    for _ in range(4):
         assert engine.answers(prompts()) == expected
     stats = engine.stats
     if options.get("max_num_batched_tokens") != 1:
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.interpreter
+def test_captured_steps_on_the_kernels_of_a_gpu(path, expected, monkeypatch):
+    """Bits are the same with drafts and preemptions, in small steps and with what is restored."""
+    short, params = [prompts()[1], prompts()[3][:20]], {"max_tokens": 8}
+    engine = Engine(path, kernels="triton", enable_prefix_caching=False)
+    alone = [engine.answers([prompt], **params)[0] for prompt in short]
+    assert tokens(alone)[0] == tokens(expected)[1][:8]
+    replayed = capture_steps(monkeypatch)
+    few_sizes = SizeClasses(lambda count: -(-count // 8) * 8, coarse_size_class, coarse_size_class)
+    monkeypatch.setattr(step_graphs, "DECODE_SIZES", few_sizes)
+    options = {"kernels": "triton", "max_num_batched_tokens": 12, "num_kv_blocks": 9, "overlap_steps": True}
+    engine = Engine(path, **options)
+    assert engine.answers(short, **params) == alone
+    assert engine.stats.num_preemptions > 0
+    assert len(replayed) > 1
+    replayed.clear()
+    engine = with_drafts(path, expected, **options)
+    for _ in range(4):
+        assert engine.answers(short[:1], **params) == alone[:1]
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+    assert len(replayed) > 1
 
 
 def test_a_conversation_is_found_up_to_the_last_block_before_its_last_drafts(path, expected):

@@ -27,6 +27,9 @@ DEVICE: dict[str, Any] = {"kernels": "triton"} if is_interpreted else {"device":
 SETTINGS: dict[str, Any] = {**DEVICE, "num_kv_blocks": 64, "block_size": 16, "max_model_len": 128}
 
 
+OF_THEIR_OWN = ["gpt_oss", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"]
+"""Families with layers of their own."""
+
 NUMBERS: list[dict[str, Any]] = [
     {},
     {"quantization": "int8"},
@@ -60,7 +63,7 @@ def generate(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3"] if is_interpreted else ["qwen3", "llama", "gemma2", "qwen3_moe", "gpt_oss"]
+    "family", ["qwen3"] if is_interpreted else ["qwen3", "llama", "gemma2", "qwen3_moe", *OF_THEIR_OWN]
 )
 def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(family, tmp_path)
@@ -98,10 +101,17 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(
                 assert one.logprob == pytest.approx(expected[place, token_id].item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("options", NUMBERS[: 1 if is_interpreted else None], ids=str)
-def test_bits_do_not_depend_on_company(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *(("qwen3", options) for options in NUMBERS[: 1 if is_interpreted else None]),
+        *((family, {}) for family in OF_THEIR_OWN if not is_interpreted),
+    ],
+    ids=str,
+)
+def test_bits_do_not_depend_on_company(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     """The batch-invariance list: alone, together, in chunks, and with steps that are not captured."""
-    checkpoint = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=128)
+    checkpoint = make_checkpoint(family, tmp_path, dtype="bfloat16", hidden_size=128)
     alone = generate(checkpoint, one_by_one=True, enable_prefix_caching=False, **options)
     ways: list[dict[str, Any]] = [
         {},

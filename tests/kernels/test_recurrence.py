@@ -2,145 +2,36 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+from recurrent_layers import (
+    CASES,
+    NUMBERS,
+    TOLERANCE,
+    RecurrentLayer,
+    check_company_and_chunks,
+    check_taken_in,
+    layer_of,
+    name_of,
+    results,
+)
 
-from quire.kernels.attention.batch import AttentionBatch, StepStates
 from quire.kernels.cpu.kernel_set import NativeKernels
 from quire.kernels.interface import KernelSet
-from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.reference import ReferenceKernels
 
-COUNTS = [3, 1, 20, 2]
-BEFORE = [0, 9, 5, 0]
-NUMBERS = [4, 0, 2, 5]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-DTYPES = list(TOLERANCE)
+of_both_kernels = pytest.mark.parametrize(
+    "kernels", [NativeKernels(), ReferenceKernels()], ids=lambda each: each.name
+)
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def step_of(
-    counts: list[int], before: list[int], numbers: list[int], taken_in: list[int] | None = None
-) -> AttentionBatch:
-    tables = np.zeros((len(counts), 8), dtype=np.int32)
-    states = StepStates(np.array(numbers), [], None if taken_in is None else np.array(taken_in))
-    return AttentionBatch.build(np.array(before), np.array(counts), tables, 64, states=states)
-
-
-class Conv:
-    """A convolution of features that fill no vector, out of rows that are further apart."""
-
-    def __init__(self, dtype: torch.dtype, num_taps: int, activation: str, *, has_bias: bool) -> None:
-        self.size, self.activation = 275, activation
-        self.weight = random(num_taps, self.size, seed=1)
-        self.bias = random(self.size, seed=2) if has_bias else None
-        self.rows = random(sum(COUNTS), self.size + 5, dtype=dtype)[:, : self.size]
-        self.states = [random(6, num_taps - 1, self.size, dtype=dtype, seed=3)]
-
-    def run(
-        self, kernels: KernelSet, rows: slice, states: list[torch.Tensor], batch: AttentionBatch
-    ) -> torch.Tensor:
-        return kernels.causal_conv(
-            self.rows[rows], self.weight, states[0], batch, bias=self.bias, activation=self.activation
-        )
-
-
-class Delta:
-    """A gated DeltaNet."""
-
-    def __init__(
-        self, dtype: torch.dtype, key_dim: int, value_dim: int, *, max_strength: float = 1.0
-    ) -> None:
-        self.heads = DeltaHeads(
-            2,
-            6,
-            key_dim,
-            value_dim,
-            decay=-random(6, seed=1).exp(),
-            time_bias=random(6, seed=2),
-            max_strength=max_strength,
-        )
-        width = 2 * 2 * key_dim + 6 * value_dim
-        self.rows = random(sum(COUNTS), width, dtype=dtype)
-        self.gates = random(sum(COUNTS), 2, 6, dtype=dtype, seed=3) * 4
-        self.states = [random(6, 6, key_dim, value_dim, seed=4)]
-
-    def run(
-        self, kernels: KernelSet, rows: slice, states: list[torch.Tensor], batch: AttentionBatch
-    ) -> torch.Tensor:
-        qkv = self.rows[rows]
-        out = qkv.new_empty(len(qkv), 6, self.heads.value_dim)
-        kernels.gated_delta_rule(qkv, self.gates[rows], states[0], batch, heads=self.heads, out=out)
-        return out
-
-
-class Scan:
-    """A Mamba-2 of two groups, whose times and results are parts of wider rows."""
-
-    def __init__(
-        self, dtype: torch.dtype, state_size: int, head_dim: int, *, least_time: float = 0.0
-    ) -> None:
-        self.heads = ScanHeads(
-            6,
-            head_dim,
-            2,
-            state_size,
-            decay=-random(6, seed=1).exp(),
-            time_bias=random(6, seed=2),
-            skip=random(6, seed=5),
-            time_limits=(least_time, 1.5),
-        )
-        self.inputs = random(sum(COUNTS), 6 * head_dim + 4 * state_size, dtype=dtype)
-        self.times = random(sum(COUNTS), 9, dtype=dtype, seed=3)[:, 3:] * 4
-        self.states = [random(6, 6, state_size, head_dim, seed=4)]
-
-    def run(
-        self, kernels: KernelSet, rows: slice, states: list[torch.Tensor], batch: AttentionBatch
-    ) -> torch.Tensor:
-        inputs = self.inputs[rows]
-        size = 6 * self.heads.head_dim
-        out = inputs.new_zeros(len(inputs), size + 3)
-        kernels.selective_scan(
-            inputs, self.times[rows], states[0], batch, heads=self.heads, out=out[:, 2 : size + 2]
-        )
-        assert not out[:, :2].any()
-        assert not out[:, -1].any()
-        return out[:, 2:-1]
-
-
-CASES = [
-    *((Conv, (dtype, 4, "silu"), {"has_bias": False}) for dtype in DTYPES),
-    (Conv, (torch.float32, 3, ""), {"has_bias": True}),
-    (Conv, (torch.bfloat16, 2, "silu"), {"has_bias": True}),
-    *((Delta, (dtype, 32, 48), {}) for dtype in DTYPES),
-    (Delta, (torch.float32, 17, 21), {}),
-    (Delta, (torch.float32, 16, 32), {"max_strength": 2.0}),
-    (Delta, (torch.float32, 128, 128), {}),
-    *((Scan, (dtype, 32, 48), {}) for dtype in DTYPES),
-    (Scan, (torch.float32, 17, 21), {"least_time": 0.4}),
-    (Scan, (torch.float32, 256, 64), {}),
-]
-
-
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0].__name__}-{'-'.join(map(str, case[1]))}")
-def layer(request: pytest.FixtureRequest) -> Conv | Delta | Scan:
-    kind, arguments, options = request.param
-    return kind(*arguments, **options)
-
-
-def results(layer: Conv | Delta | Scan, kernels: KernelSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a step computes, and the states after it."""
-    states = [layer.states[0].clone()]
-    states[0][NUMBERS[0]] = torch.nan  # of a sequence that begins
-    return layer.run(kernels, slice(None), states, step_of(COUNTS, BEFORE, NUMBERS)), states[0]
+@pytest.fixture(params=CASES, ids=name_of)
+def layer(request: pytest.FixtureRequest) -> RecurrentLayer:
+    return layer_of(request.param)
 
 
 @pytest.mark.usefixtures("instruction_set")
-def test_native_kernels_compute_what_the_reference_does(layer):
+def test_native_kernels_compute_what_the_reference_does(layer: RecurrentLayer) -> None:
     out, states = results(layer, NativeKernels())
     expected, expected_states = results(layer, ReferenceKernels())
     tolerance = TOLERANCE[out.dtype]
@@ -150,29 +41,11 @@ def test_native_kernels_compute_what_the_reference_does(layer):
     assert torch.equal(states[untouched], layer.states[0][untouched])
 
 
-@pytest.mark.parametrize("kernels", [NativeKernels(), ReferenceKernels()], ids=lambda each: each.name)
-def test_bits_depend_neither_on_company_nor_on_chunks(layer, kernels):
-    together, states = results(layer, kernels)
-    start = sum(COUNTS[:2])
-    for chunks in ([20], [1] * 20, [7, 13], [2, 1, 17]):
-        alone, parts, first = [layer.states[0].clone()], [], 0
-        for count in chunks:
-            rows = slice(start + first, start + first + count)
-            batch = step_of([count], [BEFORE[2] + first], [NUMBERS[2]])
-            parts.append(layer.run(kernels, rows, alone, batch))
-            first += count
-        assert torch.equal(torch.cat(parts), together[start : start + 20])
-        assert torch.equal(alone[0][NUMBERS[2]], states[NUMBERS[2]])
+@of_both_kernels
+def test_bits_depend_neither_on_company_nor_on_chunks(layer: RecurrentLayer, kernels: KernelSet) -> None:
+    check_company_and_chunks(layer, kernels)
 
 
-@pytest.mark.parametrize("kernels", [NativeKernels(), ReferenceKernels()], ids=lambda each: each.name)
-def test_a_state_takes_in_the_first_tokens_of_a_step(layer, kernels):
-    whole, _ = results(layer, kernels)
-    taken_in = [2, 1, 11, 1]
-    states = [layer.states[0].clone()]
-    out = layer.run(kernels, slice(None), states, step_of(COUNTS, BEFORE, NUMBERS, taken_in))
-    assert torch.equal(out, whole)
-    shorter = [layer.states[0].clone()]
-    for start, count, before, number in zip(np.cumsum([0, *COUNTS]), taken_in, BEFORE, NUMBERS, strict=False):
-        layer.run(kernels, slice(start, start + count), shorter, step_of([count], [before], [number]))
-    assert torch.equal(states[0], shorter[0])
+@of_both_kernels
+def test_a_state_takes_in_the_first_tokens_of_a_step(layer: RecurrentLayer, kernels: KernelSet) -> None:
+    check_taken_in(layer, kernels)

@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
+
+from late_tokens import LateCopy
+from quire.engine.building import runner
+from quire.execution.sampling import tokens_in_flight
 
 _WITHOUT_CONTENT = (
     torch.ops.aten.empty,
@@ -23,6 +28,20 @@ _WITHOUT_CONTENT = (
     torch.ops.aten.new_empty_strided,
 )
 _FROM_DEVICE = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
+
+
+def capture_steps(monkeypatch: pytest.MonkeyPatch) -> list[OperationTape]:
+    """Have engines capture steps as on a GPU; return a list to which each one goes that is replayed."""
+    replayed: list[OperationTape] = []
+
+    def capture(compute: Callable[[], None]) -> Callable[[], None]:
+        with OperationTape() as tape:
+            compute()
+        return lambda: (replayed.append(tape), tape.replay())[1]
+
+    monkeypatch.setattr(runner, "_capture", lambda config, model: capture)
+    monkeypatch.setattr(tokens_in_flight, "HostCopy", LateCopy)  # of what the next replay overwrites
+    return replayed
 
 
 class OperationTape(TorchDispatchMode):

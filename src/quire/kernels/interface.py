@@ -36,8 +36,6 @@ class KernelSet(ABC):
     """Whether heads of values may have other sizes than those of queries and keys."""
     takes_keys_as_values: ClassVar[bool] = True
     """Whether keys may be the values, too."""
-    has_recurrence: ClassVar[bool] = False
-    """Whether layers with a state can be computed."""
     is_two_sided: ClassVar[bool] = False
     """Whether attention of batches that are two-sided can be computed."""
     device: torch.device = HOST
@@ -271,6 +269,7 @@ class KernelSet(ABC):
             [T, heads, head_dim], in the query's type; sums are in float32.
         """
 
+    @abstractmethod
     def causal_conv(
         self,
         rows: torch.Tensor,
@@ -283,8 +282,7 @@ class KernelSet(ABC):
     ) -> torch.Tensor:
         """Convolve each feature over the tokens of its sequence with K taps of its own.
 
-        A token is computed from itself and the K - 1 before it, in float32, the oldest first. With
-        `has_recurrence` only.
+        A token is computed from itself and the K - 1 before it, in float32, the oldest first.
 
         Args:
             rows: [T, n].
@@ -299,8 +297,8 @@ class KernelSet(ABC):
         Returns:
             [T, n] in the rows' type.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def gated_delta_rule(
         self,
         qkv: torch.Tensor,
@@ -316,7 +314,7 @@ class KernelSet(ABC):
         Queries and keys become vectors of length 1, and queries are divided by `sqrt(key_dim)`. A memory M
         [key_dim, value_dim] is multiplied by `exp(decay * softplus(time + time_bias))`; then
         `max_strength * sigmoid(strength) * key (value - key^T M)^T` is added to it, and `query^T M` is the
-        result. With `has_recurrence` only.
+        result.
 
         Args:
             qkv: [T, 2 * num_keys * key_dim + num_values * value_dim]: queries, keys, values.
@@ -327,8 +325,8 @@ class KernelSet(ABC):
             heads: what `qkv` consists of.
             out: [T, num_values, value_dim] for the result.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def selective_scan(
         self,
         inputs: torch.Tensor,
@@ -343,7 +341,7 @@ class KernelSet(ABC):
 
         A memory M [state_size, head_dim] is multiplied by `exp(decay * time)`, where `time` is
         `softplus(times + time_bias)` within the limits; then `time * key value^T` is added to it, and
-        `query^T M + skip * value` is the result. With `has_recurrence` only.
+        `query^T M + skip * value` is the result.
 
         Args:
             inputs: [T, num_heads * head_dim + 2 * num_groups * state_size]: values, keys (also known as B)
@@ -355,7 +353,6 @@ class KernelSet(ABC):
             heads: what `inputs` consists of.
             out: [T, num_heads * head_dim] for the result.
         """
-        raise NotImplementedError
 
     def gated_norm(
         self, rows: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float

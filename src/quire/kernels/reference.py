@@ -49,7 +49,6 @@ class ReferenceKernels(KernelSet):
 
     name = "reference"
     takes_any_value_size = True
-    has_recurrence = True
     is_two_sided = True
     sampling: ClassVar[TokenChoice] = HostChoice(ReferenceScans())
     weight_layout = None

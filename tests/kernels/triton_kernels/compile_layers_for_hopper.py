@@ -18,8 +18,9 @@ import torch
 
 import quire.kernels.triton
 from caches import make_cache
-from quire.kernels.attention.batch import AttentionBatch
+from quire.kernels.attention.batch import AttentionBatch, StepStates
 from quire.kernels.attention.tiles import HeadLayout
+from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.layers.weights import Float8Weight
 from quire.kernels.sampling.token_choice import (
     NUM_EDIT_NUMBERS,
@@ -65,6 +66,7 @@ def compute(kernels: TritonKernels) -> None:
     kernels.add_rms_norm(rows, rows.clone(), torch.ones(1024), eps=1e-6)
     kernels.gated_activation(rows, "gelu")
     rotate(kernels)
+    recur(kernels)
     for quantization in ("none", "int8", "int4"):
         linear = kernels.linear([torch.ones(128, 1024)], dtype=BFLOAT16, quantization=quantization)
         for num_rows in (3, 40, 200):
@@ -114,6 +116,43 @@ def rotate(kernels: TritonKernels) -> None:
             torch.zeros(5, 12 * 128, dtype=BFLOAT16), kv, batch, heads=heads, cos=angles, sin=angles,
             q_norm=torch.ones(128), k_norm=torch.ones(128), eps=1e-6,
         )  # fmt: skip
+
+
+def recur(kernels: TritonKernels) -> None:
+    """Compute layers with a state, of steps of several sizes."""
+    delta = DeltaHeads(2, 4, 128, 128, -torch.ones(4), torch.ones(4))
+    scan = ScanHeads(4, 64, 1, 128, -torch.ones(4), torch.ones(4), torch.ones(4))
+    state = torch.zeros(5, 4 * 128 * 128)
+    for counts in ([1], [7, 1, 1]):
+        size = len(counts)
+        batch = AttentionBatch.build(
+            np.full(size, 3),
+            np.array(counts),
+            np.zeros((size, 1), dtype=np.int32),
+            16,
+            states=StepStates(np.arange(size), []),
+        )
+        num_rows = sum(counts)
+        rows = torch.zeros(num_rows, 1024, dtype=BFLOAT16)
+        kernels.causal_conv(
+            rows, torch.ones(4, 1024), torch.zeros(5, 3, 1024, dtype=BFLOAT16), batch, activation="silu"
+        )
+        kernels.gated_delta_rule(
+            rows,
+            torch.zeros(num_rows, 2, 4, dtype=BFLOAT16),
+            state.view(5, 4, 128, 128),
+            batch,
+            heads=delta,
+            out=torch.zeros(num_rows, 4, 128, dtype=BFLOAT16),
+        )
+        kernels.selective_scan(
+            rows[:, :512],
+            rows[:, 512:516],
+            state[:, : 4 * 128 * 64].view(5, 4, 128, 64),
+            batch,
+            heads=scan,
+            out=rows[:, 768:],
+        )
 
 
 def choose(num_rows: int) -> None:

@@ -66,7 +66,6 @@ class NativeKernels(KernelSet):
     """
 
     name = "native"
-    has_recurrence = True
     is_two_sided = True
     sampling: ClassVar[TokenChoice] = HostChoice(NativeScans())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.kernels.attention.batch import AttentionBatch
@@ -21,55 +20,27 @@ from quire.kernels.cpu.tensors import (
     row_stride,
     written_row_stride,
 )
-from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
+from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads, check_states
 
 _ROWS = "cpu recurrence"  # among a batch's plans
 
 
 class StepRows:
-    """The sequences of a step, and their states.
-
-    Raises:
-        TypeError: an array of the batch is of another type than `AttentionBatch` says.
-        ValueError: it is of another shape, or two sequences have the same state.
-        IndexError: a number in one is out of range, or a state takes in more tokens than there are, or none.
-    """
+    """The sequences of a step, and their states; raises as `check_states` does."""
 
     def __init__(self, batch: AttentionBatch) -> None:
-        if batch.states is None:
-            raise ValueError("the batch has no states, which recurrent layers need")
+        check_states(batch)
+        assert batch.states is not None
         numbers, counts, before = batch.states.numbers, batch.num_tokens, batch.num_cached_tokens
-        size, taken_in = len(counts), batch.num_state_tokens
-        for name, array in (
-            ("state numbers", numbers),
-            ("num_tokens", counts),
-            ("num_state_tokens", taken_in),
-            ("num_cached_tokens", before),
-        ):
-            _check_array(name, array, size)
-        if not ((taken_in > 0) & (taken_in <= counts)).all():
-            raise IndexError(
-                f"states take in {taken_in.tolist()} of {counts.tolist()} tokens; of each at least 1"
-            )
-        if len(np.unique(numbers)) < size:
-            raise ValueError(f"state numbers are {numbers.tolist()}; each sequence must have its own")
+        size = len(counts)
         self._ends = np.cumsum(counts)
         self.num_tokens = int(self._ends[-1]) if size else 0
         self.num_states = int(numbers.max(initial=-1)) + 1  # at least
-        state_ends = self._ends - counts + taken_in
+        state_ends = self._ends - counts + batch.num_state_tokens
         self._arrays = numbers, state_ends, before  # which the kernels read
         self.native = _native.SequenceRows(
             size, *(each.ctypes.data for each in (numbers, self._ends, state_ends, before))
         )
-
-
-def _check_array(name: str, array: npt.NDArray[np.int64], size: int) -> None:
-    if array.dtype != np.int64:
-        raise TypeError(f"{name} are {array.dtype}; they must be int64")
-    if array.shape != (size,) or not array.flags.c_contiguous:
-        raise ValueError(f"{name} are {list(array.shape)}; they must be [{size}] and contiguous")
-    if array.min(initial=0) < 0:
-        raise IndexError(f"{name} go down to {array.min()}; they must be at least 0")
 
 
 def _rows_of(batch: AttentionBatch) -> StepRows:

@@ -12,14 +12,56 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
     from quire.kernels.attention.batch import AttentionBatch
 
 
-_UNIT_EPS = 1e-6  # added to the square of a length
-_LINEAR_FROM = 20.0  # softplus(x) is x from here on, as in torch
+UNIT_EPS = 1e-6  # added to the square of a length
+LINEAR_FROM = 20.0  # softplus(x) is x from here on, as in torch
+
+
+def check_states(batch: AttentionBatch, num_states: int | None = None) -> None:
+    """Raise unless a step's sequences have states of their own.
+
+    Args:
+        batch: the step.
+        num_states: that there are; None: not known yet.
+
+    Raises:
+        TypeError: an array of the batch is of another type than `AttentionBatch` says.
+        ValueError: it is of another shape, two sequences have the same state, or there are no states.
+        IndexError: a number in one is out of range, or a state takes in more tokens than there are, or none.
+    """
+    if batch.states is None:
+        raise ValueError("the batch has no states, which recurrent layers need")
+    numbers, counts, taken_in = batch.states.numbers, batch.num_tokens, batch.num_state_tokens
+    for name, array in (
+        ("state numbers", numbers),
+        ("num_tokens", counts),
+        ("num_state_tokens", taken_in),
+        ("num_cached_tokens", batch.num_cached_tokens),
+    ):
+        _check_array(name, array, len(counts))
+    if not ((taken_in > 0) & (taken_in <= counts)).all():
+        raise IndexError(
+            f"states take in {taken_in.tolist()} of {counts.tolist()} tokens; of each at least 1"
+        )
+    if len(np.unique(numbers)) < len(counts):
+        raise ValueError(f"state numbers are {numbers.tolist()}; each sequence must have its own")
+    if num_states is not None and numbers.max(initial=-1) >= num_states:
+        raise IndexError(f"a sequence has state {numbers.max()}; there are {num_states}")
+
+
+def _check_array(name: str, array: npt.NDArray[np.int64], size: int) -> None:
+    if array.dtype != np.int64:
+        raise TypeError(f"{name} are {array.dtype}; they must be int64")
+    if array.shape != (size,) or not array.flags.c_contiguous:
+        raise ValueError(f"{name} are {list(array.shape)}; they must be [{size}] and contiguous")
+    if array.min(initial=0) < 0:
+        raise IndexError(f"{name} go down to {array.min()}; they must be at least 0")
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -180,12 +222,12 @@ def _with_memory(state: torch.Tensor, batch: AttentionBatch) -> Iterator[tuple[i
 
 
 def _softplus(time: torch.Tensor) -> torch.Tensor:
-    return torch.where(time > _LINEAR_FROM, time, torch.log1p(torch.exp(time)))
+    return torch.where(time > LINEAR_FROM, time, torch.log1p(torch.exp(time)))
 
 
 def _unit(rows: torch.Tensor) -> torch.Tensor:
     """Return rows of length 1."""
-    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _UNIT_EPS)
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + UNIT_EPS)
 
 
 def causal_conv(

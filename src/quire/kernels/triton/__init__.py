@@ -5,9 +5,9 @@ the tests.
 
 `linear/` has dense layers over the kernels of `products.py` (in float8 `float8_products.py`, both for many
 rows `tma_products.py`), `experts/` mixtures of experts, `attention/` attention, rotation and the KV write,
-`rows.py` norms and activations. `sampling/` scans logits (`row_scans.py`) to choose tokens
-(`token_choice.py`, and `tail_search.py` for rows that their likeliest tokens do not decide) after masks,
-bans, biases and penalties, and finds log-probabilities.
+`recurrence/` layers with a state, `rows.py` norms and activations. `sampling/` scans logits (`row_scans.py`)
+to choose tokens (`token_choice.py`, and `tail_search.py` for rows that their likeliest tokens do not decide)
+after masks, bans, biases and penalties, and finds log-probabilities.
 
 Wrappers check tensors and launch; no call waits for the device. What is launched is declared by `@kernel`
 (`kernel.py`), so that `compile_only` can have all of a step's kernels compiled beside each other before one

@@ -18,6 +18,7 @@ from quire.kernels.interface import KernelSet
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
 from quire.kernels.layers.gated_linear import GatedLinear
 from quire.kernels.layers.linear import Linear
+from quire.kernels.layers.recurrence import DeltaHeads, ScanHeads
 from quire.kernels.layers.weights import Weight
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.sampling.token_choice import TokenChoice
@@ -29,6 +30,7 @@ from quire.kernels.triton.experts.layer import FusedExperts
 from quire.kernels.triton.kernel import compile_only, compiles_only, hash_compiler_ahead
 from quire.kernels.triton.linear.dense import linear
 from quire.kernels.triton.linear.tiled import gated_linear
+from quire.kernels.triton.recurrence import layers as recurrence
 from quire.kernels.triton.sampling.token_choice import TritonChoice
 
 _REFERENCE = ReferenceKernels()
@@ -158,3 +160,42 @@ class TritonKernels(KernelSet):
         return paged_attention(
             query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
         )
+
+    @override
+    def causal_conv(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        bias: torch.Tensor | None = None,
+        activation: str = "",
+    ) -> torch.Tensor:
+        return recurrence.causal_conv(rows, weight, state, batch, bias=bias, activation=activation)
+
+    @override
+    def gated_delta_rule(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        heads: DeltaHeads,
+        out: torch.Tensor,
+    ) -> None:
+        recurrence.gated_delta_rule(qkv, gates, state, batch, heads=heads, out=out)
+
+    @override
+    def selective_scan(
+        self,
+        inputs: torch.Tensor,
+        times: torch.Tensor,
+        state: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        heads: ScanHeads,
+        out: torch.Tensor,
+    ) -> None:
+        recurrence.selective_scan(inputs, times, state, batch, heads=heads, out=out)

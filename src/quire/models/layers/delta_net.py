@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from quire.kv.cache.state_layout import StatePart, StateSpec
 from quire.models.layer import LayerLoader, LayerWeight, Section, Step, StepSizes, SubLayer
-from quire.models.layers.recurrence import RecurrentConfig, conv_taps, require_recurrence
+from quire.models.layers.recurrence import RecurrentConfig, conv_taps
 from quire.models.shard import Shard
 
 if TYPE_CHECKING:
@@ -129,15 +129,11 @@ class DeltaNet(SubLayer):
     Args:
         config: its numbers.
         loader: of the layer.
-
-    Raises:
-        ModelError: the kernels have no recurrence.
     """
 
     def __init__(self, config: DeltaNetConfig, loader: LayerLoader) -> None:
         from quire.kernels.layers.recurrence import DeltaHeads
 
-        require_recurrence(loader)
         super().__init__(config, loader)
         self.project = loader.linear("delta_in")
         self.gates = loader.linear("delta_gates", is_quantized=False)

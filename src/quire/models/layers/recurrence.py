@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from typing_extensions import override
 
-from quire.errors import ConfigError, ModelError
+from quire.errors import ConfigError
 from quire.models.layer import SubLayerConfig
 
 if TYPE_CHECKING:
@@ -15,15 +15,6 @@ if TYPE_CHECKING:
 
     from quire.models.layer import LayerLoader
     from quire.models.shard import Shard
-
-
-def require_recurrence(loader: LayerLoader) -> None:
-    """Raise `ModelError` if the kernels cannot compute layers with a state."""
-    if not loader.kernels.has_recurrence:
-        raise ModelError(
-            f"layer {loader.index} is recurrent, which the {loader.kernels.name} kernels cannot compute; set "
-            "EngineConfig.device to 'cpu'"
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

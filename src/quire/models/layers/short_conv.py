@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from quire.kv.cache.state_layout import StatePart, StateSpec
 from quire.models.layer import LayerLoader, LayerWeight, Step, StepSizes, SubLayer
-from quire.models.layers.recurrence import RecurrentConfig, conv_taps, require_recurrence
+from quire.models.layers.recurrence import RecurrentConfig, conv_taps
 from quire.models.shard import Shard
 
 if TYPE_CHECKING:
@@ -67,13 +67,9 @@ class ShortConv(SubLayer):
     Args:
         config: its numbers.
         loader: of the layer.
-
-    Raises:
-        ModelError: the kernels have no recurrence.
     """
 
     def __init__(self, config: ShortConvConfig, loader: LayerLoader) -> None:
-        require_recurrence(loader)
         super().__init__(config, loader)
         self.project = loader.linear("conv_in")
         self.output = loader.linear("conv_out")
