@@ -58,7 +58,7 @@ def test_tokens_are_those_of_the_reference(kv_cache_dtype: str, monkeypatch: pyt
     assert {thread is threading.current_thread() for thread in threads} == {False, True}
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "granitemoehybrid", "lfm2"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "granitemoehybrid", "lfm2", "deepseek_v3"])
 def test_families_with_layers_of_their_own(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,8 +83,9 @@ def test_families_with_layers_of_their_own(
     assert len(replayed) > 1
 
 
+@pytest.mark.parametrize(("family", "rotates"), [("qwen3", True), ("deepseek_v3", False)])
 def test_what_is_evicted_is_what_the_reference_s_scores_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, rotates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With preemptions, rotated keys, and steps that are in flight while what they evict is decided."""
     if not is_interpreted:
@@ -98,7 +99,7 @@ def test_what_is_evicted_is_what_the_reference_s_scores_say(
         return chosen
 
     monkeypatch.setattr(BlockSelection, "choose", watch)
-    checkpoint = str(make_checkpoint("qwen3", tmp_path, dtype="float32", num_hidden_layers=2))
+    checkpoint = str(make_checkpoint(family, tmp_path, dtype="float32", num_hidden_layers=2))
     prompts = [[7 + (11 * place) % 300 for place in range(length)] for length in (75, 40)]
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     scheduler = SchedulerConfig(
@@ -109,7 +110,7 @@ def test_what_is_evicted_is_what_the_reference_s_scores_say(
         reserve_full_prompt=False,
         use_cache_eviction=True,
         cache_eviction_config=CacheEvictionConfig(
-            start_size=16, recent_size=16, max_cache_size=48, apply_rotation=True
+            start_size=16, recent_size=16, max_cache_size=48, apply_rotation=rotates
         ),
     )
     found = []

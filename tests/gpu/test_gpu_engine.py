@@ -27,7 +27,7 @@ DEVICE: dict[str, Any] = {"kernels": "triton"} if is_interpreted else {"device":
 SETTINGS: dict[str, Any] = {**DEVICE, "num_kv_blocks": 64, "block_size": 16, "max_model_len": 128}
 
 
-OF_THEIR_OWN = ["gpt_oss", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h"]
+OF_THEIR_OWN = ["gpt_oss", "lfm2", "qwen3_next", "granitemoehybrid", "nemotron_h", "deepseek_v3"]
 """Families with layers of their own."""
 
 NUMBERS: list[dict[str, Any]] = [

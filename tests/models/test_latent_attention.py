@@ -26,7 +26,7 @@ from quire.engine.memory.plan import plan_memory
 from quire.engine.messages import EngineCoreRequest
 from quire.errors import ConfigError, ModelError
 from quire.execution.drafts import adaptive_proposer
-from quire.kernels.reference import ReferenceKernels
+from quire.kernels.triton.attention import items, layer
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.checkpoints.weight_cache import WeightCache
@@ -70,6 +70,29 @@ def test_bits_are_the_same_in_chunks_of_every_size(
         chunked = generate(decoder, prompts, num_new=4, chunk=chunk, seed=chunk)
         for one, other in zip(chunked, whole, strict=True):
             assert torch.equal(one.logits, other.logits), chunk
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("family", "shape"), [("deepseek_v2", {}), ("minicpm3", ODD)], ids=["v2", "odd"])
+def test_logits_on_the_kernels_of_a_gpu(
+    family: str, shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With latents of two tiles, which have room for two heads."""
+    monkeypatch.setattr(items, "WHOLE_FEATURES", 16)
+    monkeypatch.setattr(layer, "LATENT_HEADS", 2)
+    model = make_model(family, **shape)
+    path = save_checkpoint(model, tmp_path)
+    decoder = load_decoder(path, read_model_config(path), options=WeightOptions(kernels="triton"))
+    prompts = random_prompts([13, 3], vocab_size=decoder.config.vocab_size)
+    whole = generate(decoder, prompts, num_new=2)
+    for prompt, one in zip(prompts, whole, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + one.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(one.logits, logits, atol=1e-4, rtol=0)
+    for chunk in (1, 5):
+        chunked = generate(decoder, prompts, num_new=2, chunk=chunk, seed=chunk)
+        for one, other in zip(chunked, whole, strict=True):
+            torch.testing.assert_close(one.logits, other.logits, atol=1e-5, rtol=0)
 
 
 # -- the cache ---------------------------------------------------------------------------------------------
@@ -220,12 +243,6 @@ def test_rotating_keys_back_after_evictions_is_refused(tmp_path: Path) -> None:
 def test_ranks_that_share_kv_with_other_engines_are_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="does not divide the 1 KV heads"):
         check_kv_divisible(read_model_config(path), 2)
-
-
-def test_kernels_that_do_not_compute_it_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferenceKernels, "takes_keys_as_values", False)
-    with pytest.raises(ModelError, match=r"layer 0 has latent attention, .* reference kernels do not"):
-        load_decoder(path, read_model_config(path), options=WeightOptions(kernels="reference"))
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,6 @@ class KernelSet(ABC):
     """Chooses tokens where the logits are."""
     takes_any_value_size: ClassVar[bool] = False
     """Whether heads of values may have other sizes than those of queries and keys."""
-    takes_keys_as_values: ClassVar[bool] = True
-    """Whether keys may be the values, too."""
     is_two_sided: ClassVar[bool] = False
     """Whether attention of batches that are two-sided can be computed."""
     device: torch.device = HOST

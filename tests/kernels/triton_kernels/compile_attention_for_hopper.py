@@ -1,8 +1,9 @@
 """Compiles the attention of some steps for a GPU of compute capability 9.0, which need not be there.
 
 A process of its own, as Triton decides once whether it interprets. Prints how many programs there are after
-each of three steps of one layer; and, with those of layers and caches of other kinds, what shared memory the
-largest takes in bytes, and the names of those without the tensor cores' instructions.
+each of three steps of one layer, and how many are of latents; and, with those of layers and caches of other
+kinds, what shared memory the largest takes in bytes, and the names of those without the tensor cores'
+instructions.
 """
 
 from __future__ import annotations
@@ -40,8 +41,15 @@ OTHERS: list[tuple[int, int, torch.dtype, torch.dtype, dict[str, Any]]] = [
     (4, 128, BFLOAT16, FLOAT8, {}),  # Llama-3-8B
     (8, 80, FLOAT16, FLOAT8, {"window": 100}),
     (1, 256, FLOAT16, FLOAT16, {"softcap": 50.0, "window": 512}),
+    (8, 512, BFLOAT16, BFLOAT16, {}),  # Gemma 4
     (3, 96, BFLOAT16, torch.int8, {"sinks": torch.zeros(6)}),
     (2, 64, torch.float32, torch.float32, {}),
+]
+
+LATENTS = [
+    (16, 576, BFLOAT16, BFLOAT16),  # DeepSeek-V2-Lite
+    (128, 576, BFLOAT16, FLOAT8),  # DeepSeek-V3
+    (40, 288, BFLOAT16, torch.int8),  # MiniCPM3
 ]
 
 
@@ -52,13 +60,16 @@ def attend(
     dtype: torch.dtype,
     page_dtype: torch.dtype,
     options: dict[str, Any],
+    has_latents: bool = False,
     **batch_options: Any,
 ) -> None:
     computed, counts, table_width = step
     tables = np.zeros((len(counts), table_width), dtype=np.int32)
     batch = AttentionBatch.build(np.array(computed), np.array(counts), tables, 16, **batch_options)
-    kv = make_cache(1, 1, 2, 16, head_dim, page_dtype).views[0]
-    query = torch.empty(sum(counts), 2 * group, head_dim, dtype=dtype)
+    kv = make_cache(1, 1, 1 if has_latents else 2, 16, head_dim, page_dtype).views[0]
+    if has_latents:
+        kv = kv.replace(value_pages=kv.key_pages, value_scales=kv.key_scales)
+    query = torch.empty(sum(counts), group * len(kv.key_pages), head_dim, dtype=dtype)
     paged_attention(query, kv, batch, scale=0.125, **options)
 
 
@@ -90,11 +101,18 @@ with compile_only(2):  # tiles of many rows and of few, with 8 rows of a head in
     selection = KeySelection(np.array([900, 520]), 0.8, 64, 8)
     attend(([800, 519], [200, 1], 64), *OTHERS[0], key_selection=selection)
     attend(([519], [1], 64), *OTHERS[1], key_selection=KeySelection(np.array([520]), 0.8, 256, 4))
+others = all_programs()
+with compile_only(2):
+    for latents in LATENTS:
+        attend(STEPS[0], *latents, {}, has_latents=True)
+    attend(([800, 519], [200, 1], 64), *LATENTS[0], {}, has_latents=True, key_selection=selection)
+    attend(([700, 9], [1, 1], 64), *LATENTS[0], {}, has_latents=True, first_scoring_token=np.zeros(2, int))
 compiled = all_programs()
+report["latents"] = len(compiled) - len(others)
 hopper.check_order(compiled)
 hopper.check_reductions(compiled)
 report["orders"] = [
-    operand_orders(programs) for programs in (dense, [one for one in compiled if one not in dense])
+    operand_orders(programs) for programs in (dense, [one for one in others if one not in dense])
 ]
 report["shared"] = max(program.metadata.shared for program in compiled)
 names = [program.metadata.name for program in compiled if "mma" not in program.asm["ptx"]]

@@ -106,7 +106,7 @@ def check_float8() -> None:
 
 
 def rotate(kernels: TritonKernels) -> None:
-    """Write a prompt to caches in int8, float8 and bfloat16."""
+    """Write a prompt to caches in int8, float8 and bfloat16, and its latents to one of keys."""
     heads = HeadLayout(8, 2, 128)
     batch = AttentionBatch.build(np.array([3]), np.array([5]), np.array([[0]]), 16)
     angles = torch.zeros(5, 64)
@@ -116,6 +116,12 @@ def rotate(kernels: TritonKernels) -> None:
             torch.zeros(5, 12 * 128, dtype=BFLOAT16), kv, batch, heads=heads, cos=angles, sin=angles,
             q_norm=torch.ones(128), k_norm=torch.ones(128), eps=1e-6,
         )  # fmt: skip
+    kv = make_cache(1, 1, 1, 16, 576, BFLOAT16).views[0]
+    kernels.rotary_and_write_kv(
+        torch.zeros(5, 17 * 576, dtype=BFLOAT16), kv.replace(value_pages=kv.key_pages), batch,
+        heads=HeadLayout(16, 1, 576, value_dim=0), cos=angles[:, :32].clone(), sin=angles[:, :32].clone(),
+        q_norm=None, k_norm=None, eps=1e-6,
+    )  # fmt: skip
 
 
 def recur(kernels: TritonKernels) -> None:

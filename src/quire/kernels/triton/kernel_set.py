@@ -43,7 +43,6 @@ class TritonKernels(KernelSet):
     """
 
     name = "triton"
-    takes_keys_as_values = False
     sampling: ClassVar[TokenChoice] = TritonChoice()
     weight_layout = None
 

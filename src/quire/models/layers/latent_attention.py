@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import override
 
-from quire.errors import ModelError
 from quire.kv.cache.page_layout import KVLayerSpec
 from quire.models.layer import LayerLoader, LayerWeight, Section, Step, SubLayer
 from quire.models.layers.attention import AttentionConfig, head_section
@@ -118,19 +117,11 @@ class LatentAttention(SubLayer):
     Args:
         whole: of all ranks.
         loader: of the layer.
-
-    Raises:
-        ModelError: the kernels cannot compute it.
     """
 
     def __init__(self, whole: LatentAttentionConfig, loader: LayerLoader) -> None:
         from quire.kernels.attention.tiles import HeadLayout
 
-        if not loader.kernels.takes_keys_as_values:
-            raise ModelError(
-                f"layer {loader.index} has latent attention, which the {loader.kernels.name} kernels do not "
-                "compute; EngineConfig.kernels 'native' and 'reference' do"
-            )
         config = whole.on_rank(loader.shard)
         super().__init__(config, loader)
         self._config = config

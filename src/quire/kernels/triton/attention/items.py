@@ -27,6 +27,9 @@ computes at a time, and what is left over takes as long as all others."""
 
 MAX_PART_BYTES = GPU_PART_BYTES
 
+WHOLE_FEATURES = 256
+"""Of heads that are one tile whatever their size. Latents of 512 features and 64 more are two."""
+
 _SPAN_TILES = SPAN_TILES.value
 FIRST_PLACE, _FIRST_TILE, END_TILE, _GAP_TILE, _GAP_END_TILE, _GAP, _GAP_END = range(3, 10)
 """Fields of `_QueryTiles`, and of items."""
@@ -184,7 +187,7 @@ def _divided(tiles: _QueryTiles, most_spans: int, most_parts: int) -> tuple[IntA
 
 def _part_bytes(rows: int, heads: HeadLayout) -> int:
     """Return the bytes of what is kept of a span: sums and statistics in float32."""
-    return heads.num_kv_heads * rows * (padded_features(heads.head_dim) + 2) * 4
+    return heads.num_kv_heads * rows * (sum(feature_parts(heads.head_dim)) + 2) * 4
 
 
 def _spans(
@@ -242,6 +245,14 @@ def _note_visits(items: IntArray, selection: KeySelection) -> int:
 def padded_features(head_dim: int) -> int:
     """Return the features of a head's tile, as many as products need at least."""
     return max(16, next_power_of_2(head_dim))
+
+
+def feature_parts(head_dim: int) -> tuple[int, int]:
+    """Return the features of the tiles that attention has of a head: of most of it, and of the rest or 0."""
+    features = padded_features(head_dim)
+    if head_dim <= WHOLE_FEATURES or head_dim == features:
+        return features, 0
+    return features // 2, padded_features(head_dim - features // 2)
 
 
 _NO_SEQUENCES: Int64Array = np.zeros(0, dtype=np.int64)

@@ -81,6 +81,14 @@ def load_vectors(pages, offset, is_held, HEAD_DIM: tl.constexpr, FEATURES: tl.co
 
 
 @triton.jit
+def scaled(vectors, scales, PRODUCT_TYPE: tl.constexpr, HAS_SCALES: tl.constexpr):
+    """Return vectors [TILE, features] as they are multiplied with weights; `scales` [TILE] are theirs."""
+    if HAS_SCALES:
+        vectors = rounded(vectors.to(tl.float32) * scales[:, None], PRODUCT_TYPE)
+    return vectors.to(PRODUCT_TYPE)
+
+
+@triton.jit
 def load_scales(scales, offset, is_held):
     """Load the scales of vectors, [TILE]."""
     return tl.load(scales + offset, mask=is_held, other=0.0)
@@ -202,7 +210,7 @@ def attend(
     num_visits,  # [kv_heads, items]
     sinks,
     out,
-    part_sums,  # [parts, kv_heads, ROWS, FEATURES]
+    part_sums,  # [parts, kv_heads, ROWS, FEATURES + REST]
     part_statistics,  # [parts, kv_heads, 2, ROWS]
     statistics,
     scale,
@@ -211,10 +219,12 @@ def attend(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FEATURES: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SEEN_TILES: tl.constexpr,
     PRODUCT_TYPE: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -225,7 +235,8 @@ def attend(
 ):
     """Attend with one query tile of one KV head to the tiles of one item; grid (items, kv_heads).
 
-    Values have the strides of keys, and their scales those of keys' scales.
+    Values have the strides of keys, and their scales those of keys' scales. Features beyond FEATURES are the
+    REST, computed beside the others.
     The rows of a query tile are tokens times the heads of the KV head's group. The result goes to `out`, or,
     of an item that has not all tiles of its rows, to its part.
     """
@@ -250,6 +261,15 @@ def attend(
         mask=is_row[:, None] & (feature < HEAD_DIM)[None, :],
         other=0.0,
     ).to(PRODUCT_TYPE)
+    if REST:
+        rest = FEATURES + tl.arange(0, REST)
+        rest_queries = tl.load(
+            query_rows[:, None] + rest[None, :],
+            mask=is_row[:, None] & (rest < HEAD_DIM)[None, :],
+            other=0.0,
+        ).to(PRODUCT_TYPE)
+        no_rest = tl.zeros([ROWS, REST], tl.float32)
+        rest_sums, span_rest = no_rest, no_rest
     key_pages, value_pages = keys + kv_head * key_head_stride, values + kv_head * key_head_stride
 
     no_top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -285,6 +305,10 @@ def attend(
         offset = page * key_page_stride + place * key_place_stride
         tile_keys = load_vectors(key_pages, offset, is_held, HEAD_DIM, FEATURES).to(PRODUCT_TYPE)
         products = product(queries, tl.trans(tile_keys), no_products)
+        if REST:
+            rest_keys = load_vectors(key_pages + FEATURES, offset, is_held, HEAD_DIM - FEATURES, REST)
+            rest_keys = rest_keys.to(PRODUCT_TYPE)
+            products = product(rest_queries, tl.trans(rest_keys), products)
         if HAS_SCALES:
             scale_offset = page * key_scale_page_stride + place * key_scale_place_stride
             scale_offset += kv_head * key_scale_head_stride
@@ -293,31 +317,50 @@ def attend(
         scores = tl.where(is_seen, scores, float("-inf"))
 
         span_top, factor, weights = weights_of(span_top, scores, PRODUCT_TYPE)
-        tile_values = load_vectors(value_pages, offset, is_held, HEAD_DIM, FEATURES)
+        if KEYS_ARE_VALUES:
+            tile_values = tile_keys
+        else:
+            tile_values = load_vectors(value_pages, offset, is_held, HEAD_DIM, FEATURES)
+        tile_scales = is_held  # anything, if there are none
         if HAS_SCALES:
-            tile_values = tile_values.to(tl.float32)
-            tile_values *= load_scales(value_scales, scale_offset, is_held)[:, None]
-            tile_values = rounded(tile_values, PRODUCT_TYPE)
-        tile_values = tile_values.to(PRODUCT_TYPE)
+            tile_scales = load_scales(value_scales, scale_offset, is_held)
         span_total = span_total * factor + row_sums(weights)
+        tile_values = scaled(tile_values, tile_scales, PRODUCT_TYPE, HAS_SCALES)
         span_sums = product(weights, tile_values, span_sums * factor[:, None])
+        if REST:
+            if KEYS_ARE_VALUES:
+                rest_values = rest_keys
+            else:
+                rest_values = load_vectors(value_pages + FEATURES, offset, is_held, HEAD_DIM - FEATURES, REST)
+            rest_values = scaled(rest_values, tile_scales, PRODUCT_TYPE, HAS_SCALES)
+            span_rest = product(weights, rest_values, span_rest * factor[:, None])
 
         next_tile = tile_at(
             number + 1, first_tile, gap_tile, num_skipped, listed, num_listed, HAS_GAPS, HAS_SELECTION
         )
         if (number + 1 >= num_tiles) | (next_tile // SPAN_TILES != tile // SPAN_TILES):
+            if REST:
+                _, _, rest_sums = merge(top, total, rest_sums, span_top, span_total, span_rest)
+                span_rest = no_rest
             top, total, sums = merge(top, total, sums, span_top, span_total, span_sums)
             span_top, span_total, span_sums = no_top, no_total, no_sums
 
     if part < 0:
         has_keys = is_row & (num_tiles > 0)
+        if REST:
+            _, _, attended = finish(top, total, rest_sums, sinks, query_head, has_keys, HAS_SINKS)
+            num_heads = num_kv_heads * GROUP
+            store_attended(attended, out, token, query_head, is_row, FEATURES, num_heads, HEAD_DIM)
         top, total, attended = finish(top, total, sums, sinks, query_head, has_keys, HAS_SINKS)
         store_attended(attended, out, token, query_head, is_row, 0, num_kv_heads * GROUP, HEAD_DIM)
         if HAS_STATISTICS:
             store_statistics(statistics, top, total, token, query_head, is_row, num_kv_heads * GROUP)
     else:
         of_part = part.to(tl.int64) * num_kv_heads + kv_head
-        tl.store(part_sums + ((of_part * ROWS + row)[:, None] * FEATURES + feature[None, :]), sums)
+        part_rows = part_sums + (of_part * ROWS + row)[:, None] * (FEATURES + REST)
+        tl.store(part_rows + feature[None, :], sums)
+        if REST:
+            tl.store(part_rows + rest[None, :], rest_sums)
         tl.store(part_statistics + of_part * 2 * ROWS + row, top)
         tl.store(part_statistics + (of_part * 2 + 1) * ROWS + row, total)
 

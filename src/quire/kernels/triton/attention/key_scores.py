@@ -27,7 +27,8 @@ from quire.kernels.triton.kernel import kernel
 from quire.step import Int64Array
 
 _ROWS = 64  # of a program, unless one token has more
-_FLOAT32_ROWS = 16
+_FEW_ROWS = 16  # in float32, or with more features than these
+_MANY_FEATURES = 512
 _FIELDS = tl.constexpr(9)
 _UNITS = tl.constexpr(1.0 / SCORE_UNIT)
 _NAME = "triton key scores"  # among a batch's plans
@@ -50,7 +51,9 @@ def write_key_scores(call: AttentionCall, batch: AttentionBatch, statistics: tor
     if scores.layer_rows.device != device:
         raise ValueError(f"the key scores are on {scores.layer_rows.device}, and the query on {device}")
     group = next_power_of_2(call.heads.group)
-    tokens = max(1, (_FLOAT32_ROWS if call.is_float32 else _ROWS) // group)
+    features = padded_features(call.heads.head_dim)
+    has_few_rows = call.is_float32 or features > _MANY_FEATURES
+    tokens = max(1, (_FEW_ROWS if has_few_rows else _ROWS) // group)
     key = _NAME, tokens, call.window
     if key not in batch.plans:
         blocks = _score_blocks(batch, scores, tokens, call.window)
@@ -78,7 +81,7 @@ def write_key_scores(call: AttentionCall, batch: AttentionBatch, statistics: tor
         PADDED_GROUP=group,
         TOKENS=tokens,
         HEAD_DIM=call.heads.head_dim,
-        FEATURES=padded_features(call.heads.head_dim),
+        FEATURES=features,
         **call.options,
         num_warps=8 if call.is_float32 else 4,
         num_stages=1,

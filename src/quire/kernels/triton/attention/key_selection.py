@@ -41,6 +41,7 @@ BLOCK_FIELDS = tl.constexpr(5)
 """Of a query block: its sequence, the first token, that one's place, tokens, and keys up to their end."""
 
 _ROWS = 64  # of a program, unless one head has more; half of it where shared memory is little
+_MANY_FEATURES = 512  # with which it is a quarter
 _KEY_BLOCKS = tl.constexpr(16)  # of a program, and of a part of its sums
 _UNITS = tl.constexpr(float(1 << 40))  # of mass in a row
 _TILES = tl.constexpr(64)  # looked at together
@@ -112,6 +113,8 @@ def _masses(
     features = padded_features(call.heads.head_dim)
     is_large = features > 128 and not has_large_tiles()
     rows_of_program = _ROWS // 2 if is_large and has_little_shared_memory() else _ROWS
+    if features > _MANY_FEATURES:
+        is_large, rows_of_program = True, _ROWS // 4
     heads_of_program = min(group, max(1, rows_of_program // num_rows))
     shape = len(blocks), call.query.shape[1], num_key_blocks, num_rows
     log_sums = torch.empty(shape, dtype=torch.float32, device=call.query.device)

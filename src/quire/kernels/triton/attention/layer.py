@@ -10,9 +10,11 @@ import triton.language as tl
 from quire.errors import ConfigError
 from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.attention.kv_quantizers import ConvertingQuantizer, Float8PageQuantizer, Int8PageQuantizer
+from quire.kernels.triton.attention.items import feature_parts
 from quire.kernels.triton.tensors import FLOAT_TYPES
 
 _NAME = "triton"  # among a layer's handles
+LATENT_HEADS = 16  # that a tile of latents has room for, with one token
 _EXACT_IN_HALVES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)  # all their numbers are
 PAGE_TYPES = (*FLOAT_TYPES, *_EXACT_IN_HALVES)
 
@@ -33,6 +35,11 @@ class TritonLayer:
     key_scales: Strided
     values: torch.Tensor  # with the strides of keys
     value_scales: torch.Tensor | None
+
+    @property
+    def keys_are_values(self) -> bool:
+        """Whether there are no values beside keys."""
+        return self.values is self.keys[0]
 
     @property
     def has_scales(self) -> bool:
@@ -58,6 +65,25 @@ def triton_layer(kv: KVLayer) -> TritonLayer:
     if layer is None:
         layer = kv.handles[_NAME] = _layer(kv)
     return layer
+
+
+def with_groups(layer: TritonLayer, num_heads: int) -> TritonLayer:
+    """Return a layer of latents as several KV heads, all the same, if a tile has not room for its heads.
+
+    Their programs read the latents again.
+    """
+    least = -(-num_heads // LATENT_HEADS)
+    if layer.num_kv_heads > 1 or least < 2 or not feature_parts(layer.head_dim)[1]:
+        return layer
+    parts = next(parts for parts in range(least, num_heads + 1) if num_heads % parts == 0)
+    keys, _, page, place = layer.keys
+    scales, _, scale_page, scale_place = layer.key_scales
+    return dataclasses.replace(
+        layer,
+        num_kv_heads=parts,
+        keys=(keys, 0, page, place),
+        key_scales=(scales, 0, scale_page, scale_place),
+    )
 
 
 def _layer(kv: KVLayer) -> TritonLayer:

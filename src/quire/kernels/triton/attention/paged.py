@@ -17,11 +17,11 @@ from quire.kernels.attention.paged import Scores
 from quire.kernels.attention.step_arrays import HostArrays
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.triton.attention.call import AttentionCall
-from quire.kernels.triton.attention.items import padded_features
+from quire.kernels.triton.attention.items import feature_parts
 from quire.kernels.triton.attention.kernels import attend, merge_parts
 from quire.kernels.triton.attention.key_scores import write_key_scores
 from quire.kernels.triton.attention.key_selection import list_visits, select_keys
-from quire.kernels.triton.attention.layer import TritonLayer, triton_layer
+from quire.kernels.triton.attention.layer import TritonLayer, triton_layer, with_groups
 from quire.kernels.triton.attention.plan import AttentionPlan, TileClass, attention_plan
 from quire.kernels.triton.device import MULTIPROCESSORS, has_large_tiles, has_little_shared_memory
 from quire.kernels.triton.tensors import FLOAT_TYPES
@@ -57,6 +57,7 @@ def paged_attention(
         out = query.new_empty(query.shape)
     else:
         _check_out(out, query)
+    layer = with_groups(layer, query.shape[1])
     heads = HeadLayout(query.shape[1], layer.num_kv_heads, query.shape[2])
     how = Scores(scale, softcap, sinks)
     tables = _block_tables(batch, layer.num_pages, query.device)
@@ -84,9 +85,9 @@ def _attend(
     out: torch.Tensor,
     statistics: torch.Tensor | None,
 ) -> None:
-    features = padded_features(call.heads.head_dim)
+    features, rest = feature_parts(call.heads.head_dim)
     num_items = tiles.items.shape[0]
-    num_warps, num_stages = _warps_and_stages(call, tiles.rows, features, num_items)
+    num_warps, num_stages = _warps_and_stages(call, tiles.rows, features + rest, num_items)
     visits, num_visits = list_visits(call, tiles)
     attend[num_items, call.heads.num_kv_heads](
         call.query,
@@ -113,7 +114,9 @@ def _attend(
         GROUP=call.heads.group,
         HEAD_DIM=call.heads.head_dim,
         FEATURES=features,
+        REST=rest,
         ROWS=tiles.rows,
+        KEYS_ARE_VALUES=call.layer.keys_are_values,
         HAS_SINKS=call.how.sinks is not None,
         HAS_GAPS=plan.has_gaps,
         HAS_STATISTICS=statistics is not None,
@@ -124,8 +127,9 @@ def _attend(
 
 
 def _merge(call: AttentionCall, tiles: TileClass, out: torch.Tensor, statistics: torch.Tensor | None) -> None:
-    features = padded_features(call.heads.head_dim)
-    share = min(features, _MERGED_FEATURES)
+    features, rest = feature_parts(call.heads.head_dim)
+    share = min(features, rest or features, _MERGED_FEATURES)
+    features += rest
     num_merges = tiles.merges.shape[0]
     merge_parts[num_merges, call.heads.num_kv_heads, features // share](
         tiles.part_sums,
@@ -152,8 +156,10 @@ def _warps_and_stages(call: AttentionCall, rows: int, features: int, num_tiles: 
 
     For few rows, two are enough where several programs share a multiprocessor; one that has it alone computes
     and fetches as much at a time as it can. Measured on an H200. One stage of more than 128 features, or of
-    many rows in float32, fills the shared memory of smaller GPUs.
+    many rows in float32, fills the shared memory of smaller GPUs, and one of more than 256 that of all.
     """
+    if features > 256:
+        return 8, 1
     if call.is_float32 and rows > _FEW_ROWS:
         return 8, 3 if has_large_tiles() else 1
     if call.is_float32 or rows * features > 64 * 128:

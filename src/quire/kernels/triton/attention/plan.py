@@ -13,11 +13,12 @@ from quire.kernels.attention.step_arrays import HostArrays
 from quire.kernels.attention.tiles import HeadLayout
 from quire.kernels.bounds import TILE
 from quire.kernels.size_classes import SizeClasses, next_power_of_2
-from quire.kernels.triton.attention.items import END_TILE, FIRST_PLACE, padded_features, plan_arrays
+from quire.kernels.triton.attention.items import END_TILE, FIRST_PLACE, feature_parts, plan_arrays
 from quire.step import Int64Array
 
 ROW_CLASSES = (16, 64, 128)  # rows of a query tile: decodes, a few tokens, prefill chunks
 MAX_ROWS_OF_LARGE_HEADS = 64  # with more features than 128, two tiles of sums would not stay in registers
+MAX_ROWS_OF_LATENTS = 16  # nor would they beside those of the rest of a head
 MAX_FLOAT32_ROWS = 16  # whose products are no tensor cores', and take many registers, too
 MIN_CONVERTED_ROWS = 64  # smaller tiles would add products in another order, if numbers are converted first
 
@@ -75,10 +76,13 @@ def attention_plan(
 
 def _row_classes(heads: HeadLayout, is_float32: bool, is_converted: bool) -> tuple[int, ...]:
     """Return the numbers of rows that tiles may have; a token's heads are in one."""
-    most = ROW_CLASSES[-1] if padded_features(heads.head_dim) <= 128 else MAX_ROWS_OF_LARGE_HEADS
+    features, rest = feature_parts(heads.head_dim)
+    most = ROW_CLASSES[-1] if features <= 128 else MAX_ROWS_OF_LARGE_HEADS
     least = MIN_CONVERTED_ROWS if is_converted else 1
     if is_float32:
         least, most = 1, MAX_FLOAT32_ROWS
+    if rest:
+        least, most = 1, MAX_ROWS_OF_LATENTS  # tiles of one height have one order
     fitting = tuple(rows for rows in ROW_CLASSES if max(heads.group, least) <= rows <= most)
     return fitting or (next_power_of_2(heads.group),)
 
@@ -87,7 +91,7 @@ def _tile_class(
     rows: int, arrays: Sequence[torch.Tensor], num_parts: int, num_visits: int, heads: HeadLayout
 ) -> TileClass:
     items, merges = arrays
-    features = padded_features(heads.head_dim)
+    features = sum(feature_parts(heads.head_dim))
     return TileClass(
         rows=rows,
         items=items,

@@ -32,6 +32,7 @@ from quire.kernels.triton.rows import rms_norm
 from quire.kernels.triton.tensors import check_norm_weight, check_rows
 
 _BLOCK = 64 if is_interpreted else 16  # heads of a program
+_LARGE_HEAD = 256  # features; of larger ones, a program has a quarter as many
 
 
 @triton.jit
@@ -90,6 +91,7 @@ def _rotary_and_write_kv_kernel(
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    NUM_VALUE_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -103,8 +105,8 @@ def _rotary_and_write_kv_kernel(
 ):
     await_previous()
     vector = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # of all heads of all tokens
-    token = (vector // (NUM_HEADS + 2 * NUM_KV_HEADS)).to(tl.int64)
-    head = (vector % (NUM_HEADS + 2 * NUM_KV_HEADS)).to(tl.int64)
+    token = (vector // (NUM_HEADS + NUM_KV_HEADS + NUM_VALUE_HEADS)).to(tl.int64)
+    head = (vector % (NUM_HEADS + NUM_KV_HEADS + NUM_VALUE_HEADS)).to(tl.int64)
     is_head = token < num_tokens
     is_query = head < NUM_HEADS
     is_turned = is_head & (head < NUM_HEADS + NUM_KV_HEADS)
@@ -224,7 +226,9 @@ def rotary_and_write_kv(
     query_width, key_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     check_rows("qkv", qkv)
     half = _half(cos, sin, num_tokens, heads)
-    if width != query_width + 2 * key_width or kv.key_pages.shape[0] != heads.num_kv_heads:
+    num_value_heads = 0 if kv.value_pages is kv.key_pages else heads.num_kv_heads
+    value_width = num_value_heads * heads.head_dim
+    if width != query_width + key_width + value_width or kv.key_pages.shape[0] != heads.num_kv_heads:
         raise ValueError(
             f"qkv is {list(qkv.shape)}, the cache's keys {list(kv.key_pages.shape)}, for {heads}"
         )
@@ -234,9 +238,10 @@ def rotary_and_write_kv(
     kind = type(kv.quantizer)
     writes = kv.quantizer is None or kind in BUILT_IN_QUANTIZERS.values()
     slot_blocks, slot_offsets = _places(batch, kv, qkv.device)
-    num_vectors = num_tokens * (heads.num_heads + 2 * heads.num_kv_heads)
+    num_vectors = num_tokens * (heads.num_heads + heads.num_kv_heads + num_value_heads)
+    block = _BLOCK if heads.head_dim <= _LARGE_HEAD else _BLOCK // 4
     if num_tokens:
-        _rotary_and_write_kv_kernel[(-(-num_vectors // _BLOCK),)](
+        _rotary_and_write_kv_kernel[(-(-num_vectors // block),)](
             qkv,
             q_norm,
             k_norm,
@@ -257,9 +262,10 @@ def rotary_and_write_kv(
             eps,
             NUM_HEADS=heads.num_heads,
             NUM_KV_HEADS=heads.num_kv_heads,
+            NUM_VALUE_HEADS=num_value_heads,
             HEAD_DIM=heads.head_dim,
             HALF=half,
-            BLOCK=_BLOCK,
+            BLOCK=block,
             HALF_BLOCK=next_power_of_2(max(half, 1)),
             REST_BLOCK=next_power_of_2(max(heads.head_dim - 2 * half, 1)),
             NORMS_Q=q_norm is not None,
@@ -271,7 +277,7 @@ def rotary_and_write_kv(
             enable_fp_fusion=False,  # of a product and the sum that rounds it
         )
     if not writes:
-        value = qkv[:, query_width + key_width :]
+        value = qkv[:, query_width + key_width :] if num_value_heads else key  # which is not read again
         shape = num_tokens, heads.num_kv_heads, heads.head_dim
         write_kv(key.view(shape), value.view(shape), kv, batch)
     return query.view(num_tokens, heads.num_heads, heads.head_dim)
