@@ -39,16 +39,20 @@ constexpr int kMaxTaps = 64;
 
 // The gated delta rule (Yang et al. 2024) with queries and keys of length 1; see KernelSet.gated_delta_rule.
 struct DeltaRuleCall {
-  const void* qkv;    // [tokens, (2 * num_key_heads) * key_dim + num_value_heads * value_dim], adjacent
-  const void* gates;  // [tokens, 2, num_value_heads], adjacent: strength and time
-  void* out;          // [tokens, num_value_heads, value_dim], adjacent
-  DType type;         // of all three
+  const void* qkv;        // [tokens, (2 * num_key_heads) * key_dim + num_value_heads * value_dim], adjacent
+  const void* strengths;  // [tokens, num_value_heads]
+  int64_t strength_stride;
+  const void* times;  // [tokens, num_value_heads, times_per_head], the last two adjacent
+  int64_t time_stride;
+  void* out;   // [tokens, num_value_heads, value_dim], adjacent
+  DType type;  // of all four
   int64_t num_key_heads;
   int64_t num_value_heads;
   int64_t key_dim;
   int64_t value_dim;
+  int64_t times_per_head;  // 1, or key_dim: each row of a memory decays by itself
   const float* decay;      // [num_value_heads]
-  const float* time_bias;  // [num_value_heads]
+  const float* time_bias;  // [num_value_heads, times_per_head]
   float max_strength;      // multiplies the sigmoid of the strength
   float* state;            // [states, num_value_heads, key_dim, value_dim], the last three adjacent
   int64_t state_stride;

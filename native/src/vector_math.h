@@ -1,4 +1,4 @@
-// exp, tanh and erf of sixteen numbers. The coefficients are least-maximum fits made for these ranges.
+// exp, tanh, erf and softplus of sixteen numbers. The coefficients are least-maximum fits made for these ranges.
 #pragma once
 
 #include "simd.h"
@@ -39,6 +39,23 @@ QUIRE_INLINE f32x16 exp(f32x16 x) {
   sum = sum * rest + 1.0f;
   sum = sum * rest + 1.0f;
   return times_power_of_two(sum, power);
+}
+
+// log(1 + exp(x)).
+QUIRE_INLINE f32x16 softplus(f32x16 x) {
+  const f32x16 small = exp(select(x < 0.0f, x, -x));
+  // log(1 + y) is 2 atanh(y / (2 + y)), whose series ends early up to 1 / 3.
+  const f32x16 ratio = small / (small + 2.0f);
+  const f32x16 square = ratio * ratio;
+  f32x16 sum = splat(1.0f / 15);
+  sum = sum * square + 1.0f / 13;
+  sum = sum * square + 1.0f / 11;
+  sum = sum * square + 1.0f / 9;
+  sum = sum * square + 1.0f / 7;
+  sum = sum * square + 1.0f / 5;
+  sum = sum * square + 1.0f / 3;
+  sum = sum * square + 1.0f;
+  return select(x > 0.0f, x, f32x16{}) + 2.0f * ratio * sum;
 }
 
 // Within 1.4 ulp.

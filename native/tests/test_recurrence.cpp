@@ -62,11 +62,15 @@ void check_conv(const Kernels& kernels, int64_t num_features, int64_t num_taps, 
 }
 
 template <class T>
-void check_delta_rule(const Kernels& kernels, int64_t key_dim, int64_t value_dim) {
+void check_delta_rule(const Kernels& kernels, int64_t key_dim, int64_t value_dim, bool by_channel = false) {
   constexpr int64_t kKeyHeads = 2, kHeads = 4;
+  const int64_t num_times = by_channel ? key_dim : 1, strength_stride = kHeads + 1, time_stride = kHeads * num_times + 2;
   const int64_t key_size = kKeyHeads * key_dim, width = 2 * key_size + kHeads * value_dim, size = kHeads * key_dim * value_dim;
-  const std::vector<T> qkv = random_numbers<T>(kNumTokens * width), gates = random_numbers<T>(kNumTokens * 2 * kHeads);
-  const std::vector<float> decay(kHeads, -0.7f), time_bias = random_floats(kHeads), before = random_floats(kNumStates * size);
+  const std::vector<T> qkv = random_numbers<T>(kNumTokens * width);
+  const std::vector<T> strengths = random_numbers<T>((kNumTokens - 1) * strength_stride + kHeads);
+  const std::vector<T> times = random_numbers<T>((kNumTokens - 1) * time_stride + kHeads * num_times);
+  const std::vector<float> decay(kHeads, -0.7f), time_bias = random_floats(kHeads * num_times),
+                                                 before = random_floats(kNumStates * size);
   constexpr float kMaxStrength = 1.5f;
   std::vector<T> first_result;
   for (const int num_threads : {1, 3}) {
@@ -74,9 +78,10 @@ void check_delta_rule(const Kernels& kernels, int64_t key_dim, int64_t value_dim
     std::vector<float> states = before;
     std::vector<T> out(kNumTokens * kHeads * value_dim);
     for (int64_t i = 0; i < size; ++i) states[kStates[0] * size + i] = std::nanf("");
-    kernels.delta_rule({qkv.data(), gates.data(), out.data(), TypeOf<T>::dtype, kKeyHeads, kHeads, key_dim, value_dim,
-                        decay.data(), time_bias.data(), kMaxStrength, states.data(), size, kSequences},
-                       pool);
+    kernels.delta_rule(
+        {qkv.data(), strengths.data(), strength_stride, times.data(), time_stride, out.data(), TypeOf<T>::dtype, kKeyHeads,
+         kHeads, key_dim, value_dim, num_times, decay.data(), time_bias.data(), kMaxStrength, states.data(), size, kSequences},
+        pool);
     for (int64_t index = 0; index < kNumSeqs; ++index) {
       for (int64_t head = 0; head < kHeads; ++head) {
         const int64_t place = kStates[index] * size + head * key_dim * value_dim;
@@ -94,12 +99,14 @@ void check_delta_rule(const Kernels& kernels, int64_t key_dim, int64_t value_dim
             return vector;
           };
           const std::vector<double> query = unit(0), key = unit(key_size);
-          const double strength = kMaxStrength / (1.0 + std::exp(-number_of(gates[token * 2 * kHeads + head])));
-          const double time = number_of(gates[(token * 2 + 1) * kHeads + head]) + time_bias[head];
-          const double kept = std::exp(decay[head] * std::log1p(std::exp(time)));
+          const double strength = kMaxStrength / (1.0 + std::exp(-number_of(strengths[token * strength_stride + head])));
+          const auto kept = [&](int64_t row) {
+            const int64_t place = head * num_times + (by_channel ? row : 0);
+            return std::exp(decay[head] * std::log1p(std::exp(number_of(times[token * time_stride + place]) + time_bias[place])));
+          };
           for (int64_t column = 0; column < value_dim; ++column) {
             double recalled = 0.0, result = 0.0;
-            for (int64_t row = 0; row < key_dim; ++row) recalled += (memory[row * value_dim + column] *= kept) * key[row];
+            for (int64_t row = 0; row < key_dim; ++row) recalled += (memory[row * value_dim + column] *= kept(row)) * key[row];
             const double value = number_of(qkv[token * width + 2 * key_size + head * value_dim + column]);
             for (int64_t row = 0; row < key_dim; ++row) {
               memory[row * value_dim + column] += key[row] * (value - recalled) * strength;
@@ -177,6 +184,8 @@ void check_all(const Kernels& kernels) {
   check_delta_rule<T>(kernels, 16, 32);
   check_delta_rule<T>(kernels, 7, 5);
   check_delta_rule<T>(kernels, kMaxKeyDim, 40);
+  check_delta_rule<T>(kernels, 16, 32, /*by_channel=*/true);
+  check_delta_rule<T>(kernels, 7, 5, /*by_channel=*/true);
   check_scan<T>(kernels, 16, 32, 0.0f, INFINITY);
   check_scan<T>(kernels, 7, 5, 0.5f, 0.9f);
   check_scan<T>(kernels, kMaxKeyDim, 40, 0.0f, 1.0f);

@@ -66,7 +66,7 @@ class Conv:
 
 
 class Delta:
-    """A gated DeltaNet."""
+    """A gated DeltaNet, whose strengths and times are parts of wider rows."""
 
     def __init__(
         self,
@@ -75,21 +75,24 @@ class Delta:
         value_dim: int,
         *,
         max_strength: float = 1.0,
+        by_channel: bool = False,
         device: torch.device = HOST,
     ) -> None:
         random = functools.partial(random_numbers, device=device)
+        num_times = key_dim if by_channel else 1
         self.heads = DeltaHeads(
             2,
             6,
             key_dim,
             value_dim,
             decay=-random(6, seed=1).exp(),
-            time_bias=random(6, seed=2),
+            time_bias=random(6, num_times, seed=2),
             max_strength=max_strength,
         )
         width = 2 * 2 * key_dim + 6 * value_dim
         self.rows = random(sum(COUNTS), width, dtype=dtype)
-        self.gates = random(sum(COUNTS), 2, 6, dtype=dtype, seed=3) * 4
+        gates = random(sum(COUNTS), 6 * (1 + num_times) + 3, dtype=dtype, seed=3) * 4
+        self.strengths, self.times = gates[:, :6], gates[:, 9:]
         self.states = [random(6, 6, key_dim, value_dim, seed=4)]
 
     def run(
@@ -97,7 +100,9 @@ class Delta:
     ) -> torch.Tensor:
         qkv = self.rows[rows]
         out = qkv.new_empty(len(qkv), 6, self.heads.value_dim)
-        kernels.gated_delta_rule(qkv, self.gates[rows], states[0], batch, heads=self.heads, out=out)
+        kernels.gated_delta_rule(
+            qkv, self.strengths[rows], self.times[rows], states[0], batch, heads=self.heads, out=out
+        )
         return out
 
 
@@ -152,6 +157,9 @@ CASES = [
     (Delta, (torch.float32, 17, 21), {}),
     (Delta, (torch.float32, 16, 32), {"max_strength": 2.0}),
     (Delta, (torch.float32, 128, 128), {}),
+    *((Delta, (dtype, 32, 48), {"by_channel": True}) for dtype in DTYPES),
+    (Delta, (torch.float32, 17, 21), {"by_channel": True}),
+    (Delta, (torch.float32, 128, 128), {"by_channel": True}),
     *((Scan, (dtype, 32, 48), {}) for dtype in DTYPES),
     (Scan, (torch.float32, 17, 21), {"least_time": 0.4}),
     (Scan, (torch.float32, 256, 64), {}),
@@ -164,7 +172,7 @@ def layer_of(case: tuple[type, tuple, dict], device: torch.device = HOST) -> Rec
 
 
 def name_of(case: tuple[type, tuple, dict]) -> str:
-    return f"{case[0].__name__}-{'-'.join(map(str, case[1]))}"
+    return "-".join(map(str, (case[0].__name__, *case[1], *case[2])))
 
 
 def results(layer: RecurrentLayer, kernels: KernelSet) -> tuple[torch.Tensor, torch.Tensor]:

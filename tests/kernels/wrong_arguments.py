@@ -127,11 +127,12 @@ def _delta_rule(kernels: KernelSet, **arguments: Any) -> tuple[torch.Tensor, tor
     return arguments["out"], arguments["state"]
 
 
-def _delta_arguments() -> Arguments:
-    heads = DeltaHeads(2, 4, 16, 24, decay=-_random(4).exp(), time_bias=_random(4))
+def _delta_arguments(num_times: int = 1) -> Arguments:
+    heads = DeltaHeads(2, 4, 16, 24, decay=-_random(4).exp(), time_bias=_random(4, num_times))
     return {
         "qkv": _random(23, 160),
-        "gates": _random(23, 2, 4),
+        "strengths": _random(23, 4),
+        "times": _random(23, 4 * num_times),
         "state": _random(5, 4, 16, 24),
         "batch": _state_batch(),
         "heads": heads,
@@ -214,6 +215,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     ),
     "causal_conv": (_conv, _conv_arguments),
     "gated_delta_rule": (_delta_rule, _delta_arguments),
+    "gated_delta_rule_by_channel": (_delta_rule, lambda: _delta_arguments(num_times=16)),
     "selective_scan": (_scan, _scan_arguments),
     "linear": (_linear, lambda: _linear_arguments(_random(24, 64), _random(16, 64))),
     "linear_int8": (
@@ -378,7 +380,7 @@ def is_defined(kernel: str, arguments: Arguments) -> bool:
         return bool(
             (temperature > 0).all() and np.isfinite(temperature).all() and logits.max() <= maxima.min()
         )
-    if kernel == "gated_delta_rule" and float(arguments["heads"].decay.max()) > 0:
+    if kernel.startswith("gated_delta_rule") and float(arguments["heads"].decay.max()) > 0:
         return False
     part = arguments.get("parts", [None])[0]
     if not isinstance(part, GroupedWeight) or not isinstance(part.values, torch.Tensor):

@@ -228,6 +228,15 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
             {"layers_block_type": None, "hybrid_override_pattern": "M-*EX-"},
             "layers_block_type 'X'; known: linear_attention",
         ),
+        ("KimiLinearForCausalLM", {"mla_use_nope": False}, "Kimi Linear has no rotation"),
+        ("KimiLinearForCausalLM", {"linear_attn_config": {"num_heads": 0}}, "linear_num_heads 0; it must be"),
+        ("KimiLinearForCausalLM", {"linear_attn_config": 3}, "linear_attn_config 3; it must be an object"),
+        (
+            "KimiLinearForCausalLM",
+            {"linear_attn_config": {"full_attn_layers": [3, 5], "kda_layers": [1, 2, 4, 5]}},
+            "together they must be the numbers from 1 to 6",
+        ),
+        ("KimiLinearForCausalLM", {"mlp_layer_types": ["dense", "none"]}, "each must be dense or sparse"),
         ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
     ],
 )
@@ -296,7 +305,7 @@ OTHER = {
     "mlp_layer_types": ["sparse", "dense", "sparse"],
     "num_kv_shared_layers": 2,
 }
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "kimi_linear")
 # Refused unless they say what is usual; the architectures for which they are read.
 REFUSED = {
     "alibi": ("falcon",),
@@ -309,6 +318,7 @@ REFUSED = {
         "qwen3_5_moe",
         "qwen3_next",
         "olmo_hybrid",
+        "kimi_linear",
         "granitemoehybrid",
         "falcon_h1",
         "bamba",
@@ -361,7 +371,7 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
     if family.startswith("gemma4"):
         overrides["layer_types"] = ["full_attention", "sliding_attention"] * (config.num_hidden_layers // 2)
         overrides["layer_types"][-1] = "full_attention"  # as the class does
-    if family == "granitemoehybrid":
+    if family in ("granitemoehybrid", "kimi_linear"):
         overrides["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
     if family == "gemma4":
         overrides |= {"num_experts": 9, "moe_intermediate_size": 40}
@@ -396,6 +406,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": None, "ssm_state_size": 128, "time_step_floor": 0.0001,
         "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001,
         "topk_group": 1, "use_bias": False, "use_conv_bias": True, "use_mamba_kernels": True,
+    },
+    "KimiLinearForCausalLM": {
+        "first_k_dense_replace": 1, "head_dim": 8, "hidden_act": "silu", "kv_lora_rank": 512,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 6], "head_dim": 128, "kda_layers": [1, 2, 3, 5], "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True, "model_max_length": 1048576, "model_type": "kimi_linear",
+        "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "num_experts": 256,
+        "num_local_experts": None,
+        "num_experts_per_token": 8, "num_nextn_predict_layers": 0, "num_shared_experts": 1,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "topk_group": 1,
+        "use_grouped_topk": True, "v_head_dim": 128,
     },
     "FalconH1ForCausalLM": {
         "attention_bias": False, "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375,
@@ -479,3 +504,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def test_published_files_are_read_without_a_word(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
     model_config(_saved(architecture, **PUBLISHED[architecture]))
     assert not caplog.records
+
+
+def test_an_object_of_linear_attention_says_what_entries_of_their_own_do() -> None:
+    published = _saved("KimiLinearForCausalLM", **PUBLISHED["KimiLinearForCausalLM"])
+    sizes = {"head_dim": 24, "num_heads": 5, "short_conv_kernel_size": 3}
+    layers = {"full_attn_layers": [1, 4], "kda_layers": [2, 3, 5, 6]}
+    types = ["full_attention" if layer in (0, 3) else "linear_attention" for layer in range(6)]
+    own = {"linear_head_dim": 24, "linear_num_heads": 5, "linear_conv_kernel_dim": 3, "layer_types": types}
+    config = model_config({**published, "linear_attn_config": sizes | layers})
+    assert config == model_config({**published, "linear_attn_config": None, **own})
+    assert [layer.state is None for layer in config.layers] == [True, False, False, True, False, False]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, make_model, save_checkpoint
 from paged_harness import PagedHarness, generate, random_prompts
@@ -205,6 +207,17 @@ def test_greedy_tokens_and_logits_equal_transformers(
         assert one.token_ids == expected.argmax(-1).tolist()
         assert other.token_ids == one.token_ids
         torch.testing.assert_close(one.logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.formats
+def test_dense_layers_of_kimi_have_the_names_of_transformers_or_those_published(tmp_path: Path) -> None:
+    path = save_checkpoint(make_model("kimi_linear"), tmp_path)
+    weights = load_file(path / "model.safetensors")
+    load_decoder(path, read_model_config(path))
+    renamed = {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name): weights[name] for name in weights}
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, path / "model.safetensors")
+    load_decoder(path, read_model_config(path))
 
 
 @pytest.mark.formats

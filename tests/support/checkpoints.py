@@ -466,6 +466,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-3,
         },
     ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 20,
+        },
+    ),
     "minicpm3": (
         "MiniCPM3Config",
         {

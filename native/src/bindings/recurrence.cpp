@@ -24,15 +24,17 @@ void conv(uintptr_t rows, uintptr_t out, int type, int64_t row_stride, int64_t n
                          context.pool());
 }
 
-void delta_rule(uintptr_t qkv, uintptr_t gates, uintptr_t out, int type, int64_t num_key_heads, int64_t num_value_heads,
-                int64_t key_dim, int64_t value_dim, uintptr_t decay, uintptr_t time_bias, float max_strength, uintptr_t state,
+void delta_rule(uintptr_t qkv, uintptr_t strengths, int64_t strength_stride, uintptr_t times, int64_t time_stride, uintptr_t out,
+                int type, int64_t num_key_heads, int64_t num_value_heads, int64_t key_dim, int64_t value_dim,
+                int64_t times_per_head, uintptr_t decay, uintptr_t time_bias, float max_strength, uintptr_t state,
                 int64_t state_stride, const SequenceRows& sequences) {
   Context& context = Context::get();
   const std::lock_guard<std::mutex> lock(context.mutex);
   context.kernels().delta_rule(
-      {at_address<const void>(qkv), at_address<const void>(gates), at_address<void>(out), static_cast<DType>(type), num_key_heads,
-       num_value_heads, key_dim, value_dim, at_address<const float>(decay), at_address<const float>(time_bias), max_strength,
-       at_address<float>(state), state_stride, sequences},
+      {at_address<const void>(qkv), at_address<const void>(strengths), strength_stride, at_address<const void>(times),
+       time_stride, at_address<void>(out), static_cast<DType>(type), num_key_heads, num_value_heads, key_dim, value_dim,
+       times_per_head, at_address<const float>(decay), at_address<const float>(time_bias), max_strength, at_address<float>(state),
+       state_stride, sequences},
       context.pool());
 }
 
@@ -57,8 +59,9 @@ void bind_recurrence(nb::module_& module) {
       .def(nb::new_(&rows_of), "num_seqs"_a, "states"_a, "ends"_a, "state_ends"_a, "num_before"_a);
   module.def("conv", &conv, "rows"_a, "out"_a, "type"_a, "row_stride"_a, "num_features"_a, "num_taps"_a, "weight"_a, "bias"_a,
              "has_silu"_a, "state"_a, "state_stride"_a, "sequences"_a, nb::call_guard<nb::gil_scoped_release>());
-  module.def("delta_rule", &delta_rule, "qkv"_a, "gates"_a, "out"_a, "type"_a, "num_key_heads"_a, "num_value_heads"_a,
-             "key_dim"_a, "value_dim"_a, "decay"_a, "time_bias"_a, "max_strength"_a, "state"_a, "state_stride"_a, "sequences"_a,
+  module.def("delta_rule", &delta_rule, "qkv"_a, "strengths"_a, "strength_stride"_a, "times"_a, "time_stride"_a, "out"_a,
+             "type"_a, "num_key_heads"_a, "num_value_heads"_a, "key_dim"_a, "value_dim"_a, "times_per_head"_a, "decay"_a,
+             "time_bias"_a, "max_strength"_a, "state"_a, "state_stride"_a, "sequences"_a,
              nb::call_guard<nb::gil_scoped_release>());
   module.def("scan", &scan, "inputs"_a, "times"_a, "time_stride"_a, "out"_a, "out_stride"_a, "type"_a, "num_heads"_a,
              "head_dim"_a, "num_groups"_a, "state_size"_a, "decay"_a, "time_bias"_a, "skip"_a, "least_time"_a, "most_time"_a,

@@ -69,11 +69,24 @@ QUIRE_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 QUIRE_INLINE float clamp(float x, float least, float most) { return x < least ? least : x > most ? most : x; }
 
+// What the rows of a memory are multiplied by: all by one number, or each by its own.
+struct OneDecay {
+  float value;
+  QUIRE_INLINE float of_row(int64_t) const { return value; }
+};
+
+struct RowDecays {
+  const float* values;
+  QUIRE_INLINE float of_row(int64_t row) const { return values[row]; }
+};
+
 // The memory of some columns of a head, and what passes through it.
 struct Columns {
   alignas(kLine) float memory[kMaxKeyDim][kColumnsPerTask];
   alignas(kLine) float key[kMaxKeyDim];
   alignas(kLine) float query[kMaxKeyDim];
+  alignas(kLine) float decays[kMaxKeyDim];       // of rows that decay by themselves
+  alignas(kLine) float decayed_key[kMaxKeyDim];  // the key times those
 
   // Returns the product of a vector with the memory; the rows are added in `kPartialSums` turns.
   QUIRE_INLINE void recall(const float* vector, int64_t count, f32x16 (&result)[kVectors]) const {
@@ -90,7 +103,8 @@ struct Columns {
   }
 
   // Lets the memory decay, adds what is to be written at the key, and returns what the query recalls.
-  QUIRE_INLINE void update(float decay, const f32x16 (&written)[kVectors], int64_t count, f32x16 (&result)[kVectors]) {
+  template <class Decay>
+  QUIRE_INLINE void update(const Decay& decay, const f32x16 (&written)[kVectors], int64_t count, f32x16 (&result)[kVectors]) {
     f32x16 sums[kPartialSums][kVectors] = {};
     for (int64_t row = 0; row < count; row += kPartialSums) {
 #pragma GCC unroll 2
@@ -99,7 +113,7 @@ struct Columns {
         const f32x16 key_factor = splat(key[row + part]), query_factor = splat(query[row + part]);
 #pragma GCC unroll 2
         for (int i = 0; i < kVectors; ++i) {
-          const f32x16 kept = load(place + i * kLanes) * decay + key_factor * written[i];
+          const f32x16 kept = load(place + i * kLanes) * decay.of_row(row + part) + key_factor * written[i];
           store(place + i * kLanes, kept);
           sums[part][i] += query_factor * kept;
         }
@@ -142,7 +156,7 @@ QUIRE_INLINE void with_memory(const Memories& memories, const Share& share, Colu
       const float* place = state + row * memories.num_columns + i * kLanes;
       store(columns.memory[row] + i * kLanes, is_there ? load_left(place, share.left(i)) : f32x16{});
     }
-    columns.key[row] = columns.query[row] = 0.0f;
+    columns.key[row] = columns.query[row] = columns.decays[row] = columns.decayed_key[row] = 0.0f;
   }
   for (int64_t token = first_row(sequences, share.index); token < sequences.ends[share.index]; ++token) {
     visit(token);
@@ -182,28 +196,54 @@ QUIRE_INLINE void unit_vector(const T* from, int64_t count, float scale, float* 
   for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(to + i) * factor);
 }
 
+// Writes what each row of a memory is multiplied by, and the key times that.
+template <class T>
+QUIRE_INLINE void row_decays(const DeltaRuleCall& call, const T* times, int64_t head, Columns& columns) {
+  const float* bias = call.time_bias + head * call.key_dim;
+  for (int64_t row = 0; row < call.key_dim; row += kLanes) {
+    const int64_t left = call.key_dim - row;
+    const f32x16 time = QUIRE_ISA::softplus(load_left(times + row, left) + load_left(bias + row, left));
+    const f32x16 decay = exp(time * call.decay[head]);
+    store_left(columns.decays + row, decay, left);
+    store_left(columns.decayed_key + row, decay * load(columns.key + row), left);
+  }
+}
+
+// Decays the memory, writes what it does not recall of the values, and returns what the query recalls.
+template <class T, class Decay>
+QUIRE_INLINE void apply_token(const DeltaRuleCall& call, const Share& share, const T* values, float strength, const float* key,
+                              float key_decay, const Decay& decay, Columns& columns, f32x16 (&result)[kVectors]) {
+  const int64_t num_rows = round_up(call.key_dim, kPartialSums);
+  f32x16 written[kVectors];
+  columns.recall(key, num_rows, written);
+  for (int i = 0; i < kVectors; ++i) {
+    written[i] = (load_left(values + i * kLanes, share.left(i)) - written[i] * key_decay) * strength;
+  }
+  columns.update(decay, written, num_rows, result);
+}
+
 template <class T>
 void delta_columns(const DeltaRuleCall& call, const Memories& memories, const Share& share, Columns& columns) {
   const int64_t key_size = call.num_key_heads * call.key_dim, value_size = call.num_value_heads * call.value_dim;
-  const int64_t num_rows = round_up(call.key_dim, kPartialSums);
   const int64_t key_head = share.head / (call.num_value_heads / call.num_key_heads);
   const int64_t first_value = share.head * call.value_dim + share.column;
   const float query_scale = 1.0f / __builtin_sqrtf(static_cast<float>(call.key_dim));
   with_memory(memories, share, columns, [&](int64_t token) {
     const T* qkv = static_cast<const T*>(call.qkv) + token * (2 * key_size + value_size);
-    const T* gates = static_cast<const T*>(call.gates) + token * 2 * call.num_value_heads;
+    const T* times = static_cast<const T*>(call.times) + token * call.time_stride + share.head * call.times_per_head;
     unit_vector(qkv + key_head * call.key_dim, call.key_dim, query_scale, columns.query);
     unit_vector(qkv + key_size + key_head * call.key_dim, call.key_dim, 1.0f, columns.key);
-    const float time = to_float(gates[call.num_value_heads + share.head]) + call.time_bias[share.head];
-    const float decay = expf(call.decay[share.head] * softplus(time));
-    const float strength = call.max_strength / (1.0f + expf(-to_float(gates[share.head])));
-    f32x16 written[kVectors], result[kVectors];
-    columns.recall(columns.key, num_rows, written);
+    const float raw_strength = to_float(static_cast<const T*>(call.strengths)[token * call.strength_stride + share.head]);
+    const float strength = call.max_strength / (1.0f + expf(-raw_strength));
     const T* values = qkv + 2 * key_size + first_value;
-    for (int i = 0; i < kVectors; ++i) {
-      written[i] = (load_left(values + i * kLanes, share.left(i)) - written[i] * decay) * strength;
+    f32x16 result[kVectors];
+    if (call.times_per_head == 1) {
+      const float decay = expf(call.decay[share.head] * softplus(to_float(times[0]) + call.time_bias[share.head]));
+      apply_token(call, share, values, strength, columns.key, decay, OneDecay{decay}, columns, result);
+    } else {
+      row_decays(call, times, share.head, columns);
+      apply_token(call, share, values, strength, columns.decayed_key, 1.0f, RowDecays{columns.decays}, columns, result);
     }
-    columns.update(decay, written, num_rows, result);
     T* out = static_cast<T*>(call.out) + token * value_size + first_value;
     for (int i = 0; i < kVectors; ++i) store_left(out + i * kLanes, result[i], share.left(i));
   });
@@ -239,7 +279,7 @@ void scan_columns(const ScanCall& call, const Memories& memories, const Share& s
       inputs[i] = load_left(values + first_value + i * kLanes, share.left(i));
       written[i] = inputs[i] * time;
     }
-    columns.update(expf(call.decay[share.head] * time), written, num_rows, result);
+    columns.update(OneDecay{expf(call.decay[share.head] * time)}, written, num_rows, result);
     T* out = static_cast<T*>(call.out) + token * call.out_stride + first_value;
     for (int i = 0; i < kVectors; ++i) {
       store_left(out + i * kLanes, result[i] + inputs[i] * call.skip[share.head], share.left(i));

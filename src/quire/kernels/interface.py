@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -300,7 +300,8 @@ class KernelSet(ABC):
     def gated_delta_rule(
         self,
         qkv: torch.Tensor,
-        gates: torch.Tensor,
+        strengths: torch.Tensor,
+        times: torch.Tensor,
         state: torch.Tensor,
         batch: AttentionBatch,
         *,
@@ -310,13 +311,14 @@ class KernelSet(ABC):
         """Update the memory of each head by each token, and recall its query (Yang et al. 2024).
 
         Queries and keys become vectors of length 1, and queries are divided by `sqrt(key_dim)`. A memory M
-        [key_dim, value_dim] is multiplied by `exp(decay * softplus(time + time_bias))`; then
-        `max_strength * sigmoid(strength) * key (value - key^T M)^T` is added to it, and `query^T M` is the
-        result.
+        [key_dim, value_dim], or each row of it with a time of its own, is multiplied by
+        `exp(decay * softplus(time + time_bias))`; then `max_strength * sigmoid(strength) * key
+        (value - key^T M)^T` is added to it, and `query^T M` is the result.
 
         Args:
             qkv: [T, 2 * num_keys * key_dim + num_values * value_dim]: queries, keys, values.
-            gates: [T, 2, num_values]: strength and time.
+            strengths: [T, num_values], rows any distance apart.
+            times: [T, num_values * heads.times_per_head], rows any distance apart.
             state: [states, num_values, key_dim, value_dim] float32; those of the step's sequences are brought
                 up to date.
             batch: the step; `batch.states` says which these are, and how many tokens they take in.
@@ -353,17 +355,26 @@ class KernelSet(ABC):
         """
 
     def gated_norm(
-        self, rows: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float
+        self,
+        rows: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        activation: Literal["silu", "sigmoid"] = "silu",
     ) -> torch.Tensor:
-        """Return the root-mean-square norm of rows, times silu(gate), in their type.
+        """Return the root-mean-square norm of rows, times activation(gate), in their type.
 
         Args:
             rows: [T, heads, n] contiguous, overwritten with the norm.
             gate: [T, heads, n].
             weight: [n] float32, of the norm.
             eps: as for `rms_norm`.
+            activation: of the gate.
         """
         normed = self.rms_norm(rows.view(-1, rows.shape[-1]), weight, eps=eps).view(rows.shape)
+        if activation == "sigmoid":
+            return self.gated_by_sigmoid(normed, gate)
         return normed.mul_(silu(gate.float()).to(normed.dtype))
 
     def gated_by_sigmoid(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -194,14 +194,15 @@ class ReferenceKernels(KernelSet):
     def gated_delta_rule(
         self,
         qkv: torch.Tensor,
-        gates: torch.Tensor,
+        strengths: torch.Tensor,
+        times: torch.Tensor,
         state: torch.Tensor,
         batch: AttentionBatch,
         *,
         heads: DeltaHeads,
         out: torch.Tensor,
     ) -> None:
-        gated_delta_rule(qkv, gates, state, batch, heads=heads, out=out)
+        gated_delta_rule(qkv, strengths, times, state, batch, heads=heads, out=out)
 
     @override
     def selective_scan(

@@ -239,6 +239,11 @@ RULES: dict[str, _Rule] = {
     "linear_key_head_dim": _Integer(1, 1 << 12),
     "linear_value_head_dim": _Integer(1, 1 << 12),
     "linear_conv_kernel_dim": _Integer(2, 64),
+    "linear_num_heads": _Integer(1, 1 << 12),
+    "linear_head_dim": _Integer(1, 1 << 12),
+    "linear_attn_config": _OBJECT,
+    **dict.fromkeys(("full_attn_layers", "kda_layers"), _ListOf(_Integer(1, _LAYERS), _LAYERS)),
+    "mla_use_nope": _BOOLEAN,
     "linear_allow_neg_eigval": _BOOLEAN,
     "full_attn_idxs": _ListOf(_Integer(0, _LAYERS), _LAYERS),
     "conv_L_cache": _Integer(2, 64),
@@ -387,7 +392,7 @@ HARMLESS = frozenset(
         # published, and read by no class of transformers
         "sliding_window_size", "seq_length", "n_ctx", "normalization_function", "init_method",
         "mamba_use_mlp", "mlp_expansion_factor",
-        "mamba_ssm_dtype", "mtp_num_hidden_layers",
+        "mamba_ssm_dtype", "mtp_num_hidden_layers", "use_grouped_topk",
         # generation, which has a file of its own
         "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens",
         "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",

@@ -79,7 +79,7 @@ def test_padding_rows_become_finite_and_change_nothing(case: Any, sizes: SizeCla
     padded = step_of(COUNTS, BEFORE, NUMBERS).padded(sizes)
     num_added = padded.num_rows - sum(COUNTS)
     assert num_added > 0
-    for name, wide in (("rows", 5), ("gates", 0), ("inputs", 0), ("times", 0)):
+    for name, wide in (("rows", 5), ("strengths", 0), ("inputs", 0), ("times", 0)):
         rows = getattr(layer, name, None)
         if rows is not None:
             setattr(layer, name, torch.cat([rows, rows.new_full((num_added, *rows.shape[1:]), 7.0 + wide)]))
@@ -148,8 +148,9 @@ WRONG = [
     (CONV, "states", lambda states: [states[0][:, :1]], ValueError, "the state is"),
     (CONV, "states", lambda states: [states[0][:3]], IndexError, "state 5; there are 3"),
     (DELTA, "rows", lambda rows: rows[:, :-1], ValueError, "qkv is"),
-    (DELTA, "gates", lambda gates: gates.bfloat16(), TypeError, "gates is"),
-    (DELTA, "gates", lambda gates: gates.transpose(1, 2), ValueError, "gates is"),
+    (DELTA, "strengths", lambda strengths: strengths.bfloat16(), TypeError, "strengths is"),
+    (DELTA, "times", lambda times: times[:, :-1], ValueError, "times is"),
+    (DELTA, "heads.time_bias", lambda bias: bias.expand(-1, 2), ValueError, "2 times"),
     (DELTA, "heads.num_keys", lambda _: 4, ValueError, "4 key heads and 6"),
     (DELTA, "heads.decay", lambda decay: decay[:5], ValueError, "decay is"),
     (DELTA, "states", lambda states: [states[0].bfloat16()], TypeError, "the state is"),

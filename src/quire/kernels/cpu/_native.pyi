@@ -235,13 +235,17 @@ def conv(
 ) -> None: ...
 def delta_rule(
     qkv: int,
-    gates: int,
+    strengths: int,
+    strength_stride: int,
+    times: int,
+    time_stride: int,
     out: int,
     type: int,
     num_key_heads: int,
     num_value_heads: int,
     key_dim: int,
     value_dim: int,
+    times_per_head: int,
     decay: int,
     time_bias: int,
     max_strength: float,

@@ -303,7 +303,8 @@ class NativeKernels(KernelSet):
     def gated_delta_rule(
         self,
         qkv: torch.Tensor,
-        gates: torch.Tensor,
+        strengths: torch.Tensor,
+        times: torch.Tensor,
         state: torch.Tensor,
         batch: AttentionBatch,
         *,
@@ -311,7 +312,7 @@ class NativeKernels(KernelSet):
         out: torch.Tensor,
     ) -> None:
         kernel = gated_delta_rule if heads.key_dim <= _native.MAX_KEY_DIM else _REFERENCE.gated_delta_rule
-        kernel(qkv, gates, state, batch, heads=heads, out=out)
+        kernel(qkv, strengths, times, state, batch, heads=heads, out=out)
 
     @override
     def selective_scan(

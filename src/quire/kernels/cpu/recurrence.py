@@ -108,7 +108,8 @@ def _conv_numbers(
 
 def gated_delta_rule(
     qkv: torch.Tensor,
-    gates: torch.Tensor,
+    strengths: torch.Tensor,
+    times: torch.Tensor,
     state: torch.Tensor,
     batch: AttentionBatch,
     *,
@@ -118,18 +119,22 @@ def gated_delta_rule(
     """See `KernelSet.gated_delta_rule`."""
     step = _rows_of(batch)
     sizes = heads.num_keys, heads.num_values, heads.key_dim, heads.value_dim
-    kind, state_stride = _delta_numbers(
-        (form_of(qkv), form_of(gates), form_of(out)),
+    kind, strength_stride, time_stride, state_stride = _delta_numbers(
+        (form_of(qkv), form_of(strengths), form_of(times), form_of(out)),
         form_of(state),
         (form_of(heads.decay), form_of(heads.time_bias)),
         (*sizes, step.num_tokens, step.num_states),
     )
     _native.delta_rule(
         qkv.data_ptr(),
-        gates.data_ptr(),
+        strengths.data_ptr(),
+        strength_stride,
+        times.data_ptr(),
+        time_stride,
         out.data_ptr(),
         kind,
         *sizes,
+        heads.times_per_head,
         heads.decay.data_ptr(),
         heads.time_bias.data_ptr(),
         heads.max_strength,
@@ -141,12 +146,12 @@ def gated_delta_rule(
 
 @checked_once
 def _delta_numbers(
-    rows: tuple[Form, Form, Form],
+    rows: tuple[Form, Form, Form, Form],
     state: Form,
-    vectors: tuple[Form, Form],
+    parameters: tuple[Form, Form],
     sizes: tuple[int, int, int, int, int, int],
-) -> tuple[int, int]:
-    """Return the type, and the stride of states."""
+) -> tuple[int, int, int, int]:
+    """Return the type, and the strides of strengths, times and states."""
     num_keys, num_values, key_dim, value_dim, num_tokens, num_states = sizes
     if min(sizes[:4]) < 1 or num_values % num_keys or key_dim > _native.MAX_KEY_DIM:
         raise ValueError(
@@ -154,16 +159,22 @@ def _delta_numbers(
             "features; each must be at least 1, the first divide the others, and keys have at most "
             f"{_native.MAX_KEY_DIM}"
         )
-    for name, vector in zip(("decay", "time_bias"), vectors, strict=True):
-        check_vector(name, vector, num_values)
-    width = 2 * num_keys * key_dim + num_values * value_dim
-    kind, dtype = float_type("qkv", rows[0]), rows[0][2]
-    shapes = (num_tokens, width), (num_tokens, 2, num_values), (num_tokens, num_values, value_dim)
-    for name, form, shape in zip(("qkv", "gates", "out"), rows, shapes, strict=True):
-        if form[2] is not dtype:
-            raise TypeError(f"{name} is {form[2]}; it must be {dtype}, as qkv")
-        _check_contiguous(name, form, shape)
-    return kind, _memory_stride(state, (num_values, key_dim, value_dim), num_states)
+    decay, time_bias = parameters
+    check_vector("decay", decay, num_values)
+    num_times = key_dim if tuple(time_bias[0][1:]) == (key_dim,) else 1
+    _check_floats("time_bias", time_bias, (num_values, num_times))
+    qkv, strengths, times, out = rows
+    for name, form in (("strengths", strengths), ("times", times), ("out", out)):
+        if form[2] is not qkv[2]:
+            raise TypeError(f"{name} is {form[2]}; it must be {qkv[2]}, as qkv")
+    _check_contiguous("qkv", qkv, (num_tokens, 2 * num_keys * key_dim + num_values * value_dim))
+    _check_contiguous("out", out, (num_tokens, num_values, value_dim))
+    return (
+        float_type("qkv", qkv),
+        row_stride("strengths", strengths, (num_tokens, num_values)),
+        row_stride("times", times, (num_tokens, num_values * num_times)),
+        _memory_stride(state, (num_values, key_dim, value_dim), num_states),
+    )
 
 
 def selective_scan(

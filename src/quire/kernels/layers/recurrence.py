@@ -119,7 +119,8 @@ class DeltaHeads:
         key_dim: features of a head of queries and keys.
         value_dim: features of a head of values.
         decay: [num_values] float32, below 0: of each head's memory, per unit of time.
-        time_bias: [num_values] float32, added to the time that a token takes before softplus.
+        time_bias: [num_values, times] float32, added to the time that a token takes before softplus; there is
+            one time of a head, or one of each feature of its keys (Kimi Team 2025, Kimi Linear).
         max_strength: multiplies the sigmoid of the strength with which a token is written; above 1, a memory
             may turn around (Grazzi et al. 2024).
     """
@@ -132,10 +133,16 @@ class DeltaHeads:
     time_bias: torch.Tensor
     max_strength: float = 1.0
 
+    @property
+    def times_per_head(self) -> int:
+        """1, or `key_dim` if each row of a memory decays by itself."""
+        return self.time_bias.shape[1]
+
 
 def gated_delta_rule(
     qkv: torch.Tensor,
-    gates: torch.Tensor,
+    strengths: torch.Tensor,
+    times: torch.Tensor,
     state: torch.Tensor,
     batch: AttentionBatch,
     *,
@@ -150,12 +157,11 @@ def gated_delta_rule(
         query, key = (_unit(each.view(-1, heads.key_dim)) for each in (query, key))
         group = heads.num_values // heads.num_keys
         query, key = (each.repeat_interleave(group, 0)[:, :, None] for each in (query, key))
-        strength, time = gates[token].float()
-        time = _softplus(time + heads.time_bias)
-        memory.mul_(torch.exp(heads.decay * time)[:, None, None])
+        time = _softplus(times[token].float().view(heads.num_values, -1) + heads.time_bias)
+        memory.mul_(torch.exp(heads.decay[:, None] * time)[:, :, None])
         recalled = (memory * key).sum(1)
         written = heads.max_strength * (value.view(recalled.shape) - recalled)
-        written = written / (1 + torch.exp(-strength))[:, None]
+        written = written / (1 + torch.exp(-strengths[token].float()))[:, None]
         memory.add_(key * written[:, None])
         out[token] = (memory * (query * heads.key_dim**-0.5)).sum(1)
 

@@ -177,14 +177,15 @@ class TritonKernels(KernelSet):
     def gated_delta_rule(
         self,
         qkv: torch.Tensor,
-        gates: torch.Tensor,
+        strengths: torch.Tensor,
+        times: torch.Tensor,
         state: torch.Tensor,
         batch: AttentionBatch,
         *,
         heads: DeltaHeads,
         out: torch.Tensor,
     ) -> None:
-        recurrence.gated_delta_rule(qkv, gates, state, batch, heads=heads, out=out)
+        recurrence.gated_delta_rule(qkv, strengths, times, state, batch, heads=heads, out=out)
 
     @override
     def selective_scan(

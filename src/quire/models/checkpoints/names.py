@@ -38,13 +38,14 @@ _EITHER_WAY = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
-_RENAMED = {  # of OLMo-Hybrid, as transformers renames them, and of Granite's experts
+_RENAMED = {  # of OLMo-Hybrid and Kimi, as transformers renames them, and of Granite's experts
     ".attention_layer_norm.": ".input_layernorm.",
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
     ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
     ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
     ".LayerNorm.gamma": ".LayerNorm.weight",  # as in the first files of BERT
     ".LayerNorm.beta": ".LayerNorm.bias",
+    **{f".block_sparse_moe.{name}_proj.": f".mlp.{name}_proj." for name in ("gate", "up", "down")},
 }
 _LAST_PARTS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 

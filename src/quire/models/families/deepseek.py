@@ -1,15 +1,22 @@
-"""Families with multi-head latent attention: DeepSeek V2 and V3, GLM-4.7-Flash, MiniCPM3."""
+"""Families with multi-head latent attention: DeepSeek V2 and V3, GLM-4.7-Flash, MiniCPM3, Kimi Linear."""
 
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
-from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, warn_once
-from quire.models.families.family import NAMES, Family, with_corrected_experts, with_routed_experts
+from quire.models.config_entries import MAX_LAYERS_TIMES_EXPERTS, RULES, Entries, warn_once
+from quire.models.families.family import (
+    NAMES,
+    Family,
+    read_delta_net,
+    with_corrected_experts,
+    with_routed_experts,
+)
 from quire.models.layer import LayerConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.latent_attention import LatentAttentionConfig
@@ -36,7 +43,7 @@ def _with_latents(hf: HFConfig, base: ModelConfig, *, is_interleaved: bool) -> M
             f"{MAX_LAYERS_TIMES_EXPERTS} in total"
         )
     nope, rope = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
-    if hf.get("head_dim", rope) != rope:
+    if hf.get("head_dim", rope) not in (rope, hf["hidden_size"] // heads):
         warn_once(f"config.json has head_dim {hf['head_dim']}, which has no effect beside qk_rope_head_dim")
     attention = LatentAttentionConfig(
         num_heads=heads,
@@ -83,17 +90,56 @@ def _deepseek3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _glm4_lite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    layers = range(base.num_layers)
-    types = hf.get("mlp_layer_types") or ["sparse" if layer else "dense" for layer in layers]
+    return _like_deepseek3(hf, base, _sparse_layers(hf, base.num_layers, num_dense=1))
+
+
+def _sparse_layers(hf: HFConfig, num_layers: int, num_dense: int) -> list[bool]:
+    """Return which layers have experts: as `mlp_layer_types` says, or all but the first."""
+    layers = range(num_layers)
+    types = hf.get("mlp_layer_types") or ["dense" if layer < num_dense else "sparse" for layer in layers]
     if not set(types) <= {"dense", "sparse"}:
         raise ModelError(f"config.json has mlp_layer_types {types!r:.100}; each must be dense or sparse")
-    return _like_deepseek3(hf, base, [types[layer] == "sparse" for layer in layers])
+    return [types[layer] == "sparse" for layer in layers]
 
 
 def _like_deepseek3(hf: HFConfig, base: ModelConfig, has_experts: list[bool]) -> ModelConfig:
     config = _with_latents(hf, base, is_interleaved=bool(hf.get("rope_interleave", True)))
     _check_scoring(hf, "sigmoid")
     return with_corrected_experts(hf, config, has_experts)
+
+
+def _kimi_linear(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Kimi's delta attention in most layers, and latent attention without rotation in the others."""
+    if not hf.get("mla_use_nope", True):
+        raise ModelError("config.json has mla_use_nope false; Kimi Linear has no rotation")
+    published = {_LINEAR_NAMES.get(name, name): value for name, value in hf["linear_attn_config"].items()}
+    linear: ChainMap[str, Any] = ChainMap(Entries(published, rules=RULES), hf)  # type: ignore[arg-type]
+    heads, head_dim = linear["linear_num_heads"], linear["linear_head_dim"]
+    usual = {
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), head_dim),
+    }
+    delta_net = read_delta_net(ChainMap(usual, linear), gate_rank=head_dim)
+    types = hf.get("layer_types") or _kimi_layer_types(linear, base.num_layers)
+    sparse = _sparse_layers(hf, base.num_layers, num_dense=hf["first_k_dense_replace"])
+    config = _like_deepseek3(hf, base, sparse).changed(LatentAttentionConfig, rope=None)
+    layers = (
+        layer if kind == "full_attention" else LayerConfig((delta_net, *layer.parts[1:]))
+        for layer, kind in zip(config.layers, types, strict=True)
+    )
+    return replace(config, layers=tuple(layers))
+
+
+def _kimi_layer_types(linear: HFConfig, num_layers: int) -> list[str]:
+    """Return the types by the layers' numbers, which are counted from 1."""
+    usual = [layer + 1 for layer in range(4, num_layers, 4)]
+    full, others = linear.get("full_attn_layers", usual), linear.get("kda_layers")
+    if others is not None and sorted([*full, *others]) != [layer + 1 for layer in range(num_layers)]:
+        raise ModelError(
+            f"config.json has full_attn_layers {full!r:.100} and kda_layers {others!r:.100}; together they "
+            f"must be the numbers from 1 to {num_layers}"
+        )
+    return ["full_attention" if layer + 1 in full else "linear_attention" for layer in range(num_layers)]
 
 
 def _minicpm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -106,6 +152,37 @@ def _minicpm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     )
 
 
+_LINEAR_NAMES = {  # entries of `linear_attn_config` by the names that they have outside it
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+_KIMI_NAMES = NAMES | {
+    **{f"delta_{name}": f"self_attn.{name}_proj" for name in "qkvb"},
+    **{f"delta_{name}_conv": f"self_attn.{name}_conv1d" for name in "qkv"},
+    "delta_a": "self_attn.f_a_proj",
+    "delta_times": "self_attn.f_b_proj",
+    "delta_z": "self_attn.g_a_proj",
+    "delta_gate": "self_attn.g_b_proj",
+    "delta_parameters": "self_attn",
+    "delta_norm": "self_attn.o_norm",
+    "delta_out": "self_attn.o_proj",
+    "router": "block_sparse_moe.gate",
+    "router_correction": "block_sparse_moe.gate.e_score_correction_bias",
+    "expert_gate": "block_sparse_moe.experts.{}.w1",
+    "expert_up": "block_sparse_moe.experts.{}.w3",
+    "expert_down": "block_sparse_moe.experts.{}.w2",
+    **{f"shared_{name}": f"block_sparse_moe.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+}
+_KIMI_ALIASES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "moe_router_activation_func": "scoring_func",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
 _LATENT_DEFAULTS: dict[str, Any] = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -189,5 +266,31 @@ FAMILIES: dict[str, Family] = {
         },
         ropes=_rope,
         architectures=("MiniCPM3ForCausalLM",),
+    ),
+    "kimi_linear": Family(
+        _kimi_linear,
+        _KIMI_NAMES,
+        _LATENT_DEFAULTS
+        | {
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 1024,
+            "num_experts_per_tok": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.446,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5,
+            "linear_attn_config": {},
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_conv_kernel_dim": 4,
+        },
+        ropes=_rope,
+        aliases=_KIMI_ALIASES,
+        architectures=("KimiLinearForCausalLM",),
+        layer_types=("full_attention", "linear_attention"),
     ),
 }

@@ -1,4 +1,7 @@
-"""Gated DeltaNet (Yang et al. 2024): linear attention whose memory forgets, and is corrected."""
+"""Gated DeltaNet (Yang et al. 2024): linear attention whose memory forgets, and is corrected.
+
+In Kimi's delta attention (Kimi Team 2025, Kimi Linear), each feature of a key forgets at its own pace.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class DeltaNetConfig(RecurrentConfig):
     """The numbers of one gated DeltaNet. Each key head serves equally many value heads, in order.
 
     Checkpoints have projections by themselves, in the two forms of `weight_names` and of `delta_q`; or, as
-    `delta_qkvz` and `delta_ba`, those of all for one key head after another.
+    `delta_qkvz` and `delta_ba`, those of all for one key head after another. With a `gate_rank`, those of
+    times and of gates are products: `delta_times` of `delta_a`, and `delta_gate` of `delta_z`.
     """
 
     num_key_heads: int = 0
@@ -35,6 +39,10 @@ class DeltaNetConfig(RecurrentConfig):
     num_taps: int = 0  # of the convolution of queries, keys and values
     norm_eps: float = 0.0  # of the norm of results; 0: as of the model's norms
     max_strength: float = 1.0  # as in `DeltaHeads`
+    gate_rank: int = 0
+    """Features that a time for each feature of keys, and gates of results by sigmoid, are made of; 0: a head
+    has one time, made of the hidden states as the gates by silu are.
+    """
 
     weight_names: ClassVar[Mapping[str, str]] = {
         "delta_qkv": "linear_attn.in_proj_qkv",
@@ -58,6 +66,16 @@ class DeltaNetConfig(RecurrentConfig):
         return self.num_value_heads * self.value_dim
 
     @property
+    def times_per_head(self) -> int:
+        """As in `DeltaHeads`."""
+        return self.key_dim if self.gate_rank else 1
+
+    @property
+    def input_size(self) -> int:
+        """Features of queries, keys and values, and of what else is projected with them."""
+        return self.conv_size + (0 if self.gate_rank else self.value_size)
+
+    @property
     @override
     def state(self) -> StateSpec:
         memory = StatePart("memory", (self.num_value_heads, self.key_dim, self.value_dim), "float32")
@@ -65,9 +83,31 @@ class DeltaNetConfig(RecurrentConfig):
 
     @override
     def weights(self, hidden_size: int, names: Mapping[str, str], shard: Shard) -> Iterator[LayerWeight]:
+        yield from self._projections(hidden_size, names)
         heads, value_size = self.num_value_heads, self.value_size
-        projections: dict[str, int] = {"delta_qkv": self.conv_size, "delta_z": value_size}
-        gates, convs = {"delta_b": heads, "delta_a": heads}, {"delta_conv": self.conv_size}
+        num_times = heads * self.times_per_head
+        by_part = self._sizes_by_part if "delta_q" in names else {"delta": self.conv_size}
+        taps = ((f"{name}_conv.weight", (size, 1, self.num_taps)) for name, size in by_part.items())
+        yield LayerWeight("delta_conv", tuple(taps))
+        decays = (1, 1, heads, 1) if self.gate_rank else (heads,)
+        yield LayerWeight("delta_decay", (("delta_parameters.A_log", decays),))
+        yield LayerWeight("delta_time_bias", (("delta_parameters.dt_bias", (num_times,)),))
+        if self.gate_rank:
+            for field, size in (("delta_times", num_times), ("delta_gate", value_size)):
+                yield LayerWeight(field, ((f"{field}.weight", (size, self.gate_rank)),))
+        yield LayerWeight("delta_norm", (("delta_norm.weight", (self.value_dim,)),))
+        yield LayerWeight("delta_out", (("delta_out.weight", (hidden_size, value_size)),), is_quantized=True)
+
+    @property
+    def _sizes_by_part(self) -> dict[str, int]:
+        key_size = self.num_key_heads * self.key_dim
+        return {"delta_q": key_size, "delta_k": key_size, "delta_v": self.value_size}
+
+    def _projections(self, hidden_size: int, names: Mapping[str, str]) -> Iterator[LayerWeight]:
+        """Yield the matrices of what hidden states become: quantized ones, and those of gates."""
+        heads, value_size = self.num_value_heads, self.value_size
+        projections = {"delta_qkv": self.conv_size, "delta_z": value_size}
+        gates = {"delta_b": heads, "delta_a": heads}
         by_head: tuple[tuple[Section, ...], ...] = (), ()
         if "delta_qkvz" in names:
             projections, gates = {"delta_qkvz": self.conv_size + value_size}, {"delta_ba": 2 * heads}
@@ -78,21 +118,15 @@ class DeltaNetConfig(RecurrentConfig):
                 (self._rows_by_key_head(group, group),),
             )
         elif "delta_q" in names:
-            key_size = self.num_key_heads * self.key_dim
-            sizes = {"delta_q": key_size, "delta_k": key_size, "delta_v": value_size}
-            convs = {f"{name}_conv": size for name, size in sizes.items()}
-            projections = sizes | {"delta_z": value_size}
+            projections = self._sizes_by_part | {"delta_z": value_size}
+        if self.gate_rank:
+            del projections["delta_z"]
+            gates = {"delta_b": heads, "delta_a": self.gate_rank, "delta_z": self.gate_rank}
         for field, parts, sections in zip(
             ("delta_in", "delta_gates"), (projections, gates), by_head, strict=True
         ):
             sources = tuple((f"{name}.weight", (rows, hidden_size)) for name, rows in parts.items())
             yield LayerWeight(field, sources, sections=sections, is_quantized=field == "delta_in")
-        taps = tuple((f"{name}.weight", (size, 1, self.num_taps)) for name, size in convs.items())
-        yield LayerWeight("delta_conv", taps)
-        yield LayerWeight("delta_decay", (("delta_parameters.A_log", (heads,)),))
-        yield LayerWeight("delta_time_bias", (("delta_parameters.dt_bias", (heads,)),))
-        yield LayerWeight("delta_norm", (("delta_norm.weight", (self.value_dim,)),))
-        yield LayerWeight("delta_out", (("delta_out.weight", (hidden_size, value_size)),), is_quantized=True)
 
     def _rows_by_key_head(self, *sizes: int) -> Section:
         """Return where the rows of parts lie, each of which has so many for a key head."""
@@ -107,11 +141,15 @@ class DeltaNetConfig(RecurrentConfig):
 
     @override
     def buffers(self) -> dict[str, tuple[int, ...]]:
-        return {
-            "delta_in": (self.conv_size + self.value_size,),
-            "delta_gates": (2, self.num_value_heads),
+        buffers: dict[str, tuple[int, ...]] = {
+            "delta_in": (self.input_size,),
+            "delta_gates": (self.num_value_heads + (2 * self.gate_rank or self.num_value_heads),),
             "delta_out": (self.num_value_heads, self.value_dim),
         }
+        if self.gate_rank:
+            buffers["delta_times"] = (self.num_value_heads * self.key_dim,)
+            buffers["delta_gate"] = (self.value_size,)
+        return buffers
 
     @override
     def peak_bytes(self, step: StepSizes) -> int:
@@ -139,6 +177,8 @@ class DeltaNet(SubLayer):
         self.gates = loader.linear("delta_gates", is_quantized=False)
         self.output = loader.linear("delta_out")
         self._taps = conv_taps(loader, "delta_conv")
+        self.times = loader.linear("delta_times", is_quantized=False) if config.gate_rank else None
+        self.gate = loader.linear("delta_gate", is_quantized=False) if config.gate_rank else None
         decay, time_bias, norm = map(loader.tensor, ("delta_decay", "delta_time_bias", "delta_norm"))
         assert decay is not None
         assert time_bias is not None
@@ -148,33 +188,46 @@ class DeltaNet(SubLayer):
             config.num_value_heads,
             config.key_dim,
             config.value_dim,
-            decay=-decay.exp(),
-            time_bias=time_bias,
+            decay=-decay.flatten().exp(),
+            time_bias=time_bias.view(config.num_value_heads, -1),
             max_strength=config.max_strength,
         )
         self._norm = norm
         self._eps = config.norm_eps or loader.model.norm_eps
-        self._conv_size = config.conv_size
+        self._config = config
         self._index = loader.index
         self._kernels = loader.kernels
 
     @property
     @override
     def kind(self) -> Hashable:
-        return type(self), self.project.kind, self.gates.kind, self.output.kind
+        linears = self.project, self.gates, self.times, self.gate, self.output
+        return type(self), *(None if linear is None else linear.kind for linear in linears)
 
     @override
     def forward(
         self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
     ) -> torch.Tensor:
-        batch, state = step.batches[0], step.state(self._index)
-        projected, gates, attended = (buffers[name] for name in ("delta_in", "delta_gates", "delta_out"))
-        self.project(inputs, out=projected)
-        self.gates(inputs, out=gates.flatten(1))
+        config, batch, state = self._config, step.batches[0], step.state(self._index)
+        attended = buffers["delta_out"]
+        projected = self.project(inputs, out=buffers["delta_in"])
+        gates = self.gates(inputs, out=buffers["delta_gates"])
+        strengths, times = gates[:, : config.num_value_heads], gates[:, config.num_value_heads :]
+        gate = projected[:, config.conv_size :]
+        if self.times is not None and self.gate is not None:
+            gate = self.gate(times[:, config.gate_rank :], out=buffers["delta_gate"])
+            times = self.times(times[:, : config.gate_rank], out=buffers["delta_times"])
         qkv = self._kernels.causal_conv(
-            projected[:, : self._conv_size], self._taps, state["conv"], batch, activation="silu"
+            projected[:, : config.conv_size], self._taps, state["conv"], batch, activation="silu"
         )
-        self._kernels.gated_delta_rule(qkv, gates, state["memory"], batch, heads=self._heads, out=attended)
-        gate = projected[:, self._conv_size :].view(attended.shape)
-        normed = self._kernels.gated_norm(attended, gate, self._norm, eps=self._eps)
+        self._kernels.gated_delta_rule(
+            qkv, strengths, times, state["memory"], batch, heads=self._heads, out=attended
+        )
+        normed = self._kernels.gated_norm(
+            attended,
+            gate.view(attended.shape),
+            self._norm,
+            eps=self._eps,
+            activation="sigmoid" if config.gate_rank else "silu",
+        )
         return self.output(normed.flatten(1), out=out)

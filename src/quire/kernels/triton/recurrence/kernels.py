@@ -142,7 +142,10 @@ def _memory_of(
 def delta_rule_kernel(
     qkv,
     row_stride,
-    gates,
+    strengths,
+    strength_stride,
+    times,
+    time_stride,
     decay,
     time_bias,
     state,
@@ -155,6 +158,7 @@ def delta_rule_kernel(
     NUM_VALUES: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    TIMES: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
@@ -169,18 +173,21 @@ def delta_rule_kernel(
     memory_at, is_number, memory = _memory_of(
         state, state_stride, fields, head, column, KEY_DIM, VALUE_DIM, KEYS
     )
-    head_decay, head_bias = tl.load(decay + head), tl.load(time_bias + head)
+    # One time of the head, or one of each feature of its keys.
+    number = tl.minimum(feature, TIMES - 1)
+    head_decay, head_bias = tl.load(decay + head), tl.load(time_bias + head * TIMES + number)
     query_at = qkv + first.to(tl.int64) * row_stride + head // (NUM_VALUES // NUM_KEYS) * KEY_DIM + feature
     value_at = qkv + first.to(tl.int64) * row_stride + 2 * NUM_KEYS * KEY_DIM + head * VALUE_DIM + column
-    gate_at = gates + first.to(tl.int64) * (2 * NUM_VALUES) + head
+    strength_at = strengths + first.to(tl.int64) * strength_stride + head
+    time_at = times + first.to(tl.int64) * time_stride + head * TIMES + number
     out_at = out + first.to(tl.int64) * (NUM_VALUES * VALUE_DIM) + head * VALUE_DIM + column
     for token in range(loop_end(first), loop_end(end)):
         query = _unit(tl.load(query_at, mask=is_feature, other=0.0).to(tl.float32))
         key = _unit(tl.load(query_at + NUM_KEYS * KEY_DIM, mask=is_feature, other=0.0).to(tl.float32))
         value = tl.load(value_at, mask=is_column, other=0.0).to(tl.float32)
-        strength = 1.0 + tl.exp(-tl.load(gate_at).to(tl.float32))  # over which it is 1
-        time = _softplus(tl.load(gate_at + NUM_VALUES).to(tl.float32) + head_bias)
-        memory *= tl.exp(head_decay * time)
+        strength = 1.0 + tl.exp(-tl.load(strength_at).to(tl.float32))  # over which it is 1
+        time = _softplus(tl.load(time_at).to(tl.float32) + head_bias)
+        memory *= tl.exp(head_decay * time)[:, None]
         recalled = tl.sum(memory * key[:, None], axis=0)
         memory += key[:, None] * (max_strength * (value - recalled) / strength)[None, :]
         result = tl.sum(memory * (query * query_scale)[:, None], axis=0)
@@ -189,7 +196,8 @@ def delta_rule_kernel(
             tl.store(memory_at, memory, mask=is_number)
         query_at += row_stride
         value_at += row_stride
-        gate_at += 2 * NUM_VALUES
+        strength_at += strength_stride
+        time_at += time_stride
         out_at += NUM_VALUES * VALUE_DIM
 
 

@@ -84,7 +84,8 @@ def causal_conv(
 
 def gated_delta_rule(
     qkv: torch.Tensor,
-    gates: torch.Tensor,
+    strengths: torch.Tensor,
+    times: torch.Tensor,
     state: torch.Tensor,
     batch: AttentionBatch,
     *,
@@ -110,17 +111,30 @@ def gated_delta_rule(
     num_rows = batch.num_rows
     check_rows("qkv", qkv)
     _check_shape("qkv", qkv, num_rows, 2 * num_keys * key_dim + num_values * value_dim)
-    for name, tensor, shape in (("gates", gates, (2, num_values)), ("out", out, (num_values, value_dim))):
-        _check_shape(name, tensor, num_rows, *shape, dtype=qkv.dtype, is_contiguous=True)
-    for name, vector in (("decay", heads.decay), ("time_bias", heads.time_bias)):
-        check_vector(name, vector, torch.float32, num_values)
+    num_times = heads.times_per_head
+    if num_times not in (1, key_dim):
+        raise ValueError(
+            f"a head has {num_times} times; it must be 1, or one of each of its {key_dim} features"
+        )
+    for name, tensor, width in (
+        ("strengths", strengths, num_values),
+        ("times", times, num_values * num_times),
+    ):
+        check_rows(name, tensor)
+        _check_shape(name, tensor, num_rows, width, dtype=qkv.dtype)
+    _check_shape("out", out, num_rows, num_values, value_dim, dtype=qkv.dtype, is_contiguous=True)
+    check_vector("decay", heads.decay, torch.float32, num_values)
+    _check_shape("time_bias", heads.time_bias, num_values, num_times, dtype=torch.float32, is_contiguous=True)
     _check_state(state, torch.float32, num_values, key_dim, value_dim)
     columns = min(next_power_of_2(value_dim), _VALUES)
     if num_rows:
         delta_rule_kernel[len(sequences), num_values, -(-value_dim // columns)](
             qkv,
             qkv.stride(0),
-            gates,
+            strengths,
+            strengths.stride(0),
+            times,
+            times.stride(0),
             heads.decay,
             heads.time_bias,
             state,
@@ -133,6 +147,7 @@ def gated_delta_rule(
             NUM_VALUES=num_values,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
+            TIMES=num_times,
             KEYS=next_power_of_2(key_dim),
             VALUES=columns,
             num_warps=1,
