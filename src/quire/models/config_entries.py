@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 MAX_LAYERS_TIMES_EXPERTS = 1 << 18  # each is an object while a model is loaded
 SPLIT_GATES = "gguf.split_gates"
 """Entry that no config.json has: gates and what they multiply are matrices of their own."""
+SPLIT_PROJECTIONS = "gguf.split_projections"
+"""Another one: output gates of a DeltaNet are a matrix of their own beside queries, keys and values."""
 _MAX_POSITION = 2**31 - 1  # kernels count positions in 32 bits
 _SHOWN = 80  # characters of a wrong value
 _SHOWN_NAMES = 500  # characters of names of entries

@@ -36,14 +36,20 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
     "minicpm3": "minicpm3",
-    **dict.fromkeys(("gemma4", "gemma4_unified"), "gemma4"),
+    **dict.fromkeys(("gemma4", "gemma4_unified", "gemma4-experts"), "gemma4"),
+    "glm4_moe": "glm4moe",
+    "falcon_h1": "falcon-h1",
+    "nemotron_h": "nemotron_h_moe",
+    "nemotron_h-dense": "nemotron_h",
+    **dict.fromkeys(("qwen3_next", "qwen3_next-fused"), "qwen3next"),
 }
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 WITH_MINIMA = ("Q2_K", "Q4_1", "Q5_1", "Q4_K", "Q5_K")
 _NOT_QUANTIZED = (".bias", "ffn_gate_inp", "shortconv.conv.", "ssm_conv1d")
-_WITH_OFFSET = ("gemma", "gemma2", "gemma3", "qwen3_5", "qwen3_5_moe")
+_WITH_OFFSET = ("gemma", "gemma2", "gemma3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_next-fused")
 _INTERLEAVED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3")
-_SEPARATED = ("gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoehybrid-dense")
+_INTERLEAVED += ("nemotron_h", "nemotron_h_moe")  # although nothing is rotated
+_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 
 
 def write_gguf(
@@ -82,7 +88,7 @@ def write_gguf(
     has_halves = has_halves and family != "minicpm3"
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(file, ARCHITECTURES[family], split_max_tensors=max_tensors)
-    _add_metadata(writer, config, rotated_features, has_halves)
+    _add_metadata(writer, _described(family, config), rotated_features, has_halves)
     for name, value in metadata.items():
         writer.add_key_value(
             f"{ARCHITECTURES[family]}.{name.replace('__', '.')}",
@@ -93,7 +99,8 @@ def write_gguf(
         _add_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()))
     if family == "llama-3.1":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(config["rope_parameters"], config))
-    names = gguf.get_tensor_name_map(_ENUMS[ARCHITECTURES[family]], config["num_hidden_layers"])
+    num_layers = _described(family, config)["num_hidden_layers"]
+    names = gguf.get_tensor_name_map(_ENUMS[ARCHITECTURES[family]], num_layers)
     floats = {}
     weights = load_file(checkpoint / "model.safetensors")
     for parts in _merged(_as_named_there(weights, family, config, has_halves=has_halves)):
@@ -103,9 +110,11 @@ def write_gguf(
             arrays = [array.squeeze(1) for array in arrays]
         name = _known_name(next(iter(parts)), family)
         own_kind = next((own for part, own in (other_kinds or {}).items() if part in name), kind)
-        stored_name = names.get_name(
-            f"{name}.weight" if name.endswith("layer_scalar") else name, try_suffixes=(".weight", ".bias")
-        )
+        is_bare = name.endswith(("layer_scalar", ".experts.gate_up_proj", ".experts.down_proj"))
+        stored_name = names.get_name(f"{name}.weight" if is_bare else name, try_suffixes=(".weight", ".bias"))
+        _, _, rest = name.partition("layers.")
+        layer, _, rest = rest.partition(".")
+        stored_name = f"blk.{layer}.{_SCALES[rest]}" if rest in _SCALES else stored_name
         assert stored_name is not None
         is_float = arrays[0].ndim == 1 or any(part in stored_name for part in _NOT_QUANTIZED)
         quantization = gguf.GGMLQuantizationType["F32" if is_float else own_kind]
@@ -132,15 +141,27 @@ def write_gguf(
     return file, twin
 
 
+def _described(family: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what metadata say of a config; the conversion of some architectures leaves entries out."""
+    if family == "falcon_h1":
+        return {name: value for name, value in config.items() if not name.endswith("_multiplier")}
+    if not family.startswith("nemotron_h"):
+        return config
+    count = {"num_hidden_layers": len(config["layers_block_type"])}
+    of_experts = re.compile(r"moe_.*|n_routed_.*|n_shared_.*|n_group|topk_group|num_experts.*|routed_.*")
+    is_dense = family.endswith("dense")
+    return count | {
+        name: value for name, value in config.items() if not (is_dense and of_experts.fullmatch(name))
+    }
+
+
 def _as_named_there(
     weights: dict[str, torch.Tensor], family: str, config: dict[str, Any], *, has_halves: bool
 ) -> dict[str, torch.Tensor]:
     """Return weights with one for each part of a tensor that llama.cpp keeps apart."""
     if "kv_lora_rank" in config and has_halves:
         return _halved(weights, config)
-    if family not in _SEPARATED:
-        return weights
-    return _separated(weights) if family == "gpt_oss" else _separated_granite(weights)
+    return _SEPARATED[family](weights, config) if family in _SEPARATED else weights
 
 
 def _known_name(name: str, family: str) -> str:
@@ -149,13 +170,15 @@ def _known_name(name: str, family: str) -> str:
     if family == "lfm2_moe":
         name = name.replace(".expert_bias", ".expert_bias.bias")
         name = name.removeprefix("model." if ".experts." in name else "")
+    if ".mixer.experts." in name:
+        name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
     return name.replace("e_score_correction_bias", "e_score_correction.bias")
 
 
 _ENUMS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
-def _separated(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _separated(weights: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return weights of gpt-oss as llama.cpp names them: rows of gates and of inner features alternate."""
     separated = {}
     for name, weight in weights.items():
@@ -195,7 +218,9 @@ def _join_halves(weights: dict[str, torch.Tensor]) -> None:
         weights[name.replace("k_b", "kv_b")] = joined.flatten(0, 1).contiguous()
 
 
-def _separated_granite(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _separated_granite(
+    weights: Mapping[str, torch.Tensor], config: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     """Return weights of Granite by names that the `gguf` package knows, gates in tensors of their own."""
     has_experts = any("block_sparse_moe" in name for name in weights)
     shared = "mlp.shared_expert." if has_experts else "mlp."
@@ -214,6 +239,62 @@ def _separated_granite(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.T
             for part, rows in zip(("gate", "up"), weight.chunk(2, dim=-2), strict=True):
                 separated[f"{layer}{to}{part}_proj.weight"] = rows.contiguous()
     return separated
+
+
+def _split_heads(weights: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return weights of Qwen3-Next with queries, keys and values of all heads in turn, apart from gates."""
+    keys, of_key = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    of_values = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+    split = {}
+    for name, weight in weights.items():
+        if "in_proj_qkvz" not in name:
+            split[name] = weight
+            continue
+        heads = weight.view(keys, -1, weight.shape[1])
+        *qkv, gates = heads.split([of_key, of_key, of_values, of_values], dim=1)
+        joined = torch.cat([part.flatten(0, 1) for part in qkv])
+        split |= {name.replace("qkvz", "qkv"): joined, name.replace("qkvz", "z"): gates.flatten(0, 1)}
+    return split
+
+
+def _multiplied(weights: Mapping[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return weights of Falcon-H1 times what its config says."""
+    of_gates, of_results = config["mlp_multipliers"]
+    of_attention = config["attention_in_multiplier"]
+    factors = {
+        "embed_tokens": config["embedding_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "gate_proj": of_gates,
+        "down_proj": of_results,
+        "q_proj": of_attention,
+        "k_proj": of_attention * config["key_multiplier"],
+        "v_proj": of_attention,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+    }
+    values, keys = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    sizes = values, values, keys, keys, config["mamba_n_heads"]
+    of_rows = torch.cat([torch.full((n,), x) for n, x in zip(sizes, config["ssm_multipliers"], strict=True)])
+    multiplied = {}
+    for name, weight in weights.items():
+        part = name.split(".")[-2]
+        factor = of_rows[:, None] * config["ssm_in_multiplier"] if part == "in_proj" else factors.get(part, 1)
+        multiplied[name] = weight * factor
+    return multiplied
+
+
+# Those whose tensors are others than the checkpoint's, and what makes these.
+_SEPARATED: dict[str, Callable[[Mapping[str, torch.Tensor], dict[str, Any]], dict[str, torch.Tensor]]] = {
+    "gpt_oss": _separated,
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), _separated_granite),
+    **dict.fromkeys(("granitemoehybrid", "granitemoehybrid-dense"), _separated_granite),
+    "qwen3_next": _split_heads,
+    "falcon_h1": _multiplied,
+    **dict.fromkeys(
+        ("gemma4-experts", "qwen3_next-fused", "nemotron_h", "nemotron_h-dense"),
+        lambda weights, config: dict(weights),
+    ),
+}
 
 
 def _merged(weights: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -256,13 +337,18 @@ def _add_metadata(
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    if "intermediate_size" in config:
+    if "intermediate_size" in config and "layers_block_type" not in config:
         writer.add_feed_forward_length(_inner_sizes(config))
     writer.add_head_count(heads)
     kv_heads = 1 if "kv_lora_rank" in config and has_halves else config["num_key_value_heads"]
     types = config.get("layer_types") or ()
     if config["model_type"].startswith("gemma4"):
         kv_heads, head_dim = _add_gemma4(writer, config)
+    if "layers_block_type" in config:
+        types = config["layers_block_type"]
+        kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in types]
+        inner = {"mlp": config["intermediate_size"], "moe": config.get("moe_intermediate_size", 0)}
+        writer.add_feed_forward_length([inner.get(kind, 0) for kind in types])
     without_kv = "linear_attention" if config["model_type"] == "granitemoehybrid" else "conv"
     writer.add_head_count_kv(
         [0 if kind == without_kv else kv_heads for kind in types] if without_kv in types else kv_heads
@@ -292,7 +378,8 @@ def _add_metadata(
         factors = [1.0] * turning + [1e30] * (head_dim // 2 - turning)
         writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
     writer.add_rope_dimension_count(rotated)
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    names_of_eps = "rms_norm_eps", "norm_eps", "layer_norm_epsilon"
+    writer.add_layer_norm_rms_eps(next(config[name] for name in names_of_eps if config.get(name)))
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     _add_rest(writer, config, rope)
@@ -342,6 +429,11 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
         writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
         if not is_softmax:
             writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["model_type"] in ("glm4_moe", "nemotron_h") and "n_routed_experts" in config:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["model_type"] == "glm4_moe":
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     if config["model_type"] == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if config["model_type"] == "lfm2_moe":
@@ -358,6 +450,9 @@ def _add_rest(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, A
         "topk_group": writer.add_expert_group_used_count,
         "routed_scaling_factor": writer.add_expert_weights_scale,
         "num_experts_per_tok": writer.add_expert_used_count,
+        "top_k_experts": writer.add_expert_used_count,
+        "moe_latent_size": writer.add_moe_latent_size,
+        "moe_shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "moe_intermediate_size": writer.add_expert_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "shared_intermediate_size": writer.add_expert_shared_feed_forward_length,
@@ -395,14 +490,21 @@ def _add_states(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """Add the sizes of layers that keep a state."""
     if config["model_type"].startswith("lfm2"):
         writer.add_shortconv_l_cache(config["conv_L_cache"])
-    if config["model_type"] == "granitemoehybrid":
+    if config["model_type"] == "nemotron_h":
+        writer.add_ssm_conv_kernel(config["conv_kernel"])
+        writer.add_ssm_state_size(config["ssm_state_size"])
+        writer.add_ssm_group_count(config["n_groups"])
+        writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+        writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+    if config["model_type"] in ("granitemoehybrid", "falcon_h1"):
         writer.add_ssm_conv_kernel(config["mamba_d_conv"])
         writer.add_ssm_state_size(config["mamba_d_state"])
         writer.add_ssm_group_count(config["mamba_n_groups"])
         writer.add_ssm_time_step_rank(config["mamba_n_heads"])
         writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    if config["model_type"] == "granitemoehybrid":
         writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
-    if config["model_type"].startswith("qwen3_5"):
+    if config["model_type"].startswith(("qwen3_5", "qwen3_next")):
         heads = config["linear_num_value_heads"]
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(config["linear_key_head_dim"])
@@ -410,6 +512,7 @@ def _add_states(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_ssm_time_step_rank(heads)
         writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
         writer.add_full_attention_interval(4)
+    if config["model_type"].startswith("qwen3_5"):
         writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
@@ -450,11 +553,11 @@ def _as_llama_cpp(
         return array + np.float32(1)
     if name.endswith("A_log"):
         array = -np.exp(array)
-    if ".mamba." in name and name.endswith(("A_log", "D")):
+    if re.search(r"\.(mamba|mixer)\.(A_log|D)$", name):
         return array[:, None]
-    if name.endswith("mamba.norm.weight"):
-        return array.reshape(config["mamba_n_groups"], -1)
-    if "linear_attn" in name:
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return array.reshape(config["mamba_n_groups" if "mamba." in name else "n_groups"], -1)
+    if "linear_attn" in name and not family.startswith("qwen3_next"):
         return _swap_heads(name, array, config, is_back=False)
     heads = _rotated_heads(family, name, config)
     if heads:
@@ -469,7 +572,7 @@ def _back(
         return array - np.float32(1)
     if name.endswith("A_log"):
         array = np.log(-array)
-    if "linear_attn" in name:
+    if "linear_attn" in name and not family.startswith("qwen3_next"):
         return _swap_heads(name, array, config, is_back=True)
     heads = _rotated_heads(family, name, config)
     if heads:

@@ -39,6 +39,11 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, 
 # Files have one factor for what a config.json has two for.
 ONE_MSCALE = {"rope_parameters": SHAPES["deepseek_v3"][1]["rope_parameters"] | {"mscale": 1.2}}
 VECTORS = {"hidden_size_per_layer_input": 64, "num_key_value_heads": 4}
+QWEN3_NEXT = {
+    "num_hidden_layers": 5,
+    "layer_types": [f"{kind}_attention" for kind in (*["linear"] * 3, "full", "linear")],
+    "mlp_only_layers": [],
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "head_dim": 16},
     "llama-3.1": {},
@@ -82,6 +87,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     "gemma4": {},
     "gemma4_unified": {},
+    "gemma4-experts": {},
+    "glm4_moe": {"n_group": 1, "topk_group": 1},
+    "falcon_h1": {},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_latent_size": 20,
+    },
+    "nemotron_h-dense": {
+        "layers_block_type": ["mlp", "linear_attention", "full_attention", "mlp", "linear_attention"],
+        "use_bias": True,
+        "use_conv_bias": False,
+        "mlp_bias": True,
+    },
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next-fused": QWEN3_NEXT,  # as files of 2025 are
     "qwen3_5": {
         "num_hidden_layers": 5,
         "layer_types": [f"{kind}_attention" for kind in (*["linear"] * 3, "full", "linear")],
@@ -107,7 +129,7 @@ def _generate(path: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
 @pytest.mark.first_case
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_architecture_computes_what_its_checkpoint_does(family: str, tmp_path: Path) -> None:
-    shape = family.removesuffix("-dense")
+    shape = family.removesuffix("-dense").removesuffix("-fused")
     path = make_checkpoint(shape, tmp_path / "model", **FAMILIES[family])
     file, twin = write_gguf(path, family, "F32")
     wanted = read_model_config(twin)
@@ -296,7 +318,6 @@ def test_the_vectors_of_layers_stay_in_the_file(tmp_path: Path, packed_bytes: li
         ("feed_forward_length", [112] * 5 + [336], r"feed_forward_length is \[112, .* twice that"),
         ("rope.dimension_count_swa", 8, "rope.dimension_count_swa is 8; Quire computes 16"),
         ("rope.freq_base_swa", -1.0, "rope.freq_base_swa is -1.0; it must be a number"),
-        ("expert_count", 8, "expert_count is 8; Quire computes none only"),
     ],
 )
 def test_metadata_that_gemma4_does_not_have_are_refused(
@@ -308,6 +329,58 @@ def test_metadata_that_gemma4_does_not_have_are_refused(
     monkeypatch.setattr("quire.models.checkpoints.gguf.config.read_gguf", lambda path: read)
     with pytest.raises(ModelError, match=message):
         read_model_config(file)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "message"),
+    [
+        (
+            "nemotron_h",
+            "feed_forward_length",
+            [0, 40],
+            r"is \[0, 40\]; it must be a number from 0 on for each of 5",
+        ),
+        (
+            "nemotron_h",
+            "attention.head_count_kv",
+            [0, 0, -2, 0, 0],
+            "must be a number from 0 on for each of 5",
+        ),
+        ("nemotron_h", "feed_forward_length", 40, "feed_forward_length is 40; it must be"),
+        ("nemotron_h", "ssm.inner_size", "x", "'x'; it must be a multiple of ssm.time_step_rank, 6"),
+        ("falcon_h1", "ssm.inner_size", 97, "97; it must be a multiple of ssm.time_step_rank, 6"),
+        ("glm4_moe", "expert_gating_func", 1, "glm4moe.expert_gating_func is 1; Quire computes 2 only"),
+    ],
+)
+def test_metadata_that_make_no_layers_are_refused(
+    family: str, key: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, _ = write_gguf(make_checkpoint(family, tmp_path / "model", **FAMILIES[family]), family, "F32")
+    read = GGUFFile(file)
+    name = read.metadata["general.architecture"]
+    monkeypatch.setattr(read, "metadata", read.metadata | {f"{name}.{key}": value})
+    monkeypatch.setattr("quire.models.checkpoints.gguf.config.read_gguf", lambda path: read)
+    with pytest.raises(ModelError, match=message):
+        read_model_config(file)
+
+
+def test_gates_of_experts_in_one_tensor_with_what_they_multiply(tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 64, "intermediate_size": 128}
+    path = make_checkpoint("gemma4-experts", tmp_path / "model", **sizes)
+    file, _ = write_gguf(path, "gemma4-experts", "Q8_0")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    config = read_model_config(file)
+    assert config.stored_quantization == "grouped_int8"
+    sources = [source for spec in weight_specs(config) for source in spec.sources]
+    experts = [source for source in sources if re.search(r"experts\.\d+\.(gate|up)_proj", source.name)]
+    assert len(experts) == 2 * 5 * config.num_layers
+    with Checkpoint(file) as checkpoint:
+        for source in experts:
+            _, _, layer, _, expert, part, _ = source.name.split(".")
+            tensor = stored[f"blk.{layer}.ffn_gate_up_exps.weight"]
+            both = gguf.quants.dequantize(tensor.data, tensor.tensor_type)[int(expert)]
+            wanted = both[:64] if part == "gate_proj" else both[64:]
+            assert torch.equal(dequantize(checkpoint.weight(source)), torch.from_numpy(wanted))
 
 
 def test_fewer_experts_than_the_metadata_say_are_named(tmp_path: Path) -> None:

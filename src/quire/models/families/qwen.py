@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig
+from quire.models.config_entries import SPLIT_PROJECTIONS
 from quire.models.families.family import (
     NAMES,
     Family,
@@ -80,7 +81,8 @@ def _qwen2_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 def _qwen3_next(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     sparse, normalize = _sparse_layers(hf, base.num_layers), bool(hf.get("norm_topk_prob", True))
-    return _with_gated_shared_expert(hf, _qwen3_5(hf, base), sparse, normalize=normalize)
+    config = _with_gated_shared_expert(hf, _qwen3_5(hf, base), sparse, normalize=normalize)
+    return replace(config, family=_SPLIT) if hf.get(SPLIT_PROJECTIONS) else config
 
 
 def _qwen3_5_moe(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -132,11 +134,25 @@ _QWEN3_5 = Family(
     layer_types=("full_attention", "linear_attention"),
     ropes=partial_ropes,
 )
+_SPLIT = "qwen3_next_split"
 _QWEN3_5_MOE_DEFAULTS = _QWEN3_5_DEFAULTS | {
     "num_key_value_heads": 2,
     "intermediate_size": 5632,  # of layers without experts
     "shared_expert_intermediate_size": 512,
 }
+
+_NEXT_NAMES = _SHARED_EXPERT_NAMES | {
+    "delta_qkvz": "linear_attn.in_proj_qkvz",
+    "delta_ba": "linear_attn.in_proj_ba",
+}
+_QWEN3_NEXT = replace(
+    _QWEN3_5,
+    specialize=_qwen3_next,
+    weight_names=_NEXT_NAMES,
+    defaults=_QWEN3_5_MOE_DEFAULTS,
+    architectures=("Qwen3NextForCausalLM",),
+    model_type="",
+)
 
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(_qwen2, NAMES, _QWEN_DEFAULTS, architectures=("Qwen2ForCausalLM",)),
@@ -158,14 +174,11 @@ FAMILIES: dict[str, Family] = {
         {"num_key_value_heads": 4, "sliding_window": 4096},
         architectures=("Qwen3MoeForCausalLM",),
     ),
-    "qwen3_next": replace(
-        _QWEN3_5,
-        specialize=_qwen3_next,
-        weight_names=_SHARED_EXPERT_NAMES
-        | {"delta_qkvz": "linear_attn.in_proj_qkvz", "delta_ba": "linear_attn.in_proj_ba"},
-        defaults=_QWEN3_5_MOE_DEFAULTS,
-        architectures=("Qwen3NextForCausalLM",),
-        model_type="",
+    "qwen3_next": _QWEN3_NEXT,
+    _SPLIT: replace(
+        _QWEN3_NEXT,
+        weight_names={name: theirs for name, theirs in _NEXT_NAMES.items() if name != "delta_qkvz"},
+        architectures=(),
     ),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": replace(

@@ -28,7 +28,7 @@ class DeltaNetConfig(RecurrentConfig):
     """The numbers of one gated DeltaNet. Each key head serves equally many value heads, in order.
 
     Checkpoints have projections by themselves, in the two forms of `weight_names` and of `delta_q`; or, as
-    `delta_qkvz` and `delta_ba`, those of all for one key head after another. With a `gate_rank`, those of
+    `delta_qkvz` or `delta_ba`, those of all for one key head after another. With a `gate_rank`, those of
     times and of gates are products: `delta_times` of `delta_a`, and `delta_gate` of `delta_z`.
     """
 
@@ -108,24 +108,22 @@ class DeltaNetConfig(RecurrentConfig):
         heads, value_size = self.num_value_heads, self.value_size
         projections = {"delta_qkv": self.conv_size, "delta_z": value_size}
         gates = {"delta_b": heads, "delta_a": heads}
-        by_head: tuple[tuple[Section, ...], ...] = (), ()
+        by_head: dict[str, tuple[Section, ...]] = {}
+        group = heads // self.num_key_heads
+        if "delta_ba" in names:
+            gates = {"delta_ba": 2 * heads}
+            by_head["delta_gates"] = (self._rows_by_key_head(group, group),)
         if "delta_qkvz" in names:
-            projections, gates = {"delta_qkvz": self.conv_size + value_size}, {"delta_ba": 2 * heads}
-            group = heads // self.num_key_heads
-            values = group * self.value_dim
-            by_head = (
-                (self._rows_by_key_head(self.key_dim, self.key_dim, values, values),),
-                (self._rows_by_key_head(group, group),),
-            )
+            projections, values = {"delta_qkvz": self.conv_size + value_size}, group * self.value_dim
+            by_head["delta_in"] = (self._rows_by_key_head(self.key_dim, self.key_dim, values, values),)
         elif "delta_q" in names:
             projections = self._sizes_by_part | {"delta_z": value_size}
         if self.gate_rank:
             del projections["delta_z"]
             gates = {"delta_b": heads, "delta_a": self.gate_rank, "delta_z": self.gate_rank}
-        for field, parts, sections in zip(
-            ("delta_in", "delta_gates"), (projections, gates), by_head, strict=True
-        ):
+        for field, parts in (("delta_in", projections), ("delta_gates", gates)):
             sources = tuple((f"{name}.weight", (rows, hidden_size)) for name, rows in parts.items())
+            sections = by_head.get(field, ())
             yield LayerWeight(field, sources, sections=sections, is_quantized=field == "delta_in")
 
     def _rows_by_key_head(self, *sizes: int) -> Section:

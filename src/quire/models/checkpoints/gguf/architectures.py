@@ -15,7 +15,9 @@ from quire.models.checkpoints.gguf import derived_entries
 from quire.models.checkpoints.gguf.derived_entries import SIGMOID
 from quire.models.checkpoints.gguf.tensor_names import (
     DEEPSEEK_NAMES,
+    FALCON_H1_NAMES,
     FOUR_NORM_NAMES,
+    GEMMA4_EXPERT_NAMES,
     GEMMA4_NAMES,
     GLM4_NAMES,
     GPT_OSS_NAMES,
@@ -25,10 +27,13 @@ from quire.models.checkpoints.gguf.tensor_names import (
     LFM2_MOE_NAMES,
     LFM2_NAMES,
     MIXTRAL_NAMES,
+    NEMOTRON_H_NAMES,
     QWEN2_MOE_NAMES,
+    QWEN3_NEXT_NAMES,
     QWEN35_NAMES,
     stored_tensor,
 )
+from quire.models.config_entries import SPLIT_PROJECTIONS
 
 _KEYS = {
     "hidden_size": "embedding_length",
@@ -42,6 +47,8 @@ _KEYS = {
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
 }
+_BY_LAYER_IN_NEMOTRON = ("intermediate_size", "num_key_value_heads", "rms_norm_eps", "rope_theta")
+_PRESENT = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 _EXPERT_KEYS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -55,8 +62,9 @@ class Architecture:
     """An architecture of GGUF files, and the Hugging Face architecture that computes the same.
 
     `names` are the layers' tensors by their names in a Hugging Face checkpoint, without the layer; `keys` the
-    metadata's keys by the entries of config.json, `ignored` keys that say nothing about text, and `finish`
-    returns entries that follow from others and from the metadata.
+    metadata's keys by the entries of config.json, `ignored` keys that say nothing about text, `present` what
+    tensors are in layers by the entries that say whether they are there, and `finish` returns entries that
+    follow from others and from the metadata.
     """
 
     hf_name: str
@@ -64,6 +72,7 @@ class Architecture:
     keys: dict[str, str] = field(default_factory=lambda: _KEYS)
     finish: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda values, metadata: {}
     ignored: tuple[str, ...] = ()
+    present: Mapping[str, str] = field(default_factory=lambda: _PRESENT)
     norms_include_offset: bool = False  # norm weights are 1 more than in the checkpoint
     has_adjacent_pairs: bool = False  # the features that are rotated together are neighbours
     tiles_value_heads: bool = False  # of a DeltaNet: the first of each key head, then the second of each
@@ -114,25 +123,34 @@ _QWEN35 = Architecture(
     norms_include_offset=True,
     tiles_value_heads=True,
 )
+_QWEN35_MOE = replace(
+    _QWEN35,
+    hf_name="Qwen3_5MoeForCausalLM",
+    names=_QWEN35.names | QWEN2_MOE_NAMES,
+    keys=_QWEN35.keys | _QWEN2_MOE_KEYS,
+)
 _LATENT_KEYS = {
     **{name: key for name, key in _KEYS.items() if name not in ("num_key_value_heads", "head_dim")},
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
 }
+_ROUTED_KEYS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
 _DEEPSEEK2 = Architecture(
     "DeepseekV2ForCausalLM",
     names=LAYER_NAMES | DEEPSEEK_NAMES,
     keys=_LATENT_KEYS
+    | _ROUTED_KEYS
     | {
         "first_k_dense_replace": "leading_dense_block_count",
-        "n_routed_experts": "expert_count",
         "n_shared_experts": "expert_shared_count",
-        "num_experts_per_tok": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-        "routed_scaling_factor": "expert_weights_scale",
-        "norm_topk_prob": "expert_weights_norm",
-        "n_group": "expert_group_count",
-        "topk_group": "expert_group_used_count",
         "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
     },
     finish=derived_entries.deepseek,
@@ -163,21 +181,52 @@ _GRANITE_MOE = replace(
     },
     finish=derived_entries.granitemoe,
 )
+_MAMBA_KEYS = {
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_d_conv": "ssm.conv_kernel",
+}
 _GRANITE_HYBRID = replace(
     _GRANITE_MOE,
     hf_name="GraniteMoeHybridForCausalLM",
     names=LAYER_NAMES | GRANITE_HYBRID_NAMES,
-    keys=_GRANITE_MOE.keys
-    | {
-        "mamba_n_heads": "ssm.time_step_rank",
-        "mamba_n_groups": "ssm.group_count",
-        "mamba_d_state": "ssm.state_size",
-        "mamba_d_conv": "ssm.conv_kernel",
-    },
+    keys=_GRANITE_MOE.keys | _MAMBA_KEYS,
     finish=derived_entries.granitehybrid,
     without_kv="mamba",
 )
+_NEMOTRON_H = Architecture(
+    "NemotronHForCausalLM",
+    names=NEMOTRON_H_NAMES,
+    keys={
+        **{name: key for name, key in _KEYS.items() if name not in _BY_LAYER_IN_NEMOTRON},
+        "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+        "mamba_num_heads": "ssm.time_step_rank",
+        "n_groups": "ssm.group_count",
+        "ssm_state_size": "ssm.state_size",
+        "conv_kernel": "ssm.conv_kernel",
+    },
+    finish=derived_entries.nemotron_h,
+    ignored=("rope.dimension_count", "rope.freq_base"),  # nothing is rotated
+    present=_PRESENT | {"use_bias": "ssm_in.bias", "use_conv_bias": "ssm_conv1d.bias"},
+)
 _WINDOW_PATTERN = {"sliding_window_pattern": "attention.sliding_window_pattern"}
+_GEMMA4 = Architecture(
+    "Gemma4ForCausalLM",
+    names=LAYER_NAMES | FOUR_NORM_NAMES | GEMMA4_NAMES,
+    keys=_KEYS
+    | _WINDOW_PATTERN
+    | {
+        "head_dim": "attention.key_length_swa",
+        "global_head_dim": "attention.key_length",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+        "num_kv_shared_layers": "attention.shared_kv_layers",
+    },
+    finish=derived_entries.gemma4,
+    by_layer=("num_key_value_heads", "intermediate_size"),
+    has_ropes_by_type=True,
+)
 ARCHITECTURES = {
     "llama": _LLAMA,
     "qwen2": Architecture("Qwen2ForCausalLM"),
@@ -200,24 +249,21 @@ ARCHITECTURES = {
         keys=_GEMMA2.keys | _WINDOW_PATTERN | {"rope_local_base_freq": "rope.freq_base_swa"},
         finish=derived_entries.gemma_scale(62),
     ),
-    "gemma4": Architecture(
-        "Gemma4ForCausalLM",
-        names=LAYER_NAMES | FOUR_NORM_NAMES | GEMMA4_NAMES,
-        keys=_KEYS
-        | _WINDOW_PATTERN
-        | {
-            "head_dim": "attention.key_length_swa",
-            "global_head_dim": "attention.key_length",
-            "final_logit_softcapping": "final_logit_softcapping",
-            "hidden_size_per_layer_input": "embedding_length_per_layer_input",
-            "num_kv_shared_layers": "attention.shared_kv_layers",
-        },
-        finish=derived_entries.gemma4,
-        by_layer=("num_key_value_heads", "intermediate_size"),
-        has_ropes_by_type=True,
-    ),
+    "gemma4": _GEMMA4,
     "phi3": Architecture("Phi3ForCausalLM"),
     "glm4": Architecture("Glm4ForCausalLM", names=LAYER_NAMES | GLM4_NAMES),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM",
+        names=LAYER_NAMES | DEEPSEEK_NAMES | {"post_attention_layernorm": "post_attention_norm"},
+        keys=_KEYS
+        | _ROUTED_KEYS
+        | {
+            "first_k_dense_replace": "leading_dense_block_count",
+            "n_shared_experts": "expert_shared_count",
+        },
+        finish=derived_entries.glm4moe,
+        present=_PRESENT | {"use_qk_norm": "attn_q_norm.weight"},
+    ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
     "smollm3": replace(_LLAMA, hf_name="SmolLM3ForCausalLM"),
     "mistral3": replace(
@@ -251,11 +297,14 @@ ARCHITECTURES = {
         ignored=("feed_forward_length",),
     ),
     "qwen35": _QWEN35,
-    "qwen35moe": replace(
-        _QWEN35,
-        hf_name="Qwen3_5MoeForCausalLM",
-        names=_QWEN35.names | QWEN2_MOE_NAMES,
-        keys=_QWEN35.keys | _QWEN2_MOE_KEYS,
+    "qwen35moe": _QWEN35_MOE,
+    "qwen3next": replace(
+        _QWEN35_MOE,
+        hf_name="Qwen3NextForCausalLM",
+        names=_QWEN35_MOE.names | QWEN3_NEXT_NAMES,
+        ignored=(),
+        present=_PRESENT | {SPLIT_PROJECTIONS: "attn_gate.weight"},
+        tiles_value_heads=False,
     ),
     "deepseek2": _DEEPSEEK2,
     "minicpm3": Architecture(  # files do not say its multipliers, which are those of its one model
@@ -270,6 +319,30 @@ ARCHITECTURES = {
     "granite": _GRANITE,
     "granitemoe": _GRANITE_MOE,
     "granitehybrid": _GRANITE_HYBRID,
+    "falcon-h1": Architecture(  # multipliers are in the weights
+        "FalconH1ForCausalLM",
+        names=LAYER_NAMES | FALCON_H1_NAMES,
+        keys=_KEYS | _MAMBA_KEYS | {"mamba_d_ssm": "ssm.inner_size"},
+        finish=derived_entries.falcon_h1,
+        present=_PRESENT
+        | {
+            "mamba_rms_norm": "ssm_norm.weight",
+            "mamba_conv_bias": "ssm_conv1d.bias",
+            "mamba_proj_bias": "ssm_in.bias",
+            "projectors_bias": "ssm_out.bias",
+        },
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": replace(
+        _NEMOTRON_H,
+        keys=_NEMOTRON_H.keys
+        | _ROUTED_KEYS
+        | {
+            "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+            "moe_latent_size": "moe_latent_size",
+        },
+        ignored=(*_NEMOTRON_H.ignored, "expert_shared_count", "expert_gating_func"),
+    ),
 }
 _WITH = {  # where the metadata have a key that says this; None: something
     ("llama", "expert_count", None): replace(
@@ -277,6 +350,16 @@ _WITH = {  # where the metadata have a key that says this; None: something
         hf_name="MixtralForCausalLM",
         names=LAYER_NAMES | MIXTRAL_NAMES,
         keys=_KEYS | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+    ),
+    ("gemma4", "expert_count", None): replace(
+        _GEMMA4,
+        names=_GEMMA4.names | GEMMA4_EXPERT_NAMES,
+        keys=_GEMMA4.keys
+        | {
+            "num_experts": "expert_count",
+            "top_k_experts": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
     ),
     ("deepseek2", "expert_gating_func", SIGMOID): replace(_DEEPSEEK2, hf_name="DeepseekV3ForCausalLM"),
     ("granitehybrid", "expert_count", None): replace(

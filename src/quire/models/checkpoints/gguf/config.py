@@ -13,6 +13,7 @@ import numpy as np
 from quire.errors import ModelError
 from quire.models.checkpoints.gguf.architectures import Architecture, architecture_of
 from quire.models.checkpoints.gguf.file import GGUFFile, read_gguf, type_name
+from quire.models.checkpoints.gguf.tensor_names import fused_tensor
 from quire.models.config_entries import ROPE_RULES, RULES, Entries, check_entry
 from quire.models.ropes import ROTATED_FEATURES
 
@@ -68,12 +69,12 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Callable[[str], str]]:
     values["architectures"] = [architecture.hf_name]
     values["vocab_size"] = next(iter(file.tensors["token_embd.weight"].shape), 0)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    kinds = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
+    values |= {entry: tensor in kinds for entry, tensor in architecture.present.items()}
     values["attention_k_eq_v"] = any(
         name.endswith(".attn_k.weight") and name.replace("attn_k", "attn_v") not in file.tensors
         for name in file.tensors
     )
-    values["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     kind = _matrix_kind(file)
     values["dtype"] = _DTYPES.get(kind, "bfloat16")
     values["embedding_dtype"] = _EMBEDDING_DTYPES.get(file.tensors["token_embd.weight"].kind, "")
@@ -94,7 +95,9 @@ def read_gguf_config(path: Path) -> tuple[dict[str, Any], Callable[[str], str]]:
     _refuse_others(file, architecture, metadata)
 
     def type_of(weight: str) -> str:
-        info = file.tensors.get(architecture.tensor(weight)[0])
+        stored = architecture.tensor(weight)[0]
+        fused = None if stored in file.tensors else fused_tensor(stored)
+        info = file.tensors.get(stored if fused is None else fused[0])
         return "" if info is None else type_name(info.kind)
 
     return values, type_of

@@ -15,6 +15,16 @@ from quire.models.config_entries import SPLIT_GATES
 SOFTMAX, SIGMOID = 1, 2  # numbers of llama.cpp's functions
 
 
+def _head_dim(metadata: Mapping[str, Any], heads: int | None) -> int:
+    """Return the features of a head with a state."""
+    size = metadata.get("ssm.inner_size")
+    if type(size) is not int or not heads or size % heads:
+        raise ModelError(
+            f"ssm.inner_size is {size!r:.100}; it must be a multiple of ssm.time_step_rank, {heads}"
+        )
+    return size // heads
+
+
 def gemma_scale(layers_of_27b: int) -> Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
     """Files do not say how Gemma scales its scores: by the head's size, and in the 27B models otherwise."""
 
@@ -43,9 +53,9 @@ def granitemoe(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[s
 def granitehybrid(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Whether anything is rotated stands where other files say that a scaling was trained with."""
     entries = granitemoe(values, metadata)
-    size, heads = metadata.get("ssm.inner_size"), values.get("mamba_n_heads")
-    if type(size) is int and heads:
-        entries |= {"mamba_expand": size // values["hidden_size"], "mamba_d_head": size // heads}
+    head_dim = _head_dim(metadata, values.get("mamba_n_heads"))
+    expand = metadata["ssm.inner_size"] // values["hidden_size"]
+    entries |= {"mamba_expand": expand, "mamba_d_head": head_dim}
     if not values.get("num_local_experts"):
         entries |= {"num_local_experts": 0, "shared_intermediate_size": values.get("intermediate_size")}
     is_rotated = metadata.get("rope.scaling.finetuned", False)
@@ -79,12 +89,51 @@ def gemma4(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, 
         "num_key_value_heads": counts[0],
         "intermediate_size": sizes[0],
         "use_double_wide_mlp": is_wide,
+        "enable_moe_block": "num_experts" in values,
         "vocab_size_per_layer_input": values["vocab_size"],
         "per_layer_config": {
             str(layer): {"head_dim": head_dim, "num_key_value_heads": count}
             for layer, (head_dim, count) in layers
         },
     }
+
+
+def falcon_h1(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Norms of a Mamba's results, if there are some, are behind their gates."""
+    head_dim = _head_dim(metadata, values.get("mamba_n_heads"))
+    return {"mamba_d_head": head_dim, "mamba_norm_before_gate": False}
+
+
+def nemotron_h(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with KV heads are attention, with inner features feed-forward or experts, all others a Mamba."""
+    count = values["num_hidden_layers"]
+    kv_heads, sizes = (
+        _numbers(metadata, key, count) for key in ("attention.head_count_kv", "feed_forward_length")
+    )
+    inner = "moe" if values.get("n_routed_experts") else "mlp"
+    return {
+        "layers_block_type": [
+            "full_attention" if kv else inner if size else "linear_attention"
+            for kv, size in zip(kv_heads, sizes, strict=True)
+        ],
+        "num_key_value_heads": max(kv_heads, default=0) or None,
+        "intermediate_size": max(sizes, default=0) or values["hidden_size"],
+        "mamba_head_dim": _head_dim(metadata, values.get("mamba_num_heads")),
+    }
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, count: int) -> list[int]:
+    """Return numbers of the layers, without those that predict further tokens."""
+    numbers = metadata.get(key)
+    if (
+        not isinstance(numbers, list)
+        or len(numbers) < count
+        or not all(type(number) is int and number >= 0 for number in numbers)
+    ):
+        raise ModelError(
+            f"{key} is {numbers!r:.100}; it must be a number from 0 on for each of {count} layers"
+        )
+    return numbers[:count]
 
 
 def olmo3(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,9 +148,8 @@ def lfm2(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, An
 
 def qwen35(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers are recurrent may stand by itself."""
-    size, heads = metadata.get("ssm.inner_size"), values.get("linear_num_value_heads")
     entries: dict[str, Any] = {
-        "linear_value_head_dim": size // heads if type(size) is int and heads else None
+        "linear_value_head_dim": _head_dim(metadata, values.get("linear_num_value_heads"))
     }
     key = "attention.recurrent_layers"  # of each layer, those that predict further tokens included
     recurrent, count = metadata.get(key), values["num_hidden_layers"]
@@ -111,6 +159,14 @@ def qwen35(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, 
         raise ModelError(f"{key} is {recurrent!r:.100}; it must say true or false for each of {count} layers")
     types = ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent]
     return entries | {"layer_types": types[:count]}
+
+
+def glm4moe(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts are chosen by corrected sigmoids."""
+    gating = metadata.get("expert_gating_func", SIGMOID)
+    if gating != SIGMOID:
+        raise ModelError(f"glm4moe.expert_gating_func is {gating!r:.100}; Quire computes {SIGMOID} only")
+    return {}
 
 
 def latent_sizes(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:

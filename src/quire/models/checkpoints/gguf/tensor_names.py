@@ -11,6 +11,9 @@ from collections.abc import Mapping
 MODEL_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.final_layernorm.weight": "output_norm.weight",
+    "backbone.embeddings.weight": "token_embd.weight",
+    "backbone.norm_f.weight": "output_norm.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight",
     "lm_head.weight": "output.weight",
     "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
@@ -53,6 +56,17 @@ GEMMA4_NAMES = {
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
 }
+GEMMA4_EXPERT_NAMES = {
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_proj": "ffn_gate_exps",
+    "experts.up_proj": "ffn_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+}
 LFM2_NAMES = {
     "operator_norm": "attn_norm",
     "ffn_norm": "ffn_norm",
@@ -85,6 +99,7 @@ QWEN35_NAMES = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
+QWEN3_NEXT_NAMES = {"linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba"}
 GRANITE_MOE_NAMES = {
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
@@ -94,17 +109,45 @@ GRANITE_MOE_NAMES = {
     "shared_mlp.up_proj": "ffn_up_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
 }
+_MAMBA_NAMES = {
+    "in_proj": "ssm_in",
+    "conv1d": "ssm_conv1d",
+    "A_log": "ssm_a",
+    "D": "ssm_d",
+    "dt_bias": "ssm_dt.bias",
+    "norm": "ssm_norm",
+    "out_proj": "ssm_out",
+}
 GRANITE_HYBRID_NAMES = {
-    "mamba.in_proj": "ssm_in",
-    "mamba.conv1d": "ssm_conv1d",
-    "mamba.A_log": "ssm_a",
-    "mamba.D": "ssm_d",
-    "mamba.dt_bias": "ssm_dt.bias",
-    "mamba.norm": "ssm_norm",
-    "mamba.out_proj": "ssm_out",
+    **{f"mamba.{name}": stored for name, stored in _MAMBA_NAMES.items()},
     "shared_mlp.gate_proj": "ffn_gate",
     "shared_mlp.up_proj": "ffn_up",
     "shared_mlp.output_linear": "ffn_down",
+}
+FALCON_H1_NAMES = {
+    **{f"mamba.{name}": stored for name, stored in _MAMBA_NAMES.items()},
+    "pre_ff_layernorm.weight": "ffn_norm",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+}
+NEMOTRON_H_NAMES = {
+    "norm": "attn_norm",
+    **{f"mixer.{name}": stored for name, stored in _MAMBA_NAMES.items()},
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.experts.up_proj": "ffn_up_exps",
+    "mixer.experts.down_proj": "ffn_down_exps",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
 }
 GPT_OSS_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
@@ -130,8 +173,9 @@ DEEPSEEK_NAMES = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
-_LAYER_PREFIX = "model.layers."
-_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<rest>.*)")
+_LAYER = re.compile(r"(?:model|backbone)\.layers\.(?P<layer>\d+)\.(?P<rest>.*)")
+_FUSED = re.compile(r"(?P<layer>blk\.\d+\.)ffn_(?P<half>gate|up)_exps\.weight")
+_EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<rest>.*)")
 
 
 def stored_tensor(name: str, names: Mapping[str, str]) -> tuple[str, int | None]:
@@ -148,7 +192,10 @@ def stored_tensor(name: str, names: Mapping[str, str]) -> tuple[str, int | None]
     """
     if name in MODEL_NAMES:
         return MODEL_NAMES[name], None
-    layer, _, rest = name.removeprefix(_LAYER_PREFIX).partition(".")
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        raise KeyError(name)
+    layer, rest = found["layer"], found["rest"]
     if rest in names:
         return f"blk.{layer}.{names[rest]}", None
     stem, _, kind = rest.rpartition(".")
@@ -156,3 +203,14 @@ def stored_tensor(name: str, names: Mapping[str, str]) -> tuple[str, int | None]
     if expert is not None:
         stem = f"{expert['experts']}.{expert['rest']}"
     return f"blk.{layer}.{names[stem]}.{kind}", None if expert is None else int(expert["number"])
+
+
+def fused_tensor(stored: str) -> tuple[str, int] | None:
+    """Return the tensor of gates and of what they multiply, if this is one of experts, and which half it is.
+
+    For `blk.3.ffn_up_exps.weight` that is `blk.3.ffn_gate_up_exps.weight` and 1.
+    """
+    found = _FUSED.fullmatch(stored)
+    if found is None:
+        return None
+    return f"{found['layer']}ffn_gate_up_exps.weight", ("gate", "up").index(found["half"])

@@ -21,6 +21,7 @@ from quire.models.checkpoints.gguf.architectures import architecture_of
 from quire.models.checkpoints.gguf.blocks import KINDS, Kind
 from quire.models.checkpoints.gguf.config import ROPE_TENSORS, num_draft_layers
 from quire.models.checkpoints.gguf.file import TensorInfo, num_bytes, read_gguf
+from quire.models.checkpoints.gguf.tensor_names import fused_tensor
 from quire.models.checkpoints.mapped_files import drop_pages
 from quire.models.embedding import EncodedRows
 
@@ -59,7 +60,7 @@ class GGUFWeights:
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         """See `WeightStore`."""
-        return self._halves(name) or (self._architecture.tensor(name)[0],)
+        return self._halves(name) or (self._place(name)[0],)
 
     def is_ignored(self, name: str) -> bool:
         """See `WeightStore`: rotary factors are read with the config; layers that draft are passed over.
@@ -143,8 +144,8 @@ class GGUFWeights:
         return kind, self._bytes(info).view(math.prod(shape[:-1]), -1, kind.block_bytes)
 
     def _info(self, name: str) -> TensorInfo:
-        """Return the place of a weight: of a tensor, or of one expert's part of it."""
-        stored, expert = self._architecture.tensor(name)
+        """Return where a weight lies: a tensor, one expert's part of it, or a half of that."""
+        stored, expert, half = self._place(name)
         info = self._file.tensors[stored]
         if stored.endswith("ssm_norm.weight"):  # a group in each row
             return dataclasses.replace(info, shape=(math.prod(info.shape),))
@@ -156,7 +157,19 @@ class GGUFWeights:
                 f"{expert} experts"
             )
         part = dataclasses.replace(info, shape=info.shape[1:])
-        return dataclasses.replace(part, start=info.start + expert * num_bytes(part))
+        start = info.start + expert * num_bytes(part)
+        if half is not None:
+            part = dataclasses.replace(part, shape=(part.shape[0] // 2, *part.shape[1:]))
+            start += half * num_bytes(part)
+        return dataclasses.replace(part, start=start)
+
+    def _place(self, name: str) -> tuple[str, int | None, int | None]:
+        """Return the tensor that holds a weight, which expert's part of it, and which half of that."""
+        stored, expert = self._architecture.tensor(name)
+        fused = None if stored in self._file.tensors else fused_tensor(stored)
+        if fused is None or fused[0] not in self._file.tensors:
+            return stored, expert, None
+        return fused[0], expert, fused[1]
 
     def _bytes(self, info: TensorInfo) -> torch.Tensor:
         return torch.frombuffer(info.data, dtype=torch.uint8, offset=info.start, count=num_bytes(info))
