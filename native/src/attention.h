@@ -118,12 +118,13 @@ struct KeySelection {
 struct KVLayer {
   DType type;
   int64_t num_kv_heads;
-  int64_t head_dim;
+  int64_t head_dim;   // of keys
+  int64_t value_dim;  // of values
   CachePart keys;
   CachePart values;
 };
 
-// out [T, heads, head_dim] = attention of query [T, heads, head_dim] over the cache. `head_dim` is a multiple of
+// out [T, heads, value_dim] = attention of query [T, heads, head_dim] over the cache. Both sizes are multiples of
 // kHeadDimMultiple, at most kMaxHeadDim.
 struct AttentionCall {
   const AttentionPlan* plan;

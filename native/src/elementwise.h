@@ -70,13 +70,15 @@ struct CachePart {
 // Queries and keys of each row are normalized if there are weights, and rotated by the angles of the row's token; keys and
 // values then go to the row's place in the cache. All of it is rounded to `type` and written back to `qkv` on the way.
 struct RotaryCall {
-  void* qkv;  // [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values, unless the keys are the values
+  void* qkv;  // [num_rows, (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim]: queries, keys, and values unless
+              // the keys are these
   DType type;
   int64_t num_rows;
   int64_t row_stride;
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t value_dim;
   const float* cos;  // [num_rows, half]; feature i of a head turns with feature i + half; null: no rotation
   const float* sin;
   int64_t half;

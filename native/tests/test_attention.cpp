@@ -132,7 +132,7 @@ void check_case(const Case& shape, DType type) {
                      {block_size, head_size, head_dim},
                      {shape.num_kv_heads * shape.block_size, shape.block_size, 1}};
   };
-  const KVLayer kv{type, shape.num_kv_heads, head_dim, cache_part(0), cache_part(1)};
+  const KVLayer kv{type, shape.num_kv_heads, head_dim, head_dim, cache_part(0), cache_part(1)};
   const std::vector<float> query = random_floats(step.num_rows * num_heads * head_dim);
   const std::vector<float> sinks = random_floats(num_heads);
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));

@@ -111,16 +111,21 @@ def bytes_without_layers(config: SchedulerConfig, model: ModelConfig, max_model_
 
 
 @pytest.mark.parametrize(("num_threads", "num_tasks"), [(1, 3), (2, 7), (14, 55), (14, 56), (64, 255)])
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (256, 1), (64, 200), (576, 16)])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "group"),
+    [(128, 128, 4), (256, 256, 1), (64, 64, 200), (576, 576, 16), (192, 128, 16), (64, 256, 4)],
+)
 @pytest.mark.parametrize("length", [500, 5000, 20_000])
 def test_native_attention_stays_within_its_bound(
-    num_threads: int, num_tasks: int, head_dim: int, group: int, length: int
+    num_threads: int, num_tasks: int, head_dim: int, value_dim: int, group: int, length: int
 ):
-    shape = AttentionConfig(num_heads=num_tasks * group, num_kv_heads=num_tasks, head_dim=head_dim)
+    shape = AttentionConfig(
+        num_heads=num_tasks * group, num_kv_heads=num_tasks, head_dim=head_dim, value_dim=value_dim
+    )
     bound = native_attention_bytes(shape, length, num_threads)
     table = np.zeros((1, -(-length // 16)), dtype=np.int32)
     batch = AttentionBatch.build(np.array([length - 1]), np.array([1]), table, 16)
-    layer = native_layer(make_cache(1, 1, num_tasks, 16, head_dim, torch.float32).views[0]).native
+    layer = native_layer(make_cache(1, 1, num_tasks, 16, head_dim, torch.float32, value_dim).views[0]).native
     needed = native_plan(batch, window=0, group=group).scratch_bytes(layer, num_threads=num_threads)
     assert needed <= bound
     spans_are_tasks = num_tasks < 4 * num_threads and bound < bounds.MAX_SPAN_BYTES

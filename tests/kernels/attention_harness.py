@@ -22,7 +22,7 @@ _PAGED_ATTENTION = ReferenceKernels().paged_attention
 
 @dataclasses.dataclass
 class Sequences:
-    """Queries, keys and values of whole sequences: lists of [length, heads, head_dim]."""
+    """Queries, keys and values of whole sequences: lists of [length, heads, head_dim or value_dim]."""
 
     query: list[torch.Tensor]
     key: list[torch.Tensor]
@@ -30,18 +30,26 @@ class Sequences:
 
     @classmethod
     def random(
-        cls, lengths: list[int], heads: int, kv_heads: int, head_dim: int, *, seed: int = 0, shared: int = 0
+        cls,
+        lengths: list[int],
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int = 0,
+        *,
+        seed: int = 0,
+        shared: int = 0,
     ) -> Sequences:
-        """Return sequences whose first `shared` tokens are the same."""
+        """Return sequences whose first `shared` tokens are the same; 0: values are as long as keys."""
         generator = torch.Generator().manual_seed(seed)
 
-        def states(count: int) -> list[torch.Tensor]:
-            all_states = [torch.randn(length, count, head_dim, generator=generator) for length in lengths]
+        def states(count: int, size: int = head_dim) -> list[torch.Tensor]:
+            all_states = [torch.randn(length, count, size, generator=generator) for length in lengths]
             for other in all_states[1:]:
                 other[:shared] = all_states[0][:shared]
             return all_states
 
-        return cls(states(heads), states(kv_heads), states(kv_heads))
+        return cls(states(heads), states(kv_heads), states(kv_heads, value_dim or head_dim))
 
     @property
     def lengths(self) -> list[int]:
@@ -103,7 +111,8 @@ def run_paged(
     _, kv_heads, head_dim = sequences.key[0].shape
     needed = -(-lengths // block_size)
     num_blocks = int(needed.sum()) + 2
-    cache = make_cache(num_blocks, 3, kv_heads, block_size, head_dim, kv_dtype or dtype)
+    value_dim = sequences.value[0].shape[-1]
+    cache = make_cache(num_blocks, 3, kv_heads, block_size, head_dim, kv_dtype or dtype, value_dim)
     cache.tensor.view(torch.uint8).fill_(255)  # NaN as any type of floats
     kv = cache.views[1]
     order = np.random.default_rng(seed).permutation(num_blocks)
@@ -133,7 +142,7 @@ def run_paged(
         query = now(sequences.query)
         # As in a model, queries lie beside something else, and results go where something was.
         query = torch.cat([query, torch.full_like(query, float("nan"))], dim=1)[:, : query.shape[1]]
-        out = torch.full(query.shape, float("nan"), dtype=dtype)
+        out = torch.full((*query.shape[:-1], value_dim), float("nan"), dtype=dtype)
         attended = kernel(query, kv, batch, scale=head_dim**-0.5, out=out, **options)
         assert attended is out
         for s, part in zip(running, attended.split(counts.tolist()), strict=True):

@@ -32,6 +32,7 @@ from unmutated import UNMUTATED
 
 paged_attention = NativeKernels().paged_attention
 SHAPES = [(4, 2, 64), (6, 6, 80), (3, 1, 96), (4, 2, 128), (2, 1, 256), (14, 2, 32), (5, 1, 16), (9, 1, 576)]
+SHAPES += [(4, 2, 192, 128), (6, 2, 48, 96)]  # of which heads of values have another size
 TYPES = {  # of the query and of the cache
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.bfloat16, torch.bfloat16),
@@ -91,7 +92,7 @@ def assert_equal_bits(outputs: list[torch.Tensor], expected: list[torch.Tensor],
 )
 def test_equals_textbook_attention(
     instruction_set: str,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     types: tuple[torch.dtype, torch.dtype],
     lengths: list[int],
     chunk: int,

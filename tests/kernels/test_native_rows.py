@@ -251,6 +251,8 @@ LAYOUTS = {
     "3x1x12": HeadLayout(3, 1, 12),
     "8x2x128": HeadLayout(8, 2, 128),
     "keys are values": HeadLayout(5, 1, 80, value_dim=0),
+    "shorter values": HeadLayout(6, 2, 64, value_dim=36),
+    "longer values": HeadLayout(3, 3, 24, value_dim=48),
 }
 
 

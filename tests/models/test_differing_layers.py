@@ -15,6 +15,7 @@ from quire.config import EngineConfig, SchedulerConfig
 from quire.engine.memory.eviction import refuse_model_beside_eviction
 from quire.engine.memory.plan import plan_memory
 from quire.errors import ConfigError, ModelError
+from quire.kernels.reference import ReferenceKernels
 from quire.kernels.triton.device import is_interpreted
 from quire.models.checkpoints.loading import WeightOptions, load_decoder
 from quire.models.config import ModelConfig, RopeConfig
@@ -33,7 +34,10 @@ ATTENTION = [
     AttentionConfig(**HEADS, rope=FAST, qk_norm="head", value_norm="value"),
     AttentionConfig(num_heads=4, num_kv_heads=1, head_dim=32, rope=SLOW, qk_norm="head", value_norm="key"),
 ]
-LONGER_VALUES = AttentionConfig(**HEADS, value_dim=24, rope=SLOW)
+LONGER_VALUES = AttentionConfig(**HEADS, value_dim=24, rope=SLOW)  # of a size that native kernels leave
+SHORTER_VALUES = AttentionConfig(
+    num_heads=4, num_kv_heads=2, head_dim=48, value_dim=32, rope=SLOW, window=9, scale=0.15
+)
 
 
 def model_of(*parts: SubLayerConfig) -> ModelConfig:
@@ -53,7 +57,7 @@ def model_of(*parts: SubLayerConfig) -> ModelConfig:
 
 @pytest.mark.parametrize(
     ("kernels", "attention"),
-    [("native", ATTENTION), ("reference", ATTENTION), ("reference", [*ATTENTION, LONGER_VALUES])],
+    [(kernels, [*ATTENTION, LONGER_VALUES, SHORTER_VALUES]) for kernels in ("native", "reference")],
 )
 def test_the_tokens_and_logits_are_those_of_plain_torch(
     kernels: str, attention: list[AttentionConfig], tmp_path: Path
@@ -98,13 +102,16 @@ def test_the_cache_has_what_each_layer_keeps() -> None:
     )  # none of the layers that share
 
 
-def test_values_of_another_size_than_keys_are_refused_by_name(tmp_path: Path) -> None:
+def test_values_of_another_size_than_keys_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceKernels, "takes_any_value_size", False)
     config = model_of(LONGER_VALUES)
     write_weights(config, tmp_path)
     with pytest.raises(
-        ModelError, match=r"layer 0 has keys of 16 and values of 24 features.*native kernels.*'reference'"
+        ModelError, match=r"layer 0 has keys of 16 and values of 24 features.*reference kernels.*'native' and"
     ):
-        load_decoder(tmp_path, config, options=WeightOptions(kernels="native"))
+        load_decoder(tmp_path, config, options=WeightOptions(kernels="reference"))
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,16 @@ from quire.models.config import ModelConfig
 
 
 def make_cache(
-    num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+    num_blocks: int,
+    num_layers: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    value_dim: int | None = None,
 ) -> PagedAttentionCache:
-    """Return a cache whose layers are all alike."""
-    spec = KVLayerSpec(num_kv_heads, head_dim, head_dim)
+    """Return a cache whose layers are all alike; values are as long as keys without a `value_dim`."""
+    spec = KVLayerSpec(num_kv_heads, head_dim, head_dim if value_dim is None else value_dim)
     metadata = PagedAttentionCacheMetaData.for_layers(
         [spec] * num_layers, page_size=block_size, dtype=dtype, num_pages=num_blocks
     )

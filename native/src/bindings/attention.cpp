@@ -71,15 +71,18 @@ void bind_attention(nb::module_& module) {
   nb::class_<KVLayer>(module, "KVLayer")
       .def(
           "__init__",
-          [](KVLayer* self, int type, int64_t num_kv_heads, int64_t head_dim, uintptr_t keys, const Strides& key_strides,
-             uintptr_t values, const Strides& value_strides, uintptr_t key_scales, const Strides& key_scale_strides,
-             uintptr_t value_scales, const Strides& value_scale_strides) {
-            new (self) KVLayer{static_cast<DType>(type), num_kv_heads, head_dim,
+          [](KVLayer* self, int type, int64_t num_kv_heads, int64_t head_dim, int64_t value_dim, uintptr_t keys,
+             const Strides& key_strides, uintptr_t values, const Strides& value_strides, uintptr_t key_scales,
+             const Strides& key_scale_strides, uintptr_t value_scales, const Strides& value_scale_strides) {
+            new (self) KVLayer{static_cast<DType>(type),
+                               num_kv_heads,
+                               head_dim,
+                               value_dim,
                                make_part(keys, key_strides, key_scales, key_scale_strides),
                                make_part(values, value_strides, value_scales, value_scale_strides)};
           },
-          "type"_a, "num_kv_heads"_a, "head_dim"_a, "keys"_a, "key_strides"_a, "values"_a, "value_strides"_a, "key_scales"_a,
-          "key_scale_strides"_a, "value_scales"_a, "value_scale_strides"_a);
+          "type"_a, "num_kv_heads"_a, "head_dim"_a, "value_dim"_a, "keys"_a, "key_strides"_a, "values"_a, "value_strides"_a,
+          "key_scales"_a, "key_scale_strides"_a, "value_scales"_a, "value_scale_strides"_a);
   nb::class_<KeyScores>(module, "KeyScores")
       .def(
           "__init__",

@@ -38,6 +38,7 @@ void rotary_and_write_kv(const KVLayer& kv, uintptr_t qkv, int type, int64_t num
                                          num_heads,
                                          kv.num_kv_heads,
                                          kv.head_dim,
+                                         kv.value_dim,
                                          at_address<const float>(cos),
                                          at_address<const float>(sin),
                                          half,

@@ -52,7 +52,7 @@ class HeadTask {
 
   void merge_parts() {
     merged_ = partial(0);
-    for (int span = 1; span < rows_.block.num_spans; ++span) merge(merged_, partial(span), rows_.count(), rows_.head_dim);
+    for (int span = 1; span < rows_.block.num_spans; ++span) merge(merged_, partial(span), rows_.count(), rows_.value_dim);
     finish();
   }
 
@@ -80,12 +80,12 @@ class HeadTask {
     (this->*attend_one)(0, merged_);
     for (int span = 1; span < rows_.block.num_spans; ++span) {
       (this->*attend_one)(span, span_);
-      merge(merged_, span_, rows_.count(), rows_.head_dim);
+      merge(merged_, span_, rows_.count(), rows_.value_dim);
     }
   }
 
   void attend_span(int span, const State& state) {
-    clear(state, rows_.count(), rows_.head_dim);
+    clear(state, rows_.count(), rows_.value_dim);
     const AttentionSpan& visits = rows_.span(span);
     for (int i = 0; i < visits.num_visits; ++i) {
       const AttentionVisit& visit = rows_.plan.visits[visits.first_visit + i];
@@ -99,7 +99,7 @@ class HeadTask {
 
   // The same, with the same bits, a token at a time and with nothing in the tile that the token does not see.
   void attend_span_apart(int span, const State& state) {
-    clear(state, rows_.count(), rows_.head_dim);
+    clear(state, rows_.count(), rows_.value_dim);
     const AttentionSpan& visits = rows_.span(span);
     for (int i = 0; i < visits.num_visits; ++i) {
       const AttentionVisit& visit = rows_.plan.visits[visits.first_visit + i];
@@ -127,11 +127,11 @@ class HeadTask {
       return;
     }
     pack_keys<Path, T>(tile, ahead, visit.first_key, visit.end_key, head_dim, keys_);
-    pack_values<Path, T>(tile, ahead, visit.first_key, visit.end_key, head_dim, values_);
+    pack_values<Path, T>(tile, ahead, visit.first_key, visit.end_key, rows_.value_dim, values_);
     for (int64_t row = first_row; row < end_row; row += kPackedRows<Path>) {
       const int count = static_cast<int>(min(kPackedRows<Path>, end_row - row));
       score<Path>(registers_, count, query_ + row * head_dim, head_dim, rows_.seen(visit, row, count), keys_, scores_, ahead);
-      take_scores(visit, tile, row, count, PackedValues<Path>{values_, head_dim}, state, ahead);
+      take_scores(visit, tile, row, count, PackedValues<Path>{values_, rows_.value_dim}, state, ahead);
     }
   }
 
@@ -154,7 +154,7 @@ class HeadTask {
     }
     add_values<Path>(
         registers_, count,
-        {weights_, factors, rows_.seen(visit, first_row, count), rows_.head_dim, state.totals + first_row * rows_.head_dim},
+        {weights_, factors, rows_.seen(visit, first_row, count), rows_.value_dim, state.totals + first_row * rows_.value_dim},
         values, ahead);
   }
 
@@ -181,7 +181,7 @@ class HeadTask {
   // Returns whether no number is NaN.
   template <class To>
   bool write_rows(To* to) const {
-    const int64_t head_dim = rows_.head_dim;
+    const int64_t value_dim = rows_.value_dim;
     f32x16 unsound{};  // NaN where one was found
     for (int64_t row = 0; row < rows_.count(); ++row) {
       float sum = sum_of_lanes(load(merged_.sums + row * kLanes));
@@ -198,10 +198,10 @@ class HeadTask {
       }
       const f32x16 scale = splat(factor / sum);
       const int64_t place = rows_.place(row);
-      for (int64_t i = 0; i < head_dim; i += kLanes) {
-        const f32x16 values = load(merged_.totals + row * head_dim + i) * scale;
+      for (int64_t i = 0; i < value_dim; i += kLanes) {
+        const f32x16 values = load(merged_.totals + row * value_dim + i) * scale;
         unsound = select(values == values, unsound, values);
-        store(to + place * head_dim + i, values);
+        store(to + place * value_dim + i, values);
       }
       if (call_.key_scores != nullptr) {
         kept_.finish_row(rows_.token_of(row), rows_.query_head(row), merged_.best[row], factor / sum);

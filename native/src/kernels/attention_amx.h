@@ -26,13 +26,13 @@ void score_amx_rows(const bf16* rows, int64_t head_dim, Seen seen, const char* k
 template <bool kIsTall>
 void add_amx_values(const WeightedSum<bf16>& sum, const char* values) {
   const int64_t first = sum.seen.first / AmxPath::kGroupFeatures * AmxPath::kGroupFeatures;
-  for (int64_t feature = 0; feature < sum.head_dim; feature += kAmxRows) {
-    load_sums<kIsTall>(sum.totals + feature, sum.head_dim * 4);
+  for (int64_t feature = 0; feature < sum.value_dim; feature += kAmxRows) {
+    load_sums<kIsTall>(sum.totals + feature, sum.value_dim * 4);
     for (int64_t token = first; token < sum.seen.end; token += AmxPath::kGroupFeatures) {
-      const char* columns = values + (token / AmxPath::kInputs * sum.head_dim + feature) * 4;
-      add_steps_of_tile<BFloat16Product, kIsTall>(sum.weights + token, kTileTokens * 2, columns, sum.head_dim * 4);
+      const char* columns = values + (token / AmxPath::kInputs * sum.value_dim + feature) * 4;
+      add_steps_of_tile<BFloat16Product, kIsTall>(sum.weights + token, kTileTokens * 2, columns, sum.value_dim * 4);
     }
-    store_sums<kIsTall>(sum.totals + feature, sum.head_dim * 4);
+    store_sums<kIsTall>(sum.totals + feature, sum.value_dim * 4);
   }
 }
 
@@ -49,8 +49,8 @@ inline void add_values<AmxPath, PackedValues<AmxPath>>(AmxPath::Registers& regis
                                                        const PackedValues<AmxPath>& values, Ahead&) {
   for (int row = 0; row < num_rows; ++row) {
     if (sum.factors[row] == 1.0f) continue;
-    float* totals = sum.totals + row * sum.head_dim;
-    for (int64_t i = 0; i < sum.head_dim; i += kLanes) store(totals + i, load(totals + i) * sum.factors[row]);
+    float* totals = sum.totals + row * sum.value_dim;
+    for (int64_t i = 0; i < sum.value_dim; i += kLanes) store(totals + i, load(totals + i) * sum.factors[row]);
   }
   registers.shape(num_rows);
   if (num_rows > kTileLines) return add_amx_values<true>(sum, values.values);

@@ -18,6 +18,7 @@ struct HeadRows {
   const RowBlock& block;
   int64_t head;
   int64_t head_dim;
+  int64_t value_dim;
   int64_t group;  // query heads that have rows
 
   HeadRows(const AttentionCall& the_call, const RowBlock& the_block, int64_t the_head)
@@ -27,6 +28,7 @@ struct HeadRows {
         block(the_block),
         head(the_head),
         head_dim(kv.head_dim),
+        value_dim(kv.value_dim),
         group(the_block.query_head == kAllHeads ? plan.group : 1) {}
 
   int64_t count() const { return static_cast<int64_t>(block.num_tokens) * group; }

@@ -23,14 +23,14 @@ struct ThreadScratch {
   int64_t total = 0;
 
   explicit ThreadScratch(const AttentionCall& call) : num_rows(call.plan->max_rows()) {
-    const int64_t head_dim = call.kv->head_dim;
+    const int64_t head_dim = call.kv->head_dim, value_dim = call.kv->value_dim;
     query = take(num_rows * head_dim * 4);
     keys = take(kTileTokens * head_dim * 4);
-    values = take(kTileTokens * head_dim * 4);
+    values = take(kTileTokens * value_dim * 4);
     scores = take(kMaxPackedRows * kTileTokens * 4);
     weights = take(kMaxPackedRows * kTileTokens * 4);
     tiles = take(2 * sizeof(Tile));
-    for (int64_t& state : states) state = take(State::bytes(num_rows, head_dim));
+    for (int64_t& state : states) state = take(State::bytes(num_rows, value_dim));
   }
 
  private:
@@ -62,7 +62,7 @@ struct Layout {
     kept_weights = normalizers + (has_sums ? round_up(2 * plan.num_tokens * num_heads * 4, kLine) : 0);
     kept_best = kept_weights + num_kept * 4;
     partials = kept_best + round_up(num_kept / kTileTokens * 4, kLine);
-    partial_bytes = round_up(State::bytes(plan.max_rows(), call.kv->head_dim), kLine);
+    partial_bytes = round_up(State::bytes(plan.max_rows(), call.kv->value_dim), kLine);
     const int64_t all_partials = plan.num_spans * call.kv->num_kv_heads * partial_bytes;
     is_split = num_threads > 1 && plan.num_head_blocks == 0 && plan.num_spans > plan.num_blocks &&
                all_partials <= kMaxPartialBytes && plan.num_blocks * call.kv->num_kv_heads < kTasksPerThread * num_threads;

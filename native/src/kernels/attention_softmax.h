@@ -17,8 +17,8 @@ struct State {
   float* sums;
   float* totals;
 
-  static int64_t bytes(int64_t num_rows, int64_t head_dim) {
-    return round_up(num_rows * 4, kLine) + num_rows * (kLanes + head_dim) * 4;
+  static int64_t bytes(int64_t num_rows, int64_t value_dim) {
+    return round_up(num_rows * 4, kLine) + num_rows * (kLanes + value_dim) * 4;
   }
   static State at(char* memory, int64_t num_rows) {
     float* sums = reinterpret_cast<float*>(memory + round_up(num_rows * 4, kLine));
@@ -86,14 +86,14 @@ QUIRE_INLINE float weigh(const f32x16 (&scores)[kTileVectors], const float* valu
   return factor;
 }
 
-inline void clear(const State& state, int64_t num_rows, int64_t head_dim) {
+inline void clear(const State& state, int64_t num_rows, int64_t value_dim) {
   for (int64_t row = 0; row < num_rows; ++row) state.best[row] = kNothing;
   std::memset(state.sums, 0, num_rows * kLanes * sizeof(float));
-  std::memset(state.totals, 0, num_rows * head_dim * sizeof(float));
+  std::memset(state.totals, 0, num_rows * value_dim * sizeof(float));
 }
 
 // Adds a later span. Rows that saw nothing of it keep their bits.
-inline __attribute__((noinline)) void merge(const State& into, const State& later, int64_t num_rows, int64_t head_dim) {
+inline __attribute__((noinline)) void merge(const State& into, const State& later, int64_t num_rows, int64_t value_dim) {
   for (int64_t row = 0; row < num_rows; ++row) {
     if (sum_of_lanes(load(later.sums + row * kLanes)) == 0.0f) continue;  // of what was seen, the sum is at least 1, or NaN
     const float best = later.best[row] > into.best[row] ? later.best[row] : into.best[row];
@@ -102,7 +102,7 @@ inline __attribute__((noinline)) void merge(const State& into, const State& late
     into.best[row] = best;
     float* sums = into.sums + row * kLanes;
     store(sums, load(sums) * old_factor + load(later.sums + row * kLanes) * new_factor);
-    for (int64_t i = row * head_dim; i < (row + 1) * head_dim; i += kLanes) {
+    for (int64_t i = row * value_dim; i < (row + 1) * value_dim; i += kLanes) {
       store(into.totals + i, load(into.totals + i) * old_factor + load(later.totals + i) * new_factor);
     }
   }

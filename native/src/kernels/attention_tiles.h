@@ -105,12 +105,12 @@ struct PackedValues {
   static constexpr int kVectors = kValueVectors;
 
   const char* values;
-  int64_t head_dim;
+  int64_t value_dim;
 
   static int64_t num_fetches(const Ahead&, int64_t) { return 1; }
 
   QUIRE_INLINE typename Path::Column column(int64_t step, int64_t feature) const {
-    return Path::column(values + (step * head_dim + feature) * 4);
+    return Path::column(values + (step * value_dim + feature) * 4);
   }
 };
 
@@ -131,13 +131,13 @@ void pack_keys(const Tile& tile, Ahead& ahead, int first, int end, int64_t head_
 
 // The same of values.
 template <class Path, class T>
-void pack_values(const Tile& tile, Ahead& ahead, int first, int end, int64_t head_dim, char* to) {
+void pack_values(const Tile& tile, Ahead& ahead, int first, int end, int64_t value_dim, char* to) {
   const int64_t end_step = round_up(ceil_div(end, Path::kInputs), Path::kGroupSteps);
   for (int64_t step = first / Path::kInputs / Path::kGroupSteps * Path::kGroupSteps; step < end_step; ++step) {
     ahead.fetch();
     const UnpackedValues<Path, T> values{&tile};
-    for (int64_t feature = 0; feature < head_dim; feature += kLanes) {
-      store_bits(to + (step * head_dim + feature) * 4, values.column(step, feature));
+    for (int64_t feature = 0; feature < value_dim; feature += kLanes) {
+      store_bits(to + (step * value_dim + feature) * 4, values.column(step, feature));
     }
   }
 }
@@ -255,8 +255,8 @@ struct WeightedSum {
   const Number* weights;  // [rows, 64]
   const float* factors;   // [rows]
   Seen seen;
-  int64_t head_dim;
-  float* totals;  // [rows, head_dim]
+  int64_t value_dim;
+  float* totals;  // [rows, value_dim]
 };
 
 // R rows and N vectors of features.
@@ -264,11 +264,11 @@ template <class Path, bool kFetches, int R, int N, class Values>
 QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, const Values& values, int first_row,
                                int64_t feature, Ahead& ahead) {
   const typename Path::Number* weights = sum.weights + first_row * kTileTokens;
-  float* totals = sum.totals + first_row * sum.head_dim + feature;
+  float* totals = sum.totals + first_row * sum.value_dim + feature;
   f32x16 sums[R][N];
 #pragma GCC unroll 24
   for (int i = 0; i < R * N; ++i) {
-    sums[i / N][i % N] = load(totals + i / N * sum.head_dim + i % N * kLanes) * sum.factors[first_row + i / N];
+    sums[i / N][i % N] = load(totals + i / N * sum.value_dim + i % N * kLanes) * sum.factors[first_row + i / N];
   }
   const int64_t first_step = sum.seen.first / Path::kInputs, end_step = ceil_div(sum.seen.end, Path::kInputs);
   const int64_t num_fetches = kFetches ? Values::num_fetches(ahead, end_step - first_step) : 0;
@@ -297,7 +297,7 @@ QUIRE_INLINE void add_features(const WeightedSum<typename Path::Number>& sum, co
     first = end;
   }
 #pragma GCC unroll 24
-  for (int i = 0; i < R * N; ++i) store(totals + i / N * sum.head_dim + i % N * kLanes, sums[i / N][i % N]);
+  for (int i = 0; i < R * N; ++i) store(totals + i / N * sum.value_dim + i % N * kLanes, sums[i / N][i % N]);
 }
 
 template <class Path, int N, class Values, int R = Values::kRows>
@@ -320,8 +320,8 @@ void add_values(typename Path::Registers&, int num_rows, const WeightedSum<typen
                 Ahead& ahead) {
   for (int row = 0; row < num_rows; row += Values::kRows) {
     const int count = num_rows - row < Values::kRows ? num_rows - row : Values::kRows;
-    for (int64_t feature = 0; feature < sum.head_dim; feature += Values::kVectors * kLanes) {
-      add_vectors<Path, Values>(static_cast<int>((sum.head_dim - feature) / kLanes), count, sum, values, row, feature, ahead);
+    for (int64_t feature = 0; feature < sum.value_dim; feature += Values::kVectors * kLanes) {
+      add_vectors<Path, Values>(static_cast<int>((sum.value_dim - feature) / kLanes), count, sum, values, row, feature, ahead);
     }
   }
 }

@@ -54,17 +54,17 @@ void write_floats(const T* head, int64_t count, C* to) {
 }
 
 template <class T>
-void write_heads(const RotaryCall& call, const T* heads, const CachePart& part, int64_t row) {
+void write_heads(const RotaryCall& call, const T* heads, int64_t size, const CachePart& part, int64_t row) {
   const int64_t block = call.blocks[row], offset = call.offsets[row];
-  for (int64_t head = 0; head < call.num_kv_heads; ++head, heads += call.head_dim) {
+  for (int64_t head = 0; head < call.num_kv_heads; ++head, heads += size) {
     const int64_t place = block * part.strides[0] + head * part.strides[1] + offset * part.strides[2];
     switch (call.cache_type) {
-      case DType::kFloat32: write_floats(heads, call.head_dim, static_cast<float*>(part.numbers) + place); break;
-      case DType::kBFloat16: write_floats(heads, call.head_dim, static_cast<bf16*>(part.numbers) + place); break;
-      case DType::kFloat16: write_floats(heads, call.head_dim, static_cast<fp16*>(part.numbers) + place); break;
+      case DType::kFloat32: write_floats(heads, size, static_cast<float*>(part.numbers) + place); break;
+      case DType::kBFloat16: write_floats(heads, size, static_cast<bf16*>(part.numbers) + place); break;
+      case DType::kFloat16: write_floats(heads, size, static_cast<fp16*>(part.numbers) + place); break;
       default: {
         const int64_t* strides = part.scale_strides;
-        write_int8(heads, call.head_dim, static_cast<int8_t*>(part.numbers) + place,
+        write_int8(heads, size, static_cast<int8_t*>(part.numbers) + place,
                    part.scales + block * strides[0] + head * strides[1] + offset * strides[2]);
       }
     }
@@ -75,7 +75,7 @@ template <class T>
 void rotate_and_write_rows(const RotaryCall& call, ThreadPool& pool) {
   const int64_t num_rotated = call.num_heads + call.num_kv_heads;
   const bool has_values = call.values.numbers != call.keys.numbers;
-  for_each_row(pool, call.num_rows, (num_rotated + call.num_kv_heads) * call.head_dim, [&](int64_t row) {
+  for_each_row(pool, call.num_rows, num_rotated * call.head_dim + call.num_kv_heads * call.value_dim, [&](int64_t row) {
     T* queries = static_cast<T*>(call.qkv) + row * call.row_stride;
     T* keys = queries + call.num_heads * call.head_dim;
     T* values = keys + call.num_kv_heads * call.head_dim;
@@ -86,8 +86,8 @@ void rotate_and_write_rows(const RotaryCall& call, ThreadPool& pool) {
         rotate_head(queries + head * call.head_dim, call.cos + row * call.half, call.sin + row * call.half, call.half);
       }
     }
-    write_heads(call, keys, call.keys, row);
-    if (has_values) write_heads(call, values, call.values, row);
+    write_heads(call, keys, call.head_dim, call.keys, row);
+    if (has_values) write_heads(call, values, call.value_dim, call.values, row);
   });
 }
 

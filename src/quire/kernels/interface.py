@@ -32,7 +32,7 @@ class KernelSet(ABC):
     name: ClassVar[str]
     sampling: ClassVar[TokenChoice]
     """Chooses tokens where the logits are."""
-    takes_any_value_size: ClassVar[bool] = False
+    takes_any_value_size: ClassVar[bool] = True
     """Whether heads of values may have other sizes than those of queries and keys."""
     is_two_sided: ClassVar[bool] = False
     """Whether attention of batches that are two-sided can be computed."""

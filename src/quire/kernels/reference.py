@@ -48,7 +48,6 @@ class ReferenceKernels(KernelSet):
     """What the other kernels are tested against. torch allocates by itself."""
 
     name = "reference"
-    takes_any_value_size = True
     is_two_sided = True
     sampling: ClassVar[TokenChoice] = HostChoice(ReferenceScans())
     weight_layout = None

@@ -105,6 +105,7 @@ class KVLayer:
         type: int,
         num_kv_heads: int,
         head_dim: int,
+        value_dim: int,
         keys: int,
         key_strides: Sequence[int],
         values: int,

@@ -257,7 +257,7 @@ class NativeKernels(KernelSet):
         layer = None
         if not shape[-1] % HEAD_DIM_MULTIPLE and shape[-1] <= MAX_HEAD_DIM:
             layer = kv.handles.get(LAYER) or native_layer(kv)
-        if layer is None:
+        if layer is None or layer.value_dim % HEAD_DIM_MULTIPLE or layer.value_dim > MAX_HEAD_DIM:
             return _REFERENCE.paged_attention(
                 query, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
             )  # fmt: skip
@@ -265,8 +265,9 @@ class NativeKernels(KernelSet):
         if plan is None:
             plan = attention_plan(batch, layer, shape, window)
         if out is None:
-            out = query.new_empty(shape)
+            out = query.new_empty((*shape[:-1], layer.value_dim))
         kind, stride = _attention_numbers(
+            layer.value_dim,
             (shape, query.stride(), query.dtype, query.is_cpu),
             (out.shape, out.stride(), out.dtype, out.is_cpu and out.is_contiguous()),
             None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.is_cpu),
@@ -387,15 +388,16 @@ def _qkv_numbers(qkv: Form, num_rows: int, width: int) -> tuple[int, int]:
 
 
 @checked_once
-def _attention_numbers(query: Form, out: Form, sinks: Form | None) -> tuple[int, int]:
+def _attention_numbers(value_dim: int, query: Form, out: Form, sinks: Form | None) -> tuple[int, int]:
     """Return the type and the stride of queries; of `out`, the last says whether it is contiguous, too."""
     shape, strides, dtype, _ = query
     check_on_cpu("the query", query)
     if strides[1:] != (shape[2], 1):
         raise ValueError(f"the query's strides are {strides}; the numbers of a token must be adjacent")
-    if out[0] != shape or out[2] is not dtype or not out[3]:
+    result = (*shape[:-1], value_dim)
+    if out[0] != result or out[2] is not dtype or not out[3]:
         raise ValueError(
-            f"out is {out[2]} {tuple(out[0])} with strides {out[1]}; it must be {dtype} {tuple(shape)} and "
+            f"out is {out[2]} {tuple(out[0])} with strides {out[1]}; it must be {dtype} {result} and "
             "contiguous, on the CPU"
         )
     if sinks is not None:

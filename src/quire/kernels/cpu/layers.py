@@ -22,25 +22,28 @@ class NativeLayer:
 
     Raises:
         TypeError: keys and values differ in type, or have scales but are not int8, or the reverse.
-        ValueError: the features of a head are not adjacent, or keys, values or scales differ in shape.
+        ValueError: the features of a head are not adjacent, or keys, values or scales differ in shape, but
+            for the features of a head.
     """
 
     def __init__(self, kv: KVLayer) -> None:
         keys, values = kv.key_pages, kv.value_pages
         _check_pages("keys", keys, kv.key_scales, keys.dtype)
         _check_pages("values", values, kv.value_scales, keys.dtype)
-        if keys.shape != values.shape:
+        if keys.shape[:-1] != values.shape[:-1]:
             raise ValueError(
-                f"keys are {tuple(keys.shape)} and values {tuple(values.shape)}; the native kernels need "
-                "both of one shape"
+                f"keys are {tuple(keys.shape)} and values {tuple(values.shape)}; both must be of one shape "
+                "but for the features of a head"
             )
         self.shape = keys.shape
+        self.value_dim = values.shape[-1]
         self.keys_are_values = values is keys
         self.num_kv_heads, self.num_blocks, self.block_size, self.head_dim = keys.shape
         self.native = _native.KVLayer(
             TYPE_NUMBERS[keys.dtype],
             self.num_kv_heads,
             self.head_dim,
+            self.value_dim,
             keys.data_ptr(),
             _strides(keys),
             values.data_ptr(),

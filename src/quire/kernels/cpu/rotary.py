@@ -63,11 +63,8 @@ class RotaryLayer:
         self.native, self.shape = layer.native, layer.shape
         if heads.num_heads < 1:
             raise ValueError(f"there are {heads.num_heads} query heads; there must be at least 1")
-        if heads.value_size != (0 if layer.keys_are_values else heads.head_dim):
-            raise ValueError(
-                f"{heads} has values of another size than keys, which native kernels do not compute, or than "
-                "in the cache"
-            )
+        if heads.value_size != (0 if layer.keys_are_values else layer.value_dim):
+            raise ValueError(f"{heads} has values of another size than the {layer.value_dim} in the cache")
         self.width = (heads.num_heads + heads.num_kv_heads) * heads.head_dim
         self.width += heads.num_kv_heads * heads.value_size
         self.heads, self.q_norm, self.k_norm = heads, q_norm, k_norm

@@ -43,6 +43,7 @@ class TritonKernels(KernelSet):
     """
 
     name = "triton"
+    takes_any_value_size = False
     sampling: ClassVar[TokenChoice] = TritonChoice()
     weight_layout = None
 

@@ -350,7 +350,7 @@ def _check(config: AttentionConfig, loader: LayerLoader) -> None:
         raise ModelError(
             f"layer {loader.index} has keys of {config.head_dim} and values of {config.value_size} features "
             f"in each head; the {loader.kernels.name} kernels need both to be of one size; "
-            "EngineConfig.kernels 'reference' takes any"
+            "EngineConfig.kernels 'native' and 'reference' take any"
         )
     if config.kv_source is None:
         return
@@ -378,8 +378,9 @@ def _check(config: AttentionConfig, loader: LayerLoader) -> None:
 
 def _scratch_bytes(attention: AttentionConfig, step: StepSizes) -> int:
     """Return the most scratch memory of attention on a CPU in bytes."""
-    size = attention.head_dim
-    if step.is_native and not size % bounds.HEAD_DIM_MULTIPLE and size <= bounds.MAX_HEAD_DIM:
+    sizes = attention.head_dim, attention.value_size
+    fits = not any(size % bounds.HEAD_DIM_MULTIPLE or size > bounds.MAX_HEAD_DIM for size in sizes)
+    if step.is_native and fits:
         return native_attention_bytes(attention, step.max_model_len, step.num_threads)
     tokens = step.scheduler.max_num_batched_tokens
     blocks = min(step.scheduler.max_num_seqs + tokens // bounds.TILE, tokens)
@@ -394,9 +395,9 @@ def native_attention_bytes(attention: AttentionConfig, max_model_len: int, num_t
     """
     rows = max(bounds.BLOCK_ROWS, attention.group)
     rows = -(-rows // bounds.LANES) * bounds.LANES
-    state = rows * (1 + bounds.LANES + attention.head_dim) * _FLOAT32_BYTES
-    tiles = (rows + 2 * bounds.TILE) * attention.head_dim * _FLOAT32_BYTES
-    of_thread = tiles + 2 * state + bounds.THREAD_BYTES
+    state = rows * (1 + bounds.LANES + attention.value_size) * _FLOAT32_BYTES
+    keys, values = (rows + bounds.TILE) * attention.head_dim, bounds.TILE * attention.value_size
+    of_thread = (keys + values) * _FLOAT32_BYTES + 2 * state + bounds.THREAD_BYTES
     spans = -(-max_model_len // bounds.SPAN)
     if spans == 1 or num_threads == 1:
         return num_threads * of_thread
