@@ -16,7 +16,7 @@ FAMILIES += ["ministral3", "gpt_oss", "granitemoehybrid", "falcon_h1", "nemotron
 # Layer norms and parallel blocks; xIELU; norms after the rotation; and ways of choosing experts.
 OTHER_LAYERS = ["phi", "cohere2", "apertus", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "phimoe"]
 GEMMA4 = ["gemma4", "gemma4_unified", "gemma4-experts"]
-OTHER_LAYERS += ["qwen3_next", "olmo_hybrid", "lfm2_moe"]
+OTHER_LAYERS += ["qwen3_next", "olmo_hybrid", "lfm2_moe", "mimo_v2_flash"]
 PROMPT_LENGTHS = [1, 7, 66, 131]
 NUM_NEW = 6
 

@@ -237,6 +237,9 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
             "together they must be the numbers from 1 to 6",
         ),
         ("KimiLinearForCausalLM", {"mlp_layer_types": ["dense", "none"]}, "each must be dense or sparse"),
+        ("MiMoV2FlashForCausalLM", {"swa_head_dim": 64}, "swa_head_dim 64; it must be 192 in this"),
+        ("MiMoV2FlashForCausalLM", {"rope_theta": 1e6}, "rope_theta 1000000.0; it must be 5000000.0 in this"),
+        ("MiMoV2FlashForCausalLM", {"moe_layer_freq": [0, 1, 0, 1, 1, 1]}, "moe_layer_freq .* must be .0, 1"),
         ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
     ],
 )
@@ -422,6 +425,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "topk_group": 1,
         "use_grouped_topk": True, "v_head_dim": 128,
     },
+    "MiMoV2FlashForCausalLM": {
+        "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "attention_bias": False,
+        "attention_chunk_size": 128, "attention_value_scale": 0.707, "head_dim": 192,
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0], "layernorm_epsilon": 1e-05, "model_type": "mimo_v2_flash",
+        "moe_intermediate_size": 2048, "moe_layer_freq": [0, 1, 1, 1, 1, 1], "n_group": 1,
+        "n_routed_experts": 256, "n_shared_experts": None, "norm_topk_prob": True, "num_key_value_heads": 4,
+        "num_local_experts": None, "partial_rotary_factor": 0.334, "rope_theta": 5000000,
+        "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128,
+        "sliding_window_size": 128, "swa_head_dim": 192, "swa_num_attention_heads": 32,
+        "swa_num_key_value_heads": 8, "swa_rope_theta": 10000, "swa_v_head_dim": 128, "topk_group": 1,
+        "topk_method": "noaux_tc", "v_head_dim": 128,
+    },
     "FalconH1ForCausalLM": {
         "attention_bias": False, "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375,
         "attn_layer_indices": None, "embedding_multiplier": 5.656854249492381, "head_dim": 64,
@@ -515,3 +530,16 @@ def test_an_object_of_linear_attention_says_what_entries_of_their_own_do() -> No
     config = model_config({**published, "linear_attn_config": sizes | layers})
     assert config == model_config({**published, "linear_attn_config": None, **own})
     assert [layer.state is None for layer in config.layers] == [True, False, False, True, False, False]
+
+
+def test_windows_of_mimo_are_said_in_either_way() -> None:
+    published = _saved("MiMoV2FlashForCausalLM", **PUBLISHED["MiMoV2FlashForCausalLM"])
+    config = model_config(published)
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.334}
+    ropes = {"full_attention": rope | {"rope_theta": 5e6}, "sliding_attention": rope | {"rope_theta": 1e4}}
+    saved = {"sliding_window": 129, "sliding_window_size": None, "rope_parameters": ropes}
+    assert config == model_config(published | saved)
+    specs = config.kv_specs
+    assert [spec.window for spec in specs] == [0, 129, 129, 129, 129, 0]
+    assert [spec.num_kv_heads for spec in specs] == [4, 8, 8, 8, 8, 4]
+    assert {(spec.key_head_dim, spec.value_head_dim) for spec in specs} == {(192, 128)}

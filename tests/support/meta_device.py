@@ -137,7 +137,7 @@ class MetaKernels(ReferenceKernels):
         **_: Any,
     ) -> torch.Tensor:
         assert kv.key_pages.device == query.device
-        return query.new_empty(query.shape) if out is None else out.copy_(query)
+        return query.new_empty(query.shape) if out is None else out.copy_(query[..., :1])
 
     def causal_conv(
         self,
@@ -156,14 +156,15 @@ class MetaKernels(ReferenceKernels):
     def gated_delta_rule(
         self,
         qkv: torch.Tensor,
-        gates: torch.Tensor,
+        strengths: torch.Tensor,
+        times: torch.Tensor,
         state: torch.Tensor,
         batch: AttentionBatch,
         *,
         heads: DeltaHeads,
         out: torch.Tensor,
     ) -> None:
-        given = qkv, gates, state, heads.decay, heads.time_bias, out
+        given = qkv, strengths, times, state, heads.decay, heads.time_bias, out
         assert {tensor.device for tensor in given} == {META}
 
     def selective_scan(

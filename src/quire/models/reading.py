@@ -39,6 +39,7 @@ _WHERE_NULL_IS_NONE = frozenset(
     {
         "num_key_value_heads",
         "sliding_window",
+        "attention_value_scale",
         "attn_logit_softcapping",
         "final_logit_softcapping",
         "hidden_size_per_layer_input",

@@ -126,6 +126,28 @@ def read_proportional_ropes(
     return ropes[0], ropes[1]
 
 
+def read_partial_ropes(
+    hf: HFConfig, head_dim: int, part: float, usual: dict[str, dict[str, Any]]
+) -> tuple[RopeConfig, RopeConfig]:
+    """Return the same where a part of each head is rotated, without scaling.
+
+    Args:
+        hf: the config; what it has beside `rope_parameters` does not count.
+        head_dim: features of a head.
+        part: of a head, where the config does not say it.
+        usual: what each layer type has if the config says nothing.
+
+    Raises:
+        ModelError: see `read_rope`; or settings for all layers.
+    """
+    if hf.get("rope_scaling"):
+        raise ModelError("config.json has rope_scaling; this architecture has rope_parameters by layer type")
+    by_type = _by_layer_type(hf) if hf.get("rope_parameters") else usual
+    full, sliding = ({"partial_rotary_factor": part} | by_type[name] for name in _LAYER_TYPES)
+    kinds = ("default",)
+    return _rope(hf, full, head_dim, kinds=kinds), _rope(hf, sliding, head_dim, kinds=kinds)
+
+
 def _by_layer_type(hf: HFConfig) -> dict[str, dict[str, Any]]:
     """Return the settings of layers with full attention and of those with a window, in this order."""
     parameters = hf.get("rope_parameters") or {}

@@ -14,6 +14,7 @@ from quire.models.families.family import (
     NAMES,
     Family,
     read_delta_net,
+    sparse_layers,
     with_corrected_experts,
     with_routed_experts,
 )
@@ -90,16 +91,7 @@ def _deepseek3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _glm4_lite(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    return _like_deepseek3(hf, base, _sparse_layers(hf, base.num_layers, num_dense=1))
-
-
-def _sparse_layers(hf: HFConfig, num_layers: int, num_dense: int) -> list[bool]:
-    """Return which layers have experts: as `mlp_layer_types` says, or all but the first."""
-    layers = range(num_layers)
-    types = hf.get("mlp_layer_types") or ["dense" if layer < num_dense else "sparse" for layer in layers]
-    if not set(types) <= {"dense", "sparse"}:
-        raise ModelError(f"config.json has mlp_layer_types {types!r:.100}; each must be dense or sparse")
-    return [types[layer] == "sparse" for layer in layers]
+    return _like_deepseek3(hf, base, sparse_layers(hf, base.num_layers, num_dense=1))
 
 
 def _like_deepseek3(hf: HFConfig, base: ModelConfig, has_experts: list[bool]) -> ModelConfig:
@@ -121,7 +113,7 @@ def _kimi_linear(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     }
     delta_net = read_delta_net(ChainMap(usual, linear), gate_rank=head_dim)
     types = hf.get("layer_types") or _kimi_layer_types(linear, base.num_layers)
-    sparse = _sparse_layers(hf, base.num_layers, num_dense=hf["first_k_dense_replace"])
+    sparse = sparse_layers(hf, base.num_layers, num_dense=hf["first_k_dense_replace"])
     config = _like_deepseek3(hf, base, sparse).changed(LatentAttentionConfig, rope=None)
     layers = (
         layer if kind == "full_attention" else LayerConfig((delta_net, *layer.parts[1:]))

@@ -202,6 +202,15 @@ def with_experts(
     return replace(base, layers=tuple(changed(layer) if has else layer for layer, has in layers))
 
 
+def sparse_layers(hf: HFConfig, num_layers: int, num_dense: int) -> list[bool]:
+    """Return which layers have experts: as `mlp_layer_types` says, or all but the first."""
+    layers = range(num_layers)
+    types = hf.get("mlp_layer_types") or ["dense" if layer < num_dense else "sparse" for layer in layers]
+    if not set(types) <= {"dense", "sparse"}:
+        raise ModelError(f"config.json has mlp_layer_types {types!r:.100}; each must be dense or sparse")
+    return [types[layer] == "sparse" for layer in layers]
+
+
 def with_routed_experts(
     hf: HFConfig, base: ModelConfig, has_experts: list[bool], **fields: Any
 ) -> ModelConfig:
