@@ -75,7 +75,7 @@ def forward(model: Decoder, cache: PagedAttentionCache, computed: list[int], cou
 @pytest.mark.formats
 @pytest.mark.first_case
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama4"])
 def test_a_forward_pass_stays_on_its_device(load: Any, family: str, dtype: str, tmp_path: Path) -> None:
     model = load(make_checkpoint(family, tmp_path))
     cache = cache_of(model, dtype)

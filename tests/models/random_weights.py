@@ -102,5 +102,8 @@ class PlainModel:
         scores = torch.einsum("qhd,khd->hqk", query, keys) * config.scale
         distance = torch.arange(len(rows))[:, None] - torch.arange(len(rows))
         is_seen = (distance >= 0) & ((distance < config.window) if config.window else True)
+        if config.is_chunked:
+            chunk = torch.arange(len(rows)) // config.window
+            is_seen &= chunk[:, None] == chunk
         weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1) @ own["self_attn.o_proj"].T

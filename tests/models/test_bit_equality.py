@@ -16,7 +16,7 @@ FAMILIES += ["ministral3", "gpt_oss", "granitemoehybrid", "falcon_h1", "nemotron
 # Layer norms and parallel blocks; xIELU; norms after the rotation; and ways of choosing experts.
 OTHER_LAYERS = ["phi", "cohere2", "apertus", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "phimoe"]
 GEMMA4 = ["gemma4", "gemma4_unified", "gemma4-experts"]
-OTHER_LAYERS += ["qwen3_next", "olmo_hybrid", "lfm2_moe", "mimo_v2_flash"]
+OTHER_LAYERS += ["qwen3_next", "olmo_hybrid", "lfm2_moe", "mimo_v2_flash", "llama4"]
 PROMPT_LENGTHS = [1, 7, 66, 131]
 NUM_NEW = 6
 
@@ -37,6 +37,7 @@ VARIANTS += [("deepseek_v3", dtype, "none", "native") for dtype in ("float32", "
 VARIANTS += [("deepseek_v2", "bfloat16", "int4", "native"), ("minicpm3", "float16", "none", "native")]
 VARIANTS += [(family, "bfloat16", "none", "native") for family in GEMMA4]
 VARIANTS += [("gemma4", "float32", "none", "reference"), ("gemma4", "bfloat16", "int4", "native")]
+VARIANTS += [("llama4", "float32", "none", "reference"), ("llama4", "bfloat16", "int4", "native")]
 VARIANTS += [("minicpm3", dtype, "none", "reference") for dtype in ("float32", "bfloat16")]
 
 

@@ -64,6 +64,8 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
     if "num_experts_per_tok" in _fields(architecture):
         values |= {"num_experts_per_tok": 2, "num_local_experts": 4}
         values |= {"moe_intermediate_size": 8} if "moe_intermediate_size" in _fields(architecture) else {}
+    if architecture == "Llama4ForCausalLM":
+        values |= {"num_experts_per_tok": 1, "interleave_moe_layer_step": 3}
     if "kv_lora_rank" in _fields(architecture):
         values |= {"num_key_value_heads": 32, "first_k_dense_replace": 1}
     if architecture.startswith(("Qwen2Moe", "Qwen3Moe", "Qwen3Next")):
@@ -240,6 +242,13 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
         ("MiMoV2FlashForCausalLM", {"swa_head_dim": 64}, "swa_head_dim 64; it must be 192 in this"),
         ("MiMoV2FlashForCausalLM", {"rope_theta": 1e6}, "rope_theta 1000000.0; it must be 5000000.0 in this"),
         ("MiMoV2FlashForCausalLM", {"moe_layer_freq": [0, 1, 0, 1, 1, 1]}, "moe_layer_freq .* must be .0, 1"),
+        ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, "num_experts_per_tok 2; Llama 4 chooses 1"),
+        ("Llama4ForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "known: full_attention, chunked_"),
+        (
+            "Llama4ForCausalLM",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "use_qk_norm and rotations with the factor 1.13",
+        ),
         ("GptOssForCausalLM", {"swiglu_limit": 6.0}, "swiglu_limit 6.0; only 7.0 is computed"),
     ],
 )
@@ -307,6 +316,7 @@ OTHER = {
     "position_embedding_type": "rope",
     "mlp_layer_types": ["sparse", "dense", "sparse"],
     "num_kv_shared_layers": 2,
+    "moe_layers": [0, 2],
 }
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "kimi_linear")
 # Refused unless they say what is usual; the architectures for which they are read.
@@ -327,6 +337,7 @@ REFUSED = {
         "bamba",
     ),
     "qk_layernorm": ("phi", "stablelm"),
+    "num_experts_per_tok": ("llama4",),
     "swiglu_alpha": ("gpt_oss",),
     "swiglu_limit": ("gpt_oss",),
     "use_qk_norm": ("cohere",),

@@ -34,6 +34,7 @@ ATTENTION = [
     AttentionConfig(**HEADS, rope=FAST, qk_norm="head", value_norm="value"),
     AttentionConfig(num_heads=4, num_kv_heads=1, head_dim=32, rope=SLOW, qk_norm="head", value_norm="key"),
 ]
+CHUNKED = AttentionConfig(**HEADS, rope=FAST, window=13, is_chunked=True)
 LONGER_VALUES = AttentionConfig(**HEADS, value_dim=24, rope=SLOW)  # of a size that native kernels leave
 SHORTER_VALUES = AttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=48, value_dim=32, rope=SLOW, window=9, scale=0.15
@@ -57,7 +58,7 @@ def model_of(*parts: SubLayerConfig) -> ModelConfig:
 
 @pytest.mark.parametrize(
     ("kernels", "attention"),
-    [(kernels, [*ATTENTION, LONGER_VALUES, SHORTER_VALUES]) for kernels in ("native", "reference")],
+    [(kernels, [*ATTENTION, CHUNKED, LONGER_VALUES, SHORTER_VALUES]) for kernels in ("native", "reference")],
 )
 def test_the_tokens_and_logits_are_those_of_plain_torch(
     kernels: str, attention: list[AttentionConfig], tmp_path: Path
@@ -102,15 +103,20 @@ def test_the_cache_has_what_each_layer_keeps() -> None:
     )  # none of the layers that share
 
 
-def test_values_of_another_size_than_keys_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lacking", "part", "message"),
+    [
+        ("takes_any_value_size", LONGER_VALUES, "layer 0 has keys of 16 and values of 24 features"),
+        ("takes_chunks", CHUNKED, "layer 0 has attention in chunks of 13 tokens"),
+    ],
+)
+def test_what_kernels_do_not_compute_is_refused_by_name(
+    lacking: str, part: AttentionConfig, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReferenceKernels, "takes_any_value_size", False)
-    config = model_of(LONGER_VALUES)
+    monkeypatch.setattr(ReferenceKernels, lacking, False)
+    config = model_of(part)
     write_weights(config, tmp_path)
-    with pytest.raises(
-        ModelError, match=r"layer 0 has keys of 16 and values of 24 features.*reference kernels.*'native' and"
-    ):
+    with pytest.raises(ModelError, match=rf"{message}.*reference kernels.*'native' and"):
         load_decoder(tmp_path, config, options=WeightOptions(kernels="reference"))
 
 

@@ -96,6 +96,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"patch_size": 4, "mm_embed_dim": 64, "mm_posemb_size": 16, "output_proj_dims": 64},
         {"audio_config": {"audio_embed_dim": 16}},
     ),
+    "Llama4ForConditionalGeneration": (
+        "Llama4Config",
+        {
+            "head_dim": 24,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 112,
+            "num_hidden_layers": 4,
+            "num_local_experts": 5,
+            "moe_layers": [1, 3],
+            "attention_chunk_size": 11,
+        },
+        {**VISION, "image_size": 28, "patch_size": 14, "vision_output_dim": 32, "projector_output_dim": 32},
+        {},
+    ),
     "Mistral3ForConditionalGeneration": (
         "Mistral3Config",
         {"model_type": "ministral3", "head_dim": 24, "rope_parameters": YARN},
@@ -226,12 +240,15 @@ def _model(name: str) -> Any:
 
 
 def _decoder_of(model: Any) -> Any:
+    if not hasattr(model, "model"):
+        return model.language_model.model
     return model.model.text_model if hasattr(model.model, "text_model") else model.model.language_model
 
 
 def _expected_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return model(input_ids=torch.tensor([tokens])).logits[0].float()
+        whole = model if hasattr(model, "model") else model.language_model  # Llama 4's whole cannot compute
+        return whole(input_ids=torch.tensor([tokens])).logits[0].float()
 
 
 def _save(model: Any, directory: Path) -> None:

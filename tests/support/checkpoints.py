@@ -107,6 +107,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 24,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 112,
+            "num_hidden_layers": 4,
+            "num_local_experts": 5,
+            "moe_layers": [1, 3],
+            "no_rope_layers": [1, 1, 0, 1],
+            "attention_chunk_size": 11,
+            "floor_scale": 7,
+            "attn_scale": 0.3,
+        },
+    ),
     "mistral": ("MistralConfig", {"sliding_window": 12, "head_dim": 24}),
     "ministral3": (
         "Ministral3Config",

@@ -36,6 +36,8 @@ class KernelSet(ABC):
     """Whether heads of values may have other sizes than those of queries and keys."""
     is_two_sided: ClassVar[bool] = False
     """Whether attention of batches that are two-sided can be computed."""
+    takes_chunks: ClassVar[bool] = True
+    """Whether attention may be that of `AttentionBatch.in_chunks`."""
     device: torch.device = HOST
     """Where all tensors are that these kernels take or return, but for those of an `AttentionBatch`."""
 
@@ -378,7 +380,7 @@ class KernelSet(ABC):
         return normed.mul_(silu(gate.float()).to(normed.dtype))
 
     def gated_by_sigmoid(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Multiply rows in place by sigmoid(gate), of the same shape, and return them."""
+        """Multiply rows in place by sigmoid(gate), of their shape or one number for each, and return them."""
         return rows.mul_(sigmoid(gate.float()).to(rows.dtype))
 
 

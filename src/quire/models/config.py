@@ -30,7 +30,10 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the ramp's ends outwards to whole features
     attention_factor: float = 1.0  # multiplies cosines and sines
     query_beta: float = 0.0
-    """Queries at position p are multiplied by 1 + query_beta * ln(1 + p // original_max_len) (Llama 4)."""
+    """Queries at position p are multiplied by 1 + query_beta * ln(1 + (p + query_offset) // original_max_len)
+    (Llama 4).
+    """
+    query_offset: int = 0
     short_factors: tuple[float, ...] = ()  # longrope: divisors when max_model_len fits the original context
     long_factors: tuple[float, ...] = ()  # longrope: divisors when it does not
 

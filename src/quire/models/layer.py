@@ -213,6 +213,9 @@ class LayerLoader(Protocol):
     def norm(self, field: str) -> torch.Tensor | None:
         """Return a norm's weight in float32, with the model's `norm_offset`; None: there is none."""
 
+    def unit_norm(self, size: int) -> torch.Tensor:
+        """Return the weights [size] of a norm without any, in float32."""
+
     def tensor(self, field: str) -> torch.Tensor | None:
         """Return a tensor in float32; None: there is none."""
 

@@ -40,6 +40,7 @@ _WHERE_NULL_IS_NONE = frozenset(
         "num_key_value_heads",
         "sliding_window",
         "attention_value_scale",
+        "attention_chunk_size",
         "attn_logit_softcapping",
         "final_logit_softcapping",
         "hidden_size_per_layer_input",
@@ -128,7 +129,7 @@ def _check_layer_types(hf: HFConfig, config: ModelConfig) -> None:
     for layer, layer_type in enumerate(hf.get("layer_types") or ()):
         attention = [part for part in config.layers[layer].parts if isinstance(part, AttentionConfig)]
         window = max((part.window for part in attention), default=0)
-        if (layer_type == "sliding_attention") != (window > 0):
+        if (layer_type in ("sliding_attention", "chunked_attention")) != (window > 0):
             raise ModelError(
                 f"config.json says that layer {layer} is of type {layer_type}; by the architecture and the "
                 f"other entries, it has {f'a window of {window} tokens' if window else 'no window'}"

@@ -68,8 +68,9 @@ class RotaryTable:
 
     def _grow_query_scale(self, starts: range) -> None:
         beta, original = self._rope.query_beta, self._rope.original_max_len
+        firsts = (start + self._rope.query_offset for start in starts)
         chunks = [
-            1 + beta * (torch.arange(start, start + CHUNK) // original).float().log1p() for start in starts
+            1 + beta * (torch.arange(first, first + CHUNK) // original).float().log1p() for first in firsts
         ]
         grown = to_device(torch.cat(chunks)[:, None, None], self._device)
         self._query_scale = torch.cat([self._query_scale, grown])

@@ -73,6 +73,7 @@ WRAPPERS: dict[str, _Wrapper] = {
     "Gemma4UnifiedForConditionalGeneration": _Wrapper("gemma4_unified_text", is_tied=True),
     "Idefics3ForConditionalGeneration": _Wrapper("llama"),
     "InternVLForConditionalGeneration": _Wrapper("qwen2", is_tied=True),
+    "Llama4ForConditionalGeneration": _Wrapper("llama4_text"),
     "LlavaForConditionalGeneration": _Wrapper("llama"),
     "LlavaNextForConditionalGeneration": _Wrapper("llama"),
     "LlavaOnevisionForConditionalGeneration": _Wrapper("qwen2"),

@@ -211,6 +211,40 @@ class AttentionBatch:
             )
         return made
 
+    def in_chunks(self, size: int) -> AttentionBatch:
+        """Return the same step for layers in which a token sees those of its own chunk only, made once.
+
+        The tokens of each chunk become a sequence of their own, which skips all keys before the chunk.
+
+        Args:
+            size: tokens of a chunk; the first begins with the sequence.
+        """
+        found: AttentionBatch | None = self.plans.get(("chunks", size))
+        if found is None:
+            found = self.plans["chunks", size] = self._in_chunks(size)
+        return found
+
+    def _in_chunks(self, size: int) -> AttentionBatch:
+        first, last = self.num_cached_tokens // size, (self.num_cached_tokens + self.num_tokens - 1) // size
+        num_chunks = last - first + 1
+        sequence = np.repeat(np.arange(len(num_chunks)), num_chunks)
+        chunk = np.arange(len(sequence)) - np.repeat(np.cumsum(num_chunks) - num_chunks - first, num_chunks)
+        cached, end = (self.num_cached_tokens[sequence], (self.num_cached_tokens + self.num_tokens)[sequence])
+        start, stop = np.maximum(cached, chunk * size), np.minimum(end, (chunk + 1) * size)
+        return dataclasses.replace(
+            self,
+            num_cached_tokens=start,
+            num_tokens=stop - start,
+            block_tables=np.ascontiguousarray(self.block_tables[sequence]),
+            states=None,
+            key_scores=None,
+            skipped_keys=SkippedKeys(np.zeros_like(start), chunk * size),
+            key_selection=None,
+            plans={},
+            step_arrays=None,
+            others=(),
+        )
+
     @property
     def num_rows(self) -> int:
         """Rows of the step's tensors: T, or more, see `padded`."""

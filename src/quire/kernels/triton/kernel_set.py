@@ -44,6 +44,7 @@ class TritonKernels(KernelSet):
 
     name = "triton"
     takes_any_value_size = False
+    takes_chunks = False
     sampling: ClassVar[TokenChoice] = TritonChoice()
     weight_layout = None
 

@@ -205,6 +205,9 @@ class _Loader:
         weight = self.tensor(field)
         return None if weight is None else weight + self.model.norm_offset
 
+    def unit_norm(self, size: int) -> torch.Tensor:
+        return torch.ones(size, device=self.kernels.device)
+
     def tensor(self, field: str) -> torch.Tensor | None:
         spec = self._specs.get((self.index, field))
         if spec is None:

@@ -23,7 +23,7 @@ _OTHER_PART = re.compile(
     r"audio_tower|embed_vision|embed_audio)\b"
 )
 _STACKED = re.compile(
-    r"(model\.layers\.([0-9]{1,6})\.(?:mlp\.|block_sparse_moe\.)?experts\.)(gate_up_proj|down_proj)"
+    r"(model\.layers\.([0-9]{1,6})\.(?:mlp\.|block_sparse_moe\.|feed_forward\.)?experts\.)(gate_up_proj|down_proj)"
     r"(|_bias|_blocks|_scales)"
 )
 _CONV1D = re.compile(r"transformer\.h\.[0-9]{1,6}\.(attn|mlp)\.c_(attn|proj|fc)\.weight")
@@ -34,6 +34,8 @@ _QUANT_STATE = re.compile(
 _EITHER_WAY = (
     "Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",

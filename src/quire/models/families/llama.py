@@ -1,8 +1,9 @@
-"""Llama, and families that differ from it in a few numbers."""
+"""Llama, also the fourth, and families that differ from it in a few numbers."""
 
 from __future__ import annotations
 
-from quire.models.config import ModelConfig
+from quire.errors import ModelError
+from quire.models.config import ModelConfig, RopeConfig
 from quire.models.families.family import (
     NAMES,
     Family,
@@ -51,8 +52,83 @@ def _smollm3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     )
 
 
+def _llama4(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    if hf["num_experts_per_tok"] != 1:
+        raise ModelError(
+            f"config.json has num_experts_per_tok {hf['num_experts_per_tok']}; Llama 4 chooses 1"
+        )
+    step, moe_layers = hf["interleave_moe_layer_step"], hf.get("moe_layers")
+    with_ones = range(step - 1, base.num_layers, step) if moe_layers is None else moe_layers
+    config = with_attention_biases(hf, _llama4_attention(hf, base))
+    return with_experts(
+        config.changed(FeedForwardConfig, inner_size=hf["intermediate_size_mlp"]),
+        [layer in with_ones for layer in range(base.num_layers)],
+        shared_inner_size=hf["intermediate_size"],
+        num_experts=hf["num_local_experts"],
+        experts_per_token=1,
+        inner_size=hf["intermediate_size"],
+        normalize=True,
+        scales_inputs=True,
+    )
+
+
+def _llama4_attention(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Layers that are rotated attend in chunks; in the others, queries may grow with their position."""
+    [rope], layers, interval = base.ropes, range(base.num_layers), hf["no_rope_layer_interval"]
+    is_rotated = hf.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in layers]
+    types = hf.get("layer_types") or ["chunked_attention" if is_rotated[layer] else "" for layer in layers]
+    chunk, has_norms = hf.get("attention_chunk_size", 0), hf["use_qk_norm"]
+    windows = [chunk if types[layer] == "chunked_attention" else 0 for layer in layers]
+    if has_norms and rope.attention_factor != 1:
+        raise ModelError(
+            f"config.json has use_qk_norm and rotations with the factor {rope.attention_factor}, which norms "
+            "behind them undo; that is not supported"
+        )
+    beta, length = float(hf["attn_scale"]), hf["floor_scale"]
+    scales = RopeConfig(rotary_dim=0, original_max_len=length, query_beta=beta, query_offset=1)
+    others = scales if hf["attn_temperature_tuning"] else None
+    return base.changed(
+        AttentionConfig,
+        rope=[rope if is_rotated[layer] else others for layer in layers],
+        is_interleaved=True,
+        qk_norm=["unweighted" if has_norms and is_rotated[layer] else "" for layer in layers],
+        window=windows,
+        is_chunked=[window > 0 for window in windows],
+    )
+
+
+_LLAMA4_NAMES = NAMES | {
+    "router": "feed_forward.router",
+    **{name: f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"expert_{name}": f"feed_forward.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"shared_{name}": f"feed_forward.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(llama, NAMES, architectures=("LlamaForCausalLM",)),
+    "llama4": Family(
+        _llama4,
+        _LLAMA4_NAMES,
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "intermediate_size_mlp": 16384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        model_type="llama4_text",
+        layer_types=("full_attention", "chunked_attention"),
+        architectures=("Llama4ForCausalLM",),
+    ),
     "mistral": Family(
         all_sliding,
         NAMES,

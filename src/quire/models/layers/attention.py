@@ -39,11 +39,13 @@ class AttentionConfig(SubLayerConfig):
     is_interleaved: bool = False
     """In checkpoints, features 2i and 2i + 1 of a head are rotated together; they become i and i + half."""
     window: int = 0  # tokens that a token sees, itself included; 0: all
+    is_chunked: bool = False
+    """Sequences are cut into chunks of `window` tokens, and a token sees those of its own chunk only."""
     scale: float = 1.0  # multiplies scores
     softcap: float = 0.0  # soft cap of scores; 0: none
     qk_norm: str = ""
-    """Norm of queries and keys: none (empty), per head ("head"), over all ("full"), or per head and after the
-    rotation ("rotated_head").
+    """Norm of queries and keys: none (empty), per head ("head"), over all ("full"), per head and after the
+    rotation ("rotated_head"), or per head without weights ("unweighted").
     """
     value_norm: str = ""
     """Norm of values per head, without weights, beside one of keys: none (empty), "value", or "key": of keys
@@ -101,7 +103,7 @@ class AttentionConfig(SubLayerConfig):
         sections = {"q": query}
         if self.kv_source is None:
             sections |= {"k": key} if self.value_norm == "key" else {"k": key, "v": value}
-        if self.qk_norm:
+        if self.qk_norm and self.qk_norm != "unweighted":
             for name, section in list(sections.items())[:2]:
                 is_full = self.qk_norm == "full"
                 size = section[0] if is_full else self.head_dim
@@ -236,6 +238,8 @@ class Attention(SubLayer):
         self._rope = None if whole.rope is None else loader.ropes.index(whole.rope)
         self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.value_size)
         self._q_norm, self._k_norm = loader.norm("q_norm"), loader.norm("k_norm")
+        if config.qk_norm == "unweighted":
+            self._q_norm = self._k_norm = loader.unit_norm(config.head_dim)
         self._v_norm: torch.Tensor | None = None
         if whole.value_norm and whole.kv_source is None:
             assert self._k_norm is not None
@@ -308,9 +312,9 @@ class Attention(SubLayer):
         attended = self._kernels.paged_attention(
             query,
             kv,
-            batch,
+            batch.in_chunks(config.window) if config.is_chunked else batch,
             scale=config.scale,
-            window=config.window,
+            window=0 if config.is_chunked else config.window,
             softcap=config.softcap,
             sinks=self._sinks,
             out=buffers["attended"],
@@ -352,6 +356,11 @@ def _check(config: AttentionConfig, loader: LayerLoader) -> None:
             f"in each head; the {loader.kernels.name} kernels need both to be of one size; "
             "EngineConfig.kernels 'native' and 'reference' take any"
         )
+    if config.is_chunked and not loader.kernels.takes_chunks:
+        raise ModelError(
+            f"layer {loader.index} has attention in chunks of {config.window} tokens, which the "
+            f"{loader.kernels.name} kernels do not compute; EngineConfig.kernels 'native' and 'reference' do"
+        )
     if config.kv_source is None:
         return
     if not 0 <= config.kv_source < loader.index:
@@ -383,7 +392,8 @@ def _scratch_bytes(attention: AttentionConfig, step: StepSizes) -> int:
     if step.is_native and fits:
         return native_attention_bytes(attention, step.max_model_len, step.num_threads)
     tokens = step.scheduler.max_num_batched_tokens
-    blocks = min(step.scheduler.max_num_seqs + tokens // bounds.TILE, tokens)
+    pieces = step.scheduler.max_num_seqs + (tokens // attention.window if attention.is_chunked else 0)
+    blocks = min(pieces + tokens // bounds.TILE, tokens)
     return _reference_attention_bytes(attention, blocks, step.max_model_len)
 
 

@@ -38,6 +38,10 @@ class ExpertsConfig(SubLayerConfig):
     groups_per_token: int = 1
     scale: float = 1.0
     correction: tuple[int, ...] = ()  # shape of what is added to weights for the choice; (): nothing
+    scales_inputs: bool = False
+    """Not results are multiplied by a score, but what an expert reads, by its sigmoid; a token has one expert
+    (Llama 4).
+    """
     has_expert_scales: bool = False  # each expert's weight is multiplied by a number of its own
 
     role: ClassVar[str] = "mlp"
@@ -97,7 +101,7 @@ class ExpertsConfig(SubLayerConfig):
         if self.scoring != "softmax" or self.correction or self.has_expert_scales:
             rows += step.tokens * _ROUTING_TENSORS * self.num_experts * _FLOAT32_BYTES
         hidden, inner, item = step.hidden_size, self.inner_size, step.item
-        rows += 2 * step.tokens * self.latent_size * item
+        rows += step.tokens * (2 * self.latent_size + hidden * self.scales_inputs) * item
         if step.on_gpu:  # inner features, as they are and as they are multiplied, and results
             of_pair = (2 * inner + hidden) * item + bounds.GPU_PAIR_BYTES
             return rows + step.tokens * self.experts_per_token * of_pair
@@ -144,6 +148,7 @@ class MixtureOfExperts(SubLayer):
             expert_scales=loader.tensor("expert_scales"),
         )
         self.router = loader.linear("router", is_quantized=False)
+        self._scale = loader.kernels.gated_by_sigmoid if config.scales_inputs else None
         self._latent = [loader.linear(field) for field in ("latent_in", "latent_out") if config.latent_size]
         self.experts = loader.experts("expert_gate_up", "expert_down", mixture)
 
@@ -158,6 +163,8 @@ class MixtureOfExperts(SubLayer):
         self, inputs: torch.Tensor, step: Step, buffers: Mapping[str, torch.Tensor], out: torch.Tensor
     ) -> torch.Tensor:
         scores = self.router(inputs)
+        if self._scale is not None:
+            inputs = self._scale(inputs.clone(), scores.amax(1, keepdim=True))
         if not self._latent:
             return self.experts(inputs, scores, out=out)
         into, back = self._latent
