@@ -8,6 +8,8 @@ from quire.config import config, knob
 from quire.errors import InvalidRequestError
 from quire.limits import violation
 
+PoolingType = Literal["last", "cls", "mean", "weighted_mean", "max"]
+
 
 @config
 class PoolingParams:
@@ -18,10 +20,11 @@ class PoolingParams:
         ConfigError: there is no field of that name.
     """
 
-    pooling_type: Literal["last", "cls", "mean"] | None = knob(
+    pooling_type: PoolingType | None = knob(
         default=None,
-        help="What the row is: the hidden state of the last token (last), of the first one (cls), or the "
-        "mean over all tokens (mean). None: as the model was trained.",
+        help="What the row is: the hidden state of the last token (last), of the first one (cls), the mean "
+        "over all tokens (mean), that with weights that rise from 1 by 1 (weighted_mean), or the largest "
+        "numbers (max). None: as the model was trained.",
     )
     normalize: bool | None = knob(
         default=None, help="Divide the row by its Euclidean norm. None: as the model was trained."

@@ -116,3 +116,125 @@ def test_damaged_weights_end_the_requests_that_meet_them(tmp_path: Path) -> None
         damaged, sound = llm.encode([[5, 7, 9], [5, 6, 9]])
     assert "NaN or infinite" in damaged.outputs.error
     assert np.isfinite(sound.outputs.data).all()
+
+
+# -- what sentence-transformers publishes ------------------------------------------------------------------
+
+DENSE = {
+    "in_features": 64,
+    "out_features": 24,
+    "bias": True,
+    "activation_function": "torch.nn.modules.activation.Tanh",
+}
+
+
+def pooling(mode: str, **others: Any) -> dict[str, Any]:
+    """Return a Pooling module's config as it is published."""
+    modes = (
+        "cls_token",
+        "mean_tokens",
+        "max_tokens",
+        "lasttoken",
+        "weightedmean_tokens",
+        "mean_sqrt_len_tokens",
+    )
+    flags = {f"pooling_mode_{one}": one == mode for one in modes}
+    return {"word_embedding_dimension": 64, **flags, "include_prompt": True, **others}
+
+
+def pooled(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    hidden = hidden.double()
+    weights = torch.arange(1, len(hidden) + 1, dtype=torch.float64)[:, None]
+    return {
+        "cls_token": hidden[0],
+        "mean_tokens": hidden.mean(0),
+        "max_tokens": hidden.amax(0),
+        "lasttoken": hidden[-1],
+        "weightedmean_tokens": (hidden * weights).sum(0) / weights.sum(),
+    }[mode]
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize(
+    "mode", ["cls_token", "mean_tokens", "max_tokens", "lasttoken", "weightedmean_tokens"]
+)
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_pooling_is_as_published(mode: str, normalizes: bool, tmp_path: Path) -> None:
+    model = make_encoder("bert")
+    modules = {"Pooling": pooling(mode)} | ({"Normalize": {}} if normalizes else {})
+    prompts = random_prompts([1, 40, 70])
+    with LLM(str(save_encoder(model, tmp_path, modules)), **SMALL) as llm:
+        together = rows_of(llm, prompts)
+        assert [row.tobytes() for row in together] == [rows_of(llm, [one])[0].tobytes() for one in prompts]
+    for prompt, row in zip(prompts, together, strict=True):
+        expected = pooled(hidden_states(model, prompt), mode)
+        expected = expected / expected.norm() if normalizes else expected
+        np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
+
+
+def test_dense_layers_come_behind_pooling(tmp_path: Path) -> None:
+    model = make_encoder("bert")
+    torch.manual_seed(3)
+    dense = torch.nn.Linear(64, 24)
+    modules = {"Pooling": pooling("cls_token"), "Dense": DENSE, "Normalize": {}}
+    save_encoder(model, tmp_path, modules)
+    tensors = {f"linear.{name}": tensor.contiguous() for name, tensor in dense.state_dict().items()}
+    save_file(tensors, tmp_path / "2_Dense" / "model.safetensors")
+    [prompt] = random_prompts([30])
+    with LLM(str(tmp_path), **SMALL) as llm:
+        [row] = rows_of(llm, [prompt])
+        [longer] = rows_of(llm, [prompt], normalize=False)
+    with torch.inference_mode():
+        expected = torch.tanh(dense(hidden_states(model, prompt)[0]))
+    np.testing.assert_allclose(longer, expected, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(row, expected / expected.norm(), atol=1e-5, rtol=0)
+
+
+def test_texts_are_as_long_as_published(tmp_path: Path) -> None:
+    save_encoder(make_encoder("bert"), tmp_path, {"Pooling": pooling("mean_tokens")})
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 40, "do_lower_case": false}')
+    assert read_model_config(tmp_path).max_model_len == 40
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ({"Pooling": pooling("none")}, "pools by nothing; it must be one of cls, mean"),
+        ({"Pooling": pooling("cls_token", pooling_mode_max_tokens=True)}, "cls_token', 'pooling_mode_max"),
+        ({"Pooling": pooling("mean_sqrt_len_tokens")}, "pools by .'pooling_mode_mean_sqrt_len_tokens'"),
+        ({"Pooling": pooling("cls_token", include_prompt=False)}, "include_prompt false"),
+        ({"Normalize": {}, "Pooling": pooling("cls_token")}, "Normalize, Pooling; the order must be"),
+        ({"LSTM": {}, "Pooling": pooling("cls_token")}, "module 'sentence_transformers.models.LSTM'"),
+        (
+            {"Pooling": pooling("cls_token"), "Dense": DENSE | {"in_features": 63}},
+            "63 features; there are 64",
+        ),
+        ({"Pooling": pooling("cls_token"), "Dense": DENSE | {"in_features": -1}}, "in_features -1; it must"),
+        (
+            {"Pooling": pooling("cls_token"), "Dense": DENSE | {"activation_function": "torch.nn.Mish"}},
+            "activation_function 'Mish'",
+        ),
+        ({"Pooling": pooling("cls_token"), "Dense": DENSE}, "holds neither model.safetensors"),
+    ],
+)
+def test_other_modules_are_refused(modules: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_encoder(make_encoder("bert"), tmp_path, modules)
+    with pytest.raises(ModelError, match=message):
+        LLM(str(tmp_path), **SMALL)
+
+
+def test_damaged_descriptions_are_refused(tmp_path: Path) -> None:
+    save_encoder(make_encoder("bert"), tmp_path, {"Pooling": pooling("cls_token")})
+    file = tmp_path / "modules.json"
+    good = json.loads(file.read_text())
+    for content, message in (
+        ("{}", "holds dict, not a list"),
+        ("[1]", "holds 1 in its list; there must be objects"),
+        (json.dumps([*good, {"type": 3}]), "type is 3; it must be a text"),
+        (json.dumps([good[0], good[1] | {"path": "../1_Pooling"}]), "it must be a folder beside"),
+        (json.dumps([good[0], good[1] | {"path": "elsewhere"}]), "is missing; modules.json names its folder"),
+        (json.dumps([good[0] | {"path": "deep"}, good[1]]), "has the transformer in 'deep'"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ModelError, match=message):
+            read_model_config(tmp_path)

@@ -181,8 +181,8 @@ def test_a_model_of_the_other_kind_is_refused(tmp_path: Path, pooled_qwen3: None
             given = "a" if generate == llm.generate else [{"role": "user", "content": "a"}]
             with pytest.raises(InvalidRequestError, match=r"cannot generate; use LLM\.encode"):
                 generate(given, SamplingParams(max_tokens=2))
-        with pytest.raises(InvalidRequestError, match=r"pooling_type is .max.; did you mean"):
-            llm.encode("a", PoolingParams(pooling_type="max"))
+        with pytest.raises(InvalidRequestError, match=r"pooling_type is .means.; did you mean"):
+            llm.encode("a", PoolingParams(pooling_type="means"))
         with pytest.raises(InvalidRequestError, match="pooling_params must be PoolingParams"):
             llm.encode("a", SamplingParams())
         assert len(llm.encode(["a", {"prompt": "b"}])) == 2

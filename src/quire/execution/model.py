@@ -13,6 +13,7 @@ from quire.kernels.attention.kv_layer import KVLayer
 from quire.kernels.interface import KernelSet
 from quire.models.config import ModelConfig
 from quire.models.decoder import LayerHook
+from quire.models.row_layers import DenseRows
 from quire.step import Int64Array
 
 
@@ -35,6 +36,10 @@ class Model(Protocol):
     @property
     def config(self) -> ModelConfig:
         """The model's numbers."""
+
+    @property
+    def row_layers(self) -> Sequence[DenseRows]:
+        """What pooled rows go through."""
 
     @property
     def kernels(self) -> KernelSet:

@@ -119,7 +119,13 @@ class ModelRunner:
         self._pooler: Pooler | None = None  # of a model without logits
         if pooling is not None:
             size, device = model.config.hidden_size, model.kernels.device
-            self._pooler = Pooler(self._batch, max_num_seqs=max_num_seqs, hidden_size=size, device=device)
+            self._pooler = Pooler(
+                self._batch,
+                max_num_seqs=max_num_seqs,
+                hidden_size=size,
+                device=device,
+                row_layers=model.row_layers,
+            )
         self._prompt_logprobs = PromptLogprobs(self._batch, model, max_num_seqs)
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
         self._in_flight: list[DeviceStep] = []  # whose tokens the batch lacks

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,12 +12,14 @@ import torch
 from quire.execution.persistent_batch import InconsistentPlanError, PersistentBatch
 from quire.kernels.bounds import POOLED_TOKENS
 from quire.kernels.devices.device import array_to_device
+from quire.models.row_layers import DenseRows, through
 from quire.pooling_params import PoolingParams
 from quire.step import Int64Array, ModelRunnerOutput, SchedulerOutput
 
-_UNIT = 2.0**-26
-"""States are rounded to multiples of it before they are added up, so that float64 has all sums exactly below
-2**27. So a mean depends neither on the chunks that a prompt is computed in nor on the order of the additions.
+_UNITS = {"mean": 2.0**-26, "weighted_mean": 2.0**-36}
+"""States, of the latter times their shares, are rounded to multiples of it before they are added up, so that
+float64 has all sums exactly below 2**27 and 2**17. So a mean depends neither on the chunks that a prompt is
+computed in nor on the order of the additions.
 """
 
 _MIN_NORM = 1e-12  # as in torch's `normalize`
@@ -33,12 +38,20 @@ class Pooler:
         max_num_seqs: number of slots.
         hidden_size: features of a state.
         device: where states are.
+        row_layers: what rows go through.
     """
 
     def __init__(
-        self, batch: PersistentBatch, *, max_num_seqs: int, hidden_size: int, device: torch.device
+        self,
+        batch: PersistentBatch,
+        *,
+        max_num_seqs: int,
+        hidden_size: int,
+        device: torch.device,
+        row_layers: Sequence[DenseRows] = (),
     ) -> None:
         self._batch = batch
+        self._row_layers = row_layers
         self._sums = torch.zeros(max_num_seqs, hidden_size, dtype=torch.float64, device=device)
         # All positions before are in the sums, as far as they count.
         self._next_positions: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
@@ -58,23 +71,35 @@ class Pooler:
         slots = output.slots.astype(np.int64)
         is_new = (output.num_computed_tokens == 0) | (kinds == "last")
         self._check_positions(output, kinds, np.flatnonzero(~is_new))
-        self._sums[array_to_device(slots[is_new], hidden.device)] = 0
-        rows = np.repeat(np.arange(len(kinds)), output.num_tokens)
-        first_tokens = np.cumsum(output.num_tokens) - output.num_tokens
-        positions = np.arange(len(rows)) - (first_tokens - output.num_computed_tokens)[rows]
-        num_prompt, is_mean = self._batch.num_prompt_tokens[slots], kinds == "mean"
-        counted_position = np.where(kinds == "last", num_prompt - 1, 0)
-        tokens = np.flatnonzero(is_mean[rows] | (positions == counted_position[rows]))
-        for start in range(0, len(tokens), POOLED_TOKENS):
-            piece = tokens[start : start + POOLED_TOKENS]
-            self._add(slots[rows[piece]], is_mean[rows[piece]], hidden[array_to_device(piece, hidden.device)])
+        for is_kind, start in ((kinds == "max", -math.inf), (kinds != "max", 0.0)):
+            self._sums[array_to_device(slots[is_new & is_kind], hidden.device)] = start
+        self._take_in(output, kinds, hidden)
         self._next_positions[slots] = output.num_computed_tokens + output.num_tokens
         ended = np.flatnonzero(output.samples)
         if ended.size:
-            divisors = np.where(is_mean, num_prompt, 1)[ended]
-            pooled = self._sums[array_to_device(slots[ended], hidden.device)].cpu().numpy()
-            for row, values in zip(ended.tolist(), pooled / divisors[:, None], strict=True):
-                _report(result, output.request_ids[row], values, normalize=bool(params[row].normalize))
+            divisors = np.where(kinds == "mean", self._batch.num_prompt_tokens[slots], 1)[ended]
+            pooled = self._sums[array_to_device(slots[ended], hidden.device)].cpu()
+            for row, values in zip(ended.tolist(), pooled / torch.from_numpy(divisors)[:, None], strict=True):
+                made = through(self._row_layers, values.float()).double() if self._row_layers else values
+                _report(result, output.request_ids[row], made.numpy(), normalize=bool(params[row].normalize))
+
+    def _take_in(self, output: SchedulerOutput, kinds: npt.NDArray[np.str_], hidden: torch.Tensor) -> None:
+        """Add the states [T, hidden] that count; `kinds` of pooling are by request."""
+        rows = np.repeat(np.arange(len(kinds)), output.num_tokens)
+        first_tokens = np.cumsum(output.num_tokens) - output.num_tokens
+        positions = np.arange(len(rows)) - (first_tokens - output.num_computed_tokens)[rows]
+        num_prompt = self._batch.num_prompt_tokens[output.slots]
+        counted_position = np.where(kinds == "last", num_prompt - 1, 0)
+        is_one = (kinds == "last") | (kinds == "cls")
+        tokens = np.flatnonzero(~is_one[rows] | (positions == counted_position[rows]))
+        for start in range(0, len(tokens), POOLED_TOKENS):
+            piece = tokens[start : start + POOLED_TOKENS]
+            for kind in dict.fromkeys(kinds[rows[piece]].tolist()):
+                own = piece[kinds[rows[piece]] == kind]
+                lengths = num_prompt[rows[own]]
+                shares = 2 * (positions[own] + 1) / (lengths * (lengths + 1))
+                states = hidden[array_to_device(own, hidden.device)].double()
+                self._add(kind, output.slots[rows[own]].astype(np.int64), states, shares)
 
     def _params(self, slot: int) -> PoolingParams:
         params = self._batch.running(slot).pooling_params
@@ -94,12 +119,19 @@ class Pooler:
                     "come from a cache"
                 )
 
-    def _add(self, slots: Int64Array, is_mean: npt.NDArray[np.bool_], states: torch.Tensor) -> None:
-        """Add states [N, hidden] to the sums of their slots [N]."""
-        states = states.double()
-        if is_mean.any():
-            rounded = (states / _UNIT).round_().mul_(_UNIT)
-            states = torch.where(array_to_device(is_mean, states.device)[:, None], rounded, states)
+    def _add(
+        self, kind: str, slots: Int64Array, states: torch.Tensor, shares: npt.NDArray[np.float64]
+    ) -> None:
+        """Add states [N, hidden] float64 to the sums of their slots [N]; shares are of weighted means."""
+        if kind == "max":
+            for slot in np.unique(slots).tolist():
+                own = states[array_to_device(np.flatnonzero(slots == slot), states.device)]
+                self._sums[slot] = torch.maximum(self._sums[slot], own.amax(0))
+            return
+        if kind == "weighted_mean":
+            states = states * array_to_device(shares, states.device)[:, None]
+        if kind in _UNITS:
+            states = (states / _UNITS[kind]).round_().mul_(_UNITS[kind])
         self._sums.index_add_(0, array_to_device(slots, states.device), states)
 
 

@@ -39,6 +39,17 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowLayer:
+    """A dense layer that pooled rows go through."""
+
+    name: str  # in files, before ".weight" and ".bias"
+    inputs: int
+    outputs: int
+    bias: bool = False
+    activation: str = ""  # tanh, relu or gelu; empty: none
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer."""
 
@@ -78,6 +89,7 @@ class ModelConfig:
     ignored_prefixes: tuple[str, ...] = ()
     """Of the names of tensors in files that are passed over: what no token is computed from."""
     pooling: PoolingParams | None = None  # how a prompt becomes a row, in place of logits; None: it generates
+    row_layers: tuple[RowLayer, ...] = ()  # what the row goes through
 
     @property
     def num_layers(self) -> int:
@@ -113,6 +125,11 @@ class ModelConfig:
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The different rotary frequencies of its layers, in the order in which they come."""
         return tuple(dict.fromkeys(part.rope for part in self.parts if part.rope is not None))
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of the row that a prompt becomes."""
+        return self.row_layers[-1].outputs if self.row_layers else self.hidden_size
 
     @property
     def is_causal(self) -> bool:

@@ -361,6 +361,15 @@ GROUP_WEIGHTS_RULES: dict[str, _Rule] = {
     "actorder": _Is(str | bool, "a text, true or false"),
 }
 
+SENTENCE_RULES: dict[str, _Rule] = {  # of the files of sentence-transformers' modules
+    "max_seq_length": _LENGTH,
+    "do_lower_case": _BOOLEAN,
+    "include_prompt": _BOOLEAN,
+    "in_features": _Integer(1, 1 << 17),
+    "out_features": _Integer(1, 1 << 17),
+    "bias": _BOOLEAN,
+    "activation_function": _TEXT,
+}
 
 HARMLESS = frozenset(
     (

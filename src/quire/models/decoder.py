@@ -20,6 +20,7 @@ from quire.models.layer import Norm, Step, SubLayer
 from quire.models.layers.per_layer import PerLayerInputs
 from quire.models.parallel import TensorParallel
 from quire.models.rotary import RotaryTable
+from quire.models.row_layers import DenseRows
 from quire.step import Int64Array
 
 Layer = tuple[SubLayer, ...]  # its sub-layers, in order
@@ -50,6 +51,7 @@ class Decoder:
         parallel: the ranks that compute this model together, each with its shard; None: there is one.
         positions: [positions, hidden], of the embeddings' type, added to them; None: nothing.
         embedding_norm: of the sum; None: there is none.
+        row_layers: what pooled rows go through, on the host.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Decoder:
         parallel: TensorParallel | None = None,
         positions: torch.Tensor | None = None,
         embedding_norm: Norm | None = None,
+        row_layers: Sequence[DenseRows] = (),
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -76,6 +79,7 @@ class Decoder:
         self._parallel = parallel
         self._learned_positions = positions
         self._embedding_norm = embedding_norm
+        self.row_layers = row_layers
         device = kernels.device
         self._rotary = [RotaryTable(rope, config.max_model_len, device) for rope in config.ropes]
         parts = [part for layer in layers for part in layer]

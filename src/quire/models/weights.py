@@ -86,6 +86,8 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
     for weight in _with_biases(own, config):
         yield _spec(-1, weight, shard)
     if config.pooling is not None:
+        for weight in _row_layer_weights(config):
+            yield _spec(-1, weight, shard)
         return
     if not config.tie_word_embeddings:
         output = (family_names["output"], shape)
@@ -94,6 +96,14 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
         bias = (_bias_name(family_names["output"]), shape[:1])
         field = "embedding_bias" if config.tie_word_embeddings else "output_bias"
         yield _spec(-1, LayerWeight(field, (bias,), sections=vocabulary), shard)
+
+
+def _row_layer_weights(config: ModelConfig) -> Iterator[LayerWeight]:
+    for number, layer in enumerate(config.row_layers):
+        matrix = f"{layer.name}.weight", (layer.outputs, layer.inputs)
+        yield LayerWeight(f"row_layer_{number}", (matrix,))
+        if layer.bias:
+            yield LayerWeight(f"row_layer_{number}_bias", ((f"{layer.name}.bias", (layer.outputs,)),))
 
 
 def _with_biases(norms: Iterable[LayerWeight], config: ModelConfig) -> Iterator[LayerWeight]:

@@ -34,6 +34,7 @@ from quire.kv.cache.shard_memory import ShardMemory
 from quire.models.config import ModelConfig
 from quire.models.decoder import Decoder, LayerHook
 from quire.models.parallel import Communicator
+from quire.models.row_layers import DenseRows
 from quire.models.shard import Shard
 
 
@@ -58,6 +59,11 @@ class LeadingDecoder:
     def config(self) -> ModelConfig:
         """Of this rank's shard."""
         return self._decoder.config
+
+    @property
+    def row_layers(self) -> Sequence[DenseRows]:
+        """Of this rank."""
+        return self._decoder.row_layers
 
     @property
     def kernels(self) -> KernelSet:

@@ -34,6 +34,7 @@ from quire.models.checkpoints.quantized.memory_formats import (
     with_kinds,
     with_stored_tensors,
 )
+from quire.models.checkpoints.sentence_modules import with_sentence_modules
 from quire.models.config import ModelConfig
 from quire.models.families import FAMILIES
 from quire.models.reading import model_config
@@ -69,7 +70,7 @@ def read_model_config(path: Path) -> ModelConfig:
         quantization = entries.get("quantization_config") or {}
         stored = describe_quantization(quantization)
         config = dataclasses.replace(
-            _as_tied_in_files(path, config),
+            with_sentence_modules(_as_tied_in_files(path, config), path),
             stored_quantization=stored.kind,
             stored_group_size=stored.group_size,
         )

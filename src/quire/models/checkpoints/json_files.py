@@ -23,6 +23,19 @@ def read_json(file: Path) -> dict[str, Any] | None:
     Raises:
         ModelError: it holds anything else, or see `find_file` and `read_text`.
     """
+    return _read(file, dict)
+
+
+def read_json_objects(file: Path) -> list[dict[str, Any]] | None:
+    """Return a list of JSON objects; arguments and errors as for `read_json`."""
+    values = _read(file, list)
+    for value in values or ():
+        if not isinstance(value, dict):
+            raise ModelError(f"{file} holds {value!r:.100} in its list; there must be objects")
+    return values
+
+
+def _read(file: Path, kind: type[Value]) -> Value | None:
     if find_file(file.parent, file.name) is None:
         return None
     text = read_text(file, MAX_BYTES)
@@ -30,8 +43,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{file} holds {type(values).__name__}, not an object")
+    if not isinstance(values, kind):
+        raise ModelError(f"{file} holds {type(values).__name__}, not {_NAMES[kind]}")
     return values
 
 

@@ -35,6 +35,7 @@ from quire.models.parallel import (
     TensorParallel,
     VocabularyParallelLinear,
 )
+from quire.models.row_layers import DenseRows
 from quire.models.shard import WHOLE, Shard
 from quire.models.weights import WeightSource, WeightSpec, output_quantization, weight_specs
 
@@ -164,6 +165,7 @@ class _Loader:
             layers=layers,
             norm=self.residual_norm("norm"),
             embedding_norm=self.residual_norm("embedding_norm"),
+            row_layers=[self._row_layer(number) for number in range(len(self.model.row_layers))],
             output=self._output(),
             per_layer=per_layer,
             kernels=self.kernels,
@@ -200,6 +202,12 @@ class _Loader:
         if self.parallel is None:
             return output
         return VocabularyParallelLinear(output, self.parallel, self.model.vocab_size)
+
+    def _row_layer(self, number: int) -> DenseRows:
+        weight, bias = (self.tensor(f"row_layer_{number}{end}") for end in ("", "_bias"))
+        assert weight is not None
+        on_host = None if bias is None else bias.cpu()
+        return DenseRows(weight.cpu(), on_host, self.model.row_layers[number].activation)
 
     def norm(self, field: str) -> torch.Tensor | None:
         weight = self.tensor(field)

@@ -23,6 +23,7 @@ from quire.models.checkpoints.names import (
 )
 from quire.models.checkpoints.quantized.formats import formats_of
 from quire.models.checkpoints.quantized.matrices import MatrixFormat
+from quire.models.checkpoints.sentence_modules import dense_folders
 from quire.models.embedding import EncodedRows
 from quire.models.wrappers import architecture_of, decoder_entries, is_wrapper
 
@@ -41,7 +42,8 @@ class SafetensorsWeights:
     """See `quire.models.checkpoints.checkpoint.WeightStore`.
 
     Args:
-        path: directory with `config.json` and `model.safetensors`, or shards and their index.
+        path: directory with `config.json` and `model.safetensors`, or shards and their index; and with
+            folders of dense layers, see `sentence_modules.py`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,6 +65,11 @@ class SafetensorsWeights:
                                 "same one by another name"
                             )
                         self._places[published] = file, part
+            for folder in dense_folders(path):
+                for name in weight_files(path / folder):
+                    file = files.enter_context(_open(name))
+                    for stored in sorted(file.keys()):
+                        self._places[f"{folder}.{stored}"] = file, StoredPart(stored)
             self._files = files.pop_all()
 
     def close(self) -> None:
