@@ -6,7 +6,7 @@ from typing import Literal
 
 from quire.config import config, knob
 from quire.errors import InvalidRequestError
-from quire.limits import violation
+from quire.limits import PositiveInt, violation
 
 PoolingType = Literal["last", "cls", "mean", "weighted_mean", "max"]
 
@@ -30,6 +30,12 @@ class PoolingParams:
         default=None, help="Divide the row by its Euclidean norm. None: as the model was trained."
     )
 
+    dimensions: PositiveInt | None = knob(
+        default=None,
+        help="Numbers of the row that are kept, the first ones, before it is normalized; of models that were "
+        "trained for it (Matryoshka, Kusupati et al. 2022). None: all.",
+    )
+
     def __post_init__(self) -> None:
         if (found := violation(self)) is not None:
             name, refusal = found
@@ -40,4 +46,5 @@ class PoolingParams:
         return PoolingParams(
             pooling_type=self.pooling_type or default.pooling_type,
             normalize=default.normalize if self.normalize is None else self.normalize,
+            dimensions=self.dimensions,
         )

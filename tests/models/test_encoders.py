@@ -45,14 +45,24 @@ def test_rows_are_those_of_transformers(name: str, kernels: str, tmp_path: Path)
         assert row.tobytes() == by_itself.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"quantization": "int8"}], ids=str
+)
+def test_fewer_bits(options: dict[str, Any], tmp_path: Path) -> None:
     model = make_encoder("bert")
     [prompt] = random_prompts([70])
     expected = hidden_states(model, prompt).mean(0)
-    with LLM(str(save_encoder(model, tmp_path)), dtype=dtype, **SMALL) as llm:
+    with LLM(str(save_encoder(model, tmp_path)), **options, **SMALL) as llm:
         [row] = rows_of(llm, [prompt])
     assert torch.nn.functional.cosine_similarity(torch.tensor(row), expected, dim=0) > 0.9995
+
+
+def test_steps_have_room_for_the_longest_text(tmp_path: Path) -> None:
+    model = make_encoder("distilbert", max_position_embeddings=900)
+    [prompt] = random_prompts([900])
+    with LLM(str(save_encoder(model, tmp_path)), num_threads=2) as llm:
+        [row] = rows_of(llm, [prompt])
+    np.testing.assert_allclose(row, hidden_states(model, prompt).mean(0), atol=1e-5, rtol=0)
 
 
 def test_texts_become_word_pieces(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_model_of_the_other_kind_is_refused(tmp_path: Path, pooled_qwen3: None
     with LLM(str(make_checkpoint("qwen3", tmp_path / "qwen3")), **SMALL) as llm:
         for generate in (llm.generate, llm.chat):
             given = "a" if generate == llm.generate else [{"role": "user", "content": "a"}]
-            with pytest.raises(InvalidRequestError, match=r"cannot generate; use LLM\.encode"):
+            with pytest.raises(InvalidRequestError, match=r"cannot generate; use LLM\.embed"):
                 generate(given, SamplingParams(max_tokens=2))
         with pytest.raises(InvalidRequestError, match=r"pooling_type is .means.; did you mean"):
             llm.encode("a", PoolingParams(pooling_type="means"))

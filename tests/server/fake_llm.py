@@ -95,6 +95,7 @@ class FakeLLM:
             model="fake", max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, num_blocks=64, block_size=16,
             dtype="float32", load_seconds=0.1, role="prefill", kv_transfer_address=("10.0.0.1", 7000),
             kv_events_ports=None, reads_priority=True, reads_kv_transfer_params=True,
+            pooling=None,
         )  # fmt: skip
         self.seen = []
         self.live = set()

@@ -369,7 +369,7 @@ async def test_inputs_with_too_much_or_nothing(client, monkeypatch):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"endpoint": "/v1/embeddings"}, {"completion_window": "1h"}, {"metadata": {"a": "b" * 600}}],
+    [{"endpoint": "/v1/moderations"}, {"completion_window": "1h"}, {"metadata": {"a": "b" * 600}}],
     ids=["an endpoint", "a window", "metadata"],
 )
 async def test_batches_that_are_refused(client, fields):

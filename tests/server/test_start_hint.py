@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from quire.engine.messages import EngineInfo
+from quire.pooling_params import PoolingParams
 from quire.server.serve import _announce
 
 INFO = EngineInfo(
@@ -72,3 +73,15 @@ def test_the_first_line_says_what_the_model_runs_on(capsys, device: str) -> None
     _announce(context, SimpleNamespace(url="http://localhost:8000", curl="http://localhost:8000"))
     ready = capsys.readouterr().out.splitlines()[0]
     assert ready == f"Ready: http://localhost:8000 (mini, bfloat16 on {device}, loaded in 1.0 s)"
+
+
+def test_of_a_model_for_embeddings_these_are_asked_for(capsys) -> None:
+    context = SimpleNamespace(
+        llm=SimpleNamespace(info=msgspec.structs.replace(INFO, pooling=PoolingParams(pooling_type="cls"))),
+        model_name="mini",
+        tenants=SimpleNamespace(needs_key=False),
+    )
+    _announce(context, SimpleNamespace(url="http://localhost:8000", curl="http://localhost:8000"))
+    sent = arguments_of(capsys.readouterr().out.splitlines()[1].partition(": ")[2])
+    assert sent[0] == "http://localhost:8000/v1/embeddings"
+    assert sent[-1] == '{"model": "mini", "input": "Hello"}'

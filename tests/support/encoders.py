@@ -49,7 +49,7 @@ def make_encoder(name: str, *, kind: str = "Model", **config: Any) -> Any:
 
     stem, shape = ENCODERS[name]
     torch.manual_seed(0)
-    made = getattr(transformers, f"{stem}Config")(**shape, **config)
+    made = getattr(transformers, f"{stem}Config")(**{**shape, **config})
     model = getattr(transformers, f"{stem}{kind}")(made).eval()
     with torch.no_grad():
         for parameter_name, values in model.named_parameters():

@@ -83,9 +83,8 @@ class EngineCore:
         publish_events: Callable[[Sequence[KVCacheEvent]], None] | None = None,
     ) -> None:
         started = time.monotonic()
-        config = on_one_device(config)
         model_config = read_model_config(model_path)
-        config = config_for_model(config, model_config)
+        config = on_one_device(config_for_model(config, model_config))
         refuse_model_beside_eviction(config.scheduler, model_config)
         draft_model = find_draft_model(config, model_config, model_path)
         memory = watched_memory(config)
@@ -165,6 +164,8 @@ class EngineCore:
             device=device_name(config),
             cache_knob=cache_knob(config, plan),
             pooling=model_config.pooling,
+            row_size=model_config.row_size,
+            row_sizes=model_config.row_sizes,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 

@@ -81,7 +81,7 @@ class Pooler:
             pooled = self._sums[array_to_device(slots[ended], hidden.device)].cpu()
             for row, values in zip(ended.tolist(), pooled / torch.from_numpy(divisors)[:, None], strict=True):
                 made = through(self._row_layers, values.float()).double() if self._row_layers else values
-                _report(result, output.request_ids[row], made.numpy(), normalize=bool(params[row].normalize))
+                _report(result, output.request_ids[row], made.numpy(), params[row])
 
     def _take_in(self, output: SchedulerOutput, kinds: npt.NDArray[np.str_], hidden: torch.Tensor) -> None:
         """Add the states [T, hidden] that count; `kinds` of pooling are by request."""
@@ -136,9 +136,10 @@ class Pooler:
 
 
 def _report(
-    result: ModelRunnerOutput, request_id: str, values: npt.NDArray[np.float64], *, normalize: bool
+    result: ModelRunnerOutput, request_id: str, values: npt.NDArray[np.float64], params: PoolingParams
 ) -> None:
-    if normalize:
+    values = values[: params.dimensions]
+    if params.normalize:
         values = values / max(float(np.sqrt(np.square(values).sum())), _MIN_NORM)
     row = values.astype(np.float32)
     if np.isfinite(row).all():

@@ -231,6 +231,8 @@ class AsyncLLM:
             **options,
         )
 
+    embed = encode
+
     async def tokenize_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         """Return the tokens of the prompt that the chat template makes of a conversation.
 

@@ -208,6 +208,15 @@ class LLM:
             ]
             return self._run(requests, RequestState.pooling_snapshot, progress=progress, use_tqdm=use_tqdm)
 
+    def embed(
+        self,
+        prompts: PromptForm | Sequence[PromptForm],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Return the embeddings of texts: the rows that `encode` makes; arguments and errors as there."""
+        return self.encode(prompts, pooling_params, **options)
+
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler.
 

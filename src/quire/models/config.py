@@ -90,6 +90,8 @@ class ModelConfig:
     """Of the names of tensors in files that are passed over: what no token is computed from."""
     pooling: PoolingParams | None = None  # how a prompt becomes a row, in place of logits; None: it generates
     row_layers: tuple[RowLayer, ...] = ()  # what the row goes through
+    row_sizes: tuple[int, ...] | None = None
+    """To how many of their first numbers rows may be cut; none: to any; None: they may not be cut."""
 
     @property
     def num_layers(self) -> int:

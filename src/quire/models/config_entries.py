@@ -298,6 +298,8 @@ RULES: dict[str, _Rule] = {
     "shared_intermediate_size": _Integer(0, 1 << 20),
     "position_embedding_type": _TEXT,
     "type_vocab_size": _Integer(0, 1 << 10),
+    "is_matryoshka": _BOOLEAN,
+    "matryoshka_dimensions": _ListOf(_Integer(1, 1 << 17), 1 << 10),
     "pad_token_id": _Integer(0, 1 << 20),
     "is_decoder": _BOOLEAN,
     "block_ff_dim": _Integer(1, 1 << 20),
@@ -407,7 +409,8 @@ HARMLESS = frozenset(
         "is_encoder_decoder", "is_decoder", "tie_encoder_decoder", "use_bfloat16", "tie_last_hidden_states",
         # of other layers' windows than a family has; and what is refused unless it says nothing
         "max_window_layers", "_sliding_window_pattern", "is_causal",
-        # follows from others
+        # follows from others, or from files
+        "sinusoidal_pos_embds",
         "qk_head_dim", "expand",
         # of layers that predict further tokens
         "mtp_layers_block_type", "mtp_hybrid_override_pattern",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -80,6 +81,8 @@ def model_config(values: HFConfig) -> ModelConfig:
     _refuse_what_is_not_computed(hf, family)
     try:
         config = family.specialize(hf, common(hf, architecture, family_name, family))
+        if config.pooling is not None or hf.get("is_matryoshka"):
+            config = dataclasses.replace(config, row_sizes=_row_sizes(hf))
         _check_layer_types(hf, config)
     except KeyError as error:
         raise ModelError(f"config.json of this {architecture} has no entry {error}") from error
@@ -91,6 +94,11 @@ def model_config(values: HFConfig) -> ModelConfig:
         warn_once(f"config.json has model_type {model_type!r:.100}, and is read as that of a {architecture}")
     hf.warn_of_unread(f"config.json of this {architecture}")
     return config
+
+
+def _row_sizes(hf: HFConfig) -> tuple[int, ...] | None:
+    sizes = hf.get("matryoshka_dimensions")
+    return tuple(sorted(sizes)) if sizes else () if hf.get("is_matryoshka") else None
 
 
 def _refuse_what_is_not_computed(hf: HFConfig, family: Family) -> None:

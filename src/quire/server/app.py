@@ -30,7 +30,7 @@ from quire.server.edge.browsers import CallerCheck, CallerRules, cors_options
 from quire.server.edge.middleware import HttpMetrics, KeyCheck, RequestEnvelope, RootPath
 from quire.server.monitoring.endpoints import MONITORING_ENDPOINTS
 from quire.server.ollama.call import OLLAMA_ENDPOINTS
-from quire.server.openai.endpoints import COMPLETION_ENDPOINTS, MODEL_ENDPOINTS
+from quire.server.openai.endpoints import COMPLETION_ENDPOINTS, EMBEDDING_ENDPOINTS, MODEL_ENDPOINTS
 from quire.server.responses.handlers import RESPONSE_ENDPOINTS
 from quire.server.sampling_defaults import SamplingDefaults
 from quire.server.tenancy.tenants import Tenants
@@ -150,6 +150,7 @@ async def _answer_unrouted(request: Request, error: Exception) -> Response:
 
 ENDPOINTS = (
     *COMPLETION_ENDPOINTS,
+    *EMBEDDING_ENDPOINTS,
     *RESPONSE_ENDPOINTS,
     *MESSAGE_ENDPOINTS,
     *OLLAMA_ENDPOINTS,

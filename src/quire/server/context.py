@@ -136,6 +136,21 @@ class ServerContext:
                 code="model_not_found",
             )
 
+    def require_kind(self, *, is_pooled: bool) -> None:
+        """Raise `InvalidRequestError` unless the model pools prompts, or unless it generates."""
+        if is_pooled and self.llm.info.pooling is None:
+            raise InvalidRequestError(
+                f"the model {self.model_name} generates and makes no embeddings; use /v1/chat/completions or "
+                "/v1/completions, or serve a model that is made for embeddings",
+                param="model",
+            )
+        if not is_pooled and self.llm.info.pooling is not None:
+            raise InvalidRequestError(
+                f"the model {self.model_name} makes embeddings and cannot generate; use /v1/embeddings, or "
+                "serve a model that generates",
+                param="model",
+            )
+
     def require_room(self, num_sequences: int) -> None:
         """Raise `InvalidRequestError` for a call with more sequences than an empty queue accepts."""
         limit = self.llm.config.scheduler.max_num_queued_reqs

@@ -272,8 +272,11 @@ def _announce(context: ServerContext, listening: Listener) -> None:
     sent_key = ' -H "Authorization: Bearer ${QUIRE_API_KEY%% *}"'  # of several keys, the first
     key = sent_key if context.tenants.needs_key else ""
     hint = "Try, with QUIRE_API_KEY set to the key" if key and not os.environ.get("QUIRE_API_KEY") else "Try"
-    question = f'{{"model": "{context.model_name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    url = f"{listening.curl}/v1/chat/completions"
+    path, fields = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    if info.pooling is not None:
+        path, fields = "embeddings", '"input": "Hello"'
+    question = f'{{"model": "{context.model_name}", {fields}}}'
+    url = f"{listening.curl}/v1/{path}"
     print(
         f"Ready: {listening.url} ({context.model_name}, {info.dtype} on {info.device}, "
         f"loaded in {info.load_seconds:.1f} s)\n"

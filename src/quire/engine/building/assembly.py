@@ -53,7 +53,8 @@ SLOW_MODULES = (
 def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the configuration with which a model can be served.
 
-    Prompts of models that are not causal are computed whole, each in one step, and nothing of them is reused.
+    Prompts of models that are not causal are computed whole, each in one step, and nothing of them is reused:
+    steps have room for the longest, unless the configuration says how much.
 
     Raises:
         ConfigError: a field asks for what such a model cannot do.
@@ -86,6 +87,10 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if model.pooling is None:
         raise ModelError(f"{model.architecture} has layers that are not causal, so that it cannot generate")
     whole = dataclasses.replace(scheduler, dynamic_split_fuse=False, enable_prefix_caching=False)
+    if not whole.max_num_batched_tokens:
+        usual = scheduler.with_step_tokens().max_num_batched_tokens
+        longest = max(usual, config.max_model_len or model.max_model_len)
+        whole = dataclasses.replace(whole, max_num_batched_tokens=longest)
     return dataclasses.replace(config, scheduler=whole)
 
 

@@ -381,16 +381,32 @@ class InputProcessor:
         if own is None:
             raise InvalidRequestError(
                 f"the model {model} generates, and its prompts cannot be pooled; use LLM.generate, or a "
-                "model that is made for pooling",
+                "model that is made for embeddings",
                 param="pooling_params",
             )
         if params is None:
             raise InvalidRequestError(
-                f"the model {model} pools each prompt and cannot generate; use LLM.encode, or a model that "
+                f"the model {model} pools each prompt and cannot generate; use LLM.embed, or a model that "
                 "generates",
                 param="model",
             )
+        if params.dimensions is not None:
+            self._check_dimensions(params.dimensions)
         return params.resolved(own)
+
+    def _check_dimensions(self, dimensions: int) -> None:
+        sizes, size = self.info.row_sizes, self.info.row_size
+        if sizes is None and dimensions != size:
+            raise InvalidRequestError(
+                f"dimensions is {dimensions}, but the rows of {self.info.model} have {size} numbers and were "
+                "not trained to be cut (its config.json names no matryoshka_dimensions); leave it out",
+                param="dimensions",
+            )
+        if dimensions > size or (sizes and dimensions not in (*sizes, size)):
+            possible = ", ".join(map(str, sizes or ())) or f"1 to {size}"
+            raise InvalidRequestError(
+                f"dimensions is {dimensions}; it must be one of {possible}", param="dimensions"
+            )
 
     def _resolve(
         self, params: SamplingParams, prompt_length: int, *, shorten_output: bool

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from quire.models.text.tokenizer import Tokenizer
 
 _Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
+MAX_CHARACTERS = 1024
+"""Of a text for each of its tokens, where a tokenizer may drop any."""
+
 _PIECE = (
     65_536  # characters that are counted at a time, so that a text that is too long is not read to its end
 )
@@ -42,7 +45,8 @@ class TokenBound:
     """Bounds for the texts of one tokenizer.
 
     There are none if such a tokenizer can make characters disappear, by normalizing them away or by dropping
-    text between words. Unknown characters do not count, since a run of them may be one token.
+    text between words: a text is too long then if it has more than `MAX_CHARACTERS` for each token. Unknown
+    characters do not count, since a run of them may be one token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -51,7 +55,9 @@ class TokenBound:
     def min_num_tokens(self, text: str, enough: int) -> int:
         """Return a lower bound on the tokens of `text`; counting stops above `enough`."""
         total = 0.0
-        if self._keeps_characters:
+        if not self._keeps_characters and len(text) > enough * MAX_CHARACTERS:
+            total = enough + 1
+        elif self._keeps_characters:
             for start in range(0, len(text), _PIECE):
                 total += self._count(text[start : start + _PIECE])
                 if total > enough + 1:
@@ -61,7 +67,7 @@ class TokenBound:
     def part_with(self, text: str, num_tokens: int, *, from_end: bool) -> str:
         """Return the end or beginning of a text, long enough for more than `num_tokens` tokens.
 
-        Returns the whole text where no bound is known.
+        It is cut to `MAX_CHARACTERS` for each token where no bound is known.
         """
         total, length = 0.0, 0
         while self._keeps_characters and total <= num_tokens and length < len(text):
@@ -69,7 +75,9 @@ class TokenBound:
             piece = text[max(0, start - _PIECE) : start] if from_end else text[length : length + _PIECE]
             total += self._count(piece)
             length += len(piece)
-        if total <= num_tokens:
+        if not self._keeps_characters:
+            length = (num_tokens + 1) * MAX_CHARACTERS
+        elif total <= num_tokens:
             return text
         return text[-length:] if from_end else text[:length]
 

@@ -97,7 +97,6 @@ def _roberta(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _distilbert(hf: HFConfig, base: ModelConfig) -> ModelConfig:
-    hf.get("sinusoidal_pos_embds")  # how the vectors were made that files have
     return _normed_sums(base)
 
 

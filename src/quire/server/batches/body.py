@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from quire.server.responses.body import Metadata
 from quire.server.wire.strict_model import Ignored, StrictModel
 
-BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 Cursor = Annotated[str, Field(max_length=128)]
 Time = Annotated[int, Field(ge=0, lt=1 << 40)]
 

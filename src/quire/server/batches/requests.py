@@ -20,6 +20,7 @@ from quire.server.dispatch import answer_of
 from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
 from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.completions import create_completion
+from quire.server.openai.embeddings import EmbeddingRequest, create_embeddings
 from quire.server.responses.body import ResponsesRequest
 from quire.server.responses.handlers import create_response
 from quire.server.tenancy.tenants import Tenant
@@ -52,6 +53,7 @@ _ENDPOINTS = {
     for endpoint in (
         _endpoint("/v1/completions", create_completion, CompletionRequest),
         _endpoint("/v1/chat/completions", create_chat_completion, ChatCompletionRequest),
+        _endpoint("/v1/embeddings", create_embeddings, EmbeddingRequest),
         _endpoint("/v1/responses", create_response, ResponsesRequest),
     )
 }

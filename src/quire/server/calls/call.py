@@ -57,6 +57,8 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
     operation: ClassVar[str] = "chat"  # OpenTelemetry's name of it
     stream_type: ClassVar[str] = SERVER_SENT_EVENTS
     """Media type of a stream."""
+    is_pooled: ClassVar[bool] = False
+    """Whether prompts become rows."""
 
     def __init__(self, request: Request, body: BodyT) -> None:
         self._request = request
@@ -64,6 +66,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         self._context = context_of(request)
         if body.model is not None:
             self._context.require_model(body.model)
+        self._context.require_kind(is_pooled=self.is_pooled)
         self._begun_at = time.monotonic()
         self._request_id = request_id_of(request)
         self._so_far = stream_so_far(request)

@@ -70,7 +70,8 @@ _OTHERWISE_IN_BODIES = (  # in another form, or in only one of the bodies
 TokenIdText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 
 
-def _prompt_form(value: Any) -> str | None:
+def prompt_form(value: Any) -> str | None:
+    """Return the tag of the form that a prompt, or several, is given in; None: of none."""
     if isinstance(value, str):
         return "=text"
     if not isinstance(value, list):
@@ -90,7 +91,7 @@ PromptForms = Annotated[
         list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("=token_lists")
     ],
     Discriminator(
-        _prompt_form,
+        prompt_form,
         custom_error_type="form",
         custom_error_message="it must be text, token ids, or a list of either",
     ),

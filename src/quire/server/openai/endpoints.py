@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's completions, chat completions and models."""
+"""The endpoints of OpenAI's completions, chat completions, embeddings and models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from quire.server.context import context_of
 from quire.server.openai.bodies import ChatCompletionRequest, CompletionRequest
 from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.completions import create_completion
+from quire.server.openai.embeddings import EmbeddingRequest, create_embeddings
 from quire.server.wire.answers import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
+    EmbeddingList,
     ModelCard,
     ModelList,
     json_response,
@@ -51,6 +53,16 @@ COMPLETION_ENDPOINTS = (
         ChatCompletion,
         body=ChatCompletionRequest,
         event=ChatCompletionChunk,
+        errors=GENERATION_ERRORS,
+    ),
+)
+EMBEDDING_ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/embeddings",
+        create_embeddings,
+        EmbeddingList,
+        body=EmbeddingRequest,
         errors=GENERATION_ERRORS,
     ),
 )

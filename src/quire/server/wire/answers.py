@@ -285,6 +285,32 @@ class ChatCompletionChunk(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class Embedding(Struct, kw_only=True):
+    """The embedding of one text: numbers, or float32 in little-endian bytes, in base64."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Struct, frozen=True, kw_only=True):
+    """Token counts of one call, over all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct, kw_only=True):
+    """Answer of /v1/embeddings."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
 LATEST = ":latest"
 """Tag that Ollama's clients add to the names of models without one."""
 
