@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from encoders import ENCODERS, LENGTHS, hidden_states, make_encoder, random_prompts, save_encoder
+from encoders import DECODERS, ENCODERS, LENGTHS, hidden_states, make_encoder, random_prompts, save_encoder
 from engine_checks import check_after_every_step, core_of
 from quire import LLM, PoolingParams
-from quire.errors import ModelError
+from quire.errors import InvalidRequestError, ModelError
 from quire.models.checkpoints.config_reading import read_model_config
 
 SMALL = {"num_threads": 2, "max_num_batched_tokens": 1100}
@@ -126,6 +126,32 @@ def test_damaged_weights_end_the_requests_that_meet_them(tmp_path: Path) -> None
         damaged, sound = llm.encode([[5, 7, 9], [5, 6, 9]])
     assert "NaN or infinite" in damaged.outputs.error
     assert np.isfinite(sound.outputs.data).all()
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("kind", ["Model", "ForCausalLM"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_are_pooled_if_that_is_published(name: str, kind: str, tmp_path: Path) -> None:
+    """Qwen3-Embedding and its like, whose files hold a body alone, and those of models that generate."""
+    model = make_encoder(name, kind=kind)
+    prompts = random_prompts([1, 2, 77, 200])
+    save_encoder(model, tmp_path, {"Pooling": pooling("lasttoken"), "Normalize": {}})
+    with LLM(str(tmp_path), num_kv_blocks=64, num_threads=2, max_num_batched_tokens=100) as llm:
+        together = rows_of(llm, prompts)
+        assert [row.tobytes() for row in together] == [rows_of(llm, [one])[0].tobytes() for one in prompts]
+        with pytest.raises(InvalidRequestError, match=r"cannot generate; use LLM\.embed"):
+            llm.generate("a")
+    for prompt, row in zip(prompts, together, strict=True):
+        expected = hidden_states(model, prompt)[-1]
+        np.testing.assert_allclose(row, expected / expected.norm(), atol=1e-5, rtol=0)
+
+
+def test_a_body_alone_is_pooled_by_the_mean(tmp_path: Path) -> None:
+    model = make_encoder("qwen3")
+    [prompt] = random_prompts([30])
+    with LLM(str(save_encoder(model, tmp_path)), num_kv_blocks=64, num_threads=2) as llm:
+        [row] = rows_of(llm, [prompt])
+    np.testing.assert_allclose(row, hidden_states(model, prompt).mean(0), atol=1e-5, rtol=0)
 
 
 # -- what sentence-transformers publishes ------------------------------------------------------------------

@@ -23,12 +23,32 @@ _BERT = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
+_FEW_IDS = {f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "cls", "sep", "eos"))}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {  # class in transformers without its ending, its config
     "bert": ("Bert", _BERT),
     "bert-other": ("Bert", _BERT | {"hidden_act": "gelu_new", "type_vocab_size": 1, "layer_norm_eps": 1e-5}),
     "roberta": ("Roberta", _BERT | {"max_position_embeddings": 514}),
     "xlm-roberta": ("XLMRoberta", _BERT | {"max_position_embeddings": 515, "pad_token_id": 2}),
     "camembert": ("Camembert", _BERT | {"max_position_embeddings": 514, "type_vocab_size": 1}),
+    "modernbert": ("ModernBert", _BERT | _FEW_IDS | {"local_attention": 17, "num_hidden_layers": 5}),
+    "modernbert-biases": (
+        "ModernBert",
+        _BERT | _FEW_IDS | {"attention_bias": True, "mlp_bias": True, "norm_bias": True},
+    ),
+    "nomic": ("NomicBert", _BERT),
+    "embeddinggemma": (
+        "Gemma3Text",
+        _BERT
+        | _FEW_IDS
+        | {
+            "num_hidden_layers": 7,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 18,
+            "use_bidirectional_attention": True,
+        },
+    ),
     "distilbert": (
         "DistilBert",
         {
@@ -42,12 +62,19 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {  # class in transformers wit
     ),
 }
 
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", _BERT | _FEW_IDS | {"num_key_value_heads": 2, "head_dim": 32}),
+    "qwen2": ("Qwen2", _BERT | _FEW_IDS | {"num_key_value_heads": 2}),
+    "llama": ("Llama", _BERT | _FEW_IDS),
+    "mistral": ("Mistral", _BERT | _FEW_IDS | {"num_key_value_heads": 2, "sliding_window": 20}),
+}
+
 
 def make_encoder(name: str, *, kind: str = "Model", **config: Any) -> Any:
     """Return a random model of transformers of this name; `kind` is the ending of its class."""
     import transformers
 
-    stem, shape = ENCODERS[name]
+    stem, shape = (ENCODERS | DECODERS)[name]
     torch.manual_seed(0)
     made = getattr(transformers, f"{stem}Config")(**{**shape, **config})
     model = getattr(transformers, f"{stem}{kind}")(made).eval()

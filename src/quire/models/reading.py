@@ -18,7 +18,7 @@ from quire.models.config_entries import (
     warn_once,
 )
 from quire.models.families import ARCHITECTURES, FAMILIES
-from quire.models.families.family import Family, common
+from quire.models.families.family import MEAN_POOLING, Family, common
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
@@ -81,6 +81,9 @@ def model_config(values: HFConfig) -> ModelConfig:
     _refuse_what_is_not_computed(hf, family)
     try:
         config = family.specialize(hf, common(hf, architecture, family_name, family))
+        is_body = architecture.endswith("Model") and not architecture.endswith("HeadModel")
+        if config.pooling is None and is_body:
+            config = dataclasses.replace(config, pooling=MEAN_POOLING)
         if config.pooling is not None or hf.get("is_matryoshka"):
             config = dataclasses.replace(config, row_sizes=_row_sizes(hf))
         _check_layer_types(hf, config)
@@ -103,7 +106,8 @@ def _row_sizes(hf: HFConfig) -> tuple[int, ...] | None:
 
 def _refuse_what_is_not_computed(hf: HFConfig, family: Family) -> None:
     # Between tokens of one image ("vision") it does not concern text.
-    if (hf.get("use_bidirectional_attention") or "vision") != "vision" or not hf.get("is_causal", True):
+    looks_ahead = (hf.get("use_bidirectional_attention") or "vision") != "vision"
+    if (looks_ahead and not family.may_look_ahead) or not hf.get("is_causal", True):
         raise ModelError("config.json asks for bidirectional attention; Quire serves causal decoders only")
     for name in _COUNTS:
         if hf.get(name) is None:

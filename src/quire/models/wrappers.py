@@ -97,7 +97,7 @@ _TEXT_TYPES: dict[str, tuple[str, dict[str, Any]]] = {  # architecture by itself
             architecture,
             _TEXT_DEFAULTS.get(FAMILIES[name].model_type or name, {}),
         )
-        for architecture, name in ARCHITECTURES.items()
+        for architecture, name in reversed(ARCHITECTURES.items())  # the first of a family counts
     },
 }
 

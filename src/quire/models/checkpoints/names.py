@@ -17,7 +17,10 @@ _PARTS_OF_BODY = {
     "transformer.": ("word_embeddings.", "wte.", "wpe.", "h.", "ln_f."),
 }
 _DECODER = re.compile(r"(model\.)?(language_model|text_model)\.(model\.)?")
-_ENCODER = re.compile(r"(bert|roberta|distilbert)\.(?=embeddings\.|encoder\.|transformer\.|pooler\.)")
+_ENCODER = re.compile(
+    r"(bert|roberta|distilbert)\.(?=embeddings\.|encoder\.|transformer\.|pooler\.)"
+    r"|model\.(?=embeddings\.|final_norm\.)"
+)
 _OTHER_PART = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|connector|image_newline|"
     r"audio_tower|embed_vision|embed_audio)\b"

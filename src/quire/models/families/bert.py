@@ -1,23 +1,21 @@
 """BERT and its descendants: encoders, whose prompts become rows.
 
-A sub-layer's result is added to the residual stream and the sum normalized; norms, matrices and biases are
-otherwise alike in all of them. What of a checkpoint predicts masked tokens is passed over.
+In all but ModernBERT, a sub-layer's result is added to the residual stream and the sum normalized. What of a
+checkpoint predicts masked tokens is passed over.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.config import ModelConfig
-from quire.models.families.family import Family
-from quire.models.layer import LayerConfig, SubLayerConfig
+from quire.models.config import ModelConfig, RopeConfig
+from quire.models.families.family import Family, two_sided, with_attention_biases, with_two_ropes
+from quire.models.layer import SubLayerConfig
+from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
-from quire.models.layers.two_sided_attention import TwoSidedAttentionConfig
-from quire.models.ropes import HFConfig
-from quire.pooling_params import PoolingParams
+from quire.models.ropes import HFConfig, read_two_ropes
 
 _NAMES = {
     "embedding": "embeddings.word_embeddings.weight",
@@ -37,27 +35,9 @@ _NAMES = {
 _IGNORED = ("embeddings.position_ids", "pooler.", "cls.", "lm_head.", "vocab_")  # the last of DistilBERT
 
 
-def encoder(base: ModelConfig, **fields: Any) -> ModelConfig:
-    """Return a model whose attention is two-sided, and whose prompts become the means of their states.
-
-    Args:
-        base: a model of equal layers.
-        fields: of the attention, that are otherwise.
-    """
-    attention, feed_forward = base.layers[0].parts
-    usual = {field.name: getattr(attention, field.name) for field in dataclasses.fields(attention)}
-    layer = LayerConfig((TwoSidedAttentionConfig(**{**usual, **fields}), feed_forward))
-    return replace(
-        base,
-        layers=(layer,) * base.num_layers,
-        tie_word_embeddings=False,
-        pooling=PoolingParams(pooling_type="mean", normalize=False),
-    )
-
-
 def _normed_sums(base: ModelConfig, **fields: Any) -> ModelConfig:
     """Return an encoder as BERT is one, with the other `fields` of the model."""
-    config = encoder(base, rope=None, qkv_bias=True, output_bias=True)
+    config = two_sided(base).changed(AttentionConfig, rope=None, qkv_bias=True, output_bias=True)
     config = config.changed(FeedForwardConfig, gated=False, bias=True)
     config = config.changed(SubLayerConfig, pre_norm=False, norms_stream=True)
     return replace(
@@ -100,6 +80,63 @@ def _distilbert(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     return _normed_sums(base)
 
 
+def _modernbert(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Most layers see a window, half of it on each side; the first attention reads the norm of embeddings."""
+    types, pattern = hf.get("layer_types"), hf["global_attn_every_n_layers"]
+    slides = [
+        bool(layer % pattern) if types is None else types[layer] == "sliding_attention"
+        for layer in range(base.num_layers)
+    ]
+    window = hf["local_attention"] // 2 + 1
+    config = with_two_ropes(
+        two_sided(with_attention_biases(hf, base)),
+        [window * is_sliding for is_sliding in slides],
+        _modernbert_ropes(hf, hf["hidden_size"] // hf["num_attention_heads"]),
+    )
+    config = config.changed(FeedForwardConfig, bias=bool(hf.get("mlp_bias", False)))
+    return replace(
+        config,
+        layers=(config.layers[0].changed(AttentionConfig, pre_norm=False), *config.layers[1:]),
+        norm_kind="layer" if hf.get("norm_bias", False) else "layer_without_bias",
+        embedding_norm=True,
+        ignored_prefixes=("head.", "decoder."),
+    )
+
+
+def _modernbert_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    return read_two_ropes(hf, head_dim, sliding_theta=hf["local_rope_theta"])
+
+
+def _nomic(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    for name, usual in _NOMIC_USUAL.items():
+        if hf.get(name, usual) != usual:
+            raise ModelError(f"config.json has {name} {hf[name]!r:.100}; only {usual!r} is supported")
+    config = two_sided(base).changed(SubLayerConfig, pre_norm=False, norms_stream=True)
+    return replace(
+        config,
+        norm_kind="layer",
+        embedding_norm=True,
+        final_norm=False,
+        token_types=hf["type_vocab_size"],
+        ignored_prefixes=_IGNORED,
+    )
+
+
+_NOMIC_USUAL: dict[str, Any] = {
+    "activation_function": "swiglu",
+    "causal": False,
+    "parallel_block": False,
+    "prenorm": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_scaling_factor": None,
+    "rotary_emb_scale_base": None,
+    "scale_attn_weights": True,
+    "use_rms_norm": False,
+}
 _BERT_DEFAULTS: dict[str, Any] = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-12,
@@ -124,6 +161,62 @@ FAMILIES: dict[str, Family] = {
     "roberta": _ROBERTA,
     "xlm-roberta": replace(_ROBERTA, architectures=("XLMRobertaModel", "XLMRobertaForMaskedLM")),
     "camembert": replace(_ROBERTA, architectures=("CamembertModel", "CamembertForMaskedLM")),
+    "modernbert": Family(
+        _modernbert,
+        {
+            "embedding": "embeddings.tok_embeddings.weight",
+            "embedding_norm": "embeddings.norm.weight",
+            "layer": "model.layers.{}.",
+            "attention_norm": "attn_norm",
+            "qkv": "attn.Wqkv",
+            "o": "attn.Wo",
+            "mlp_norm": "mlp_norm",
+            "gate_up": "mlp.Wi",
+            "down": "mlp.Wo",
+            "norm": "final_norm.weight",
+        },
+        {
+            "hidden_activation": "gelu",
+            "norm_eps": 1e-5,
+            "rope_theta": 160000.0,
+            "local_rope_theta": 1e4,
+            "local_attention": 128,
+            "global_attn_every_n_layers": 3,
+        },
+        architectures=("ModernBertModel", "ModernBertForMaskedLM"),
+        activation="hidden_activation",
+        norm_eps="norm_eps",
+        ropes=_modernbert_ropes,
+        aliases={"global_rope_theta": "rope_theta"},
+    ),
+    "nomic_bert": Family(
+        _nomic,
+        {
+            "embedding": "embeddings.word_embeddings.weight",
+            "token_types": "embeddings.token_type_embeddings.weight",
+            "embedding_norm": "emb_ln.weight",
+            "layer": "encoder.layers.{}.",
+            "qkv": "attn.Wqkv",
+            "o": "attn.out_proj",
+            "attention_stream_norm": "norm1",
+            "gate": "mlp.fc12",
+            "up": "mlp.fc11",
+            "down": "mlp.fc2",
+            "mlp_stream_norm": "norm2",
+        },
+        {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "rope_theta": 1000.0},
+        architectures=("NomicBertModel",),
+        norm_eps="layer_norm_eps",
+        aliases={
+            "n_embd": "hidden_size",
+            "n_head": "num_attention_heads",
+            "n_inner": "intermediate_size",
+            "n_layer": "num_hidden_layers",
+            "n_positions": "max_position_embeddings",
+            "layer_norm_epsilon": "layer_norm_eps",
+            "rotary_emb_base": "rope_theta",
+        },
+    ),
     "distilbert": Family(
         _distilbert,
         _NAMES

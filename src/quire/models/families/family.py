@@ -8,17 +8,19 @@ by layer type where there are two).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from quire.errors import ModelError, nearest_name
 from quire.models.config import DTYPE_BYTES, ModelConfig, RopeConfig
-from quire.models.layer import LayerConfig
+from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.delta_net import DeltaNetConfig
 from quire.models.layers.experts import ExpertsConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
+from quire.models.layers.two_sided_attention import TwoSidedAttentionConfig
 from quire.models.ropes import HFConfig, read_rope
+from quire.pooling_params import PoolingParams
 
 NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -33,6 +35,9 @@ FOUR_NORM_NAMES = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
+MEAN_POOLING = PoolingParams(pooling_type="mean", normalize=False)
+"""Of models that do not generate, where nothing else is published; as in sentence-transformers."""
+
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -56,7 +61,8 @@ class Family:
     not the family's name, `layer_types` are those that it may name, `layer_entries` those that a
     `per_layer_config` may have, `ropes` reads the sets of rotary frequencies for a head size, and `aliases`
     has what the usual entries are called by names of its own. `derived` returns defaults that follow from a
-    config.json, whatever that holds.
+    config.json, whatever that holds. `may_look_ahead` says that a config.json may ask for bidirectional
+    attention.
     """
 
     specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
@@ -71,6 +77,7 @@ class Family:
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
     ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    may_look_ahead: bool = False
 
     def usual_entries(self, values: HFConfig) -> HFConfig:
         """Return a config's entries by their usual names; those by an alias come first."""
@@ -146,6 +153,22 @@ def by_layer(hf: HFConfig, name: str, value: int) -> list[int]:
     """Return an entry of each layer: as `per_layer_config` says, else `value`."""
     own = {int(layer): entries or {} for layer, entries in hf["per_layer_config"].items()}
     return [own.get(layer, {}).get(name, value) for layer in range(hf["num_hidden_layers"])]
+
+
+def two_sided(base: ModelConfig) -> ModelConfig:
+    """Return a model whose attention is two-sided, and whose prompts become the means of their states."""
+    return replace(
+        base,
+        layers=tuple(LayerConfig(tuple(map(_two_sided, layer.parts))) for layer in base.layers),
+        tie_word_embeddings=False,
+        pooling=MEAN_POOLING,
+    )
+
+
+def _two_sided(part: SubLayerConfig) -> SubLayerConfig:
+    if not isinstance(part, AttentionConfig):
+        return part
+    return TwoSidedAttentionConfig(**{one.name: getattr(part, one.name) for one in fields(part)})
 
 
 def with_attention_biases(hf: HFConfig, base: ModelConfig) -> ModelConfig:

@@ -14,6 +14,7 @@ from quire.models.families.family import (
     Family,
     by_layer,
     layer_windows,
+    two_sided,
     with_attention_biases,
     with_two_ropes,
 )
@@ -66,7 +67,11 @@ def _gemma3(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     pattern = hf.get("sliding_window_pattern", 6)
     normed = _gemma2(hf, base).changed(AttentionConfig, qk_norm="head")
     windows = layer_windows(hf, lambda layer: (layer + 1) % pattern != 0)
-    return with_two_ropes(normed, windows, _gemma3_ropes(hf, base.kv_specs[0].key_head_dim))
+    ropes = _gemma3_ropes(hf, base.kv_specs[0].key_head_dim)
+    if not hf.get("use_bidirectional_attention"):
+        return with_two_ropes(normed, windows, ropes)
+    halves = [window and window // 2 + 1 for window in windows]  # of what is seen on each side, and itself
+    return with_two_ropes(two_sided(normed), halves, ropes)
 
 
 def _gemma3_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
@@ -255,7 +260,8 @@ FAMILIES: dict[str, Family] = {
         activation="hidden_activation",
         model_type="gemma3_text",
         ropes=_gemma3_ropes,
-        architectures=("Gemma3ForCausalLM",),
+        architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
+        may_look_ahead=True,
     ),
     "gemma4": Family(
         _gemma4_of_text,

@@ -155,8 +155,10 @@ _QWEN3_NEXT = replace(
 )
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(_qwen2, NAMES, _QWEN_DEFAULTS, architectures=("Qwen2ForCausalLM",)),
-    "qwen3": Family(_qwen3, NAMES, _QWEN_DEFAULTS | {"head_dim": 128}, architectures=("Qwen3ForCausalLM",)),
+    "qwen2": Family(_qwen2, NAMES, _QWEN_DEFAULTS, architectures=("Qwen2ForCausalLM", "Qwen2Model")),
+    "qwen3": Family(
+        _qwen3, NAMES, _QWEN_DEFAULTS | {"head_dim": 128}, architectures=("Qwen3ForCausalLM", "Qwen3Model")
+    ),
     "qwen2_moe": Family(
         _qwen2_moe,
         _SHARED_EXPERT_NAMES,
