@@ -36,6 +36,16 @@ class PoolingParams:
         "trained for it (Matryoshka, Kusupati et al. 2022). None: all.",
     )
 
+    activation: bool | None = knob(
+        default=None,
+        help="Make probabilities of the scores of labels. None: as the model was trained.",
+    )
+    second_text_at: PositiveInt | None = knob(
+        default=None,
+        help="Position of the first token of a second text, for models that tell two texts apart by types of "
+        "tokens. None: there is one text.",
+    )
+
     def __post_init__(self) -> None:
         if (found := violation(self)) is not None:
             name, refusal = found
@@ -47,4 +57,6 @@ class PoolingParams:
             pooling_type=self.pooling_type or default.pooling_type,
             normalize=default.normalize if self.normalize is None else self.normalize,
             dimensions=self.dimensions,
+            activation=self.activation,
+            second_text_at=self.second_text_at,
         )

@@ -205,7 +205,7 @@ def test_what_only_generating_needs_is_refused(options: dict[str, Any], tmp_path
 # -- layers that are not causal ------------------------------------------------------------------------------
 
 CONFIG = {
-    "architectures": ["ToyEncoderModel"],
+    "architectures": ["ToyEncoder"],
     "model_type": "toy_encoder",
     "vocab_size": 384,
     "hidden_size": 64,
@@ -227,7 +227,7 @@ def encoder(hf: Any, base: ModelConfig) -> ModelConfig:
 @pytest.fixture
 def toy_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "toy_encoder", Family(encoder, FAMILIES["llama"].weight_names))
-    monkeypatch.setitem(ARCHITECTURES, "ToyEncoderModel", "toy_encoder")
+    monkeypatch.setitem(ARCHITECTURES, "ToyEncoder", "toy_encoder")
 
 
 class PlainEncoder(PlainModel):
@@ -303,7 +303,7 @@ def test_what_needs_kv_is_refused(options: dict[str, Any], message: str, tmp_pat
 @pytest.mark.usefixtures("toy_encoder")
 def test_a_model_that_is_not_causal_cannot_generate(tmp_path: Path) -> None:
     make_encoder(tmp_path, generates=True)
-    with pytest.raises(ModelError, match="ToyEncoderModel has layers that are not causal"):
+    with pytest.raises(ModelError, match="ToyEncoder has layers that are not causal"):
         LLM(str(tmp_path))
 
 

@@ -166,6 +166,7 @@ class EngineCore:
             pooling=model_config.pooling,
             row_size=model_config.row_size,
             row_sizes=model_config.row_sizes,
+            labels=model_config.labels,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 

@@ -79,7 +79,8 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     `cache_knob`: the field that makes the KV cache too small for sequences as long as the model's maximum;
     empty: none does.
     `pooling`: how the model makes a row of a prompt if the request does not say; None: it generates.
-    `row_size`: numbers of such a row; `row_sizes`: to how many it may be cut, see `ModelConfig`.
+    `row_size`: numbers of such a row; `row_sizes`: to how many it may be cut; `labels`: whose scores they
+    are; see `ModelConfig`.
     `max_num_batched_tokens`: the most tokens of a step.
     """
 
@@ -101,6 +102,7 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     pooling: PoolingParams | None = None
     row_size: int = 0
     row_sizes: tuple[int, ...] | None = None
+    labels: tuple[str, ...] = ()
     max_num_batched_tokens: int = 0
 
     @functools.cached_property

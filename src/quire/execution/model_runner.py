@@ -125,6 +125,7 @@ class ModelRunner:
                 hidden_size=size,
                 device=device,
                 row_layers=model.row_layers,
+                activation=model.config.label_activation,
             )
         self._prompt_logprobs = PromptLogprobs(self._batch, model, max_num_seqs)
         self._connector_needs_tokens = connector is not None and not connector.saves_before_tokens
@@ -351,6 +352,8 @@ class ModelRunner:
     def _forward(self, output: SchedulerOutput) -> torch.Tensor:
         """Return the last hidden state of every scheduled token, [T, hidden], and write its KV."""
         batch = self._attention_batch(output)
+        if self._pooler is not None and self._model.config.token_types > 1:
+            batch.token_types = self._pooler.token_types(output)
         rows = np.repeat(output.slots, output.num_tokens)
         positions = batch.positions.numpy()
         if self._evictor is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,10 @@ float64 has all sums exactly below 2**27 and 2**17. So a mean depends neither on
 computed in nor on the order of the additions.
 """
 
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda scores: scores.softmax(-1),
+    "sigmoid": torch.sigmoid,
+}
 _MIN_NORM = 1e-12  # as in torch's `normalize`
 
 _NOT_FINITE = (
@@ -39,6 +43,7 @@ class Pooler:
         hidden_size: features of a state.
         device: where states are.
         row_layers: what rows go through.
+        activation: what makes probabilities of them; see `ModelConfig.label_activation`.
     """
 
     def __init__(
@@ -49,9 +54,11 @@ class Pooler:
         hidden_size: int,
         device: torch.device,
         row_layers: Sequence[DenseRows] = (),
+        activation: str = "",
     ) -> None:
         self._batch = batch
         self._row_layers = row_layers
+        self._activation = activation
         self._sums = torch.zeros(max_num_seqs, hidden_size, dtype=torch.float64, device=device)
         # All positions before are in the sums, as far as they count.
         self._next_positions: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
@@ -81,7 +88,22 @@ class Pooler:
             pooled = self._sums[array_to_device(slots[ended], hidden.device)].cpu()
             for row, values in zip(ended.tolist(), pooled / torch.from_numpy(divisors)[:, None], strict=True):
                 made = through(self._row_layers, values.float()).double() if self._row_layers else values
+                if self._activation and params[row].activation is not False:
+                    made = _ACTIVATIONS[self._activation](made)
                 _report(result, output.request_ids[row], made.numpy(), params[row])
+
+    def token_types(self, output: SchedulerOutput) -> torch.Tensor | None:
+        """Return the type of each of a step's tokens, [T]; None: all are of the first."""
+        starts = [self._params(slot).second_text_at for slot in output.slots.tolist()]
+        if not any(starts):
+            return None
+        of_second = [
+            np.arange(first, first + count) >= (count + first if start is None else start)
+            for start, first, count in zip(
+                starts, output.num_computed_tokens.tolist(), output.num_tokens.tolist(), strict=True
+            )
+        ]
+        return torch.from_numpy(np.concatenate(of_second).astype(np.int64))
 
     def _take_in(self, output: SchedulerOutput, kinds: npt.NDArray[np.str_], hidden: torch.Tensor) -> None:
         """Add the states [T, hidden] that count; `kinds` of pooling are by request."""

@@ -125,6 +125,24 @@ def _require_mappings(given: Any, name: str) -> None:
             )
 
 
+def text_pairs(texts_1: Any, texts_2: Any) -> list[tuple[Any, Any]]:
+    """Return pairs of texts: one with each of the others, or each with its counterpart.
+
+    Raises:
+        InvalidRequestError: they are no texts, or not equally many.
+    """
+    for name, texts in (("texts_1", texts_1), ("texts_2", texts_2)):
+        _require_sequence(texts, name, "a text, or a list of texts")
+    first, second = ([texts] if isinstance(texts, str) else list(texts) for texts in (texts_1, texts_2))
+    if len(first) not in (1, len(second)):
+        raise InvalidRequestError(
+            f"there are {len(first)} first texts and {len(second)} second ones; there must be one first "
+            "text, or as many",
+            param="texts_1",
+        )
+    return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
 def one_for_each(batch: Sequence[Any], given: T | Sequence[T] | None, kind: type[T], name: str) -> list[T]:
     """Return one value for each item of `batch`: `given` itself if it is a sequence, else `given` repeated.
 

@@ -231,7 +231,29 @@ class AsyncLLM:
             **options,
         )
 
-    embed = encode
+    def embed(
+        self, prompt: str | Sequence[int], pooling_params: PoolingParams | None = None, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield the embedding of a text, see `LLM.embed`."""
+        return self.encode(prompt, pooling_params, task="embed", **options)
+
+    def classify(
+        self, prompt: str | Sequence[int], pooling_params: PoolingParams | None = None, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield the probabilities of a text's labels, see `LLM.classify`."""
+        return self.encode(prompt, pooling_params, task="classify", **options)
+
+    def reward(
+        self, prompt: str | Sequence[int], **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield the reward of a text, see `LLM.reward`."""
+        return self.classify(prompt, PoolingParams(activation=False), **options)
+
+    def score(
+        self, text_1: str, text_2: str, pooling_params: PoolingParams | None = None, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield how well two texts go together, see `LLM.score`."""
+        return self.encode(text_1, pooling_params, second_text=text_2, task="score", **options)
 
     async def tokenize_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         """Return the tokens of the prompt that the chat template makes of a conversation.
@@ -556,7 +578,8 @@ class AsyncLLM:
         """Return a checked and tokenized request, which a thread prepares if it is long."""
         await self._driver.wait_until_ready()
         call = functools.partial(process, self._requests.inputs, prompt, params, **options)
-        return await self._threads.run(length_of(prompt, params), call, may_wait=may_wait)
+        length = length_of(prompt, params) + len(options.get("second_text") or "")
+        return await self._threads.run(length, call, may_wait=may_wait)
 
     def _is_idle(self) -> bool:
         return not self._requests.outputs or self._requests.failure is not None

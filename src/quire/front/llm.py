@@ -15,6 +15,7 @@ from quire.front.arguments import (
     engine_config,
     one_for_each,
     prompts_of,
+    text_pairs,
     tools_for_each,
 )
 from quire.front.batch import Batch, Output
@@ -215,7 +216,58 @@ class LLM:
         **options: Any,
     ) -> list[PoolingRequestOutput]:
         """Return the embeddings of texts: the rows that `encode` makes; arguments and errors as there."""
-        return self.encode(prompts, pooling_params, **options)
+        return self.encode(prompts, pooling_params, task="embed", **options)
+
+    def classify(
+        self,
+        prompts: PromptForm | Sequence[PromptForm],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Return the probabilities of the labels `info.labels` of each text.
+
+        Arguments and errors are as for `encode`; `InvalidRequestError` also if the model has no labels.
+        """
+        return self.encode(prompts, pooling_params, task="classify", **options)
+
+    def reward(
+        self, prompts: PromptForm | Sequence[PromptForm], **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """Return the rewards of texts: scores as the last layer has them; see `classify`."""
+        return self.classify(prompts, PoolingParams(activation=False), **options)
+
+    def score(
+        self,
+        texts_1: str | Sequence[str],
+        texts_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        progress: bool = False,
+        use_tqdm: bool | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Return how well texts go together, each pair a row of one number, with a model of one label.
+
+        Args:
+            texts_1: a text, which all of `texts_2` are scored with, or one for each of them.
+            texts_2: the others. The end of these is cut by `truncate_prompt_tokens`.
+            pooling_params: how to score; None: the model's own.
+            progress, use_tqdm, options: as for `encode`.
+
+        Raises:
+            InvalidRequestError: there are not equally many texts, one is invalid, or the model scores
+                no pairs.
+            EngineDeadError: the engine has ended.
+        """
+        self._session.wait_until_ready()
+        inputs = self._session.requests.inputs
+        params = PoolingParams() if pooling_params is None else pooling_params
+        with self._session.turn:
+            requests = [
+                inputs.process_pooling(first, params, second_text=second, task="score", **options)
+                for first, second in text_pairs(texts_1, texts_2)
+            ]
+            return self._run(requests, RequestState.pooling_snapshot, progress=progress, use_tqdm=use_tqdm)
 
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler.

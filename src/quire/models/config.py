@@ -46,7 +46,10 @@ class RowLayer:
     inputs: int
     outputs: int
     bias: bool = False
-    activation: str = ""  # tanh, relu or gelu; empty: none
+    activation: str = ""  # tanh, relu, gelu or silu; empty: none
+    norm: str = (
+        ""  # name of a layer norm behind that, with the model's `norm_kind` and `norm_eps`; empty: none
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +93,8 @@ class ModelConfig:
     """Of the names of tensors in files that are passed over: what no token is computed from."""
     pooling: PoolingParams | None = None  # how a prompt becomes a row, in place of logits; None: it generates
     row_layers: tuple[RowLayer, ...] = ()  # what the row goes through
+    labels: tuple[str, ...] = ()  # whose scores the row's numbers are; none: it is an embedding
+    label_activation: str = ""  # makes probabilities of scores: softmax or sigmoid; empty: nothing does
     row_sizes: tuple[int, ...] | None = None
     """To how many of their first numbers rows may be cut; none: to any; None: they may not be cut."""
 

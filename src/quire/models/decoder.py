@@ -49,7 +49,7 @@ class Decoder:
         per_layer: makes what each layer gets of the tokens by itself; None: nothing.
         kernels: compute everything that is not a matrix product.
         parallel: the ranks that compute this model together, each with its shard; None: there is one.
-        positions: [positions, hidden], of the embeddings' type, added to them; None: nothing.
+        positions: [types, positions, hidden], of the embeddings' type, added to them; None: nothing.
         embedding_norm: of the sum; None: there is none.
         row_layers: what pooled rows go through, on the host.
     """
@@ -156,7 +156,7 @@ class Decoder:
             [T, hidden] on the device, normalized and ready for `logits`; the next step overwrites it.
         """
         positions, last = batch.positions_on(self.kernels.device), batch.last_position
-        hidden = self._begun_stream(token_ids, positions)
+        hidden = self._begun_stream(token_ids, positions, batch.token_types)
         angles = [table.rows(positions, last=last) for table in self._rotary]
         scales = [table.query_scale(positions) for table in self._rotary]
         per_layer = None if self.per_layer is None else self.per_layer(token_ids, hidden)
@@ -201,13 +201,18 @@ class Decoder:
                     kernels.add_rms_norm(hidden, delta, None, eps=eps, scale=scale)
         return inputs
 
-    def _begun_stream(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _begun_stream(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return what the residual stream begins with, [T, hidden]."""
         hidden = self._embed(token_ids)
         if self.config.embedding_scale != 1.0:
             hidden = hidden * torch.tensor(self.config.embedding_scale, dtype=hidden.dtype)
         if self._learned_positions is not None:
-            hidden += self._learned_positions.index_select(0, positions)
+            if token_types is None:
+                hidden += self._learned_positions[0].index_select(0, positions)
+            else:
+                hidden += self._learned_positions[token_types, positions]
         if self._embedding_norm is not None:
             weight, bias = self._embedding_norm
             self.kernels.rms_norm(hidden, weight, bias=bias, eps=self.config.norm_eps, out=hidden)

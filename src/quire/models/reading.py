@@ -18,6 +18,7 @@ from quire.models.config_entries import (
     warn_once,
 )
 from quire.models.families import ARCHITECTURES, FAMILIES
+from quire.models.families.classification import ENDING, with_labels
 from quire.models.families.family import MEAN_POOLING, Family, common
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
@@ -82,7 +83,9 @@ def model_config(values: HFConfig) -> ModelConfig:
     try:
         config = family.specialize(hf, common(hf, architecture, family_name, family))
         is_body = architecture.endswith("Model") and not architecture.endswith("HeadModel")
-        if config.pooling is None and is_body:
+        if architecture.endswith(ENDING):
+            config = with_labels(hf, config, family)
+        elif config.pooling is None and is_body:
             config = dataclasses.replace(config, pooling=MEAN_POOLING)
         if config.pooling is not None or hf.get("is_matryoshka"):
             config = dataclasses.replace(config, row_sizes=_row_sizes(hf))

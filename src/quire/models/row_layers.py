@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.layers.activations import gelu
+from quire.kernels.layers.activations import gelu, silu
 
-_ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu, "gelu": gelu}
+_ACTIVATIONS = {"tanh": torch.tanh, "relu": torch.relu, "gelu": gelu, "silu": silu}
 
 
 class DenseRows(NamedTuple):
@@ -19,12 +19,17 @@ class DenseRows(NamedTuple):
     weight: torch.Tensor  # [outputs, inputs]
     bias: torch.Tensor | None  # [outputs]
     activation: str  # "": none
+    norm: torch.Tensor | None = None  # [outputs], weight of a layer norm behind that
+    norm_bias: torch.Tensor | None = None  # [outputs]
+    norm_eps: float = 0.0
 
 
 def through(layers: Sequence[DenseRows], row: torch.Tensor) -> torch.Tensor:
     """Return what layers make of one row [inputs] float32; alone, so that no bit depends on others."""
-    for weight, bias, activation in layers:
-        row = F.linear(row, weight, bias)
-        if activation:
-            row = _ACTIVATIONS[activation](row)
+    for layer in layers:
+        row = F.linear(row, layer.weight, layer.bias)
+        if layer.activation:
+            row = _ACTIVATIONS[layer.activation](row)
+        if layer.norm is not None:
+            row = F.layer_norm(row, row.shape, layer.norm, layer.norm_bias, layer.norm_eps)
     return row

@@ -104,6 +104,9 @@ def _row_layer_weights(config: ModelConfig) -> Iterator[LayerWeight]:
         yield LayerWeight(f"row_layer_{number}", (matrix,))
         if layer.bias:
             yield LayerWeight(f"row_layer_{number}_bias", ((f"{layer.name}.bias", (layer.outputs,)),))
+        if layer.norm:
+            norm = LayerWeight(f"row_norm_{number}", ((f"{layer.norm}.weight", (layer.outputs,)),))
+            yield from _with_biases([norm], config)
 
 
 def _with_biases(norms: Iterable[LayerWeight], config: ModelConfig) -> Iterator[LayerWeight]:

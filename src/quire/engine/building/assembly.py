@@ -84,6 +84,9 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         _refuse_set(of_kv, f"no KV of a prompt can be used again in {model.architecture}")
     if model.is_causal:
         return config
+    ranks = config.tensor_parallel_size * (config.tensor_parallel_size > 1)
+    why = f"{model.architecture} has attention to later tokens, which ranks do not share"
+    _refuse_set({"EngineConfig.tensor_parallel_size": ranks}, why)
     if model.pooling is None:
         raise ModelError(f"{model.architecture} has layers that are not causal, so that it cannot generate")
     whole = dataclasses.replace(scheduler, dynamic_split_fuse=False, enable_prefix_caching=False)

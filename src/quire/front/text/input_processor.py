@@ -32,11 +32,17 @@ from quire.sampling_params import MAX_LOGPROBS, ONE_TOKEN, SamplingParams
 from quire.scheduling.beam_search import num_candidates
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
+
     from quire.models.text.tokenizer import Tokenizer
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MASK_64 = 2**64 - 1
 _DEFAULT_OPTIONS = RequestOptions()
+_PAIR_OPTIONS = ("add_special_tokens", "truncate_prompt_tokens")
+
+PoolingTask = Literal["embed", "classify", "score"]
+
 _KEPT_BAD_WORDS = 4  # cached token lists of bad words, at most 256 words each
 
 
@@ -126,14 +132,90 @@ class InputProcessor:
         return self._request(token_ids, prompt_text, params, begun_at, pooling_params, **options)
 
     def process_pooling(
-        self, prompt: str | Sequence[int], params: PoolingParams, **options: Any
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams,
+        *,
+        second_text: str | None = None,
+        task: PoolingTask | None = None,
+        **options: Any,
     ) -> ProcessedRequest:
-        """Like `process`, for a prompt that becomes a row."""
+        """Like `process`, for a prompt that becomes a row.
+
+        Args:
+            prompt: text, or token ids.
+            params: as given by the caller.
+            second_text: is scored together with the prompt, which is a text then; None: the prompt is alone.
+            task: what the row is to be: an embedding, scores of labels, or the score of two texts; None: any.
+            options: as for `process`.
+
+        Raises:
+            InvalidRequestError: the request is invalid, or too long, or the model makes other rows.
+            ConfigError: there is no option of that name.
+        """
+        if task is not None:
+            self._check_task(task)
         if not isinstance(params, PoolingParams):
             raise InvalidRequestError(
                 f"pooling_params must be PoolingParams, not {type(params).__name__}", param="pooling_params"
             )
-        return self.process(prompt, ONE_TOKEN, params, **options)
+        if second_text is None:
+            return self.process(prompt, ONE_TOKEN, params, **options)
+        begun_at = time.monotonic()
+        token_ids, params = self._encode_pair(prompt, second_text, params, **_taken(options, _PAIR_OPTIONS))
+        return self._request(token_ids, None, ONE_TOKEN, begun_at, params, **options)
+
+    def _check_task(self, task: PoolingTask) -> None:
+        labels, model = self.info.labels, self.info.model
+        if task == "embed" and labels:
+            raise InvalidRequestError(
+                f"the model {model} scores {len(labels)} labels and makes no embeddings; use LLM.classify or "
+                "LLM.score, or a model that is made for embeddings",
+                param="model",
+            )
+        if task != "embed" and self.info.pooling is not None and not labels:
+            raise InvalidRequestError(
+                f"the model {model} makes embeddings and scores no labels; use LLM.embed, or a model whose "
+                "config.json names an architecture ...ForSequenceClassification",
+                param="model",
+            )
+        if task == "score" and len(labels) > 1:
+            raise InvalidRequestError(
+                f"the model {model} scores {len(labels)} labels, and a score is of one; use LLM.classify",
+                param="model",
+            )
+
+    def _encode_pair(
+        self,
+        first: object,
+        second: object,
+        params: PoolingParams,
+        *,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+    ) -> tuple[list[int], PoolingParams]:
+        """Return the tokens of two texts together, the second cut if it must be, and where that begins."""
+        truncation = truncation_of(truncate_prompt_tokens, "right", ONE_TOKEN, self.info)
+        limit = self.info.max_prompt_len if truncation is None else truncation.num_tokens
+        for text in (first, second):
+            require_text(text, "prompt", allow_empty=False)
+        assert isinstance(first, str)
+        assert isinstance(second, str)
+        self._refuse_long(first)
+        if truncation is None:
+            self._refuse_long(second)
+        else:
+            second = self._bound.part_with(second, limit + MARGIN, from_end=False)
+        encoding = self._tokenizer.tokenize(first, second, add_special_tokens=add_special_tokens)
+        token_ids, types = list(encoding.ids), list(encoding.type_ids)
+        if truncation is not None and len(token_ids) > limit:
+            cut = _last_of_second(encoding, len(token_ids) - limit)
+            for tokens in (token_ids, types):
+                del tokens[cut]
+        self._check_length(len(token_ids))
+        self._check_vocabulary(token_ids, "prompt")
+        start = types.index(1) if 1 in types else None
+        return token_ids, dataclasses.replace(params, second_text_at=start)
 
     def process_chat(
         self,
@@ -313,6 +395,14 @@ class InputProcessor:
         if truncation is not None:
             return self._encode_truncated(chat, truncation, add_special_tokens)
         text = chat.text
+        self._refuse_long(text)
+        encoding = self._tokenizer.tokenize_chat(chat, add_special_tokens=add_special_tokens)
+        self._check_length(len(encoding))
+        token_ids: list[int] = encoding.ids
+        self._check_vocabulary(token_ids, "prompt")
+        return token_ids, text
+
+    def _refuse_long(self, text: str) -> None:
         limit = self.info.max_prompt_len
         if len(text) > limit and self._bound.min_num_tokens(text, limit) > limit:
             raise ContextLengthError(
@@ -320,11 +410,6 @@ class InputProcessor:
                 f"{self._length_limit()}",
                 param="prompt",
             )
-        encoding = self._tokenizer.tokenize_chat(chat, add_special_tokens=add_special_tokens)
-        self._check_length(len(encoding))
-        token_ids: list[int] = encoding.ids
-        self._check_vocabulary(token_ids, "prompt")
-        return token_ids, text
 
     def _encode_truncated(
         self, chat: RenderedChat, truncation: Truncation, add_special_tokens: bool
@@ -478,6 +563,23 @@ class InputProcessor:
                 param="min_tokens",
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def _taken(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the options of these names, which are removed."""
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def _last_of_second(encoding: Encoding, count: int) -> slice:
+    """Return where the last tokens of the second of two texts are, without those around it."""
+    places = [place for place, text in enumerate(encoding.sequence_ids) if text == 1]
+    if len(places) < count:
+        raise ContextLengthError(
+            f"the first text alone leaves no room: {count} tokens must be cut, and the second text has only "
+            f"{len(places)}; give a shorter first text, or a larger truncate_prompt_tokens",
+            param="prompt",
+        )
+    return slice(places[-1] + 1 - count, places[-1] + 1)
 
 
 def derived_seed(seed: int, index: int) -> int:

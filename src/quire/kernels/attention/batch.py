@@ -68,6 +68,7 @@ class AttentionBatch:
     key_scores: KeyScores | None = None  # what attention reports; None: nothing
     skipped_keys: SkippedKeys | None = None  # in layers without a window; None: none
     key_selection: KeySelection | None = None  # see there; None: all tokens see all keys
+    token_types: torch.Tensor | None = None  # [T] int64; None: all are of the first
     is_two_sided: bool = False  # tokens see those behind them, too; see `over_rows`
     sizes: SizeClasses = DECODE_SIZES  # to which kernels round up the sizes of their plans
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what the kernels keep of this step

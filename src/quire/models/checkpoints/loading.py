@@ -174,19 +174,20 @@ class _Loader:
         )
 
     def _positions(self) -> torch.Tensor | None:
-        """Return what is added to the vectors of tokens, which are all of the first type."""
+        """Return what is added to the vectors of tokens, by their types and positions."""
         count, length = self.model.learned_positions, self.model.max_model_len
         types = self.tensor("token_types")
         if not count:
-            return None if types is None else types[0].to(self._dtype).expand(length, -1)
+            return None if types is None else types.to(self._dtype)[:, None].expand(-1, length, -1)
         if length > count:
             raise ConfigError(
                 f"max_model_len is {length}, but {self.model.architecture} has vectors of only {count} "
                 "positions; lower it to that"
             )
         rows = self._tensor(self._specs[-1, "positions"])[self.model.unused_positions :]
-        rows = rows if types is None else (rows.float() + types[0]).to(self._dtype)
-        return rows.to(self.kernels.device)
+        if types is not None:
+            return (rows.float() + types[:, None]).to(self._dtype).to(self.kernels.device)
+        return rows[None].to(self.kernels.device)
 
     def _embedding(self, field: str) -> Embedding:
         sources = self._specs[-1, field].sources
@@ -204,10 +205,12 @@ class _Loader:
         return VocabularyParallelLinear(output, self.parallel, self.model.vocab_size)
 
     def _row_layer(self, number: int) -> DenseRows:
-        weight, bias = (self.tensor(f"row_layer_{number}{end}") for end in ("", "_bias"))
+        fields = (f"row_{part}_{number}{end}" for part in ("layer", "norm") for end in ("", "_bias"))
+        found = (self.tensor(field) for field in fields)
+        weight, bias, norm, norm_bias = (None if tensor is None else tensor.cpu() for tensor in found)
         assert weight is not None
-        on_host = None if bias is None else bias.cpu()
-        return DenseRows(weight.cpu(), on_host, self.model.row_layers[number].activation)
+        activation = self.model.row_layers[number].activation
+        return DenseRows(weight, bias, activation, norm, norm_bias, self.model.norm_eps)
 
     def norm(self, field: str) -> torch.Tensor | None:
         weight = self.tensor(field)

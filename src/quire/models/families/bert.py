@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.config import ModelConfig, RopeConfig
+from quire.models.config import ModelConfig, RopeConfig, RowLayer
+from quire.models.families.classification import two_layers
 from quire.models.families.family import Family, two_sided, with_attention_biases, with_two_ropes
 from quire.models.layer import SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.ropes import HFConfig, read_two_ropes
+from quire.pooling_params import PoolingType
 
 _NAMES = {
     "embedding": "embeddings.word_embeddings.weight",
@@ -122,6 +124,43 @@ def _nomic(hf: HFConfig, base: ModelConfig) -> ModelConfig:
     )
 
 
+def _bert_head(hf: HFConfig, base: ModelConfig, num_labels: int) -> tuple[PoolingType, tuple[RowLayer, ...]]:
+    return "cls", two_layers(base, "pooler.dense", "classifier", num_labels, activation="tanh")
+
+
+def _roberta_head(
+    hf: HFConfig, base: ModelConfig, num_labels: int
+) -> tuple[PoolingType, tuple[RowLayer, ...]]:
+    return "cls", two_layers(base, "classifier.dense", "classifier.out_proj", num_labels, activation="tanh")
+
+
+def _distilbert_head(
+    hf: HFConfig, base: ModelConfig, num_labels: int
+) -> tuple[PoolingType, tuple[RowLayer, ...]]:
+    return "cls", two_layers(base, "pre_classifier", "classifier", num_labels, activation="relu")
+
+
+def _modernbert_head(
+    hf: HFConfig, base: ModelConfig, num_labels: int
+) -> tuple[PoolingType, tuple[RowLayer, ...]]:
+    pooling, activation = hf.get("classifier_pooling", "cls"), hf.get("classifier_activation", "gelu")
+    if pooling not in ("cls", "mean") or activation not in ("gelu", "silu", "relu"):
+        raise ModelError(
+            f"config.json has classifier_pooling {pooling!r:.100} and classifier_activation "
+            f"{activation!r:.100}; these must be cls or mean, and gelu, silu or relu"
+        )
+    layers = two_layers(
+        base,
+        "head.dense",
+        "classifier",
+        num_labels,
+        bias=bool(hf.get("classifier_bias", False)),
+        activation=activation,
+        norm="head.norm",
+    )
+    return pooling, layers
+
+
 _NOMIC_USUAL: dict[str, Any] = {
     "activation_function": "swiglu",
     "causal": False,
@@ -146,7 +185,8 @@ _ROBERTA = Family(
     _roberta,
     _NAMES,
     _BERT_DEFAULTS | {"pad_token_id": 1},
-    architectures=("RobertaModel", "RobertaForMaskedLM"),
+    architectures=("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"),
+    head=_roberta_head,
     norm_eps="layer_norm_eps",
 )
 
@@ -155,12 +195,19 @@ FAMILIES: dict[str, Family] = {
         _bert,
         _NAMES,
         _BERT_DEFAULTS,
-        architectures=("BertModel", "BertForMaskedLM"),
+        architectures=("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
+        head=_bert_head,
         norm_eps="layer_norm_eps",
     ),
     "roberta": _ROBERTA,
-    "xlm-roberta": replace(_ROBERTA, architectures=("XLMRobertaModel", "XLMRobertaForMaskedLM")),
-    "camembert": replace(_ROBERTA, architectures=("CamembertModel", "CamembertForMaskedLM")),
+    "xlm-roberta": replace(
+        _ROBERTA,
+        architectures=("XLMRobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification"),
+    ),
+    "camembert": replace(
+        _ROBERTA,
+        architectures=("CamembertModel", "CamembertForMaskedLM", "CamembertForSequenceClassification"),
+    ),
     "modernbert": Family(
         _modernbert,
         {
@@ -183,7 +230,8 @@ FAMILIES: dict[str, Family] = {
             "local_attention": 128,
             "global_attn_every_n_layers": 3,
         },
-        architectures=("ModernBertModel", "ModernBertForMaskedLM"),
+        architectures=("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+        head=_modernbert_head,
         activation="hidden_activation",
         norm_eps="norm_eps",
         ropes=_modernbert_ropes,
@@ -232,7 +280,8 @@ FAMILIES: dict[str, Family] = {
             "mlp_stream_norm": "output_layer_norm",
         },
         {"activation": "gelu", "layer_norm_eps": 1e-12},
-        architectures=("DistilBertModel", "DistilBertForMaskedLM"),
+        architectures=("DistilBertModel", "DistilBertForMaskedLM", "DistilBertForSequenceClassification"),
+        head=_distilbert_head,
         activation="activation",
         norm_eps="layer_norm_eps",
         aliases={

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from quire.errors import ModelError, nearest_name
-from quire.models.config import DTYPE_BYTES, ModelConfig, RopeConfig
+from quire.models.config import DTYPE_BYTES, ModelConfig, RopeConfig, RowLayer
+from quire.models.families.classification import one_matrix
 from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.delta_net import DeltaNetConfig
@@ -20,7 +21,7 @@ from quire.models.layers.experts import ExpertsConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.two_sided_attention import TwoSidedAttentionConfig
 from quire.models.ropes import HFConfig, read_rope
-from quire.pooling_params import PoolingParams
+from quire.pooling_params import PoolingParams, PoolingType
 
 NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -62,7 +63,7 @@ class Family:
     `per_layer_config` may have, `ropes` reads the sets of rotary frequencies for a head size, and `aliases`
     has what the usual entries are called by names of its own. `derived` returns defaults that follow from a
     config.json, whatever that holds. `may_look_ahead` says that a config.json may ask for bidirectional
-    attention.
+    attention. `head` returns, for a number of labels, the pooling and the layers that make scores of them.
     """
 
     specialize: Callable[[HFConfig, ModelConfig], ModelConfig]
@@ -78,6 +79,7 @@ class Family:
     ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
     aliases: Mapping[str, str] = field(default_factory=dict)
     may_look_ahead: bool = False
+    head: Callable[[HFConfig, ModelConfig, int], tuple[PoolingType, tuple[RowLayer, ...]]] = one_matrix
 
     def usual_entries(self, values: HFConfig) -> HFConfig:
         """Return a config's entries by their usual names; those by an alias come first."""

@@ -105,7 +105,9 @@ _LLAMA4_NAMES = NAMES | {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(llama, NAMES, architectures=("LlamaForCausalLM", "LlamaModel")),
+    "llama": Family(
+        llama, NAMES, architectures=("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification")
+    ),
     "llama4": Family(
         _llama4,
         _LLAMA4_NAMES,
@@ -133,7 +135,7 @@ FAMILIES: dict[str, Family] = {
         all_sliding,
         NAMES,
         {"num_key_value_heads": 8, "sliding_window": 4096},
-        architectures=("MistralForCausalLM", "MistralModel"),
+        architectures=("MistralForCausalLM", "MistralModel", "MistralForSequenceClassification"),
     ),
     "ministral3": Family(
         all_sliding,

@@ -155,9 +155,17 @@ _QWEN3_NEXT = replace(
 )
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(_qwen2, NAMES, _QWEN_DEFAULTS, architectures=("Qwen2ForCausalLM", "Qwen2Model")),
+    "qwen2": Family(
+        _qwen2,
+        NAMES,
+        _QWEN_DEFAULTS,
+        architectures=("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
+    ),
     "qwen3": Family(
-        _qwen3, NAMES, _QWEN_DEFAULTS | {"head_dim": 128}, architectures=("Qwen3ForCausalLM", "Qwen3Model")
+        _qwen3,
+        NAMES,
+        _QWEN_DEFAULTS | {"head_dim": 128},
+        architectures=("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
     ),
     "qwen2_moe": Family(
         _qwen2_moe,

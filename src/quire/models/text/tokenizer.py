@@ -93,20 +93,25 @@ class Tokenizer:
         ids: list[int] = self.tokenize(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> tokenizers.Encoding:
+    def tokenize(
+        self, text: str, second: str | None = None, *, add_special_tokens: bool = True
+    ) -> tokenizers.Encoding:
         """Return the tokens of `text` as the library has them, which costs less than a list of their ids.
 
-        Other threads run meanwhile if the text is long.
+        Other threads run meanwhile if the text is long. With a second text, they are those of both, joined as
+        the model wants it.
 
         Raises:
             InvalidRequestError: the text holds half of a surrogate pair, which is not a character.
         """
         try:
-            if len(text) <= _SHORT_TEXT:
-                return self._backend.encode(text, add_special_tokens=add_special_tokens)
-            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            if len(text) + len(second or "") <= _SHORT_TEXT:
+                return self._backend.encode(text, second, add_special_tokens=add_special_tokens)
+            given = text if second is None else (text, second)
+            [encoding] = self._backend.encode_batch_fast([given], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
-            _refuse_surrogates(text)
+            for one in (text, second or ""):
+                _refuse_surrogates(one)
             raise
         return encoding
 

@@ -1,0 +1,86 @@
+"""Models that score labels: of a text, or how well two go together (rerankers, rewards)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from quire.errors import ModelError, nearest_name
+from quire.models.config import ModelConfig, RowLayer
+from quire.models.ropes import HFConfig
+from quire.pooling_params import PoolingParams, PoolingType
+
+if TYPE_CHECKING:
+    from quire.models.families.family import Family
+
+ENDING = "ForSequenceClassification"
+MAX_LABELS = 4096
+_ACTIVATIONS = {"Identity": "", "Sigmoid": "sigmoid"}
+_OF_PROBLEMS = {
+    "regression": "",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+
+
+def with_labels(hf: HFConfig, base: ModelConfig, family: Family) -> ModelConfig:
+    """Return a model whose prompts become scores of the labels that config.json names."""
+    labels = _labels(hf)
+    pooling_type, layers = family.head(hf, base, len(labels))
+    return dataclasses.replace(
+        base,
+        pooling=PoolingParams(pooling_type=pooling_type, normalize=False),
+        row_layers=layers,
+        labels=labels,
+        label_activation=_activation(hf, len(labels)),
+    )
+
+
+def one_matrix(hf: HFConfig, base: ModelConfig, num_labels: int) -> tuple[PoolingType, tuple[RowLayer, ...]]:
+    """Return the head of decoders, which reads the last token."""
+    return "last", (RowLayer(name="score", inputs=base.hidden_size, outputs=num_labels),)
+
+
+def two_layers(
+    base: ModelConfig, first: str, last: str, num_labels: int, **fields: object
+) -> tuple[RowLayer, ...]:
+    """Return a dense layer of the hidden size and one of the labels; `fields` are of the first."""
+    size = base.hidden_size
+    hidden = RowLayer(name=first, inputs=size, outputs=size, **{"bias": True, **fields})  # type: ignore[arg-type]
+    return hidden, RowLayer(name=last, inputs=size, outputs=num_labels, bias=True)
+
+
+def _labels(hf: HFConfig) -> tuple[str, ...]:
+    named = hf.get("id2label")
+    if named is None:
+        return tuple(f"LABEL_{number}" for number in range(hf.get("num_labels") or 2))
+    labels = tuple(named.get(str(number)) for number in range(min(len(named), MAX_LABELS + 1)))
+    if not 1 <= len(labels) <= MAX_LABELS or not all(
+        isinstance(one, str) and len(one) < 256 for one in labels
+    ):
+        raise ModelError(
+            f"config.json has {len(named)} entries of id2label; these must be texts for the numbers from 0 "
+            f"on, from 1 to {MAX_LABELS} of them"
+        )
+    return labels
+
+
+def _activation(hf: HFConfig, num_labels: int) -> str:
+    """Return what makes probabilities of scores; of one label as in sentence-transformers."""
+    named = (hf.get("sentence_transformers") or {}).get("activation_fn")
+    named = named or hf.get("sbert_ce_default_activation_function")
+    if named is not None:
+        kind = str(named).rpartition(".")[2]
+        if kind not in _ACTIVATIONS:
+            raise ModelError(
+                f"config.json has the activation {kind!r:.100}; {nearest_name(kind, _ACTIVATIONS)}"
+            )
+        return _ACTIVATIONS[kind]
+    problem = hf.get("problem_type")
+    if problem is None:
+        return "sigmoid" if num_labels == 1 else "softmax"
+    if problem not in _OF_PROBLEMS:
+        raise ModelError(
+            f"config.json has problem_type {problem!r:.100}; {nearest_name(problem, _OF_PROBLEMS)}"
+        )
+    return _OF_PROBLEMS[problem]
