@@ -208,7 +208,7 @@ async def test_what_embeddings_do_not_have_is_refused_by_name(http: httpx.AsyncC
 async def test_an_encoder_does_not_generate(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
     answer = await http.post(path, json={"model": "embedder", **body})
     assert answer.status_code == 400
-    assert "makes embeddings and cannot generate; use /v1/embeddings" in answer.text
+    assert "makes embeddings or scores and cannot generate; use /v1/embeddings" in answer.text
 
 
 async def test_calls_are_counted(http: httpx.AsyncClient, client: openai.AsyncOpenAI) -> None:
@@ -227,7 +227,7 @@ async def test_a_generating_model_makes_no_embeddings(http: httpx.AsyncClient) -
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as other:
         answer = await other.post("/v1/embeddings", json={"model": "fake", "input": "a"})
     assert answer.status_code == 400
-    assert "the model fake generates and makes no embeddings" in answer.json()["error"]["message"]
+    assert "the model fake generates and makes no embeddings or scores" in answer.json()["error"]["message"]
 
 
 async def test_a_line_of_a_batch_has_embeddings(llm: AsyncLLM) -> None:

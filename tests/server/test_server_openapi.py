@@ -106,7 +106,8 @@ def test_document_has_the_limits_of_the_engine():
 def test_document_lists_every_route_and_status():
     assert set(DOCUMENT["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/v1/requests",
-        "/v1/embeddings",
+        "/v1/embeddings", "/v1/classify", "/classify", "/v1/score", "/score",
+        "/v1/rerank", "/v2/rerank", "/rerank", "/pooling",
         "/v1/requests/{request_id}", "/v1/kv_transfers/{transfer_id}", "/v1/messages",
         "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items",

@@ -33,6 +33,7 @@ from quire.server.ollama.call import OLLAMA_ENDPOINTS
 from quire.server.openai.endpoints import COMPLETION_ENDPOINTS, EMBEDDING_ENDPOINTS, MODEL_ENDPOINTS
 from quire.server.responses.handlers import RESPONSE_ENDPOINTS
 from quire.server.sampling_defaults import SamplingDefaults
+from quire.server.scores.endpoints import SCORE_ENDPOINTS
 from quire.server.tenancy.tenants import Tenants
 from quire.server.tokens.endpoints import TOKEN_ENDPOINTS
 from quire.server.wire.access_log import AccessLog, AccessLogging
@@ -151,6 +152,7 @@ async def _answer_unrouted(request: Request, error: Exception) -> Response:
 ENDPOINTS = (
     *COMPLETION_ENDPOINTS,
     *EMBEDDING_ENDPOINTS,
+    *SCORE_ENDPOINTS,
     *RESPONSE_ENDPOINTS,
     *MESSAGE_ENDPOINTS,
     *OLLAMA_ENDPOINTS,

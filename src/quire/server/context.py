@@ -140,14 +140,14 @@ class ServerContext:
         """Raise `InvalidRequestError` unless the model pools prompts, or unless it generates."""
         if is_pooled and self.llm.info.pooling is None:
             raise InvalidRequestError(
-                f"the model {self.model_name} generates and makes no embeddings; use /v1/chat/completions or "
-                "/v1/completions, or serve a model that is made for embeddings",
+                f"the model {self.model_name} generates and makes no embeddings or scores; use "
+                "/v1/chat/completions or /v1/completions, or serve a model that is made for these",
                 param="model",
             )
         if not is_pooled and self.llm.info.pooling is not None:
             raise InvalidRequestError(
-                f"the model {self.model_name} makes embeddings and cannot generate; use /v1/embeddings, or "
-                "serve a model that generates",
+                f"the model {self.model_name} makes embeddings or scores and cannot generate; use "
+                "/v1/embeddings or /v1/classify, or serve a model that generates",
                 param="model",
             )
 

@@ -293,11 +293,92 @@ class Embedding(Struct, kw_only=True):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Struct, frozen=True, kw_only=True):
+class PoolingUsage(Struct, frozen=True, kw_only=True):
     """Token counts of one call, over all texts."""
 
     prompt_tokens: int
     total_tokens: int
+
+
+class PooledRow(Struct, kw_only=True):
+    """The row of one input of /pooling, as an embedding's."""
+
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float] | str
+
+
+class PooledRows(Struct, kw_only=True):
+    """Answer of /pooling."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PooledRow]
+    usage: PoolingUsage
+
+
+class Classification(Struct, kw_only=True):
+    """The likeliest label of one text, and the probabilities of all."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classifications(Struct, kw_only=True):
+    """Answer of /v1/classify."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Classification]
+    usage: PoolingUsage
+
+
+class PairScore(Struct, kw_only=True):
+    """How well two texts go together."""
+
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class PairScores(Struct, kw_only=True):
+    """Answer of /v1/score."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: PoolingUsage
+
+
+class RankedText(Struct, kw_only=True):
+    """The text of a document."""
+
+    text: str
+
+
+class RankedDocument(Struct, kw_only=True):
+    """A document by its place in the request, and how well it goes with the query."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class RankedDocuments(Struct, kw_only=True):
+    """Answer of /v1/rerank, the best document first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: PoolingUsage
 
 
 class EmbeddingList(Struct, kw_only=True):
@@ -308,7 +389,7 @@ class EmbeddingList(Struct, kw_only=True):
     created: int
     model: str
     data: list[Embedding]
-    usage: EmbeddingUsage
+    usage: PoolingUsage
 
 
 LATEST = ":latest"

@@ -1,0 +1,1 @@
+"""Scores of labels and of pairs of texts, in vLLM's, Jina's and Cohere's shapes."""

@@ -1,0 +1,239 @@
+"""vLLM's /classify, /score and /pooling, and the /rerank of Jina and Cohere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Discriminator, Field, Tag
+from starlette.requests import Request
+from starlette.responses import Response
+from typing_extensions import override
+
+from quire.errors import InvalidRequestError
+from quire.limits import PositiveInt
+from quire.pooling_params import PoolingParams
+from quire.request_output import PoolingRequestOutput
+from quire.server.openai.pooled import (
+    MAX_INPUTS,
+    EncodingFormat,
+    InputBody,
+    InputCall,
+    PooledBody,
+    PooledCall,
+    Texts,
+    encoded_row,
+)
+from quire.server.wire.answers import (
+    Classification,
+    Classifications,
+    PairScore,
+    PairScores,
+    PooledRow,
+    PooledRows,
+    PoolingUsage,
+    RankedDocument,
+    RankedDocuments,
+    RankedText,
+)
+from quire.server.wire.strict_model import StrictModel, optional_field, text_or_list
+
+Rows = Sequence[npt.NDArray[np.float32]]
+TextOrTexts = Annotated[
+    Annotated[str, Tag("=text")] | Annotated[Texts, Tag("=texts")],
+    text_or_list("=texts", "a text or a list of texts"),
+]
+
+
+class ClassifyRequest(InputBody):
+    """Body of POST /v1/classify."""
+
+    activation: bool | None = optional_field(PoolingParams, "activation")
+
+
+class PoolingRequest(ClassifyRequest):
+    """Body of POST /pooling."""
+
+    normalize: bool | None = optional_field(PoolingParams, "normalize")
+    dimensions: int | None = optional_field(PoolingParams, "dimensions")
+    encoding_format: EncodingFormat | None = Field(
+        None, description="Numbers, or the bytes of float32, little-endian, in base64. Default: float."
+    )
+
+
+class ScoreRequest(PooledBody):
+    """Body of POST /v1/score."""
+
+    text_1: TextOrTexts = Field(description="A text, which all of text_2 are scored with, or one for each.")
+    text_2: TextOrTexts = Field(description="The others; truncate_prompt_tokens cuts their ends off.")
+    activation: bool | None = optional_field(PoolingParams, "activation")
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the texts that are scored together.
+
+        Raises:
+            InvalidRequestError: there are not equally many.
+        """
+        first, second = ([one] if isinstance(one, str) else one for one in (self.text_1, self.text_2))
+        if len(first) not in (1, len(second)):
+            raise InvalidRequestError(
+                f"text_1 has {len(first)} texts and text_2 {len(second)}; there must be one in text_1, or as "
+                "many",
+                param="text_1",
+            )
+        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+class Document(StrictModel):
+    """A document with its text as a field."""
+
+    text: str
+
+
+Documents = Annotated[
+    list[
+        Annotated[
+            Annotated[str, Tag("=text")] | Annotated[Document, Tag("=document")],
+            Discriminator(
+                lambda value: "=text" if isinstance(value, str) else "=document",
+                custom_error_type="form",
+                custom_error_message="it must be a text, or an object with a text",
+            ),
+        ]
+    ],
+    Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS),
+]
+
+
+class RerankRequest(PooledBody):
+    """Body of POST /v1/rerank."""
+
+    query: str = Field(description="What documents are ranked for.")
+    documents: Documents = Field(
+        description=f"Texts, or objects with a text, at most {MAX_INPUTS}; truncate_prompt_tokens cuts their "
+        "ends off."
+    )
+    top_n: PositiveInt | None = Field(None, description="Number of documents to return. Default: all.")
+    return_documents: bool | None = Field(None, description="Return the documents' texts. Default: true.")
+
+
+async def classify(request: Request, body: ClassifyRequest) -> Response:
+    """Return the likeliest label of each text, and the probabilities of all labels."""
+    return await ClassifyCall(request, body).response()
+
+
+async def pooling(request: Request, body: PoolingRequest) -> Response:
+    """Return the row that the model makes of each text, whatever that is."""
+    return await PoolingCall(request, body).response()
+
+
+async def score(request: Request, body: ScoreRequest) -> Response:
+    """Return how well pairs of texts go together."""
+    return await ScoreCall(request, body).response()
+
+
+async def rerank(request: Request, body: RerankRequest) -> Response:
+    """Return documents in the order in which they go with a query."""
+    return await RerankCall(request, body).response()
+
+
+class ClassifyCall(InputCall[ClassifyRequest]):
+    """A call of /v1/classify."""
+
+    id_prefix = operation = task = "classify"
+
+    def __init__(self, request: Request, body: ClassifyRequest) -> None:
+        super().__init__(request, body)
+        self._params_of_rows = PoolingParams(activation=body.activation)
+
+    @override
+    async def _answer(self, rows: Rows, usage: PoolingUsage) -> Classifications:
+        labels = self._info.labels
+        data = [
+            Classification(
+                index=index, label=labels[int(row.argmax())], probs=row.tolist(), num_classes=len(labels)
+            )
+            for index, row in enumerate(rows)
+        ]
+        return Classifications(
+            id=self._id, created=self._created, model=self._body.model, data=data, usage=usage
+        )
+
+
+class PoolingCall(InputCall[PoolingRequest]):
+    """A call of /pooling."""
+
+    id_prefix, operation = "pool", "pooling"
+
+    def __init__(self, request: Request, body: PoolingRequest) -> None:
+        super().__init__(request, body)
+        self._params_of_rows = PoolingParams(
+            activation=body.activation, normalize=body.normalize, dimensions=body.dimensions
+        )
+
+    @override
+    async def _answer(self, rows: Rows, usage: PoolingUsage) -> PooledRows:
+        data = [
+            PooledRow(index=index, data=encoded_row(row, self._body.encoding_format))
+            for index, row in enumerate(rows)
+        ]
+        return PooledRows(id=self._id, created=self._created, model=self._body.model, data=data, usage=usage)
+
+
+PairT = TypeVar("PairT", bound=PooledBody)
+
+
+class PairCall(PooledCall[PairT]):
+    """A call whose prompts are pairs of texts, each with the body's name of the second."""
+
+    pairs: Sequence[tuple[str, str]]
+    names: Sequence[str]
+
+    def _names(self) -> Sequence[str]:
+        return self.names
+
+    def _pooled(self, index: int, **options: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        first, second = self.pairs[index]
+        return self._context.llm.score(first, second, self._params_of_rows, **options)
+
+
+class ScoreCall(PairCall[ScoreRequest]):
+    """A call of /v1/score."""
+
+    id_prefix = operation = "score"
+
+    def __init__(self, request: Request, body: ScoreRequest) -> None:
+        super().__init__(request, body)
+        self._params_of_rows = PoolingParams(activation=body.activation)
+        self.pairs = body.pairs()
+        self.names = [f"text_2[{index}]" for index in range(len(self.pairs))]
+
+    @override
+    async def _answer(self, rows: Rows, usage: PoolingUsage) -> PairScores:
+        data = [PairScore(index=index, score=float(row[0])) for index, row in enumerate(rows)]
+        return PairScores(id=self._id, created=self._created, model=self._body.model, data=data, usage=usage)
+
+
+class RerankCall(PairCall[RerankRequest]):
+    """A call of /v1/rerank."""
+
+    id_prefix = operation = "rerank"
+
+    def __init__(self, request: Request, body: RerankRequest) -> None:
+        super().__init__(request, body)
+        self._texts = [one if isinstance(one, str) else one.text for one in body.documents]
+        self.pairs = [(body.query, text) for text in self._texts]
+        self.names = [f"documents[{index}]" for index in range(len(self.pairs))]
+
+    @override
+    async def _answer(self, rows: Rows, usage: PoolingUsage) -> RankedDocuments:
+        scores = np.concatenate(rows)
+        results = []
+        for index in np.argsort(-scores, kind="stable")[: self._body.top_n].tolist():
+            ranked = RankedDocument(index=index, relevance_score=float(scores[index]))
+            if self._body.return_documents is not False:
+                ranked.document = RankedText(text=self._texts[index])
+            results.append(ranked)
+        return RankedDocuments(id=self._id, model=self._body.model, results=results, usage=usage)
