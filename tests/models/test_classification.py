@@ -163,3 +163,5 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
         for call in (llm.classify, llm.reward, lambda text: llm.score(text, text)):
             with pytest.raises(InvalidRequestError, match=r"scores no labels; use LLM\.embed"):
                 call("a")
+        with pytest.raises(InvalidRequestError, match=r"activation is False, but .* scores no labels"):
+            llm.embed("a", PoolingParams(activation=False))

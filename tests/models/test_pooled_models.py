@@ -292,6 +292,10 @@ def test_rows_of_an_encoder_are_alike_in_any_step(tmp_path: Path) -> None:
     [
         ({"kv_tier": "memory"}, r"KVTierConfig\.kv_tier is 'memory', but no KV of a prompt can be used"),
         ({"use_sparse_attention": True}, r"SchedulerConfig\.use_sparse_attention is True, but no KV"),
+        (
+            {"tensor_parallel_size": 2},
+            r"tensor_parallel_size is 2, but ToyEncoder has attention to later tokens",
+        ),
     ],
 )
 def test_what_needs_kv_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

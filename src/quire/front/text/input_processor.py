@@ -475,6 +475,11 @@ class InputProcessor:
                 "generates",
                 param="model",
             )
+        if params.activation is not None and not self.info.labels:
+            raise InvalidRequestError(
+                f"activation is {params.activation}, but {model} scores no labels; leave it out",
+                param="activation",
+            )
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions)
         return params.resolved(own)
