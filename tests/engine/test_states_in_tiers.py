@@ -107,6 +107,21 @@ def test_a_longer_prompt_begins_behind_the_deepest_state_that_the_tier_has(path,
     assert engine.stats.num_loaded_tokens == num_common
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": True}], ids=str)
+def test_where_only_a_state_is_gone_little_more_than_that_is_loaded(path, expected, options):
+    engine = with_tier(path, **options)
+    engine.answers(prompts())
+    for num_kept in (0, 2):
+        wait_until_written(engine.core)
+        pool, before = engine.checkpoints, engine.stats
+        pool.forget_contents()
+        for prompt in prompts()[:num_kept]:
+            engine.answers([prompt])
+        assert engine.answers(prompts()) == expected
+        assert engine.stats.num_loaded_tokens - before.num_loaded_tokens == len(LENGTHS) * BLOCK_SIZE
+        assert engine.stats.num_failed_loads == 0
+
+
 def test_prompts_in_a_burst_share_a_load_with_its_state(path, expected):
     engine = with_tier(path)
     prompt = prompts()[0]

@@ -225,6 +225,22 @@ def test_a_prefix_of_a_peer_is_read_up_to_its_deepest_state(equals, expected, op
     assert not second.stats.num_failed_loads
 
 
+def test_where_only_a_state_is_gone_little_more_than_that_is_read(equals, engines, expected):
+    first, second = equals()
+    lender, borrower = engines("prefill"), engines("decode")
+    first.answers(prompts())
+    transfers = None
+    for reader in (second, borrower):
+        reader.answers(prompts())
+        reader.checkpoints.forget_contents()
+        before = reader.stats.num_loaded_tokens
+        if reader is borrower:
+            transfers = lender.lend(prompts())
+        assert reader.answers(prompts(), transfers=transfers) == expected
+        assert reader.stats.num_loaded_tokens - before == len(LENGTHS) * BLOCK_SIZE
+        assert not reader.stats.num_failed_loads
+
+
 def test_what_a_peer_has_no_state_of_is_computed(equals, expected):
     first, second = equals()
     first.answers(prompts())

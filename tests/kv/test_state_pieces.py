@@ -78,7 +78,7 @@ def test_a_checkpoint_that_a_load_of_the_same_step_writes_to_is_not_stored():
         bench.tier.residents.generation = generation
         if name == "filled":
             bench.store()
-            connector.load_state(again, 9)
+            connector.load_state(again, 9, 0)
             connector.update_state_after_alloc(again, np.array([[20, 21, 22]]), 12)
         plan = plan_with(12, 2, restored=[(9, 0)], name=name)
         pieces = [one for one in connector.build_connector_meta(plan).stores if type(one.block) is StatePiece]
@@ -97,7 +97,7 @@ def test_a_load_fills_the_checkpoint_and_names_its_last_block_if_a_piece_fails()
     for checkpoint, fails in ((9, False), (10, True)):
         request = request_of(f"load {checkpoint}", PROMPT)
         assert connector.get_num_new_matched_tokens(request, 0) == (12, True)
-        connector.load_state(request, checkpoint)
+        connector.load_state(request, checkpoint, 0)
         connector.update_state_after_alloc(request, np.array([[20, 21, 22]]), 12)
         lost = piece_keys(keys()[2], 2)[1]
         bench.tier.read = lambda key, into, fails=fails, lost=lost: (

@@ -268,9 +268,10 @@ class RecordedConnector(KVConnector):
         self._answers.ask("connector.load", request.request_id, load)
 
     @override
-    def load_state(self, request: Request, checkpoint: int) -> None:
+    def load_state(self, request: Request, checkpoint: int, num_local_tokens: int) -> None:
         load = self._connector.load_state
-        self._answers.ask("connector.load_state", request.request_id, load, request, checkpoint)
+        name = request.request_id
+        self._answers.ask("connector.load_state", name, load, request, checkpoint, num_local_tokens)
 
     @override
     def lends_prompt(self, request: Request) -> bool:

@@ -103,11 +103,18 @@ class KVConnector(ABC):
                 many as were offered, and 0 if nothing is to be loaded.
         """
 
-    def load_state(self, request: Request, checkpoint: int) -> None:
+    def load_state(self, request: Request, checkpoint: int, num_local_tokens: int) -> None:
         """Note where the state behind a request's load goes; called before `update_state_after_alloc`.
 
         Beside states, only asynchronous loads of full blocks are begun, and `checkpoint` is to hold the state
-        behind them when the load has ended. If it cannot, one of its blocks has to be reported as failed.
+        behind them when the load has ended. If it cannot, its last block has to be reported as failed.
+
+        Args:
+            request: as for `update_state_after_alloc`.
+            checkpoint: its number.
+            num_local_tokens: at the start of the tokens whose blocks are valid already and must not be
+                written to: those that the connector was asked about, and maybe some that lack only a state.
+                The last block of the load is never among them.
         """
         raise NotImplementedError(f"{type(self).__name__}.moves_states is set without load_state()")
 

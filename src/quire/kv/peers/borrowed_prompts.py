@@ -131,18 +131,25 @@ class BorrowedPrompts:
         return borrowed.prefers_reading
 
     def begin(
-        self, request: Request, block_ids: IntArray, num_external_tokens: int, checkpoint: int | None
+        self,
+        request: Request,
+        block_ids: IntArray,
+        num_external_tokens: int,
+        state: tuple[int, int] | None,
     ) -> None:
-        """Read a loan into blocks [G, N] with the next step, and its state, if any, into a checkpoint."""
+        """Read a loan into blocks [G, N] with the next step.
+
+        With a state, that goes into the checkpoint `state[0]`, and `state[1]` tokens are here already.
+        """
         borrowed = self._borrowed.get(request.request_id)
         if borrowed is None or borrowed.is_over or not num_external_tokens:
             return
         borrowed.is_over = True
-        first = borrowed.num_local // self._block_size
+        first = (borrowed.num_local if state is None else state[1]) // self._block_size
         num_tokens = num_lendable_tokens(request, self._block_size, self._states)
         firsts = firsts_moved(self._windows, num_tokens, self._block_size)
         targets = moved_blocks(block_ids[:, first : borrowed.num_blocks], first, firsts)
-        pieces = () if checkpoint is None else self._states.of(checkpoint)
+        pieces = () if state is None else self._states.of(state[0])
         load = LoanLoad(
             request.request_id, borrowed.params, num_tokens, lendable_digest(request), targets, tuple(pieces)
         )

@@ -119,7 +119,8 @@ class PeerConnector(KVConnector):
         self._times = StepTimes(options.mark or host_mark, self._costs)
         self._started: _Started | None = None
         self._states: StateCache | None = None
-        self._checkpoints: dict[str, int] = {}  # to be filled by loads that are about to begin, by request
+        # To be filled by loads that are about to begin, by request, and how many tokens are here already.
+        self._checkpoints: dict[str, tuple[int, int]] = {}
         in_windows = [-(-(window - 1) // block_size) for window in options.windows]
         self._cached = CachedBlocks(in_windows, self._state_behind)
         groups = range(1 + len(in_windows)) if options.listen_address is not None else ()
@@ -161,8 +162,8 @@ class PeerConnector(KVConnector):
         return num_tokens, bool(num_tokens)
 
     @override
-    def load_state(self, request: Request, checkpoint: int) -> None:
-        self._checkpoints[request.request_id] = checkpoint
+    def load_state(self, request: Request, checkpoint: int, num_local_tokens: int) -> None:
+        self._checkpoints[request.request_id] = checkpoint, num_local_tokens
 
     @override
     def update_state_after_alloc(

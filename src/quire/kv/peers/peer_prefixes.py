@@ -99,26 +99,27 @@ class PeerPrefixes:
         return num_blocks * self._block_size
 
     def begin(
-        self, request: Request, block_ids: IntArray, num_external_tokens: int, checkpoint: int | None
+        self,
+        request: Request,
+        block_ids: IntArray,
+        num_external_tokens: int,
+        state: tuple[int, int] | None,
     ) -> None:
-        """Read what was found into blocks [G, N] with the next step, and its state into a checkpoint."""
+        """Read what was found into blocks [G, N] with the next step; for `state` see `BorrowedPrompts`."""
         search = self._searches.get(request.request_id)
         if search is None or search.is_over or not num_external_tokens or search.lookup.best is None:
             return
         search.is_over = True
-        first = search.num_local // self._block_size
-        num_blocks = num_external_tokens // self._block_size
-        start = first - search.lookup.blocks.start
-        digests = search.lookup.digests()[start * DIGEST_BYTES : (start + num_blocks) * DIGEST_BYTES]
         num_tokens = search.num_local + num_external_tokens
+        first = (search.num_local if state is None else state[1]) // self._block_size
+        end, start = num_tokens // self._block_size, search.lookup.blocks.start
+        digests = search.lookup.digests()[(first - start) * DIGEST_BYTES : (end - start) * DIGEST_BYTES]
         firsts = firsts_moved(self._windows, num_tokens, self._block_size)
-        targets = moved_blocks(block_ids[:, first : first + num_blocks], first, firsts)
-        state: tuple[int, ...] = ()
-        if checkpoint is not None:
-            state = tuple(self._states.of(checkpoint))
-            digests += b"".join(piece_digests(digests[-DIGEST_BYTES:], len(state)))
+        targets = moved_blocks(block_ids[:, first:end], first, firsts)
+        pieces = () if state is None else tuple(self._states.of(state[0]))
+        digests += b"".join(piece_digests(digests[-DIGEST_BYTES:], len(pieces)))
         address = search.lookup.best[0]
-        self._new_loads.append(PrefixLoad(request.request_id, address, digests, targets, state))
+        self._new_loads.append(PrefixLoad(request.request_id, address, digests, targets, pieces))
         self._stats.num_loads_chosen += 1
 
     def cancel(self, request_id: str) -> None:

@@ -138,7 +138,8 @@ class TierConnector(KVConnector):
         self._lookups: dict[str, _Lookup] = {}
         self._keys: dict[str, SequenceKeys] = {}
         self._interrupted: set[str] = set()  # requests of whose blocks no more are stored, see `_to_store`
-        self._checkpoints: dict[str, int] = {}  # to be filled by loads that are about to begin, by request
+        # To be filled by loads that are about to begin, by request, and how many tokens are here already.
+        self._checkpoints: dict[str, tuple[int, int]] = {}
         self._filled_next: set[int] = set()  # checkpoints that loads of the next step write to
         self._new_loads: list[BlockLoad] = []
         self._cancelled: list[str] = []
@@ -224,8 +225,8 @@ class TierConnector(KVConnector):
         return lookup.prefers_loading
 
     @override
-    def load_state(self, request: Request, checkpoint: int) -> None:
-        self._checkpoints[request.request_id] = checkpoint
+    def load_state(self, request: Request, checkpoint: int, num_local_tokens: int) -> None:
+        self._checkpoints[request.request_id] = checkpoint, num_local_tokens
 
     @override
     def update_state_after_alloc(
@@ -236,13 +237,15 @@ class TierConnector(KVConnector):
         keys = self._keys_of(request)
         first = self._lookups[request.request_id].num_local // self._block_size
         end = first + num_external_tokens // self._block_size
-        found = zip(map(keys.__getitem__, range(first, end)), by_block(block_ids[:, first:end]), strict=True)
-        blocks: list[tuple[BlockKey, BlockIds | StatePiece]] = list(found)
+        state: list[tuple[BlockKey, BlockIds | StatePiece]] = []
         if self._states is not None:
-            checkpoint = self._checkpoints.pop(request.request_id)
+            checkpoint, num_local = self._checkpoints.pop(request.request_id)
+            first = num_local // self._block_size
             self._filled_next.add(checkpoint)
-            pieces = pieces_of(checkpoint, self._num_pieces, blocks[-1][1][0])
-            blocks += zip(self._pieces_behind(blocks[-1][0]), pieces, strict=True)
+            pieces = pieces_of(checkpoint, self._num_pieces, int(block_ids[0, end - 1]))
+            state += zip(self._pieces_behind(keys[end - 1]), pieces, strict=True)
+        found = zip(map(keys.__getitem__, range(first, end)), by_block(block_ids[:, first:end]), strict=True)
+        blocks = [*found, *state]
         generation = self._tier.residents.generation
         num_in_memory = self._tier.count_in_memory(key for key, _ in blocks)
         self._new_loads.append(BlockLoad(request.request_id, blocks, generation, num_in_memory))

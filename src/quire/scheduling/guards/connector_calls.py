@@ -85,7 +85,12 @@ class ConnectorCalls:
         return 0
 
     def begin_load(
-        self, request: Request, block_ids: IntArray, num_external_tokens: int, checkpoint: int = -1
+        self,
+        request: Request,
+        block_ids: IntArray,
+        num_external_tokens: int,
+        checkpoint: int = -1,
+        num_local_tokens: int = 0,
     ) -> bool:
         """See `KVConnector.load_state`, called for a checkpoint, and `update_state_after_alloc`.
 
@@ -97,7 +102,7 @@ class ConnectorCalls:
         try:
             told = _as_told(self._connector, block_ids)
             if checkpoint >= 0:
-                self._connector.load_state(request, checkpoint)
+                self._connector.load_state(request, checkpoint, num_local_tokens)
             self._connector.update_state_after_alloc(request, told, num_external_tokens)
         except Exception:
             logger.exception("the KV connector failed to load for request %r", request.request_id)

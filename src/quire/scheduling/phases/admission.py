@@ -347,16 +347,17 @@ class AdmissionPhase:
     ) -> None:
         accounts = self.accounts
         num_tokens = prefix.num_tokens + num_external
-        accounts.kv.pools.acquire(prefix.block_ids)
-        missing = accounts.kv.blocks_for(num_tokens) - prefix.num_full
-        fresh = accounts.kv.pools.allocate(missing, unneeded)
-        block_ids = np.concatenate((prefix.block_ids, fresh), axis=1)
+        local = self._local_blocks(request, prefix, num_tokens)
+        num_local = local.shape[1]
+        accounts.kv.pools.acquire(local)
+        fresh = accounts.kv.pools.allocate(accounts.kv.blocks_for(num_tokens) - num_local, unneeded)
+        block_ids = np.concatenate((local, fresh), axis=1)
         deadline = accounts.holdings.transfer_deadline
         num_missing = accounts.kv.blocks_for(request.num_tokens) - block_ids.shape[1]
         load = RemoteLoad(
             request=request,
             block_ids=block_ids,
-            num_local_blocks=prefix.num_full,
+            num_local_blocks=num_local,
             num_tokens=num_tokens,
             num_missing_blocks=num_missing,
             deadline=deadline,
@@ -368,8 +369,23 @@ class AdmissionPhase:
             assert checkpoint is not None, "what was asked when the connector was"
             load.checkpoint = checkpoint
         accounts.loads.begin(load)
-        if not accounts.connector.begin_load(request, block_ids, num_external, load.checkpoint):
+        num_local_tokens = num_local * accounts.kv.block_size
+        if not accounts.connector.begin_load(
+            request, block_ids, num_external, load.checkpoint, num_local_tokens
+        ):
             self.transfer_phase.give_up(load, "could not be loaded")
+
+    def _local_blocks(self, request: Request, prefix: Prefix, num_tokens: int) -> IntArray:
+        """Return the blocks [G, N] with which a load of so many tokens begins.
+
+        They are those of the prefix, and with states also those that the cache has behind its checkpoint. The
+        last block is loaded in any case: it is reported as failed if the state is not there. Groups with
+        windows might not have the blocks that are needed beside those.
+        """
+        if prefix.num_findable <= prefix.num_full or self.accounts.kv.pools.windows:
+            return prefix.block_ids
+        token_ids = request.all_token_array()[: num_tokens - self.accounts.kv.block_size]
+        return self.accounts.kv.find_full_blocks(request.request_id, token_ids)[0]
 
     def _shared_digest(self, request: Request, first_block: int, num_tokens: int) -> bytes | None:
         """Return the digest of the block that ends the first half of a load's full blocks.
