@@ -138,10 +138,12 @@ ROWS: dict[str, list[str]] = {
         "request_arrived",
         "get_num_new_matched_tokens",
         "update_state_after_alloc",
+        "load_state",
         "build_connector_meta",
         "request_finished exactly once",
         "request_finished: delay_free and kv_transfer_params",
         "lends_prompt",
+        "lend_state",
         "cancel_load",
         "leases_renewed",
         "lease_ended",
@@ -150,6 +152,7 @@ ROWS: dict[str, list[str]] = {
         "close",
     ],
     "4. KV connector, worker side": [
+        "register_states",
         "register_kv_caches",
         "start_load_kv",
         "wait_for_layer_load",
@@ -158,6 +161,7 @@ ROWS: dict[str, list[str]] = {
         "wait_for_save",
         "begin_save",
         "by_group",
+        "moves_states",
         "saves_before_tokens",
         "get_finished",
         "get_block_ids_with_load_errors",
@@ -173,6 +177,8 @@ _RUNNER_SIDE = "tests/execution/test_kv_transfers.py (the real runner's calls, l
 _ENGINE_SIDE = "tests/engine/test_kv_tier.py (what the engine asks of its connector)"
 
 ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(("load_state", "register_states", "moves_states"), "tests/kv/test_state_pieces.py"),
+    "lend_state": "tests/engine/test_states_of_peers.py",
     "cost at 0 % hits under 1 % of a step": "benchmarks/scheduler.py (a measurement: make bench-scheduler)",
     **dict.fromkeys(
         ("max_pin_time", "max_pinned_share", "max_pinned_share_per_tenant"),
