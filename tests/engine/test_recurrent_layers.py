@@ -15,7 +15,8 @@ from checked_engine import tokens
 from checkpoints import make_checkpoint
 from hybrid_engines import BLOCK_SIZE, LENGTHS, MAX_TOKENS, SCHEDULER, Engine, prompts
 from operation_tape import capture_steps
-from quire.config import EngineConfig, SchedulerConfig, SpeculationConfig
+from quire.config import EngineConfig, KVTierConfig, SchedulerConfig, SpeculationConfig
+from quire.engine.building.assembly import config_for_model
 from quire.engine.memory.plan import plan_memory
 from quire.engine.memory.state_sizes import StateSizes
 from quire.errors import ConfigError
@@ -308,3 +309,10 @@ def test_answers_have_the_same_bits_with_drafts_of_each_kind(path, expected, tmp
 def test_what_does_not_go_with_states_is_refused_by_name(path, options, named):
     with pytest.raises(ConfigError, match=named):
         Engine(path, **options)
+
+
+def test_states_on_a_gpu_are_not_moved(path):
+    tier = KVTierConfig(kv_tier_size=0.01)
+    config = EngineConfig(model=str(path), device="cuda", kv_tiering=tier)
+    with pytest.raises(ConfigError, match="beside whose states"):
+        config_for_model(config, read_model_config(path))

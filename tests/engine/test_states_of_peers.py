@@ -97,10 +97,10 @@ def test_a_loan_moves_full_blocks_and_the_state_behind_them(engines, expected, o
     transfers = lender.lend(prompts())
     assert borrower.answers(prompts(), transfers=transfers) == expected
     assert borrower.stats.num_loaded_tokens == sum(FULL)
-    num_pieces = borrower.core.runner._states.num_pieces
+    num_pieces = borrower.core.runner.states.num_pieces
     num_blocks = sum(FULL) // BLOCK_SIZE + len(FULL) * num_pieces
     assert borrower.peers.num_loaded_blocks == num_blocks
-    assert borrower.peers.loaded_bytes == num_blocks * borrower.core.runner._states.tensor.shape[1]
+    assert borrower.peers.loaded_bytes == num_blocks * borrower.core.runner.states.tensor.shape[1]
     assert borrower.answers(prompts()) == expected, "from its own prefix cache"
     assert borrower.stats.prefix_hit_tokens == sum(FULL)
     longer = [np.append(prompt, [11] * 9) for prompt in prompts()]
@@ -257,7 +257,7 @@ def test_a_state_that_is_overwritten_while_it_is_read_is_computed(equals, expect
 
     def overwrite_first(link: DecoderLink, *arguments: Any) -> None:
         first.checkpoints.forget_contents()
-        first.core.runner._states.states[:] = 7
+        first.core.runner.states.states[:] = 7
         pull_parts(link, *arguments)
 
     with monkeypatch.context() as patch:
