@@ -41,7 +41,8 @@ void choose_blocks(const double* masses, int32_t count, float threshold, bool* i
 
 }  // namespace
 
-AttentionPlanner::AttentionPlanner(const AttentionStep& step, int window, int group) : step_(step), window_(step.is_two_sided && window > 0 ? 2 * int64_t{window} - 1 : window) {
+AttentionPlanner::AttentionPlanner(const AttentionStep& step, int window, int group)
+    : step_(step), window_(step.is_two_sided && window > 0 ? 2 * int64_t{window} - 1 : window) {
   selection_ = {nullptr, 0, 0, 0, step.key_block_size, step.stride, step.threshold};
   const int64_t tokens_per_block = std::max(1, kBlockRows / group);
   std::vector<int64_t> first_row(step.num_sequences + 1, 0);

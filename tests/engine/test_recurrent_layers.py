@@ -312,7 +312,7 @@ def test_what_does_not_go_with_states_is_refused_by_name(path, options, named):
 
 
 def test_states_on_a_gpu_are_not_moved(path):
-    tier = KVTierConfig(kv_tier_size=0.01)
+    tier = KVTierConfig(kv_tier="memory")
     config = EngineConfig(model=str(path), device="cuda", kv_tiering=tier)
     with pytest.raises(ConfigError, match="beside whose states"):
         config_for_model(config, read_model_config(path))

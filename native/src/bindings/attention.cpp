@@ -101,13 +101,13 @@ void bind_attention(nb::module_& module) {
           "__init__",
           [](AttentionPlanner* self, uintptr_t num_cached_tokens, uintptr_t num_tokens, int64_t num_sequences,
              uintptr_t block_tables, int64_t table_stride, int block_size, int window, int group, uintptr_t skipped_start,
-             uintptr_t skipped_end, uintptr_t selecting_end, int key_block_size, int stride, float threshold,
-             bool is_two_sided) {
-            new (self) AttentionPlanner({at_address<const int64_t>(num_cached_tokens), at_address<const int64_t>(num_tokens),
-                                         num_sequences, at_address<const int32_t>(block_tables), table_stride, block_size, is_two_sided,
-                                         at_address<const int64_t>(skipped_start), at_address<const int64_t>(skipped_end),
-                                         at_address<const int64_t>(selecting_end), key_block_size, stride, threshold},
-                                        window, group);
+             uintptr_t skipped_end, uintptr_t selecting_end, int key_block_size, int stride, float threshold, bool is_two_sided) {
+            new (self)
+                AttentionPlanner({at_address<const int64_t>(num_cached_tokens), at_address<const int64_t>(num_tokens),
+                                  num_sequences, at_address<const int32_t>(block_tables), table_stride, block_size, is_two_sided,
+                                  at_address<const int64_t>(skipped_start), at_address<const int64_t>(skipped_end),
+                                  at_address<const int64_t>(selecting_end), key_block_size, stride, threshold},
+                                 window, group);
           },
           "num_cached_tokens"_a, "num_tokens"_a, "num_sequences"_a, "block_tables"_a, "table_stride"_a, "block_size"_a,
           "window"_a, "group"_a, "skipped_start"_a = 0, "skipped_end"_a = 0, "selecting_end"_a = 0, "key_block_size"_a = 0,
