@@ -57,6 +57,7 @@ class InstantEngine:
         vocab_size=1000,
         dtype="float32",
         reads_priority=False,
+        pooling=None,
     )
     model_path = Path("fake")
     tokenizer = SimpleNamespace(chat_template_source=None)

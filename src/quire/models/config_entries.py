@@ -301,6 +301,7 @@ RULES: dict[str, _Rule] = {
     "local_attention": _LENGTH,
     "global_attn_every_n_layers": _Integer(1, _LAYERS),
     "local_rope_theta": _POSITIVE,
+    "global_rope_theta": _POSITIVE,
     "norm_bias": _BOOLEAN,
     "is_matryoshka": _BOOLEAN,
     "id2label": _OBJECT,

@@ -126,7 +126,6 @@ def rotate(kernels: TritonKernels) -> None:
 
 def recur(kernels: TritonKernels) -> None:
     """Compute layers with a state, of steps of several sizes."""
-    delta = DeltaHeads(2, 4, 128, 128, -torch.ones(4), torch.ones(4))
     scan = ScanHeads(4, 64, 1, 128, -torch.ones(4), torch.ones(4), torch.ones(4))
     state = torch.zeros(5, 4 * 128 * 128)
     for counts in ([1], [7, 1, 1]):
@@ -143,14 +142,17 @@ def recur(kernels: TritonKernels) -> None:
         kernels.causal_conv(
             rows, torch.ones(4, 1024), torch.zeros(5, 3, 1024, dtype=BFLOAT16), batch, activation="silu"
         )
-        kernels.gated_delta_rule(
-            rows,
-            torch.zeros(num_rows, 2, 4, dtype=BFLOAT16),
-            state.view(5, 4, 128, 128),
-            batch,
-            heads=delta,
-            out=torch.zeros(num_rows, 4, 128, dtype=BFLOAT16),
-        )
+        for num_times in (1, 128):
+            delta = DeltaHeads(2, 4, 128, 128, -torch.ones(4), torch.ones(4, num_times))
+            kernels.gated_delta_rule(
+                rows,
+                torch.zeros(num_rows, 4, dtype=BFLOAT16),
+                torch.zeros(num_rows, 4 * num_times, dtype=BFLOAT16),
+                state.view(5, 4, 128, 128),
+                batch,
+                heads=delta,
+                out=torch.zeros(num_rows, 4, 128, dtype=BFLOAT16),
+            )
         kernels.selective_scan(
             rows[:, :512],
             rows[:, 512:516],

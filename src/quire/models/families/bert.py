@@ -6,6 +6,7 @@ checkpoint predicts masked tokens is passed over.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import replace
 from typing import Any
 
@@ -106,7 +107,11 @@ def _modernbert(hf: HFConfig, base: ModelConfig) -> ModelConfig:
 
 
 def _modernbert_ropes(hf: HFConfig, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    return read_two_ropes(hf, head_dim, sliding_theta=hf["local_rope_theta"])
+    """`rope_theta` does not count, as in transformers, where `rope_scaling` is of both types."""
+    if hf.get("rope_scaling"):
+        raise ModelError("config.json has rope_scaling; this architecture has rope_parameters by layer type")
+    full = ChainMap({"rope_theta": hf["global_rope_theta"]}, hf)  # type: ignore[arg-type]
+    return read_two_ropes(full, head_dim, sliding_theta=hf["local_rope_theta"])
 
 
 def _nomic(hf: HFConfig, base: ModelConfig) -> ModelConfig:
@@ -225,7 +230,7 @@ FAMILIES: dict[str, Family] = {
         {
             "hidden_activation": "gelu",
             "norm_eps": 1e-5,
-            "rope_theta": 160000.0,
+            "global_rope_theta": 160000.0,
             "local_rope_theta": 1e4,
             "local_attention": 128,
             "global_attn_every_n_layers": 3,
@@ -235,7 +240,6 @@ FAMILIES: dict[str, Family] = {
         activation="hidden_activation",
         norm_eps="norm_eps",
         ropes=_modernbert_ropes,
-        aliases={"global_rope_theta": "rope_theta"},
     ),
     "nomic_bert": Family(
         _nomic,
