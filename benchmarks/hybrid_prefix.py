@@ -8,7 +8,7 @@ only (Qwen3-0.6B's shape): the share of full prefix caching. A server that canno
 end of its log.
 
     python benchmarks/hybrid_prefix.py [--shape qwen3.5-0.8b] [--precision bf16] [--conversations 32]
-                                       [--turns 8] [--at-once 4]
+                                       [--turns 8] [--at-once 4] [--servers Quire ...]
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def servers(options: argparse.Namespace, room: int) -> dict[str, OpenAIServer]:
             {},
         ),
         "vLLM": OpenAIServer(
-            f"{PEERS}/vllm/bin/vllm serve {files('vllm')} --served-model-name model "
-            f"{vllm} --enable-prefix-caching --enable-prompt-tokens-details",
+            f"{KINDS['vllm'].python} -m vllm.entrypoints.openai.api_server --model {files('vllm')} "
+            f"--served-model-name model {vllm} --enable-prefix-caching --enable-prompt-tokens-details",
             KINDS["vllm"].environ(),
         ),
         "Quire, attention only": quire(ATTENTION_ONLY),
@@ -142,7 +142,9 @@ async def converse(server: OpenAIServer, options: argparse.Namespace) -> Found:
     ids = range(FIRST_ORDINARY_TOKEN, SMALLEST_VOCABULARY - FIRST_ORDINARY_TOKEN)
     prompts = [rng.choices(ids, k=SYSTEM_TOKENS)] * options.conversations
     found, slots = Found(), asyncio.Semaphore(options.at_once)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
+    connections = aiohttp.TCPConnector(force_close=True)  # llama.cpp closes them after a while
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connections, timeout=timeout) as http:
 
         async def turn(prompt: list[int]) -> list[int]:
             async with slots:
@@ -221,7 +223,8 @@ async def compare(options: argparse.Namespace) -> None:
     room = (options.conversations + 1) * (length + 64) // 128 * 128
     print(f"{options.shape}, {options.precision}; prompts of up to {length - ANSWER_TOKENS} tokens")
     print(f"{'':<24}{'cached':>8}{'first token, median':>22}{'slowest 1 in 100':>20}{'all':>10}")
-    for label, server in servers(options, room).items():
+    every = servers(options, room)
+    for label, server in ((label, every[label]) for label in options.servers or every):
         try:
             async with running(label, server):
                 started = time.perf_counter()
@@ -247,6 +250,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=32)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--servers", nargs="*", help="labels in the table; default: all")
     asyncio.run(compare(parser.parse_args()))
 
 
