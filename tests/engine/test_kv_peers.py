@@ -11,6 +11,7 @@ import time
 import pytest
 
 from engine_checks import check_after_every_step, core_of
+from free_ports import free_port, free_ports
 from insides import (
     always_load,
     check_nothing_is_shared,
@@ -534,17 +535,12 @@ def test_what_does_not_go_together_is_refused(options, message):
 # -- prefix caches of equals ---------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 @contextlib.contextmanager
 def equals(monkeypatch, **options):
     """Two engines that do everything, and read each other's prefix caches."""
     monkeypatch.setattr(peer_prefixes, "LOOKUP_PATIENCE", 30.0)
     monkeypatch.setattr(peer_prefixes, "MIN_COMPUTING_TIME", 1e-4)
-    ports = [free_port(), free_port()]
+    ports = free_ports(2)
     options = {"kv_peers": ",".join(f"127.0.0.1:{port}" for port in ports), **options}
     with (
         engine(kv_transfer_port=ports[0], **options) as first,

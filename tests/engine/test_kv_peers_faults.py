@@ -5,9 +5,7 @@ Whatever happens, each answer has the tokens and log-probabilities of one engine
 
 from __future__ import annotations
 
-import contextlib
 import random
-import socket
 import threading
 import time
 
@@ -16,6 +14,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from engine_checks import check_after_every_step, core_of
+from free_ports import free_ports
 from insides import always_load, check_nothing_is_shared, connector_of, known_peers_of
 from late_steps import compute_late
 from quire import LLM, SamplingParams
@@ -233,12 +232,6 @@ def serve_equals(engines: list[Answers], seed: str, num_requests: int) -> dict[s
         for engine in engines:
             engine.step()
     return {name: one for name, one in asked.items() if one[0].ended[name] is not FinishReason.ABORT}
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 @pytest.mark.histories

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from checkpoints import make_checkpoint
+from free_ports import free_port
 from insides import always_load, check_nothing_is_shared, connector_of, peer_parts
 from quire.config import EngineConfig, KVTransferConfig, SchedulerConfig
 from quire.datadist.caches.spans import ByteSpans
@@ -138,11 +138,6 @@ def pair(path: Path) -> Iterator[tuple[Engine, Engine]]:
     for engine in engines:
         engine.check_nothing_is_held()
         engine.core.shutdown()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def prompt(length: int = LENGTH, seed: int = 5) -> np.ndarray:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 import subprocesses
+from free_ports import free_port
 from quire.server.http import stopping
 
 pytestmark = pytest.mark.processes
@@ -44,11 +44,6 @@ serve(
     ),
 )
 """
-
-
-def free_port():
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as bound:
-        return bound.getsockname()[1]
 
 
 @contextlib.contextmanager
