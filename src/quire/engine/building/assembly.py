@@ -74,7 +74,7 @@ def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             * (config.tensor_parallel_size > 1),
             "EngineConfig.scheduler_cls": config.scheduler_cls * (not knows_groups(config)),
         }
-        if config.device == "cuda" or not moves_states(config):
+        if not moves_states(config):
             of_states |= config.moves_kv_by
         why = f"{model.architecture} has recurrent layers, beside whose states that is not supported"
         _refuse_set(of_states, why)

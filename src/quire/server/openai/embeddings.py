@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,13 +9,13 @@ from typing_extensions import override
 
 from quire.pooling_params import PoolingParams
 from quire.server.openai.pooled import (
-    NUMBERS_PER_TURN,
     EncodingFormat,
     InputBody,
     InputCall,
+    Row,
     encoded_row,
 )
-from quire.server.wire.answers import Embedding, EmbeddingList, PoolingUsage
+from quire.server.wire.answers import Embedding, EmbeddingList
 from quire.server.wire.strict_model import optional_field
 
 
@@ -44,20 +39,12 @@ class EmbeddingCall(InputCall[EmbeddingRequest]):
     id_prefix = "embd"
     operation = "embeddings"
     task = "embed"
+    answer_type = EmbeddingList
 
     def __init__(self, request: Request, body: EmbeddingRequest) -> None:
         super().__init__(request, body)
         self._params_of_rows = PoolingParams(dimensions=body.dimensions)
 
     @override
-    async def _answer(self, rows: Sequence[npt.NDArray[np.float32]], usage: PoolingUsage) -> EmbeddingList:
-        data, num_numbers = [], 0
-        for index, row in enumerate(rows):
-            data.append(Embedding(index=index, embedding=encoded_row(row, self._body.encoding_format)))
-            num_numbers += len(row)
-            if num_numbers >= NUMBERS_PER_TURN:
-                num_numbers = 0
-                await asyncio.sleep(0)
-        return EmbeddingList(
-            id=self._id, created=self._created, model=self._body.model, data=data, usage=usage
-        )
+    def _entry(self, index: int, row: Row) -> Embedding:
+        return Embedding(index=index, embedding=encoded_row(row, self._body.encoding_format))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import base64
 import contextlib
 import functools
@@ -23,7 +24,7 @@ from quire.server.calls.call import GenerationCall
 from quire.server.calls.outputs import OutputStream
 from quire.server.openai.bodies import OptionFields, TokenIds, prompt_form
 from quire.server.sampling_defaults import SamplingDefaults
-from quire.server.wire.answers import PoolingUsage
+from quire.server.wire.answers import PoolingUsage, RowList
 from quire.server.wire.strict_model import Unsupported, optional_field
 
 MAX_INPUTS = 2048  # as OpenAI's
@@ -45,6 +46,7 @@ Inputs = Annotated[
 ]
 EncodingFormat = Literal["float", "base64"]
 Prompt = str | Sequence[int]
+Row = npt.NDArray[np.float32]
 
 
 class PooledBody(OptionFields):
@@ -93,6 +95,7 @@ class PooledCall(GenerationCall[PooledT]):
     """A call whose prompts become rows."""
 
     is_pooled = True
+    answer_type: ClassVar[type[RowList[Any]]]
     _params_of_rows = PoolingParams()
 
     @abc.abstractmethod
@@ -104,11 +107,23 @@ class PooledCall(GenerationCall[PooledT]):
         """Return what the engine makes of a prompt."""
 
     @abc.abstractmethod
-    async def _answer(self, rows: Sequence[npt.NDArray[np.float32]], usage: PoolingUsage) -> msgspec.Struct:
+    def _entry(self, index: int, row: Row) -> msgspec.Struct:
+        """Return what the answer says of a row."""
+
+    async def _answer(self, rows: Sequence[Row], usage: PoolingUsage) -> msgspec.Struct:
         """Return the complete answer."""
+        data, num_numbers = [], 0
+        for index, row in enumerate(rows):
+            data.append(self._entry(index, row))
+            num_numbers += len(row)
+            if num_numbers >= NUMBERS_PER_TURN:
+                num_numbers = 0
+                await asyncio.sleep(0)
+        model = self._body.model
+        return self.answer_type(id=self._id, created=self._created, model=model, data=data, usage=usage)
 
     @functools.cached_property
-    def _rows(self) -> dict[int, npt.NDArray[np.float32]]:
+    def _rows(self) -> dict[int, Row]:
         """The row of each prompt that has one."""
         return {}
 
@@ -192,7 +207,7 @@ class InputCall(PooledCall[InputT], Generic[InputT]):
         )
 
 
-def encoded_row(row: npt.NDArray[np.float32], encoding_format: EncodingFormat | None) -> list[float] | str:
+def encoded_row(row: Row, encoding_format: EncodingFormat | None) -> list[float] | str:
     """Return a row's numbers, or its bytes in base64."""
     if encoding_format == "base64":
         return base64.b64encode(row.astype("<f4").tobytes()).decode()

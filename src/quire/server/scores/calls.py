@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +22,7 @@ from quire.server.openai.pooled import (
     InputCall,
     PooledBody,
     PooledCall,
+    Row,
     Texts,
     encoded_row,
 )
@@ -40,7 +40,6 @@ from quire.server.wire.answers import (
 )
 from quire.server.wire.strict_model import StrictModel, optional_field, text_or_list
 
-Rows = Sequence[npt.NDArray[np.float32]]
 TextOrTexts = Annotated[
     Annotated[str, Tag("=text")] | Annotated[Texts, Tag("=texts")],
     text_or_list("=texts", "a text or a list of texts"),
@@ -143,29 +142,24 @@ class ClassifyCall(InputCall[ClassifyRequest]):
     """A call of /v1/classify."""
 
     id_prefix = operation = task = "classify"
+    answer_type = Classifications
 
     def __init__(self, request: Request, body: ClassifyRequest) -> None:
         super().__init__(request, body)
         self._params_of_rows = PoolingParams(activation=body.activation)
 
     @override
-    async def _answer(self, rows: Rows, usage: PoolingUsage) -> Classifications:
+    def _entry(self, index: int, row: Row) -> Classification:
         labels = self._info.labels
-        data = [
-            Classification(
-                index=index, label=labels[int(row.argmax())], probs=row.tolist(), num_classes=len(labels)
-            )
-            for index, row in enumerate(rows)
-        ]
-        return Classifications(
-            id=self._id, created=self._created, model=self._body.model, data=data, usage=usage
-        )
+        label = labels[int(row.argmax())]
+        return Classification(index=index, label=label, probs=row.tolist(), num_classes=len(labels))
 
 
 class PoolingCall(InputCall[PoolingRequest]):
     """A call of /pooling."""
 
     id_prefix, operation = "pool", "pooling"
+    answer_type = PooledRows
 
     def __init__(self, request: Request, body: PoolingRequest) -> None:
         super().__init__(request, body)
@@ -174,12 +168,8 @@ class PoolingCall(InputCall[PoolingRequest]):
         )
 
     @override
-    async def _answer(self, rows: Rows, usage: PoolingUsage) -> PooledRows:
-        data = [
-            PooledRow(index=index, data=encoded_row(row, self._body.encoding_format))
-            for index, row in enumerate(rows)
-        ]
-        return PooledRows(id=self._id, created=self._created, model=self._body.model, data=data, usage=usage)
+    def _entry(self, index: int, row: Row) -> PooledRow:
+        return PooledRow(index=index, data=encoded_row(row, self._body.encoding_format))
 
 
 PairT = TypeVar("PairT", bound=PooledBody)
@@ -203,6 +193,7 @@ class ScoreCall(PairCall[ScoreRequest]):
     """A call of /v1/score."""
 
     id_prefix = operation = "score"
+    answer_type = PairScores
 
     def __init__(self, request: Request, body: ScoreRequest) -> None:
         super().__init__(request, body)
@@ -211,9 +202,8 @@ class ScoreCall(PairCall[ScoreRequest]):
         self.names = [f"text_2[{index}]" for index in range(len(self.pairs))]
 
     @override
-    async def _answer(self, rows: Rows, usage: PoolingUsage) -> PairScores:
-        data = [PairScore(index=index, score=float(row[0])) for index, row in enumerate(rows)]
-        return PairScores(id=self._id, created=self._created, model=self._body.model, data=data, usage=usage)
+    def _entry(self, index: int, row: Row) -> PairScore:
+        return PairScore(index=index, score=float(row[0]))
 
 
 class RerankCall(PairCall[RerankRequest]):
@@ -228,12 +218,14 @@ class RerankCall(PairCall[RerankRequest]):
         self.names = [f"documents[{index}]" for index in range(len(self.pairs))]
 
     @override
-    async def _answer(self, rows: Rows, usage: PoolingUsage) -> RankedDocuments:
-        scores = np.concatenate(rows)
-        results = []
-        for index in np.argsort(-scores, kind="stable")[: self._body.top_n].tolist():
-            ranked = RankedDocument(index=index, relevance_score=float(scores[index]))
-            if self._body.return_documents is not False:
-                ranked.document = RankedText(text=self._texts[index])
-            results.append(ranked)
+    def _entry(self, index: int, row: Row) -> RankedDocument:
+        ranked = RankedDocument(index=index, relevance_score=float(row[0]))
+        if self._body.return_documents is not False:
+            ranked.document = RankedText(text=self._texts[index])
+        return ranked
+
+    @override
+    async def _answer(self, rows: Sequence[Row], usage: PoolingUsage) -> RankedDocuments:
+        best = np.argsort(-np.concatenate(rows), kind="stable")[: self._body.top_n]
+        results = [self._entry(index, rows[index]) for index in best.tolist()]
         return RankedDocuments(id=self._id, model=self._body.model, results=results, usage=usage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -15,6 +15,8 @@ encode = msgspec.json.Encoder().encode
 
 EndReason = Literal["stop", "length"]
 ChatEndReason = Literal["stop", "length", "tool_calls"]
+
+EntryT = TypeVar("EntryT")
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -300,6 +302,17 @@ class PoolingUsage(Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
+class RowList(Struct, Generic[EntryT], kw_only=True):
+    """An answer with an entry for each row that prompts became, in the order of the request."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[EntryT]
+    usage: PoolingUsage
+
+
 class PooledRow(Struct, kw_only=True):
     """The row of one input of /pooling, as an embedding's."""
 
@@ -308,15 +321,8 @@ class PooledRow(Struct, kw_only=True):
     data: list[float] | str
 
 
-class PooledRows(Struct, kw_only=True):
+class PooledRows(RowList[PooledRow], kw_only=True):
     """Answer of /pooling."""
-
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[PooledRow]
-    usage: PoolingUsage
 
 
 class Classification(Struct, kw_only=True):
@@ -328,15 +334,8 @@ class Classification(Struct, kw_only=True):
     num_classes: int
 
 
-class Classifications(Struct, kw_only=True):
+class Classifications(RowList[Classification], kw_only=True):
     """Answer of /v1/classify."""
-
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Classification]
-    usage: PoolingUsage
 
 
 class PairScore(Struct, kw_only=True):
@@ -347,15 +346,8 @@ class PairScore(Struct, kw_only=True):
     score: float
 
 
-class PairScores(Struct, kw_only=True):
+class PairScores(RowList[PairScore], kw_only=True):
     """Answer of /v1/score."""
-
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[PairScore]
-    usage: PoolingUsage
 
 
 class RankedText(Struct, kw_only=True):
@@ -381,15 +373,8 @@ class RankedDocuments(Struct, kw_only=True):
     usage: PoolingUsage
 
 
-class EmbeddingList(Struct, kw_only=True):
+class EmbeddingList(RowList[Embedding], kw_only=True):
     """Answer of /v1/embeddings."""
-
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: PoolingUsage
 
 
 LATEST = ":latest"
