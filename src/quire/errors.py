@@ -27,7 +27,7 @@ class ModelNotFoundError(ModelError):
 
 
 class UnknownArchitectureError(ModelError):
-    """The checkpoint's architecture is not one that Quire knows; the message lists those it does."""
+    """The checkpoint's architecture is not one that Quire knows; the message has the nearest names."""
 
 
 class InvalidRequestError(QuireError, ValueError):

@@ -70,4 +70,4 @@ def test_the_config_of_a_class_is_read_or_refused_by_the_name_of_its_architectur
 )
 def test_a_value_that_another_architecture_has_is_no_reason(entries: dict[str, Any]) -> None:
     refusal = _refusal({"architectures": ["StrangeForCausalLM"], **entries})
-    assert "architecture StrangeForCausalLM; Quire knows " in refusal
+    assert "architecture StrangeForCausalLM, which Quire does not know; nearest by name: " in refusal

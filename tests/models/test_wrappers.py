@@ -17,10 +17,9 @@ from quire.errors import ModelError, UnknownArchitectureError
 from quire.models.checkpoints.config_reading import read_model_config
 from quire.models.checkpoints.loading import load_decoder
 from quire.models.checkpoints.tokenizers.reading import read_tokenizer
-from quire.models.families import ARCHITECTURES
 from quire.models.reading import model_config
 from quire.models.weights import count_parameters
-from quire.models.wrappers import WRAPPERS, decoder_entries
+from quire.models.wrappers import decoder_entries
 
 NUM_NEW = 24
 TEXT: dict[str, Any] = {
@@ -466,7 +465,7 @@ def test_an_old_config_has_the_decoder_beside_vision(caplog: pytest.LogCaptureFi
     ("changes", "error", "message"),
     [
         ({"text_config": ["x"]}, ModelError, "text_config .* must be an object"),
-        ({"text_config": {"model_type": "mpt"}}, UnknownArchitectureError, "type 'mpt'; Quire knows .*Llama"),
+        ({"text_config": {"model_type": "mpt"}}, UnknownArchitectureError, "type 'mpt', which .*Llava"),
         ({"text_config": {"model_type": ["x"]}}, UnknownArchitectureError, r"type \['x'\]"),
         ({"text_config": {"hidden_size": "8"}}, ModelError, "hidden_size '8'"),
         ({"architectures": ["Florence2ForConditionalGeneration"]}, UnknownArchitectureError, "Florence2"),
@@ -478,12 +477,6 @@ def test_other_wrappers_are_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         model_config({"architectures": ["LlavaForConditionalGeneration"], "text_config": TEXT, **changes})
-
-
-def test_the_refusal_lists_wrappers_and_decoders() -> None:
-    with pytest.raises(UnknownArchitectureError) as caught:
-        model_config({"architectures": ["xyz"]})
-    assert all(name in str(caught.value) for name in (*ARCHITECTURES, *WRAPPERS))
 
 
 def test_tokens_beyond_the_decoder_are_left_out_and_its_ends_are_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +61,7 @@ def model_config(values: HFConfig) -> ModelConfig:
     Entries that Quire neither reads nor knows to be harmless are logged.
 
     Raises:
-        UnknownArchitectureError: lists the architectures that Quire knows.
+        UnknownArchitectureError: Quire does not know the architecture; the message has the nearest names.
         ModelError: a needed entry is missing or has a value that Quire does not compute.
     """
     architecture = architecture_of(values)
@@ -70,9 +71,9 @@ def model_config(values: HFConfig) -> ModelConfig:
         inside = (
             f" with a decoder of the type {values['model_type']!r:.100}" if architecture in WRAPPERS else ""
         )
-        known = ", ".join(sorted((*ARCHITECTURES, *WRAPPERS)))
         raise UnknownArchitectureError(
-            f"config.json names the architecture {architecture}{inside}; Quire knows {known}"
+            f"config.json names the architecture {architecture}{inside}, which Quire does not know; "
+            f"nearest by name: {_nearest(architecture)} (docs/models.md and docs/embeddings.md list all)"
         )
     check_objects(values)
     family = FAMILIES[family_name]
@@ -100,6 +101,12 @@ def model_config(values: HFConfig) -> ModelConfig:
         warn_once(f"config.json has model_type {model_type!r:.100}, and is read as that of a {architecture}")
     hf.warn_of_unread(f"config.json of this {architecture}")
     return config
+
+
+def _nearest(architecture: str) -> str:
+    """Return up to three known architectures, the nearest by name first."""
+    known = (*ARCHITECTURES, *WRAPPERS)
+    return ", ".join(difflib.get_close_matches(architecture[:100], known, n=3, cutoff=0.0))
 
 
 def _row_sizes(hf: HFConfig) -> tuple[int, ...] | None:

@@ -57,7 +57,7 @@ def read_model_config(path: Path) -> ModelConfig:
     """Read `config.json` of a Hugging Face model directory, or the metadata of a GGUF file.
 
     Raises:
-        UnknownArchitectureError: the architecture is not a known one; the message lists those.
+        UnknownArchitectureError: the architecture is not a known one; the message has the nearest names.
         ModelError: the file is missing, unreadable, incomplete or inconsistent.
     """
     gguf = find_gguf(path)
