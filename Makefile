@@ -22,7 +22,7 @@ LLAMACPP_SERVER := $(LLAMACPP)/server/bin/llama-server
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-all test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers bench-hybrid-prefix eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-rest test-all test-random test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers bench-hybrid-prefix eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,7 +63,7 @@ PYTEST := $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --igno
 # What takes long, by its cause (docs/testing.md), but for what stands for the rest of its kind.
 LONG := (processes or interpreter or programs or formats or histories) and not representative
 # Many tests start processes; without kept bytecode each of them compiles every module again.
-test test-rest test-all test-fast: export PYTHONDONTWRITEBYTECODE =
+test test-rest test-all test-random test-fast: export PYTHONDONTWRITEBYTECODE =
 test: $(READY)  ## Run the tests, with one of each kind that takes long (four minutes on two cores)
 	$(PYTEST) --hypothesis-profile few-examples -m "not ($(LONG))"
 
@@ -72,6 +72,9 @@ test-rest: $(READY)  ## Run the tests that make test leaves out, and those that 
 
 test-all: $(READY)  ## Run all tests
 	$(PYTEST)
+
+test-random: $(READY)  ## Run the tests with hypothesis on other examples than those that each commit is tested with
+	$(PYTEST) -m hypothesis --hypothesis-profile other-examples
 
 # A plugin that this test does without takes long to load.
 test-fast: $(READY)  ## Run one end-to-end test, in seconds

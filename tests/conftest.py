@@ -18,6 +18,8 @@ from interpreter_patches import hurry_the_interpreter
 PROGRAMS = ("benchmarks", "examples", "tools")
 # The hypothesis profile of `make test`: a quarter of each test's examples, but ten at least.
 FEW_EXAMPLES = "few-examples"
+# That of `make test-random`: other examples each time. The others make the same each time.
+OTHER_EXAMPLES = "other-examples"
 
 # Before anything loads torch: waiting threads sleep soon, as in the engine, and torch computes on one thread.
 # Engines have a setting for their threads, and tests run beside each other.
@@ -31,14 +33,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
-    """Let no test fail because the machine is busy."""
+    """Let no test fail because the machine is busy, or by chance."""
     gc.disable()  # until all tests are collected: what imports and tests leave is no garbage
     if config.pluginmanager.hasplugin("hypothesispytest"):
         from hypothesis import HealthCheck, settings
 
-        settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.register_profile("quire", patient, derandomize=True)
         settings.load_profile("quire")
         settings.register_profile(FEW_EXAMPLES, settings.get_profile("quire"))  # --hypothesis-profile chooses
+        settings.register_profile(OTHER_EXAMPLES, patient)
 
 
 def pytest_collection_finish():
