@@ -2,8 +2,8 @@
 
 The machines are network namespaces on this one. The first has the head of the cluster and the ingress, and is
 spared; both have engines. Clients ask the ingress without pause, while engine processes, replicas and all
-that runs on the second machine are killed; one engine may still be starting when the next fault strikes. Every
-answer must be right, tokens and log-probabilities.
+that runs on the second machine are killed; one engine may still be starting when the next fault strikes.
+Every answer must be right, tokens and log-probabilities.
 """
 
 from __future__ import annotations
@@ -77,9 +77,11 @@ class Cluster:
             time.sleep(rng.uniform(0.5, 3.0))
             self.start_other()
         else:
-            found = list(self._engine_processes() if kind == "engine process" else self._replicas())
+            found = self._engine_processes if kind == "engine process" else self._replicas
+            if not found():  # the last faults have not been noticed yet
+                self._wait_until_up()
             with contextlib.suppress(psutil.NoSuchProcess):
-                rng.choice(found).kill()
+                rng.choice(found()).kill()
         self._wait_until_up(2 * ENGINES_PER_MACHINE - 1)
 
     def close(self) -> None:
@@ -112,18 +114,23 @@ class Cluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 yield psutil.Process(int(pid))
 
-    def _engine_processes(self) -> Iterator[psutil.Process]:
+    def _engine_processes(self) -> list[psutil.Process]:
+        """Return the process that computes of each engine: the oldest, as standbys start later."""
+        oldest: dict[int, psutil.Process] = {}  # by the process that they serve
         for process in (*self._processes(self._head), *self._processes(self._other)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                command = process.cmdline()
-                if "quire.engine.process.main" in command and "--standby" not in command:
-                    yield process
+                if "quire.engine.process.main" in process.cmdline():
+                    parent = process.ppid()
+                    oldest[parent] = min(process, oldest.get(parent, process), key=psutil.Process.create_time)
+        return list(oldest.values())
 
-    def _replicas(self) -> Iterator[psutil.Process]:
+    def _replicas(self) -> list[psutil.Process]:
+        found = []
         for process in (*self._processes(self._head), *self._processes(self._other)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.cmdline()[:1] and process.cmdline()[0].endswith(":Engine"):
-                    yield process
+                    found.append(process)
+        return found
 
     def _wait_until_up(self, number: int = 2 * ENGINES_PER_MACHINE) -> None:
         deadline = time.monotonic() + START_LIMIT
