@@ -1,4 +1,4 @@
-"""The command that a server prints when it is ready, as a shell takes it."""
+"""What a server prints at its start: the command that tries it, as a shell takes it, and of its template."""
 
 import os
 import subprocess
@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from quire.engine.messages import EngineInfo
+from quire.errors import InvalidRequestError, QueueFullError, QuireError, RequestTimeoutError
 from quire.pooling_params import PoolingParams
-from quire.server.serve import _announce
+from quire.server.serve import _announce, _try_chat_template
 
 INFO = EngineInfo(
     model="mini",
@@ -85,3 +86,21 @@ def test_of_a_model_for_embeddings_these_are_asked_for(capsys) -> None:
     sent = arguments_of(capsys.readouterr().out.splitlines()[1].partition(": ")[2])
     assert sent[0] == "http://localhost:8000/v1/embeddings"
     assert sent[-1] == '{"model": "mini", "input": "Hello"}'
+
+
+@pytest.mark.parametrize(
+    ("error", "warning"),
+    [
+        (InvalidRequestError("line 3"), "chat requests will be refused: line 3"),
+        (RequestTimeoutError("20 s"), "the chat template has not been tried: 20 s"),
+        (QueueFullError("no process"), "the chat template has not been tried: no process"),
+    ],
+)
+def test_only_a_template_that_is_wrong_refuses_chats(
+    error: QuireError, warning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    _try_chat_template(SimpleNamespace(has_chat_template=True, check_chat_template=fail))
+    assert capsys.readouterr().err == f"Warning: {warning}\n"

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig, ServerConfig
-from quire.errors import ConfigError, QuireError
+from quire.errors import ConfigError, QueueFullError, QuireError, RequestTimeoutError
 from quire.front.process.launch import started_ahead
 from quire.server.http.connections import raise_descriptor_limit
 from quire.server.http.listening import Listener, listener
@@ -112,11 +112,16 @@ def with_events_topic(config: EngineConfig, server: ServerConfig, port: int) -> 
 
 
 def _try_chat_template(tokenizer: Tokenizer) -> None:
-    """Start the renderer of the model's chat template, if any; warn if the template is unusable."""
+    """Start the renderer of the model's chat template, if any; warn if it fails.
+
+    On a busy machine it may have had no time; requests then try again.
+    """
     if not tokenizer.has_chat_template:
         return
     try:
         tokenizer.check_chat_template()
+    except (QueueFullError, RequestTimeoutError) as error:
+        print(f"Warning: the chat template has not been tried: {error}", file=sys.stderr, flush=True)
     except QuireError as error:
         print(f"Warning: chat requests will be refused: {error}", file=sys.stderr, flush=True)
 
