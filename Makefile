@@ -18,11 +18,14 @@ CONVERT_READY := $(CONVERT)/.installed-$(OPTIMUM_INTEL_VERSION)-$(OPENVINO_VERSI
 LLAMACPP_VERSION := 0.3.36
 LLAMACPP := .peers/llamacpp
 LLAMACPP_READY := $(LLAMACPP)/.installed-$(LLAMACPP_VERSION)
+SENTENCE_VERSION := 6.2.0
+SENTENCE := .peers/sentence
+SENTENCE_READY := $(SENTENCE)/.installed-$(SENTENCE_VERSION)
 LLAMACPP_SERVER := $(LLAMACPP)/server/bin/llama-server
 PEERS_READY := $(VLLM_READY) $(TCMALLOC_READY) $(OPENVINO_READY) $(CONVERT_READY) $(LLAMACPP_READY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-rest test-all test-random test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers bench-hybrid-prefix eval docs docs-site wheels check-wheels clean
+.PHONY: help setup demo serve test test-rest test-all test-random test-fast test-gpu test-nixl test-ray test-mooncake test-dynamo test-page clients mutants soak soak-tiers soak-datadist soak-split soak-ray soak-server chaos sanitize conformance lint bench bench-gpu bench-start bench-scheduler bench-peers bench-hybrid-prefix bench-embeddings eval docs docs-site wheels check-wheels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -128,6 +131,16 @@ bench-hybrid-prefix: $(READY) $(PEERS_READY) $(LLAMACPP_SERVER)  ## Measure pref
 	@$(BIN)/python benchmarks/hybrid_prefix.py
 
 # vLLM asks for this allocator to be loaded first. Unpacked beside it, Debian's package changes nothing else.
+bench-embeddings: $(READY) $(VLLM_READY) $(TCMALLOC_READY) $(LLAMACPP_READY) $(SENTENCE_READY)  ## Measure embeddings beside peers, installed on first use
+	@$(BIN)/python benchmarks/embedding_peers.py
+
+$(SENTENCE_READY):
+	$(PYTHON) -m venv $(SENTENCE)
+	$(SENTENCE)/bin/pip install -q -c constraints.txt torch
+	$(SENTENCE)/bin/pip install -q -c constraints.txt sentence-transformers==$(SENTENCE_VERSION) \
+		onnxruntime onnx onnxscript
+	@touch $@
+
 $(TCMALLOC_READY): $(VLLM_READY)
 	cd $(VLLM) && apt-get download -q libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb tcmalloc
 	@touch $@

@@ -37,7 +37,8 @@ def write_bf16(checkpoint: Path, path: Path) -> None:
 
     def with_tokenizer(*names: Any, **options: Any) -> type[TextModel]:
         found = find(*names, **options)
-        found.set_vocab = TextModel._set_vocab_gpt2
+        if not names[0].endswith("BertModel"):
+            found.set_vocab = TextModel._set_vocab_gpt2
         found.get_vocab_base_pre = lambda model, tokenizer: "qwen2"
         found.no_mtp = True  # the models have no layers that predict further tokens
         return found
