@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MaxLen
 
 from quire.config.chat_template import ChatTemplateConfig
 from quire.config.fields import check_limits, config, knob
@@ -83,6 +83,13 @@ class EngineConfig:
         unit="GB",
         help="Maximum size of weight_cache in GB (10^9 bytes); the least recently used weights are removed "
         "first.",
+    )
+    classifier_from_token: Annotated[tuple[str, ...], MaxLen(2)] = knob(
+        default=(),
+        unit="tokens",
+        help="Make a reranker of a model that generates: a text's score is the logit of this token as the "
+        "next one; of two, such as 'no' and 'yes' for Qwen3-Reranker, the second's less the first's. Empty: "
+        "as the model's files say.",
     )
     max_model_len: NonNegativeInt = knob(
         default=0,

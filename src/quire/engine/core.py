@@ -19,6 +19,7 @@ from quire.engine.building.assembly import (
     build_context,
     build_scheduler,
     config_for_model,
+    engine_model,
     scheduler_class,
     start_ranks,
 )
@@ -40,7 +41,6 @@ from quire.kv.blocks.events import KVCacheEvent, KVEventCollector
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.connectors.stats import KVConnectorStats, KVPeerStats
 from quire.kv.tiers.connector import TierConnector
-from quire.models.checkpoints.config_reading import read_model_config
 from quire.request import Request
 from quire.sampling_params import ONE_TOKEN
 from quire.scheduling.accounts.suspects import PROBE_ID
@@ -83,7 +83,7 @@ class EngineCore:
         publish_events: Callable[[Sequence[KVCacheEvent]], None] | None = None,
     ) -> None:
         started = time.monotonic()
-        model_config = read_model_config(model_path)
+        model_config = engine_model(config, model_path)
         config = on_one_device(config_for_model(config, model_config))
         refuse_model_beside_eviction(config.scheduler, model_config)
         draft_model = find_draft_model(config, model_config, model_path)
@@ -167,6 +167,7 @@ class EngineCore:
             row_size=model_config.row_size,
             row_sizes=model_config.row_sizes,
             labels=model_config.labels,
+            scores_tokens=any(layer.tokens for layer in model_config.row_layers),
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 

@@ -80,7 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     empty: none does.
     `pooling`: how the model makes a row of a prompt if the request does not say; None: it generates.
     `row_size`: numbers of such a row; `row_sizes`: to how many it may be cut; `labels`: whose scores they
-    are; see `ModelConfig`.
+    are; see `ModelConfig`. `scores_tokens`: the scores are made of logits of tokens.
     `max_num_batched_tokens`: the most tokens of a step.
     """
 
@@ -103,6 +103,7 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     row_size: int = 0
     row_sizes: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()
+    scores_tokens: bool = False
     max_num_batched_tokens: int = 0
 
     @functools.cached_property

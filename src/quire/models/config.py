@@ -46,6 +46,10 @@ class RowLayer:
     inputs: int
     outputs: int
     bias: bool = False
+    tokens: tuple[int, ...] = ()
+    """Whose rows of the output layer make the one row, in place of what `name` says: that of the last, less
+    the one before it, if any.
+    """
     activation: str = ""  # tanh, relu, gelu or silu; empty: none
     norm: str = (
         ""  # name of a layer norm behind that, with the model's `norm_kind` and `norm_eps`; empty: none

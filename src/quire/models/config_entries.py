@@ -384,6 +384,9 @@ SENTENCE_RULES: dict[str, _Rule] = {  # of the files of sentence-transformers' m
     "out_features": _Integer(1, 1 << 17),
     "bias": _BOOLEAN,
     "activation_function": _TEXT,
+    "activation_fn": _TEXT,
+    "true_token_id": _Integer(0, 1 << 24),
+    "false_token_id": _Integer(0, 1 << 24),
 }
 
 HARMLESS = frozenset(

@@ -100,6 +100,9 @@ def weight_specs(config: ModelConfig, shard: Shard = WHOLE) -> Iterator[WeightSp
 
 def _row_layer_weights(config: ModelConfig) -> Iterator[LayerWeight]:
     for number, layer in enumerate(config.row_layers):
+        if layer.tokens:
+            yield _output_rows(f"row_layer_{number}", layer.tokens, config)
+            continue
         matrix = f"{layer.name}.weight", (layer.outputs, layer.inputs)
         yield LayerWeight(f"row_layer_{number}", (matrix,))
         if layer.bias:
@@ -107,6 +110,14 @@ def _row_layer_weights(config: ModelConfig) -> Iterator[LayerWeight]:
         if layer.norm:
             norm = LayerWeight(f"row_norm_{number}", ((f"{layer.norm}.weight", (layer.outputs,)),))
             yield from _with_biases([norm], config)
+
+
+def _output_rows(field: str, tokens: Iterable[int], config: ModelConfig) -> LayerWeight:
+    """Return the rows of some tokens of the output layer."""
+    name = config.embedding_field if config.tie_word_embeddings else "output"
+    matrix = FAMILIES[config.family].weight_names[name], (config.vocab_size, config.hidden_size)
+    rows = tuple(range(token, token + 1) for token in tokens)
+    return LayerWeight(field, (matrix,), sections=((config.vocab_size, rows),))
 
 
 def _with_biases(norms: Iterable[LayerWeight], config: ModelConfig) -> Iterator[LayerWeight]:

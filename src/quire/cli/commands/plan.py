@@ -43,19 +43,18 @@ def plan(
       quire plan ./Qwen3-0.6B --cache-size 2
       quire plan Qwen/Qwen3-0.6B --memory 16 --dtype bfloat16 --json
     """
-    from quire.engine.building.assembly import config_for_model
+    from quire.engine.building.assembly import config_for_model, engine_model
     from quire.engine.building.drafting import find_draft_model
     from quire.engine.devices import on_cpu, on_cuda, on_one_device
     from quire.engine.memory.byte_sizes import GB
     from quire.engine.memory.plan import plan_memory
-    from quire.models.checkpoints.config_reading import read_model_config
     from quire.models.checkpoints.hub import resolve_model
 
     if memory is not None and not 0 < memory < math.inf:
         raise ConfigError(f"--memory is {memory}; it must be a positive number of GB")
     available = None if memory is None else int(memory * GB)
     path = resolve_model(engine.model, weights=False, revision=engine.revision)
-    model = read_model_config(path)
+    model = engine_model(engine, path)
     engine = config_for_model(engine, model)
     if available is None or engine.device == "auto":  # else this machine's devices do not matter
         engine = on_one_device(engine)

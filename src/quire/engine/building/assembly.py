@@ -26,6 +26,8 @@ from quire.kv.blocks.groups import WindowBlocks
 from quire.kv.cache.memory_limits import available_memory
 from quire.kv.connectors.interface import KVConnector
 from quire.kv.tiers.connector import TierConnector
+from quire.models.checkpoints.config_reading import read_model_config
+from quire.models.families.classification import scored_by_tokens
 from quire.scheduling.context import SchedulerContext
 from quire.scheduling.interface import SchedulerInterface
 
@@ -48,6 +50,31 @@ SLOW_MODULES = (
     "quire.scheduling.scheduler",
 )
 """Modules that are imported where an engine is built, because the front shall not import them."""
+
+
+def engine_model(config: EngineConfig, model_path: Path) -> ModelConfig:
+    """Return the config of an engine's model, which scores texts if `classifier_from_token` is set.
+
+    Raises:
+        ModelError: see `read_model_config`; or the model has no logits that could be scores.
+        ConfigError: the tokenizer has no such token.
+    """
+    model = read_model_config(model_path)
+    if not config.classifier_from_token:
+        return model
+    # slow, and rarely needed
+    from quire.models.checkpoints.tokenizers.engine_tokenizer import engine_tokenizer
+
+    backend = engine_tokenizer(config, model_path).backend
+    tokens: list[int] = []
+    for text in config.classifier_from_token:
+        if (token := backend.token_to_id(text)) is None:
+            raise ConfigError(
+                f"EngineConfig.classifier_from_token has {text!r:.80}, which is no token of the tokenizer of "
+                f"{config.model}"
+            )
+        tokens.append(token)
+    return scored_by_tokens(model, tuple(tokens))
 
 
 def config_for_model(config: EngineConfig, model: ModelConfig) -> EngineConfig:

@@ -32,8 +32,6 @@ from quire.sampling_params import MAX_LOGPROBS, ONE_TOKEN, SamplingParams
 from quire.scheduling.beam_search import num_candidates
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
-
     from quire.models.text.tokenizer import Tokenizer
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -206,16 +204,58 @@ class InputProcessor:
             self._refuse_long(second)
         else:
             second = self._bound.part_with(second, limit + MARGIN, from_end=False)
-        encoding = self._tokenizer.tokenize(first, second, add_special_tokens=add_special_tokens)
-        token_ids, types = list(encoding.ids), list(encoding.type_ids)
-        if truncation is not None and len(token_ids) > limit:
-            cut = _last_of_second(encoding, len(token_ids) - limit)
-            for tokens in (token_ids, types):
-                del tokens[cut]
+        most = None if truncation is None else limit
+        if self._tokenizer.joins_pairs:
+            token_ids, start = self._rendered_pair(first, second, most), None
+        else:
+            token_ids, start = self._joined_pair(first, second, most, add_special_tokens)
         self._check_length(len(token_ids))
         self._check_vocabulary(token_ids, "prompt")
-        start = types.index(1) if 1 in types else None
         return token_ids, dataclasses.replace(params, second_text_at=start)
+
+    def _joined_pair(
+        self, first: str, second: str, most: int | None, add_special_tokens: bool
+    ) -> tuple[list[int], int | None]:
+        """Return the tokens of two texts as the tokenizer joins them, and where the second's type begins.
+
+        The second is cut to leave `most` tokens; None: it is whole.
+        """
+        if self.info.scores_tokens:
+            raise InvalidRequestError(
+                f"the model {self.info.model} scores texts by the logits of tokens, and its chat template "
+                "has no roles query and document; give one that has, by ChatTemplateConfig.chat_template",
+                param="model",
+            )
+        encoding = self._tokenizer.tokenize(first, second, add_special_tokens=add_special_tokens)
+        token_ids, types = list(encoding.ids), list(encoding.type_ids)
+        if most is not None and len(token_ids) > most:
+            of_second = [place for place, text in enumerate(encoding.sequence_ids) if text == 1]
+            cut = _last_of(of_second, len(token_ids) - most)
+            for tokens in (token_ids, types):
+                del tokens[cut]
+        return token_ids, types.index(1) if 1 in types else None
+
+    def _rendered_pair(self, first: str, second: str, most: int | None) -> list[int]:
+        """Return the tokens of two texts as the chat template joins them; see `_joined_pair`."""
+        messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+        chat = self._tokenizer.render_chat(messages)
+        token_ids: list[int] = self._tokenizer.tokenize_chat(chat).ids
+        if most is None or len(token_ids) <= most:
+            return token_ids
+        if not chat.given:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens asks for at most {most} tokens of {len(token_ids)}, but with "
+                "ChatTemplateConfig.special_tokens_in_content it is not known where the second text is; send "
+                "a shorter one",
+                param="truncate_prompt_tokens",
+            )
+        start, end = chat.given[-1]
+        head, kept, rest = (
+            self._tokenizer.tokenize_chat(chat.part(*edges)).ids
+            for edges in ((0, start), (0, end), (end, len(chat.text)))
+        )
+        cut = _last_of(range(len(head), len(kept)), len(kept) + len(rest) - most)
+        return [*kept[: cut.start], *rest]
 
     def process_chat(
         self,
@@ -575,9 +615,8 @@ def _taken(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: options.pop(name) for name in names if name in options}
 
 
-def _last_of_second(encoding: Encoding, count: int) -> slice:
-    """Return where the last tokens of the second of two texts are, without those around it."""
-    places = [place for place, text in enumerate(encoding.sequence_ids) if text == 1]
+def _last_of(places: Sequence[int], count: int) -> slice:
+    """Return where the last tokens of the second of two texts are, of which `places` has all."""
     if len(places) < count:
         raise ContextLengthError(
             f"the first text alone leaves no room: {count} tokens must be cut, and the second text has only "

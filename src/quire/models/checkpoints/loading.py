@@ -209,8 +209,10 @@ class _Loader:
         found = (self.tensor(field) for field in fields)
         weight, bias, norm, norm_bias = (None if tensor is None else tensor.cpu() for tensor in found)
         assert weight is not None
-        activation = self.model.row_layers[number].activation
-        return DenseRows(weight, bias, activation, norm, norm_bias, self.model.norm_eps)
+        layer = self.model.row_layers[number]
+        if layer.tokens:
+            weight = weight[-1:] - weight[:-1].sum(0)
+        return DenseRows(weight, bias, layer.activation, norm, norm_bias, self.model.norm_eps)
 
     def norm(self, field: str) -> torch.Tensor | None:
         weight = self.tensor(field)

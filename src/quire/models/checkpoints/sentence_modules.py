@@ -1,7 +1,7 @@
 """What sentence-transformers publishes beside a model: how its states become a row, in `modules.json`.
 
 The transformer comes first, then how its states are pooled, dense layers, and whether the row is normalized,
-each with a folder of its own.
+each with a folder of its own; or, of a reranker that is a generating model, whose logits are the score.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from quire.errors import ModelError, nearest_name
 from quire.models.checkpoints.json_files import entry, read_json, read_json_objects
 from quire.models.config import ModelConfig, RowLayer
 from quire.models.config_entries import SENTENCE_RULES, check_entry
+from quire.models.families.classification import label_activation, scored_by_tokens
 from quire.pooling_params import PoolingParams, PoolingType
 
 _MODULES_FILE = "modules.json"
 _TRANSFORMER_FILE = "sentence_bert_config.json"
 _CONFIG_FILE = "config.json"
+_SENTENCE_FILE = "config_sentence_transformers.json"
 _FOLDER = re.compile(r"\w[\w.-]{0,99}")
-_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
 _MODES: dict[str, PoolingType] = {  # by the name of the mode, and of the entry that is true
     "cls": "cls",
     "mean": "mean",
@@ -46,9 +48,11 @@ def with_sentence_modules(config: ModelConfig, path: Path) -> ModelConfig:
     """
     modules = _modules(path)
     kinds = [kind for kind, _ in modules]
-    if "Pooling" not in kinds:
-        return config
-    if kinds != sorted(kinds, key=_ORDER.index) or kinds.count("Pooling") > 1:
+    if kinds == ["Transformer", "LogitScore"]:
+        return _scored_by_tokens(config, path, path / modules[1][1] / _CONFIG_FILE)
+    if "Pooling" not in kinds and "LogitScore" not in kinds:
+        return _with_activation(config, path)
+    if kinds != sorted(kinds, key=_ORDER.index) or kinds.count("Pooling") != 1 or "LogitScore" in kinds:
         raise ModelError(f"{path / _MODULES_FILE} has {', '.join(kinds)}; the order must be as in {_ORDER}")
     [pooling] = [_pooling_type(path / folder / _CONFIG_FILE) for kind, folder in modules if kind == "Pooling"]
     dense = tuple(_dense(path, folder) for kind, folder in modules if kind == "Dense")
@@ -67,6 +71,30 @@ def with_sentence_modules(config: ModelConfig, path: Path) -> ModelConfig:
         row_layers=(*config.row_layers, *dense),
         max_model_len=min(config.max_model_len, settings.get("max_seq_length") or config.max_model_len),
     )
+
+
+def _scored_by_tokens(config: ModelConfig, path: Path, file: Path) -> ModelConfig:
+    """Return a model whose score is a logit, or the difference of two, which then becomes a probability."""
+    values = _checked(file, read_json(file))
+    true, false = values.get("true_token_id"), values.get("false_token_id")
+    if true is None:
+        raise ModelError(f"{file} has no true_token_id")
+    if false is not None:
+        return scored_by_tokens(config, (false, true))
+    return _with_activation(scored_by_tokens(config, (true,)), path)
+
+
+def _with_activation(config: ModelConfig, path: Path) -> ModelConfig:
+    """Return a model with what is published to make a probability of the score of its one label."""
+    named = _sentence_settings(path).get("activation_fn") if len(config.labels) == 1 else None
+    if named is None:
+        return config
+    return dataclasses.replace(config, label_activation=label_activation(named, path / _SENTENCE_FILE))
+
+
+def _sentence_settings(path: Path) -> Mapping[str, Any]:
+    file = path / _SENTENCE_FILE
+    return _checked(file, read_json(file) or {})
 
 
 def dense_folders(path: Path) -> list[str]:

@@ -36,6 +36,45 @@ def with_labels(hf: HFConfig, base: ModelConfig, family: Family) -> ModelConfig:
     )
 
 
+def scored_by_tokens(base: ModelConfig, tokens: tuple[int, ...], activation: str = "sigmoid") -> ModelConfig:
+    """Return a model that generates as one that scores texts by the logits of one or two tokens.
+
+    The score of one is its logit; that of two is the logit of the second less that of the first, and the
+    probability made of it by sigmoid that of the second beside the first.
+
+    Raises:
+        ModelError: the model does not generate, has logits that are no products of its states alone, or no
+            such tokens.
+    """
+    what = f"{base.architecture} is to score texts by the logits of tokens"
+    if base.pooling is not None:
+        raise ModelError(f"{what}, but makes no logits")
+    if base.logits_softcap or base.output_bias or base.logits_divisor != 1:
+        raise ModelError(f"{what}, which is supported only where these are neither capped, scaled nor biased")
+    if len(set(tokens)) != len(tokens) or not all(0 <= token < base.vocab_size for token in tokens):
+        raise ModelError(f"{what} {tokens}; they must differ and be from 0 to {base.vocab_size - 1}")
+    score = RowLayer(name="score", inputs=base.hidden_size, outputs=1, tokens=tokens)
+    return dataclasses.replace(
+        base,
+        pooling=PoolingParams(pooling_type="last", normalize=False),
+        row_layers=(score,),
+        labels=("LABEL_0",),
+        label_activation=activation,
+    )
+
+
+def label_activation(named: object, file: object = "config.json") -> str:
+    """Return what a class of torch makes of scores, by the name that a file of sentence-transformers has.
+
+    Raises:
+        ModelError: Quire does not compute it.
+    """
+    kind = str(named).rpartition(".")[2]
+    if kind not in _ACTIVATIONS:
+        raise ModelError(f"{file} has the activation {kind!r:.100}; {nearest_name(kind, _ACTIVATIONS)}")
+    return _ACTIVATIONS[kind]
+
+
 def one_matrix(hf: HFConfig, base: ModelConfig, num_labels: int) -> tuple[PoolingType, tuple[RowLayer, ...]]:
     """Return the head of decoders, which reads the last token."""
     return "last", (RowLayer(name="score", inputs=base.hidden_size, outputs=num_labels),)
@@ -70,12 +109,7 @@ def _activation(hf: HFConfig, num_labels: int) -> str:
     named = (hf.get("sentence_transformers") or {}).get("activation_fn")
     named = named or hf.get("sbert_ce_default_activation_function")
     if named is not None:
-        kind = str(named).rpartition(".")[2]
-        if kind not in _ACTIVATIONS:
-            raise ModelError(
-                f"config.json has the activation {kind!r:.100}; {nearest_name(kind, _ACTIVATIONS)}"
-            )
-        return _ACTIVATIONS[kind]
+        return label_activation(named)
     problem = hf.get("problem_type")
     if problem is None:
         return "sigmoid" if num_labels == 1 else "softmax"

@@ -40,6 +40,7 @@ _FEW_TOKENS = 1_000
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_ROLES_OF_PAIRS = re.compile(r"""(?<=['"])(?:query|document)(?=['"])""")
 _TEMPLATES_OWN = frozenset({"messages", "add_generation_prompt", "tools"})
 
 DEFAULT_TEMPLATING = ChatTemplateConfig()
@@ -195,6 +196,11 @@ class Tokenizer:
         """Whether the model brings a chat template."""
         return self.chat_template_source is not None
 
+    @property
+    def joins_pairs(self) -> bool:
+        """Whether the chat template has the roles query and document, and so joins two texts."""
+        return len(set(_ROLES_OF_PAIRS.findall(self.chat_template_source or ""))) == 2
+
     def added_token_id(self, text: str) -> int | None:
         """Return the id of the token that was added to the vocabulary as `text`, special or not, if any."""
         return self._added_token_ids.get(text)
@@ -261,7 +267,8 @@ class Tokenizer:
         Raises:
             InvalidRequestError: as `apply_chat_template` does.
         """
-        self.tokenize_chat(self.render_chat([{"role": "user", "content": "Hello"}]))
+        roles = ("query", "document") if self.joins_pairs else ("user",)
+        self.tokenize_chat(self.render_chat([{"role": role, "content": "Hello"} for role in roles]))
 
     def close(self) -> None:
         """End the processes that render the chat template; another conversation starts them again."""
