@@ -102,3 +102,8 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     is_comparable = len(name) <= _MAX_COMPARED
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5) if is_comparable else []
     return f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(choices)}"
+
+
+def known_prompts(names: Iterable[str]) -> str:
+    """Return the tail of an error about an unknown prompt of a model: those that it has."""
+    return f"the prompts {', '.join(sorted(names))}"[:1000] if (names := list(names)) else "no prompts"

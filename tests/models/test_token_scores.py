@@ -125,6 +125,14 @@ def test_the_logit_of_one_token(named: str | None, is_raw: bool, tmp_path: Path)
     np.testing.assert_allclose(output.outputs.data, [expected], atol=1e-5, rtol=0)
 
 
+def test_a_prompt_is_the_instruction(tmp_path: Path) -> None:
+    make_reranker(tmp_path, template=PAIRS.replace("['query'", "['system', 'query'"))
+    publish(tmp_path, {"true_token_id": YES}, prompts={"web": "find"})
+    with LLM(str(tmp_path), **SMALL) as llm:
+        [output] = llm.score("a", "b", prompt_name="web")
+    assert output.prompt_token_ids == byte_tokens().encode("find|a|b|=>").ids
+
+
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
 def test_fewer_bits(options: dict[str, Any], tmp_path: Path) -> None:
     model = make_reranker(tmp_path, template=PAIRS)

@@ -91,6 +91,12 @@ class EngineConfig:
         "next one; of two, such as 'no' and 'yes' for Qwen3-Reranker, the second's less the first's. Empty: "
         "as the model's files say.",
     )
+    prompt_name: str = knob(
+        default="",
+        help="Name of the prompt that comes before each text which becomes an embedding or a score, such as "
+        "query: one of those in the model's config_sentence_transformers.json. Empty: its "
+        "default_prompt_name.",
+    )
     max_model_len: NonNegativeInt = knob(
         default=0,
         unit="tokens",

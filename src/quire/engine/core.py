@@ -167,6 +167,8 @@ class EngineCore:
             row_size=model_config.row_size,
             row_sizes=model_config.row_sizes,
             labels=model_config.labels,
+            prompts=dict(model_config.prompts),
+            prompt_name=model_config.prompt_name,
             scores_tokens=any(layer.tokens for layer in model_config.row_layers),
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )

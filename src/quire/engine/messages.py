@@ -81,6 +81,8 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     `pooling`: how the model makes a row of a prompt if the request does not say; None: it generates.
     `row_size`: numbers of such a row; `row_sizes`: to how many it may be cut; `labels`: whose scores they
     are; see `ModelConfig`. `scores_tokens`: the scores are made of logits of tokens.
+    `prompts`: by name, what may come before texts that become rows; `prompt_name`: which does if the request
+    does not say; empty: none.
     `max_num_batched_tokens`: the most tokens of a step.
     """
 
@@ -104,6 +106,8 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
     row_sizes: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()
     scores_tokens: bool = False
+    prompts: dict[str, str] = {}
+    prompt_name: str = ""
     max_num_batched_tokens: int = 0
 
     @functools.cached_property

@@ -190,7 +190,8 @@ class LLM:
                 `max_num_batched_tokens`.
             pooling_params: for all prompts, or one for each; None: the model's own.
             progress, use_tqdm: as for `generate`.
-            options: as for `generate`; truncate_prompt_tokens -1 keeps as many as fit.
+            options: as for `generate`; truncate_prompt_tokens -1 keeps as many as fit; and prompt_name, which
+                of the model's prompts comes before texts (empty: none; default: the model's own).
 
         Raises:
             InvalidRequestError: a prompt or its parameters are invalid, or the model generates; nothing was

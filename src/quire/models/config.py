@@ -99,6 +99,8 @@ class ModelConfig:
     row_layers: tuple[RowLayer, ...] = ()  # what the row goes through
     labels: tuple[str, ...] = ()  # whose scores the row's numbers are; none: it is an embedding
     label_activation: str = ""  # makes probabilities of scores: softmax or sigmoid; empty: nothing does
+    prompts: tuple[tuple[str, str], ...] = ()  # names, and what comes before texts that become rows
+    prompt_name: str = ""  # of the prompt that does if a request names none; empty: none
     row_sizes: tuple[int, ...] | None = None
     """To how many of their first numbers rows may be cut; none: to any; None: they may not be cut."""
 

@@ -385,6 +385,8 @@ SENTENCE_RULES: dict[str, _Rule] = {  # of the files of sentence-transformers' m
     "bias": _BOOLEAN,
     "activation_function": _TEXT,
     "activation_fn": _TEXT,
+    "prompts": _OBJECT,
+    "default_prompt_name": _TEXT,
     "true_token_id": _Integer(0, 1 << 24),
     "false_token_id": _Integer(0, 1 << 24),
 }

@@ -17,7 +17,7 @@ from quire.engine.building.kv_peers import build_peers, cached_block_events, cac
 from quire.engine.building.kv_tier import build_tier, gpu_copier
 from quire.engine.custom_classes import CONNECTORS, SCHEDULERS, knows_groups, moves_states
 from quire.engine.ranks.group import RankGroup
-from quire.errors import ConfigError, ModelError
+from quire.errors import ConfigError, ModelError, known_prompts
 from quire.grammar.llguidance_backend import LLGuidanceBackend
 from quire.grammar.trials import TriedGrammars
 from quire.kernels import has_native_kernels
@@ -57,9 +57,16 @@ def engine_model(config: EngineConfig, model_path: Path) -> ModelConfig:
 
     Raises:
         ModelError: see `read_model_config`; or the model has no logits that could be scores.
-        ConfigError: the tokenizer has no such token.
+        ConfigError: the tokenizer has no such token, or the model no prompt of the configured name.
     """
     model = read_model_config(model_path)
+    if config.prompt_name:
+        if config.prompt_name not in dict(model.prompts):
+            raise ConfigError(
+                f"EngineConfig.prompt_name is {config.prompt_name!r:.80}, and {config.model} has "
+                f"{known_prompts(name for name, _ in model.prompts)}"
+            )
+        model = dataclasses.replace(model, prompt_name=config.prompt_name)
     if not config.classifier_from_token:
         return model
     # slow, and rarely needed

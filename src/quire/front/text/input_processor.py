@@ -19,7 +19,7 @@ from quire.dialogue.formats import call_format_of_template
 from quire.dialogue.messages import template_messages
 from quire.dialogue.reasoning.formats import ExpectedReasoning, expected_reasoning
 from quire.engine.messages import EngineCoreRequest, EngineInfo
-from quire.errors import ContextLengthError, InvalidRequestError
+from quire.errors import ContextLengthError, InvalidRequestError, known_prompts
 from quire.front.arguments import prompt_text_or_ids, require_chat
 from quire.front.text.reasoning import ReasoningControl, params_with_reasoning
 from quire.front.text.token_bounds import TokenBound
@@ -136,6 +136,7 @@ class InputProcessor:
         *,
         second_text: str | None = None,
         task: PoolingTask | None = None,
+        prompt_name: str | None = None,
         **options: Any,
     ) -> ProcessedRequest:
         """Like `process`, for a prompt that becomes a row.
@@ -145,6 +146,8 @@ class InputProcessor:
             params: as given by the caller.
             second_text: is scored together with the prompt, which is a text then; None: the prompt is alone.
             task: what the row is to be: an embedding, scores of labels, or the score of two texts; None: any.
+            prompt_name: which of the model's prompts comes before the text, or is the instruction if the chat
+                template joins two; empty: none; None: its default, unless the prompt is token ids.
             options: as for `process`.
 
         Raises:
@@ -157,11 +160,35 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"pooling_params must be PoolingParams, not {type(params).__name__}", param="pooling_params"
             )
+        before = ""
+        if isinstance(prompt, str):
+            before = self._prompt(prompt_name)
+            prompt = before + prompt if prompt and second_text is None else prompt
+        elif prompt_name:
+            raise InvalidRequestError(
+                f"prompt_name is {prompt_name!r:.80}, but the prompt is token ids, which are taken as they "
+                "are; leave it out",
+                param="prompt_name",
+            )
         if second_text is None:
             return self.process(prompt, ONE_TOKEN, params, **options)
         begun_at = time.monotonic()
-        token_ids, params = self._encode_pair(prompt, second_text, params, **_taken(options, _PAIR_OPTIONS))
+        pair_options = _taken(options, _PAIR_OPTIONS)
+        token_ids, params = self._encode_pair(before, prompt, second_text, params, **pair_options)
         return self._request(token_ids, None, ONE_TOKEN, begun_at, params, **options)
+
+    def _prompt(self, name: object) -> str:
+        """Return what comes before a text; see `process_pooling`."""
+        if name is None:
+            name = self.info.prompt_name
+        if name == "":
+            return ""
+        if not isinstance(name, str) or name not in self.info.prompts:
+            raise InvalidRequestError(
+                f"prompt_name is {name!r:.80}, and {self.info.model} has {known_prompts(self.info.prompts)}",
+                param="prompt_name",
+            )
+        return self.info.prompts[name]
 
     def _check_task(self, task: PoolingTask) -> None:
         labels, model = self.info.labels, self.info.model
@@ -185,6 +212,7 @@ class InputProcessor:
 
     def _encode_pair(
         self,
+        instruction: str,
         first: object,
         second: object,
         params: PoolingParams,
@@ -206,9 +234,9 @@ class InputProcessor:
             second = self._bound.part_with(second, limit + MARGIN, from_end=False)
         most = None if truncation is None else limit
         if self._tokenizer.joins_pairs:
-            token_ids, start = self._rendered_pair(first, second, most), None
+            token_ids, start = self._rendered_pair(instruction, first, second, most), None
         else:
-            token_ids, start = self._joined_pair(first, second, most, add_special_tokens)
+            token_ids, start = self._joined_pair(instruction + first, second, most, add_special_tokens)
         self._check_length(len(token_ids))
         self._check_vocabulary(token_ids, "prompt")
         return token_ids, dataclasses.replace(params, second_text_at=start)
@@ -235,9 +263,10 @@ class InputProcessor:
                 del tokens[cut]
         return token_ids, types.index(1) if 1 in types else None
 
-    def _rendered_pair(self, first: str, second: str, most: int | None) -> list[int]:
+    def _rendered_pair(self, instruction: str, first: str, second: str, most: int | None) -> list[int]:
         """Return the tokens of two texts as the chat template joins them; see `_joined_pair`."""
-        messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+        contents = {"system": instruction, "query": first, "document": second}
+        messages = [{"role": role, "content": text} for role, text in contents.items() if text]
         chat = self._tokenizer.render_chat(messages)
         token_ids: list[int] = self._tokenizer.tokenize_chat(chat).ids
         if most is None or len(token_ids) <= most:

@@ -23,6 +23,7 @@ _MODULES_FILE = "modules.json"
 _TRANSFORMER_FILE = "sentence_bert_config.json"
 _CONFIG_FILE = "config.json"
 _SENTENCE_FILE = "config_sentence_transformers.json"
+_MAX_PROMPTS, _MAX_PROMPT_LENGTH = 1024, 16384
 _FOLDER = re.compile(r"\w[\w.-]{0,99}")
 _ORDER = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
 _MODES: dict[str, PoolingType] = {  # by the name of the mode, and of the entry that is true
@@ -41,11 +42,15 @@ _DENSE_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "g
 
 
 def with_sentence_modules(config: ModelConfig, path: Path) -> ModelConfig:
-    """Return the config of a model directory with what is published of its rows; unchanged if nothing is.
+    """Return the config of a model directory with what is published of its texts and rows.
 
     Raises:
         ModelError: a file is damaged, or asks for what Quire does not compute.
     """
+    return _with_prompts(_with_rows(config, path), path)
+
+
+def _with_rows(config: ModelConfig, path: Path) -> ModelConfig:
     modules = _modules(path)
     kinds = [kind for kind, _ in modules]
     if kinds == ["Transformer", "LogitScore"]:
@@ -71,6 +76,24 @@ def with_sentence_modules(config: ModelConfig, path: Path) -> ModelConfig:
         row_layers=(*config.row_layers, *dense),
         max_model_len=min(config.max_model_len, settings.get("max_seq_length") or config.max_model_len),
     )
+
+
+def _with_prompts(config: ModelConfig, path: Path) -> ModelConfig:
+    """Return a model with the prompts that are published to come before its texts, by their names."""
+    settings, file = _sentence_settings(path), path / _SENTENCE_FILE
+    prompts = tuple((name, text or "") for name, text in (settings.get("prompts") or {}).items())
+    if len(prompts) > _MAX_PROMPTS or not all(
+        isinstance(text, str) and len(name) <= 256 and len(text) <= _MAX_PROMPT_LENGTH
+        for name, text in prompts
+    ):
+        raise ModelError(
+            f"{file} has {len(prompts)} prompts; there may be {_MAX_PROMPTS} texts of up to "
+            f"{_MAX_PROMPT_LENGTH} characters, with names of up to 256"
+        )
+    default = settings.get("default_prompt_name") or ""
+    if default and default not in dict(prompts):
+        raise ModelError(f"{file} has default_prompt_name {default!r:.100}, and no such prompt")
+    return dataclasses.replace(config, prompts=prompts, prompt_name=default)
 
 
 def _scored_by_tokens(config: ModelConfig, path: Path, file: Path) -> ModelConfig:

@@ -60,6 +60,10 @@ class PooledBody(OptionFields):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None, description="Number of tokens to keep of each input; -1: as many as fit. Default: all."
     )
+    prompt_name: ShortText | None = Field(
+        None,
+        description="Name of the model's prompt that comes before texts; empty: none. Default: the model's.",
+    )
     stream: Unsupported = None
     stream_options: Unsupported = None
 
@@ -134,7 +138,7 @@ class PooledCall(GenerationCall[PooledT]):
     @override
     def _request_options(self) -> dict[str, Any]:
         options = super()._request_options()
-        for name in ("add_special_tokens", "truncate_prompt_tokens"):
+        for name in ("add_special_tokens", "truncate_prompt_tokens", "prompt_name"):
             if (value := getattr(self._body, name)) is not None:
                 options[name] = value
         return options
