@@ -144,6 +144,28 @@ def test_the_end_of_the_second_text_is_cut(tmp_path: Path) -> None:
             llm.score(QUERY, " " * 600_000)
 
 
+def test_embeddings_are_compared(tmp_path: Path) -> None:
+    save_encoder(make_encoder("bert"), tmp_path)
+    (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "ab "}}')
+    with LLM(str(tmp_path), **SMALL) as llm:
+        one, *others = rows(llm.embed([f"ab {QUERY}", *DOCUMENTS]))
+        outputs = llm.score(QUERY, DOCUMENTS, prompt_name="query")
+        for output, other in zip(outputs, others, strict=True):
+            expected = np.dot(one, other) / np.linalg.norm(one) / np.linalg.norm(other)
+            np.testing.assert_allclose(output.outputs.data, [expected], atol=1e-6)
+        first, second = word_pieces().encode(f"ab {QUERY}").ids, word_pieces().encode(DOCUMENTS[0]).ids
+        assert outputs[0].prompt_token_ids == [*first, *second]
+        several = llm.score([QUERY, "ab"], DOCUMENTS[:2], prompt_name="query")
+        assert several[0].outputs.data.tobytes() == outputs[0].outputs.data.tobytes()
+        [same] = llm.score("world " * 600, "world " * 500, truncate_prompt_tokens=20)
+        assert same.outputs.data == pytest.approx(1)
+        for first_text, second_text in (("", "b"), ("a", ""), ("a", [[5]]), ("a", [3])):
+            with pytest.raises(InvalidRequestError):
+                llm.score(first_text, second_text)
+        with pytest.raises(InvalidRequestError, match="activation is False"):
+            llm.score("a", "b", PoolingParams(activation=False))
+
+
 def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     make_classifier("bert", tmp_path / "classifier")
     with LLM(str(tmp_path / "classifier"), **SMALL) as llm:
@@ -160,7 +182,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
                 llm.score(first, second)
     save_encoder(make_encoder("bert"), tmp_path / "encoder")
     with LLM(str(tmp_path / "encoder"), **SMALL) as llm:
-        for call in (llm.classify, llm.reward, lambda text: llm.score(text, text)):
+        for call in (llm.classify, llm.reward):
             with pytest.raises(InvalidRequestError, match=r"scores no labels; use LLM\.embed"):
                 call("a")
         with pytest.raises(InvalidRequestError, match=r"activation is False, but .* scores no labels"):

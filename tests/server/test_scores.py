@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import preloaded
-from encoders import make_encoder, save_encoder, word_pieces
+from encoders import hidden_states, make_encoder, save_encoder, word_pieces
 from quire import AsyncLLM, EngineConfig
 from quire.config import ServerConfig
 from quire.server.app import create_app
 
 RERANKER = make_encoder("bert", kind="ForSequenceClassification", num_labels=1)
 CLASSIFIER = make_encoder("distilbert", kind="ForSequenceClassification", num_labels=3)
+EMBEDDER = make_encoder("bert")
 QUERY = "hello world"
 TEXTS = ["world. hello", "ab cd", "hello hello hello worlding", "xyz"]
 
@@ -44,6 +45,13 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
     yield from started(CLASSIFIER, tmp_path_factory.mktemp("classifier"))
 
 
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    path = tmp_path_factory.mktemp("embedder")
+    path.joinpath("config_sentence_transformers.json").write_text('{"prompts": {"query": "ab "}}')
+    yield from started(EMBEDDER, path)
+
+
 def http_of(llm: AsyncLLM) -> httpx.AsyncClient:
     app = create_app(llm, ServerConfig(served_model_name=["scorer"]))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost", timeout=60)
@@ -52,6 +60,12 @@ def http_of(llm: AsyncLLM) -> httpx.AsyncClient:
 @pytest.fixture
 async def ranking(reranker: AsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
     async with http_of(reranker) as http:
+        yield http
+
+
+@pytest.fixture
+async def embedding(embedder: AsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_of(embedder) as http:
         yield http
 
 
@@ -173,6 +187,38 @@ async def test_bad_requests_get_a_clear_error(
     error = await error_of(ranking, path, **body)
     assert message in error["message"]
     assert error["param"].startswith(param)
+
+
+def cosine(first: str, second: str) -> float:
+    rows = [
+        hidden_states(EMBEDDER, word_pieces().encode(text).ids).double().mean(0) for text in (first, second)
+    ]
+    return float(torch.nn.functional.cosine_similarity(*rows, dim=0))
+
+
+async def test_embeddings_are_compared(embedding: httpx.AsyncClient, embedder: AsyncLLM) -> None:
+    given = [*TEXTS, TEXTS[0]]
+    body: dict[str, Any] = {"query": QUERY, "documents": given, "prompt_name": "query"}
+    found = await answer_of(embedding, "/v1/rerank", **body)
+    scores = {one["index"]: one["relevance_score"] for one in found["results"]}
+    assert list(scores.values()) == sorted(scores.values(), reverse=True)
+    for index, text in enumerate(given):
+        assert scores[index] == pytest.approx(cosine(f"ab {QUERY}", text), abs=1e-5)
+    num_tokens = sum(len(word_pieces().encode(text).ids) for text in (f"ab {QUERY}", *TEXTS))
+    assert found["usage"]["prompt_tokens"] == num_tokens
+    pairs = await answer_of(embedding, "/v1/score", text_1=TEXTS, text_2=TEXTS[::-1])
+    expected = [cosine(*pair) for pair in zip(TEXTS, TEXTS[::-1], strict=True)]
+    assert [one["score"] for one in pairs["data"]] == pytest.approx(expected, abs=1e-5)
+    error = await error_of(embedding, "/v1/rerank", query=QUERY, documents=["a", ""])
+    assert error["param"].startswith("documents[1]")
+    error = await error_of(embedding, "/v1/rerank", query="", documents=["a"])
+    assert error["param"].startswith("query")
+    error = await error_of(embedding, "/v1/score", text_1="a", text_2="b", prompt_name="passage")
+    assert "the prompts query" in error["message"]
+    outputs = [
+        output async for output in embedder.score(QUERY, TEXTS[0], prompt_name="query", request_id="r")
+    ]
+    assert outputs[-1].outputs.data[0] == pytest.approx(cosine(f"ab {QUERY}", TEXTS[0]), abs=1e-5)
 
 
 async def test_models_of_other_kinds_refuse(classifying: httpx.AsyncClient) -> None:

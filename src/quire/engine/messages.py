@@ -116,6 +116,11 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
         return self.max_model_len - (self.pooling is None)
 
     @property
+    def makes_embeddings(self) -> bool:
+        """Whether prompts become embeddings."""
+        return self.pooling is not None and not self.labels
+
+    @property
     def length_limit(self) -> str:
         """What limits prompt and output together, in words, with the knob to turn."""
         if self.cache_knob:

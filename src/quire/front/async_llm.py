@@ -35,6 +35,7 @@ from quire.front.loop_driver import LoopDriver
 from quire.front.process.client import SHUTDOWN_TIMEOUT
 from quire.front.process.resumption import RecoveryStats
 from quire.front.process.supervision import EngineSupervisor
+from quire.front.similarity import similarity
 from quire.front.text.input_processor import InputProcessor, ProcessedRequest
 from quire.front.text.output_processor import RequestState
 from quire.front.text.preparation_threads import PreparationThreads, length_of
@@ -249,11 +250,37 @@ class AsyncLLM:
         """Yield the reward of a text, see `LLM.reward`."""
         return self.classify(prompt, PoolingParams(activation=False), **options)
 
-    def score(
-        self, text_1: str, text_2: str, pooling_params: PoolingParams | None = None, **options: Any
+    async def score(
+        self,
+        text_1: str,
+        text_2: str,
+        pooling_params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        prompt_name: str | None = None,
+        **options: Any,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Yield how well two texts go together, see `LLM.score`."""
-        return self.encode(text_1, pooling_params, second_text=text_2, task="score", **options)
+        """Yield how well two texts go together, see `LLM.score`.
+
+        With a model that makes embeddings, these are two requests, one after the other, whose ids end in /0
+        and /1.
+        """
+        info = await self._driver.wait_until_ready()
+        if not info.makes_embeddings:
+            pair = {"second_text": text_2, "request_id": request_id, "prompt_name": prompt_name, **options}
+            async with contextlib.aclosing(
+                self.encode(text_1, pooling_params, task="score", **pair)
+            ) as scores:
+                async for output in scores:
+                    yield output
+            return
+        embedded = []
+        for number, (text, name) in enumerate([(text_1, prompt_name), (text_2, None)]):
+            own_id = None if request_id is None else f"{request_id}/{number}"
+            own = {"truncation_side": "right", **options, "request_id": own_id, "prompt_name": name}
+            async with contextlib.aclosing(self.embed(text, pooling_params, **own)) as outputs:
+                embedded += [output async for output in outputs if output.finished]
+        yield similarity(*embedded)
 
     async def tokenize_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         """Return the tokens of the prompt that the chat template makes of a conversation.

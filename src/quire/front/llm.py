@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -22,9 +24,11 @@ from quire.front.batch import Batch, Output
 from quire.front.kv_files import KVSaving, Prompt, restore_message
 from quire.front.progress import batch_progress
 from quire.front.session import Session
-from quire.front.text.input_processor import ProcessedRequest
+from quire.front.similarity import similarity
+from quire.front.text.input_processor import InputProcessor, ProcessedRequest
 from quire.front.text.output_processor import RequestState
 from quire.pooling_params import PoolingParams
+from quire.request_options import require_text
 from quire.request_output import PoolingRequestOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.scheduling.outputs import SchedulerStats
@@ -247,13 +251,16 @@ class LLM:
         use_tqdm: bool | None = None,
         **options: Any,
     ) -> list[PoolingRequestOutput]:
-        """Return how well texts go together, each pair a row of one number, with a model of one label.
+        """Return how well texts go together, each pair a row of one number.
+
+        A model of one label scores each pair. One that makes embeddings makes one of each text; the score is
+        the cosine of two.
 
         Args:
             texts_1: a text, which all of `texts_2` are scored with, or one for each of them.
             texts_2: the others. The end of these is cut by `truncate_prompt_tokens`.
             pooling_params: how to score; None: the model's own.
-            progress, use_tqdm, options: as for `encode`.
+            progress, use_tqdm, options: as for `encode`; prompt_name is that of `texts_1`.
 
         Raises:
             InvalidRequestError: there are not equally many texts, one is invalid, or the model scores
@@ -263,12 +270,19 @@ class LLM:
         self._session.wait_until_ready()
         inputs = self._session.requests.inputs
         params = PoolingParams() if pooling_params is None else pooling_params
+        pairs = text_pairs(texts_1, texts_2)
+        run = functools.partial(
+            self._run, snapshot=RequestState.pooling_snapshot, progress=progress, use_tqdm=use_tqdm
+        )
         with self._session.turn:
-            requests = [
-                inputs.process_pooling(first, params, second_text=second, task="score", **options)
-                for first, second in text_pairs(texts_1, texts_2)
-            ]
-            return self._run(requests, RequestState.pooling_snapshot, progress=progress, use_tqdm=use_tqdm)
+            if inputs.info.makes_embeddings:
+                return _similarities(inputs, pairs, params, run, **options)
+            return run(
+                [
+                    inputs.process_pooling(first, params, second_text=second, task="score", **options)
+                    for first, second in pairs
+                ]
+            )
 
     def stats(self) -> SchedulerStats:
         """Return the current state of the scheduler.
@@ -350,3 +364,29 @@ class LLM:
             outputs = batch.run(receive_outputs)
             report(len(outputs), batch.num_generated_tokens)
         return outputs
+
+
+def _similarities(
+    inputs: InputProcessor,
+    pairs: Sequence[tuple[Any, Any]],
+    params: PoolingParams,
+    run: Callable[[list[ProcessedRequest]], list[PoolingRequestOutput]],
+    *,
+    prompt_name: str | None = None,
+    **options: Any,
+) -> list[PoolingRequestOutput]:
+    """Return the scores of pairs of texts, of which each different one is embedded once."""
+    for text in itertools.chain.from_iterable(pairs):
+        require_text(text, "prompt", allow_empty=False)
+    firsts, seconds = (list(dict.fromkeys(pair[side] for pair in pairs)) for side in (0, 1))
+
+    def embedded(text: str, name: str | None) -> ProcessedRequest:
+        own = {"truncation_side": "right", **options, "prompt_name": name}
+        return inputs.process_pooling(text, params, task="embed", **own)
+
+    outputs = run(
+        [embedded(text, prompt_name) for text in firsts] + [embedded(text, None) for text in seconds]
+    )
+    of_first = dict(zip(firsts, outputs, strict=False))
+    of_second = dict(zip(seconds, outputs[len(firsts) :], strict=True))
+    return [similarity(of_first[first], of_second[second]) for first, second in pairs]

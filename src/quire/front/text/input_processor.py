@@ -198,7 +198,7 @@ class InputProcessor:
                 "LLM.score, or a model that is made for embeddings",
                 param="model",
             )
-        if task != "embed" and self.info.pooling is not None and not labels:
+        if task != "embed" and self.info.makes_embeddings:
             raise InvalidRequestError(
                 f"the model {model} makes embeddings and scores no labels; use LLM.embed, or a model whose "
                 "config.json names an architecture ...ForSequenceClassification",

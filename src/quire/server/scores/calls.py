@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Any, TypeVar
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
+import msgspec
 import numpy as np
 from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
@@ -12,11 +15,13 @@ from starlette.responses import Response
 from typing_extensions import override
 
 from quire.errors import InvalidRequestError
+from quire.front.similarity import cosine
 from quire.limits import PositiveInt
 from quire.pooling_params import PoolingParams
 from quire.request_output import PoolingRequestOutput
 from quire.server.openai.pooled import (
     MAX_INPUTS,
+    NUMBERS_PER_TURN,
     EncodingFormat,
     InputBody,
     InputCall,
@@ -176,23 +181,63 @@ PairT = TypeVar("PairT", bound=PooledBody)
 
 
 class PairCall(PooledCall[PairT]):
-    """A call whose prompts are pairs of texts, each with the body's name of the second."""
+    """A call that scores pairs of texts, each with the body's name of the second.
+
+    The prompts are the pairs; with a model that makes embeddings, the different texts of these.
+    """
 
     pairs: Sequence[tuple[str, str]]
     names: Sequence[str]
+    first_name: ClassVar[str]
+
+    @functools.cached_property
+    def _embedded(self) -> Mapping[tuple[int, str], tuple[int, str]]:
+        """Number and name of each text that is embedded, by its place in pairs; none: pairs are scored."""
+        if not self._info.makes_embeddings:
+            return {}
+        named = {(0, first): self.first_name for first, _ in self.pairs}
+        named |= {(1, pair[1]): name for pair, name in zip(self.pairs, self.names, strict=True)}
+        return {text: (number, name) for number, (text, name) in enumerate(named.items())}
 
     def _names(self) -> Sequence[str]:
-        return self.names
+        return [name for _, name in self._embedded.values()] or self.names
 
     def _pooled(self, index: int, **options: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
-        first, second = self.pairs[index]
-        return self._context.llm.score(first, second, self._params_of_rows, **options)
+        if not self._embedded:
+            first, second = self.pairs[index]
+            return self._context.llm.score(first, second, self._params_of_rows, **options)
+        place, text = self._places_of_texts[index]
+        if place == 1:
+            options.pop("prompt_name", None)
+        return self._context.llm.embed(text, self._params_of_rows, truncation_side="right", **options)
+
+    @functools.cached_property
+    def _places_of_texts(self) -> Sequence[tuple[int, str]]:
+        return list(self._embedded)
+
+    async def _scores(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Return the score of each pair, from the rows of the prompts."""
+        if not self._embedded:
+            return rows
+        scores: list[Row] = []
+        turn = max(1, NUMBERS_PER_TURN // len(rows[0]))
+        for first, second in self.pairs:
+            one, other = (self._embedded[place, text][0] for place, text in enumerate((first, second)))
+            scores.append(cosine(rows[one], rows[other]))
+            if len(scores) % turn == 0:
+                await asyncio.sleep(0)
+        return scores
+
+    @override
+    async def _answer(self, rows: Sequence[Row], usage: PoolingUsage) -> msgspec.Struct:
+        return await super()._answer(await self._scores(rows), usage)
 
 
 class ScoreCall(PairCall[ScoreRequest]):
     """A call of /v1/score."""
 
     id_prefix = operation = "score"
+    first_name = "text_1"
     answer_type = PairScores
 
     def __init__(self, request: Request, body: ScoreRequest) -> None:
@@ -210,6 +255,7 @@ class RerankCall(PairCall[RerankRequest]):
     """A call of /v1/rerank."""
 
     id_prefix = operation = "rerank"
+    first_name = "query"
 
     def __init__(self, request: Request, body: RerankRequest) -> None:
         super().__init__(request, body)
@@ -226,6 +272,7 @@ class RerankCall(PairCall[RerankRequest]):
 
     @override
     async def _answer(self, rows: Sequence[Row], usage: PoolingUsage) -> RankedDocuments:
-        best = np.argsort(-np.concatenate(rows), kind="stable")[: self._body.top_n]
-        results = [self._entry(index, rows[index]) for index in best.tolist()]
+        scores = await self._scores(rows)
+        best = np.argsort(-np.concatenate(scores), kind="stable")[: self._body.top_n]
+        results = [self._entry(index, scores[index]) for index in best.tolist()]
         return RankedDocuments(id=self._id, model=self._body.model, results=results, usage=usage)
