@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+import preloaded
 from checkpoints import make_checkpoint
 from encoders import make_encoder, save_encoder
-from quire import LLM, PoolingParams
+from quire import LLM, AsyncLLM, EngineConfig, PoolingParams, SchedulerConfig
 from quire.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelError
 from quire.models.checkpoints.config_reading import read_model_config
 
@@ -140,6 +142,31 @@ def test_fewer_bits(options: dict[str, Any], tmp_path: Path) -> None:
         [output] = llm.score("a", "b")
     expected = probability(model, output.prompt_token_ids)
     np.testing.assert_allclose(output.outputs.data, [expected], atol=0.05, rtol=0)
+
+
+async def test_the_event_loop_does_not_wait_for_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_reranker(tmp_path, template=PAIRS)
+    publish(tmp_path, {"true_token_id": YES})
+    with preloaded.engines():
+        llm = AsyncLLM(
+            EngineConfig(model=str(tmp_path), num_threads=1, scheduler=SchedulerConfig(num_kv_blocks=256))
+        )
+    threads: set[threading.Thread] = set()
+    render = llm.tokenizer.render_chat
+
+    def noted(*args: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread())
+        return render(*args, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "render_chat", noted)
+    try:
+        outputs = [output async for output in llm.score("a", "b")]
+    finally:
+        await llm.shutdown()
+    assert outputs[-1].prompt_token_ids == byte_tokens().encode("a|b|=>").ids
+    assert len(threads - {threading.main_thread()}) == len(threads) == 1
 
 
 def test_a_conversion_has_the_same_template(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ class AsyncLLM:
             InputProcessor.process_pooling,
             prompt,
             PoolingParams() if pooling_params is None else pooling_params,
+            may_wait="second_text" in options and self.tokenizer.joins_pairs,
             request_id=request_id,
             **options,
         )

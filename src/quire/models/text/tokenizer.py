@@ -199,7 +199,7 @@ class Tokenizer:
     @property
     def joins_pairs(self) -> bool:
         """Whether the chat template has the roles query and document, and so joins two texts."""
-        return len(set(_ROLES_OF_PAIRS.findall(self.chat_template_source or ""))) == 2
+        return _has_roles_of_pairs(self.chat_template_source or "")
 
     def added_token_id(self, text: str) -> int | None:
         """Return the id of the token that was added to the vocabulary as `text`, special or not, if any."""
@@ -288,6 +288,11 @@ class Tokenizer:
                 "the model has no chat template; send a plain prompt instead", param="messages"
             )
         return TemplateRenderer(self.chat_template_source, self._special_tokens, self._template_limits)
+
+
+@functools.lru_cache(16)
+def _has_roles_of_pairs(template: str) -> bool:
+    return len(set(_ROLES_OF_PAIRS.findall(template))) == 2
 
 
 def _with_mark(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:
