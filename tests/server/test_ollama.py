@@ -391,7 +391,7 @@ async def test_errors_before_any_endpoint_have_the_shape_of_the_path(llm):
         assert (await http.post("/v1/messages", json=body)).json()["error"]["type"] == "authentication_error"
         assert (await http.post("/v1/chat/completions", json=body)).json()["error"]["code"]
         key = {"Authorization": "Bearer secret"}
-        missing = await http.post("/api/embed", json={}, headers=key)
+        missing = await http.post("/api/pull", json={}, headers=key)
         assert (missing.status_code, type(missing.json()["error"])) == (404, str)
         wrong = await http.get("/api/chat", headers=key)
         assert (wrong.status_code, type(wrong.json()["error"])) == (405, str)

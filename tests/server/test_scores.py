@@ -226,3 +226,104 @@ async def test_models_of_other_kinds_refuse(classifying: httpx.AsyncClient) -> N
     assert "scores 3 labels, and a score is of one" in error["message"]
     error = await error_of(classifying, "/v1/completions", prompt="a")
     assert "makes embeddings or scores and cannot generate" in error["message"]
+
+
+# -- as text-embeddings-inference and Ollama have them -------------------------------------------------------
+
+
+async def raw(http: httpx.AsyncClient, path: str, status: int = 200, **body: Any) -> Any:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def embedding_of(text: str, *, normalized: bool = True) -> np.ndarray:
+    row = hidden_states(EMBEDDER, word_pieces().encode(text).ids).mean(0).numpy()
+    return row / np.linalg.norm(row) if normalized else row
+
+
+async def test_tei_embed(embedding: httpx.AsyncClient) -> None:
+    rows = await raw(embedding, "/embed", inputs=TEXTS)
+    np.testing.assert_allclose(rows, [embedding_of(text) for text in TEXTS], atol=1e-5)
+    ids = word_pieces().encode(TEXTS[0]).ids
+    for inputs in (TEXTS[0], [TEXTS[0]], ids, [ids]):
+        [row] = await raw(embedding, "/embed", inputs=inputs, normalize=False)
+        np.testing.assert_allclose(row, embedding_of(TEXTS[0], normalized=False), atol=1e-5)
+    [row] = await raw(embedding, "/embed", inputs="xyz", prompt_name="query")
+    np.testing.assert_allclose(row, embedding_of("ab xyz"), atol=1e-5)
+    long = "ab " + "world " * 600
+    [right] = await raw(embedding, "/embed", inputs=long, truncate=True)
+    [left] = await raw(embedding, "/embed", inputs=long, truncate=True, truncation_direction="Left")
+    np.testing.assert_allclose(right, embedding_of("ab " + "world " * 508), atol=1e-5)
+    np.testing.assert_allclose(left, embedding_of("world " * 510), atol=1e-5)
+    error = await raw(embedding, "/embed", 400, inputs=["a", long])
+    assert error["error_type"] == "Validation"
+    assert error["error"].startswith("inputs[1]: the prompt has 604 tokens; the limit is 512")
+    for body, message in (({}, "inputs"), ({"inputs": []}, "inputs"), ({"inputs": ["a"] * 3000}, "2048")):
+        error = await raw(embedding, "/embed", 400, **body)
+        assert message in error["error"]
+    error = await raw(embedding, "/predict", 400, inputs="a")
+    assert "makes embeddings and scores no labels" in error["error"]
+
+
+async def test_tei_rerank(ranking: httpx.AsyncClient) -> None:
+    expected = [logit(QUERY, text) for text in TEXTS]
+    order = sorted(range(len(TEXTS)), key=lambda index: -expected[index])
+    found = await raw(ranking, "/rerank", query=QUERY, texts=TEXTS)
+    assert [one["index"] for one in found] == order
+    assert [one["score"] for one in found] == pytest.approx([sigmoid(expected[index]) for index in order])
+    assert all("text" not in one for one in found)
+    found = await raw(ranking, "/rerank", query=QUERY, texts=TEXTS, raw_scores=True, return_text=True)
+    assert [one["text"] for one in found] == [TEXTS[index] for index in order]
+    assert [one["score"] for one in found] == pytest.approx([expected[index] for index in order], abs=1e-5)
+    long = "world " * 600
+    assert len(await raw(ranking, "/rerank", query=QUERY, texts=[long], truncate=True)) == 1
+    error = await raw(ranking, "/rerank", 400, query=QUERY, texts=["a", ""])
+    assert error["error_type"] == "Validation"
+    assert error["error"].startswith("documents[1]")
+    error = await raw(ranking, "/rerank", 400, query=QUERY, texts=["a"], truncation_direction="Left")
+    assert "only the end of the second is cut" in error["error"]
+    for body in ({}, {"texts": ["a"], "documents": ["a"]}):
+        error = await raw(ranking, "/rerank", 400, query=QUERY, **body)
+        assert "there must be documents, or texts" in str(error["error"])
+
+
+async def test_tei_predict(classifying: httpx.AsyncClient) -> None:
+    expected = probabilities(TEXTS[0])
+    found = await raw(classifying, "/predict", inputs=TEXTS[0])
+    assert [one["score"] for one in found] == pytest.approx(sorted(expected, reverse=True), abs=1e-5)
+    assert {one["label"]: one["score"] for one in found} == pytest.approx(
+        {f"LABEL_{number}": score for number, score in enumerate(expected)}, abs=1e-5
+    )
+    several = await raw(classifying, "/predict", inputs=[[text] for text in TEXTS])
+    assert [len(one) for one in several] == [3] * len(TEXTS)
+    pair = await raw(classifying, "/predict", inputs=["a", "b"], raw_scores=True)
+    assert [pair] == await raw(classifying, "/predict", inputs=[["a", "b"]], raw_scores=True)
+    ids = word_pieces().encode("a", "b").ids
+    with torch.inference_mode():
+        logits = CLASSIFIER(torch.tensor([ids])).logits[0]
+    assert pair[0]["score"] == pytest.approx(float(logits.max()), abs=1e-5)
+    for inputs in (5, [], ["a", "b", "c"], [["a"], "b"], [[]]):
+        error = await raw(classifying, "/predict", 400, inputs=inputs)
+        assert "inputs" in error["error"]
+
+
+async def test_ollama_embeddings(embedding: httpx.AsyncClient) -> None:
+    found = await raw(embedding, "/api/embed", model="scorer", input=TEXTS, options={"num_ctx": 512})
+    np.testing.assert_allclose(found["embeddings"], [embedding_of(text) for text in TEXTS], atol=1e-5)
+    assert found["prompt_eval_count"] == sum(len(word_pieces().encode(text).ids) for text in TEXTS)
+    assert found["model"] == "scorer"
+    assert found["total_duration"] > 0
+    found = await raw(embedding, "/api/embeddings", model="scorer:latest", prompt="xyz")
+    np.testing.assert_allclose(found["embedding"], embedding_of("xyz", normalized=False), atol=1e-5)
+    long = "world " * 600
+    found = await raw(embedding, "/api/embed", model="scorer", input=long)
+    np.testing.assert_allclose(found["embeddings"][0], embedding_of("world " * 510), atol=1e-5)
+    error = await raw(embedding, "/api/embed", 400, model="scorer", input=long, truncate=False)
+    assert "the prompt has 602 tokens; the limit is 512" in error["error"]
+    error = await raw(embedding, "/api/embeddings", 400, model="scorer", prompt="")
+    assert error["error"].startswith("prompt: the prompt is empty")
+    error = await raw(embedding, "/api/embed", 404, model="other", input="a")
+    assert "is not served here" in error["error"]
+    error = await raw(embedding, "/api/embed", 400, model="scorer", input=["a"] * 3000)
+    assert "2048" in error["error"]

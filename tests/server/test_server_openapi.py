@@ -107,7 +107,7 @@ def test_document_lists_every_route_and_status():
     assert set(DOCUMENT["paths"]) == {
         "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/v1/requests",
         "/v1/embeddings", "/v1/classify", "/classify", "/v1/score", "/score",
-        "/v1/rerank", "/v2/rerank", "/rerank", "/pooling",
+        "/v1/rerank", "/v2/rerank", "/rerank", "/pooling", "/embed", "/predict",
         "/v1/requests/{request_id}", "/v1/kv_transfers/{transfer_id}", "/v1/messages",
         "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items",
@@ -117,6 +117,7 @@ def test_document_lists_every_route_and_status():
         "/v1/completions/render", "/v1/chat/completions/render", "/inference/v1/generate", "/get_world_size",
         "/tokenize", "/detokenize", "/tokenizer_info", "/reset_prefix_cache",
         "/api/chat", "/api/generate", "/api/show", "/api/tags", "/api/ps", "/api/version",
+        "/api/embed", "/api/embeddings",
         "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping",
     }  # fmt: skip
     generation = DOCUMENT["paths"]["/v1/completions"]["post"]

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from quire.server.context import context_of, request_id_of
 from quire.server.wire.access_log import CLIENT_LEFT, note_error
-from quire.server.wire.errors import ClientGoneError, as_api_error
+from quire.server.wire.errors import ClientGoneError, as_api_error, error_shape_of
 from quire.server.wire.leniency import HEADER, Leniency
 from quire.server.wire.openapi import Endpoint
 from quire.server.wire.validation import read_body
@@ -23,7 +23,7 @@ async def answer_of(endpoint: Endpoint, request: Request) -> Response:
         note_error(request.scope, "client_left")
         return Response(status_code=CLIENT_LEFT)
     except Exception as error:  # as_api_error logs what it does not know
-        return as_api_error(error, request_id=request_id_of(request)).response(endpoint.error_shape)
+        return as_api_error(error, request_id=request_id_of(request)).response(error_shape_of(request.scope))
 
 
 async def _answer_to_body(request: Request, endpoint: Endpoint) -> Response:

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import override
@@ -29,7 +28,7 @@ from quire.server.context import context_of, leniency_of, request_id_of, tenant_
 from quire.server.metrics.request_timer import RequestTimer
 from quire.server.sampling_defaults import QUIRES_OWN
 from quire.server.wire.access_log import access_record_of
-from quire.server.wire.answers import ChatLogprobs, json_response
+from quire.server.wire.answers import Answer, ChatLogprobs, json_response
 from quire.server.wire.bodies import CONTINUATION
 from quire.server.wire.errors import ApiError
 from quire.server.wire.streaming import SERVER_SENT_EVENTS, event_stream, unless_disconnected
@@ -314,7 +313,7 @@ class GenerationCall(abc.ABC, Generic[BodyT]):
         return [final[index] for index in sorted(final)]
 
     @abc.abstractmethod
-    async def whole_answer(self) -> msgspec.Struct:
+    async def whole_answer(self) -> Answer:
         """Return the complete answer."""
 
     @abc.abstractmethod

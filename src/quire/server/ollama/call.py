@@ -33,6 +33,14 @@ from quire.server.ollama.answers import (
     timestamp,
 )
 from quire.server.ollama.body import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
+from quire.server.ollama.embeddings import (
+    OllamaEmbedded,
+    OllamaEmbedding,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    embed,
+    embeddings,
+)
 from quire.server.ollama.models import (
     ShowRequest,
     list_local_models,
@@ -275,6 +283,22 @@ OLLAMA_ENDPOINTS = (
         stream_type=JSON_LINES,
         errors=GENERATION_ERRORS,
         error_shape=OLLAMA_ERRORS,
+    ),
+    *(
+        Endpoint(
+            "POST",
+            path,
+            handler,
+            answer,
+            body=body,
+            takes_any_type=True,
+            errors=GENERATION_ERRORS,
+            error_shape=OLLAMA_ERRORS,
+        )
+        for path, handler, answer, body in (
+            ("/api/embed", embed, OllamaEmbedded, OllamaEmbedRequest),
+            ("/api/embeddings", embeddings, OllamaEmbedding, OllamaEmbeddingsRequest),
+        )
     ),
     Endpoint(
         "POST",

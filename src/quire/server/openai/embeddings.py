@@ -12,6 +12,7 @@ from quire.server.openai.pooled import (
     EncodingFormat,
     InputBody,
     InputCall,
+    ListedRows,
     Row,
     encoded_row,
 )
@@ -33,7 +34,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     return await EmbeddingCall(request, body).response()
 
 
-class EmbeddingCall(InputCall[EmbeddingRequest]):
+class EmbeddingCall(InputCall[EmbeddingRequest], ListedRows[EmbeddingRequest]):
     """A call of /v1/embeddings."""
 
     id_prefix = "embd"

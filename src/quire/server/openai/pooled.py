@@ -10,7 +10,6 @@ import functools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Generic, Literal, NoReturn, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from pydantic import Discriminator, Field, Tag
@@ -24,7 +23,7 @@ from quire.server.calls.call import GenerationCall
 from quire.server.calls.outputs import OutputStream
 from quire.server.openai.bodies import OptionFields, TokenIds, prompt_form
 from quire.server.sampling_defaults import SamplingDefaults
-from quire.server.wire.answers import PoolingUsage, RowList
+from quire.server.wire.answers import Answer, PoolingUsage, RowList
 from quire.server.wire.strict_model import Unsupported, optional_field
 
 MAX_INPUTS = 2048  # as OpenAI's
@@ -52,7 +51,6 @@ Row = npt.NDArray[np.float32]
 class PooledBody(OptionFields):
     """Fields of all bodies whose texts become rows."""
 
-    model: str = Field(description="The served model's name, as /v1/models lists it.")
     user: ShortText | None = optional_field(RequestOptions, "tenant")
     add_special_tokens: bool | None = Field(
         None, description="Add the model's special tokens to texts. Default: true."
@@ -72,8 +70,30 @@ class PooledBody(OptionFields):
         return ONE_TOKEN
 
 
-class InputBody(PooledBody):
+class ModelBody(PooledBody):
+    """A body that names the model."""
+
+    model: str = Field(description="The served model's name, as /v1/models lists it.")
+
+
+class RowsBody(PooledBody):
     """A body of inputs that each become a row."""
+
+    input_field: ClassVar[str] = "input"
+
+    @property
+    @abc.abstractmethod
+    def inputs(self) -> Sequence[Prompt]:
+        """The inputs, of which there is at least one."""
+
+    @property
+    @abc.abstractmethod
+    def cut_side(self) -> Literal["left", "right"]:
+        """Which side of inputs that are too long is cut off."""
+
+
+class InputBody(RowsBody, ModelBody):
+    """A body of inputs and how they are cut, as in OpenAI's and vLLM's APIs."""
 
     input: Inputs = Field(
         description=f"Text, token ids, or a list of either, which may have {MAX_INPUTS} entries."
@@ -83,23 +103,31 @@ class InputBody(PooledBody):
     )
 
     @property
+    @override
     def inputs(self) -> Sequence[Prompt]:
-        """The inputs, of which there is at least one."""
-        given: Any = self.input
-        is_one = isinstance(given, str) or isinstance(given[0], int)
-        inputs: Sequence[Prompt] = [given] if is_one else given
-        return inputs
+        return inputs_of(self.input)
+
+    @property
+    @override
+    def cut_side(self) -> Literal["left", "right"]:
+        return self.truncation_side or "right"
+
+
+def inputs_of(given: Any) -> Sequence[Prompt]:
+    """Return what was given in one of the forms of `Inputs`, as a list."""
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    inputs: Sequence[Prompt] = [given] if is_one else given
+    return inputs
 
 
 PooledT = TypeVar("PooledT", bound=PooledBody)
-InputT = TypeVar("InputT", bound=InputBody)
+InputT = TypeVar("InputT", bound=RowsBody)
 
 
 class PooledCall(GenerationCall[PooledT]):
     """A call whose prompts become rows."""
 
     is_pooled = True
-    answer_type: ClassVar[type[RowList[Any]]]
     _params_of_rows = PoolingParams()
 
     @abc.abstractmethod
@@ -111,10 +139,14 @@ class PooledCall(GenerationCall[PooledT]):
         """Return what the engine makes of a prompt."""
 
     @abc.abstractmethod
-    def _entry(self, index: int, row: Row) -> msgspec.Struct:
+    def _entry(self, index: int, row: Row) -> Any:
         """Return what the answer says of a row."""
 
-    async def _answer(self, rows: Sequence[Row], usage: PoolingUsage) -> msgspec.Struct:
+    @abc.abstractmethod
+    def _shaped(self, entries: list[Any], usage: PoolingUsage) -> Answer:
+        """Return the complete answer, from what it says of the rows."""
+
+    async def _answer(self, rows: Sequence[Row], usage: PoolingUsage) -> Answer:
         """Return the complete answer."""
         data, num_numbers = [], 0
         for index, row in enumerate(rows):
@@ -123,8 +155,7 @@ class PooledCall(GenerationCall[PooledT]):
             if num_numbers >= NUMBERS_PER_TURN:
                 num_numbers = 0
                 await asyncio.sleep(0)
-        model = self._body.model
-        return self.answer_type(id=self._id, created=self._created, model=model, data=data, usage=usage)
+        return self._shaped(data, usage)
 
     @functools.cached_property
     def _rows(self) -> dict[int, Row]:
@@ -181,7 +212,7 @@ class PooledCall(GenerationCall[PooledT]):
         return [{"prompt": name} for name in self._names()]
 
     @override
-    async def whole_answer(self) -> msgspec.Struct:
+    async def whole_answer(self) -> Answer:
         outputs = await self._final_outputs()
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         usage = PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
@@ -189,6 +220,17 @@ class PooledCall(GenerationCall[PooledT]):
 
     def _events(self) -> NoReturn:
         raise AssertionError("rows are answered whole")
+
+
+class ListedRows(PooledCall[PooledT]):
+    """A call that is answered by a list of rows, as in OpenAI's and vLLM's APIs."""
+
+    answer_type: ClassVar[type[RowList[Any]]]
+
+    @override
+    def _shaped(self, entries: list[Any], usage: PoolingUsage) -> RowList[Any]:
+        model = self._body.model or self._context.model_name
+        return self.answer_type(id=self._id, created=self._created, model=model, data=entries, usage=usage)
 
 
 class InputCall(PooledCall[InputT], Generic[InputT]):
@@ -199,11 +241,11 @@ class InputCall(PooledCall[InputT], Generic[InputT]):
 
     @override
     def _request_options(self) -> dict[str, Any]:
-        return super()._request_options() | {"truncation_side": self._body.truncation_side or "right"}
+        return super()._request_options() | {"truncation_side": self._body.cut_side}
 
     def _names(self) -> Sequence[str]:
-        count = len(self._body.inputs)
-        return [f"input[{index}]" if count > 1 else "input" for index in range(count)]
+        count, field = len(self._body.inputs), self._body.input_field
+        return [f"{field}[{index}]" if count > 1 else field for index in range(count)]
 
     def _pooled(self, index: int, **options: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
         return self._context.llm.encode(

@@ -7,8 +7,8 @@ import functools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import msgspec
 import numpy as np
+from msgspec import UNSET
 from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,13 +25,17 @@ from quire.server.openai.pooled import (
     EncodingFormat,
     InputBody,
     InputCall,
+    ListedRows,
+    ModelBody,
     PooledBody,
     PooledCall,
     Row,
     Texts,
     encoded_row,
 )
+from quire.server.scores.tei_bodies import TEI_ERRORS, Rank, TruncatedBody
 from quire.server.wire.answers import (
+    Answer,
     Classification,
     Classifications,
     PairScore,
@@ -67,7 +71,7 @@ class PoolingRequest(ClassifyRequest):
     )
 
 
-class ScoreRequest(PooledBody):
+class ScoreRequest(ModelBody):
     """Body of POST /v1/score."""
 
     text_1: TextOrTexts = Field(description="A text, which all of text_2 are scored with, or one for each.")
@@ -111,16 +115,38 @@ Documents = Annotated[
 ]
 
 
-class RerankRequest(PooledBody):
-    """Body of POST /v1/rerank."""
+class RerankRequest(TruncatedBody):
+    """Body of POST /v1/rerank; with `texts` it is that of text-embeddings-inference."""
 
     query: str = Field(description="What documents are ranked for.")
-    documents: Documents = Field(
+    documents: Documents | None = Field(
+        None,
         description=f"Texts, or objects with a text, at most {MAX_INPUTS}; truncate_prompt_tokens cuts their "
-        "ends off."
+        "ends off.",
     )
     top_n: PositiveInt | None = Field(None, description="Number of documents to return. Default: all.")
     return_documents: bool | None = Field(None, description="Return the documents' texts. Default: true.")
+    texts: Texts | None = Field(
+        None, description="In place of documents; the answer is in text-embeddings-inference's form then."
+    )
+    return_text: bool | None = Field(None, description="With texts: return them. Default: false.")
+    raw_scores: bool | None = Field(
+        None, description="With texts: return scores that are not made probabilities. Default: false."
+    )
+
+    def given_texts(self) -> list[str]:
+        """Return the texts that are ranked.
+
+        Raises:
+            InvalidRequestError: there are none, or two lists; or the ends of texts are to be kept.
+        """
+        if (self.documents is None) == (self.texts is None):
+            raise InvalidRequestError(
+                "there must be documents, or texts as in text-embeddings-inference, and not both",
+                param="documents",
+            )
+        self.require_cut_ends()
+        return self.texts or [one if isinstance(one, str) else one.text for one in self.documents or ()]
 
 
 async def classify(request: Request, body: ClassifyRequest) -> Response:
@@ -140,10 +166,12 @@ async def score(request: Request, body: ScoreRequest) -> Response:
 
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Return documents in the order in which they go with a query."""
+    if body.texts is not None:
+        request.scope["state"]["error_shape"] = TEI_ERRORS
     return await RerankCall(request, body).response()
 
 
-class ClassifyCall(InputCall[ClassifyRequest]):
+class ClassifyCall(InputCall[ClassifyRequest], ListedRows[ClassifyRequest]):
     """A call of /v1/classify."""
 
     id_prefix = operation = task = "classify"
@@ -160,7 +188,7 @@ class ClassifyCall(InputCall[ClassifyRequest]):
         return Classification(index=index, label=label, probs=row.tolist(), num_classes=len(labels))
 
 
-class PoolingCall(InputCall[PoolingRequest]):
+class PoolingCall(InputCall[PoolingRequest], ListedRows[PoolingRequest]):
     """A call of /pooling."""
 
     id_prefix, operation = "pool", "pooling"
@@ -229,11 +257,11 @@ class PairCall(PooledCall[PairT]):
         return scores
 
     @override
-    async def _answer(self, rows: Sequence[Row], usage: PoolingUsage) -> msgspec.Struct:
+    async def _answer(self, rows: Sequence[Row], usage: PoolingUsage) -> Answer:
         return await super()._answer(await self._scores(rows), usage)
 
 
-class ScoreCall(PairCall[ScoreRequest]):
+class ScoreCall(PairCall[ScoreRequest], ListedRows[ScoreRequest]):
     """A call of /v1/score."""
 
     id_prefix = operation = "score"
@@ -259,20 +287,31 @@ class RerankCall(PairCall[RerankRequest]):
 
     def __init__(self, request: Request, body: RerankRequest) -> None:
         super().__init__(request, body)
-        self._texts = [one if isinstance(one, str) else one.text for one in body.documents]
+        self._texts = body.given_texts()
+        if body.raw_scores:
+            self._params_of_rows = PoolingParams(activation=False)
         self.pairs = [(body.query, text) for text in self._texts]
         self.names = [f"documents[{index}]" for index in range(len(self.pairs))]
 
     @override
-    def _entry(self, index: int, row: Row) -> RankedDocument:
+    def _entry(self, index: int, row: Row) -> RankedDocument | Rank:
+        if self._body.texts is not None:
+            text = self._texts[index] if self._body.return_text else UNSET
+            return Rank(index=index, score=float(row[0]), text=text)
         ranked = RankedDocument(index=index, relevance_score=float(row[0]))
         if self._body.return_documents is not False:
             ranked.document = RankedText(text=self._texts[index])
         return ranked
 
     @override
-    async def _answer(self, rows: Sequence[Row], usage: PoolingUsage) -> RankedDocuments:
+    def _shaped(self, entries: list[Any], usage: PoolingUsage) -> Answer:
+        if self._body.texts is not None:
+            return entries
+        model = self._body.model or self._context.model_name
+        return RankedDocuments(id=self._id, model=model, results=entries, usage=usage)
+
+    @override
+    async def _answer(self, rows: Sequence[Row], usage: PoolingUsage) -> Answer:
         scores = await self._scores(rows)
         best = np.argsort(-np.concatenate(scores), kind="stable")[: self._body.top_n]
-        results = [self._entry(index, scores[index]) for index in best.tolist()]
-        return RankedDocuments(id=self._id, model=self._body.model, results=results, usage=usage)
+        return self._shaped([self._entry(index, scores[index]) for index in best.tolist()], usage)

@@ -12,6 +12,8 @@ from quire.server.scores.calls import (
     rerank,
     score,
 )
+from quire.server.scores.tei import embed, predict
+from quire.server.scores.tei_bodies import TEI_ERRORS, EmbedRequest, Prediction, PredictRequest, RerankError
 from quire.server.wire.answers import Classifications, PairScores, PooledRows, RankedDocuments
 from quire.server.wire.openapi import GENERATION_ERRORS, Endpoint
 
@@ -25,8 +27,37 @@ SCORE_ENDPOINTS = (
         for path in ("/v1/score", "/score")
     ),
     *(
-        Endpoint("POST", path, rerank, RankedDocuments, body=RerankRequest, errors=GENERATION_ERRORS)
+        Endpoint(
+            "POST",
+            path,
+            rerank,
+            RankedDocuments,
+            body=RerankRequest,
+            errors=GENERATION_ERRORS,
+            failure=RerankError,
+        )
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    Endpoint(
+        "POST",
+        "/embed",
+        embed,
+        None,
+        body=EmbedRequest,
+        media_type="application/json",
+        answers_list=True,
+        errors=GENERATION_ERRORS,
+        error_shape=TEI_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        "/predict",
+        predict,
+        Prediction,
+        body=PredictRequest,
+        answers_list=True,
+        errors=GENERATION_ERRORS,
+        error_shape=TEI_ERRORS,
     ),
     Endpoint("POST", "/pooling", pooling, PooledRows, body=PoolingRequest, errors=GENERATION_ERRORS),
 )

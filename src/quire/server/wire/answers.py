@@ -557,7 +557,11 @@ class ErrorResponse(Struct, kw_only=True):
     error: ErrorDetail
 
 
-def json_response(payload: Struct | Sequence[Struct], status: int = 200) -> Response:
+Answer = Struct | Sequence[Any]
+"""A complete answer, before it is encoded as JSON."""
+
+
+def json_response(payload: Answer, status: int = 200) -> Response:
     """Return a JSON response with this payload."""
     return Response(encode(payload), status, media_type="application/json")
 

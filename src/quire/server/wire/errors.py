@@ -48,13 +48,13 @@ class ErrorShape:
     Args:
         answer: type of the body.
         of: returns an error as a body.
-        prefix: beginning of the API's paths.
+        prefix: beginning of the API's paths, or several.
         id_headers: in which clients look for the request's id.
     """
 
     answer: type[msgspec.Struct]
     of: Callable[[ApiError], msgspec.Struct]
-    prefix: str = "/"
+    prefix: str | tuple[str, ...] = "/"
     id_headers: tuple[str, ...] = ("X-Request-Id",)
 
 

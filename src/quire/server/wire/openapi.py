@@ -22,6 +22,7 @@ from quire.server.wire.streaming import SERVER_SENT_EVENTS
 _REF = "#/components/schemas/{}"
 _JSON = "application/json"
 _FORM = "multipart/form-data"
+_ROWS = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
 _PARAMETER = re.compile(r"\{(\w+)\}")
 PROMPT_ERRORS = {
     400: "The request is invalid; `param` is the field at fault.",
@@ -57,7 +58,7 @@ class Endpoint:
     body: type[BaseModel] | None = None
     form: type[BaseModel] | None = None  # body, if it is multipart/form-data; the handler reads it
     media_type: str = CONTENT_TYPE_LATEST  # media type of an answer that is not JSON
-    answers_list: bool = False  # the answer is a list of `answer`
+    answers_list: bool = False  # the answer is a list of `answer`, or without that of rows of numbers
     takes_any_type: bool = False  # the body is JSON regardless of its Content-Type
     event: type[msgspec.Struct] | None = None
     stream_type: str = SERVER_SENT_EVENTS  # media type of a stream of events
@@ -119,7 +120,8 @@ def _content(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
     if endpoint.answer is None:
-        content: dict[str, Any] = {endpoint.media_type: {"schema": {"type": "string"}}}
+        schema = _ROWS if endpoint.answers_list else {"type": "string"}
+        content: dict[str, Any] = {endpoint.media_type: {"schema": schema}}
     else:
         content = _content(endpoint.answer)
         if endpoint.answers_list:
