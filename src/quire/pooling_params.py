@@ -8,7 +8,7 @@ from quire.config import config, knob
 from quire.errors import InvalidRequestError
 from quire.limits import PositiveInt, violation
 
-PoolingType = Literal["last", "cls", "mean", "weighted_mean", "max"]
+PoolingType = Literal["last", "cls", "mean", "weighted_mean", "max", "all"]
 
 
 @config
@@ -23,8 +23,8 @@ class PoolingParams:
     pooling_type: PoolingType | None = knob(
         default=None,
         help="What the row is: the hidden state of the last token (last), of the first one (cls), the mean "
-        "over all tokens (mean), that with weights that rise from 1 by 1 (weighted_mean), or the largest "
-        "numbers (max). None: as the model was trained.",
+        "over all tokens (mean), that with weights that rise from 1 by 1 (weighted_mean), the largest "
+        "numbers (max), or the states of all tokens (all), only as the model was trained. None: as it was.",
     )
     normalize: bool | None = knob(
         default=None, help="Divide the row by its Euclidean norm. None: as the model was trained."

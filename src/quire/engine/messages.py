@@ -121,6 +121,11 @@ class EngineInfo(msgspec.Struct, frozen=True, dict=True):
         return self.pooling is not None and not self.labels
 
     @property
+    def labels_tokens(self) -> bool:
+        """Whether each token of a prompt gets scores of its own."""
+        return self.pooling is not None and self.pooling.pooling_type == "all"
+
+    @property
     def length_limit(self) -> str:
         """What limits prompt and output together, in words, with the knob to turn."""
         if self.cache_knob:

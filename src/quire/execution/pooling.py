@@ -60,6 +60,7 @@ class Pooler:
         self._row_layers = row_layers
         self._activation = activation
         self._sums = torch.zeros(max_num_seqs, hidden_size, dtype=torch.float64, device=device)
+        self._token_rows: dict[int, list[torch.Tensor]] = {}  # of all tokens so far, by slot
         # All positions before are in the sums, as far as they count.
         self._next_positions: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -81,16 +82,30 @@ class Pooler:
         for is_kind, start in ((kinds == "max", -math.inf), (kinds != "max", 0.0)):
             self._sums[array_to_device(slots[is_new & is_kind], hidden.device)] = start
         self._take_in(output, kinds, hidden)
+        self._take_in_all(output, np.flatnonzero(kinds == "all"), hidden)
         self._next_positions[slots] = output.num_computed_tokens + output.num_tokens
         ended = np.flatnonzero(output.samples)
         if ended.size:
             divisors = np.where(kinds == "mean", self._batch.num_prompt_tokens[slots], 1)[ended]
             pooled = self._sums[array_to_device(slots[ended], hidden.device)].cpu()
             for row, values in zip(ended.tolist(), pooled / torch.from_numpy(divisors)[:, None], strict=True):
-                made = through(self._row_layers, values.float()).double() if self._row_layers else values
+                if kinds[row] == "all":
+                    made = torch.cat(self._token_rows.pop(int(slots[row]))).double()
+                else:
+                    made = through(self._row_layers, values.float()).double() if self._row_layers else values
                 if self._activation and params[row].activation is not False:
                     made = _ACTIVATIONS[self._activation](made)
                 _report(result, output.request_ids[row], made.numpy(), params[row])
+
+    def _take_in_all(self, output: SchedulerOutput, rows: Int64Array, hidden: torch.Tensor) -> None:
+        """Keep what the layers make of each token of the requests in `rows` of a step."""
+        starts = np.cumsum(output.num_tokens) - output.num_tokens
+        for row in rows.tolist():
+            if not output.num_computed_tokens[row]:
+                self._token_rows[int(output.slots[row])] = []
+            states = hidden[int(starts[row]) : int(starts[row] + output.num_tokens[row])].float().cpu()
+            made = torch.stack([through(self._row_layers, state) for state in states])
+            self._token_rows[int(output.slots[row])].append(made)
 
     def token_types(self, output: SchedulerOutput) -> torch.Tensor | None:
         """Return the type of each of a step's tokens, [T]; None: all are of the first."""
@@ -113,7 +128,8 @@ class Pooler:
         num_prompt = self._batch.num_prompt_tokens[output.slots]
         counted_position = np.where(kinds == "last", num_prompt - 1, 0)
         is_one = (kinds == "last") | (kinds == "cls")
-        tokens = np.flatnonzero(~is_one[rows] | (positions == counted_position[rows]))
+        is_added = ~is_one & (kinds != "all")
+        tokens = np.flatnonzero(is_added[rows] | is_one[rows] & (positions == counted_position[rows]))
         for start in range(0, len(tokens), POOLED_TOKENS):
             piece = tokens[start : start + POOLED_TOKENS]
             for kind in dict.fromkeys(kinds[rows[piece]].tolist()):
@@ -160,7 +176,7 @@ class Pooler:
 def _report(
     result: ModelRunnerOutput, request_id: str, values: npt.NDArray[np.float64], params: PoolingParams
 ) -> None:
-    values = values[: params.dimensions]
+    values = values[..., : params.dimensions]
     if params.normalize:
         values = values / max(float(np.sqrt(np.square(values).sum())), _MIN_NORM)
     row = values.astype(np.float32)

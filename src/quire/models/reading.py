@@ -19,7 +19,7 @@ from quire.models.config_entries import (
     warn_once,
 )
 from quire.models.families import ARCHITECTURES, FAMILIES
-from quire.models.families.classification import ENDING, with_labels
+from quire.models.families.classification import ENDINGS, with_labels
 from quire.models.families.family import MEAN_POOLING, Family, common
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
@@ -84,7 +84,7 @@ def model_config(values: HFConfig) -> ModelConfig:
     try:
         config = family.specialize(hf, common(hf, architecture, family_name, family))
         is_body = architecture.endswith("Model") and not architecture.endswith("HeadModel")
-        if architecture.endswith(ENDING):
+        if architecture.endswith(ENDINGS):
             config = with_labels(hf, config, family)
         elif config.pooling is None and is_body:
             config = dataclasses.replace(config, pooling=MEAN_POOLING)

@@ -192,6 +192,11 @@ class InputProcessor:
 
     def _check_task(self, task: PoolingTask) -> None:
         labels, model = self.info.labels, self.info.model
+        if self.info.labels_tokens:
+            raise InvalidRequestError(
+                f"the model {model} scores {len(labels)} labels of each token; use LLM.encode, or /pooling",
+                param="model",
+            )
         if task == "embed" and labels:
             raise InvalidRequestError(
                 f"the model {model} scores {len(labels)} labels and makes no embeddings; use LLM.classify or "
@@ -548,6 +553,12 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"activation is {params.activation}, but {model} scores no labels; leave it out",
                 param="activation",
+            )
+        kind = params.pooling_type or own.pooling_type
+        if kind != own.pooling_type and "all" in (kind, own.pooling_type):
+            raise InvalidRequestError(
+                f"pooling_type is {kind}, but {model} was trained for {own.pooling_type}; leave it out",
+                param="pooling_type",
             )
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions)

@@ -236,6 +236,10 @@ class RequestState:
         [completion] = self.completions
         end, row = completion.snapshot(), completion.pooled
         data = None if row is None else np.frombuffer(row, dtype=np.float32)
+        request = self.processed.core_request
+        params = request.pooling_params
+        if data is not None and params is not None and params.pooling_type == "all":
+            data = data.reshape(len(request.prompt_token_ids), -1)
         return PoolingRequestOutput(
             request_id=self.request_id,
             prompt=self.processed.prompt,

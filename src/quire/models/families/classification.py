@@ -1,4 +1,4 @@
-"""Models that score labels: of a text, or how well two go together (rerankers, rewards)."""
+"""Models that score labels: of a text or its tokens, or how well two go together (rerankers, rewards)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from quire.pooling_params import PoolingParams, PoolingType
 if TYPE_CHECKING:
     from quire.models.families.family import Family
 
-ENDING = "ForSequenceClassification"
+ENDINGS = ("ForSequenceClassification", "ForTokenClassification")
 MAX_LABELS = 4096
+MAX_TOKEN_LABELS = 256  # of models that score those of each token
 _ACTIVATIONS = {"Identity": "", "Sigmoid": "sigmoid"}
 _OF_PROBLEMS = {
     "regression": "",
@@ -24,16 +25,31 @@ _OF_PROBLEMS = {
 
 
 def with_labels(hf: HFConfig, base: ModelConfig, family: Family) -> ModelConfig:
-    """Return a model whose prompts become scores of the labels that config.json names."""
+    """Return a model whose prompts, or their tokens, become scores of the labels that config.json names."""
     labels = _labels(hf)
     pooling_type, layers = family.head(hf, base, len(labels))
+    activation = _activation(hf, len(labels))
+    if base.architecture.endswith(ENDINGS[1]):
+        if len(labels) > MAX_TOKEN_LABELS:
+            raise ModelError(
+                f"config.json has {len(labels)} labels of tokens; at most {MAX_TOKEN_LABELS} are supported"
+            )
+        pooling_type, layers, activation = "all", _of_tokens(layers), "softmax"
     return dataclasses.replace(
         base,
         pooling=PoolingParams(pooling_type=pooling_type, normalize=False),
         row_layers=layers,
         labels=labels,
-        label_activation=_activation(hf, len(labels)),
+        label_activation=activation,
     )
+
+
+def _of_tokens(layers: tuple[RowLayer, ...]) -> tuple[RowLayer, ...]:
+    """Return the head that scores tokens, given that of texts: all of ModernBERT's, or the last layer."""
+    if layers[0].norm:
+        return layers
+    name, _, _ = layers[-1].name.partition(".")
+    return (dataclasses.replace(layers[-1], name=name, bias=True),)
 
 
 def scored_by_tokens(base: ModelConfig, tokens: tuple[int, ...], activation: str = "sigmoid") -> ModelConfig:

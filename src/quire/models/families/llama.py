@@ -106,7 +106,14 @@ _LLAMA4_NAMES = NAMES | {
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        llama, NAMES, architectures=("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification")
+        llama,
+        NAMES,
+        architectures=(
+            "LlamaForCausalLM",
+            "LlamaModel",
+            "LlamaForSequenceClassification",
+            "LlamaForTokenClassification",
+        ),
     ),
     "llama4": Family(
         _llama4,
@@ -135,7 +142,12 @@ FAMILIES: dict[str, Family] = {
         all_sliding,
         NAMES,
         {"num_key_value_heads": 8, "sliding_window": 4096},
-        architectures=("MistralForCausalLM", "MistralModel", "MistralForSequenceClassification"),
+        architectures=(
+            "MistralForCausalLM",
+            "MistralModel",
+            "MistralForSequenceClassification",
+            "MistralForTokenClassification",
+        ),
     ),
     "ministral3": Family(
         all_sliding,

@@ -159,13 +159,23 @@ FAMILIES: dict[str, Family] = {
         _qwen2,
         NAMES,
         _QWEN_DEFAULTS,
-        architectures=("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
+        architectures=(
+            "Qwen2ForCausalLM",
+            "Qwen2Model",
+            "Qwen2ForSequenceClassification",
+            "Qwen2ForTokenClassification",
+        ),
     ),
     "qwen3": Family(
         _qwen3,
         NAMES,
         _QWEN_DEFAULTS | {"head_dim": 128},
-        architectures=("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
+        architectures=(
+            "Qwen3ForCausalLM",
+            "Qwen3Model",
+            "Qwen3ForSequenceClassification",
+            "Qwen3ForTokenClassification",
+        ),
     ),
     "qwen2_moe": Family(
         _qwen2_moe,

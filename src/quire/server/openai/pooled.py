@@ -151,7 +151,7 @@ class PooledCall(GenerationCall[PooledT]):
         data, num_numbers = [], 0
         for index, row in enumerate(rows):
             data.append(self._entry(index, row))
-            num_numbers += len(row)
+            num_numbers += row.size
             if num_numbers >= NUMBERS_PER_TURN:
                 num_numbers = 0
                 await asyncio.sleep(0)
@@ -253,9 +253,8 @@ class InputCall(PooledCall[InputT], Generic[InputT]):
         )
 
 
-def encoded_row(row: Row, encoding_format: EncodingFormat | None) -> list[float] | str:
-    """Return a row's numbers, or its bytes in base64."""
+def encoded_row(row: Row, encoding_format: EncodingFormat | None) -> Any:
+    """Return the numbers of a row, or of the rows of all tokens, as lists; or their bytes in base64."""
     if encoding_format == "base64":
         return base64.b64encode(row.astype("<f4").tobytes()).decode()
-    numbers: list[float] = row.tolist()
-    return numbers
+    return row.tolist()

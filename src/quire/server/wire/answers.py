@@ -314,11 +314,11 @@ class RowList(Struct, Generic[EntryT], kw_only=True):
 
 
 class PooledRow(Struct, kw_only=True):
-    """The row of one input of /pooling, as an embedding's."""
+    """The row of one input of /pooling, as an embedding's, or the rows of its tokens."""
 
     object: Literal["pooling"] = "pooling"
     index: int
-    data: list[float] | str
+    data: list[float | list[float]] | str
 
 
 class PooledRows(RowList[PooledRow], kw_only=True):
