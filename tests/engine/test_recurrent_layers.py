@@ -60,7 +60,7 @@ FAMILIES = [
     "lfm2",
     *(
         pytest.param(name, marks=pytest.mark.formats)
-        for name in ("qwen3_5", "granitemoehybrid", "falcon_h1", "nemotron_h", "kimi_linear")
+        for name in ("qwen3_5", "granitemoehybrid", "falcon_h1", "nemotron_h", "kimi_linear", "zamba2")
     ),
 ]
 

@@ -13,6 +13,7 @@ from quire.models.decoder import Decoder
 
 FAMILIES = ["llama-3.1", "qwen3", "gemma3", "smollm2", "olmo2", "qwen3_moe", "lfm2", "qwen3_5"]
 FAMILIES += ["ministral3", "gpt_oss", "granitemoehybrid", "falcon_h1", "nemotron_h", "kimi_linear"]
+FAMILIES += ["zamba2"]
 # Layer norms and parallel blocks; xIELU; norms after the rotation; and ways of choosing experts.
 OTHER_LAYERS = ["phi", "cohere2", "apertus", "hunyuan_v1_dense", "qwen2_moe", "glm4_moe", "phimoe"]
 GEMMA4 = ["gemma4", "gemma4_unified", "gemma4-experts"]
@@ -29,7 +30,9 @@ VARIANTS += [
     for quantization in ("int8", "int4")
 ]
 VARIANTS += [("qwen3", dtype, "none", "reference") for dtype in ("float32", "bfloat16")]
-VARIANTS += [(family, "float32", "none", "reference") for family in ("granitemoehybrid", "kimi_linear")]
+VARIANTS += [
+    (family, "float32", "none", "reference") for family in ("granitemoehybrid", "kimi_linear", "zamba2")
+]
 VARIANTS += [(family, "bfloat16", "none", "native") for family in OTHER_LAYERS]
 VARIANTS += [(family, "bfloat16", "none", "reference") for family in ("phi", "apertus", "glm4_moe")]
 VARIANTS += [("phi", "bfloat16", "int8", "native"), ("glm4_moe", "bfloat16", "int4", "native")]

@@ -85,6 +85,8 @@ def _saved(architecture: str, **entries: Any) -> dict[str, Any]:
         values |= {"moe_intermediate_size": 8}
     if architecture == "NemotronHForCausalLM":
         values |= {"layers_block_type": ["mamba", "moe", "attention", "mlp", "moe", "mamba"]}
+    if architecture == "Zamba2ForCausalLM":
+        values |= {"layers_block_type": ["mamba", "hybrid", "hybrid"] * 2}
     if architecture == "BambaForCausalLM":
         values |= {"attn_layer_indices": [1, 3]}
     if architecture == "FalconH1ForCausalLM":  # otherwise, some entries have no effect
@@ -238,6 +240,16 @@ def test_entries_of_a_rope_that_its_type_does_not_have_are_named(caplog: pytest.
             {"layers_block_type": None, "hybrid_override_pattern": "M-*EX-"},
             "layers_block_type 'X'; known: linear_attention",
         ),
+        ("Zamba2ForCausalLM", {"layers_block_type": None}, "has no entry 'layer_types'"),
+        ("Zamba2ForCausalLM", {"layers_block_type": ["hybrid"]}, "has 1 layer_types for 6 layers"),
+        ("Zamba2ForCausalLM", {"num_key_value_heads": 8}, "num_key_value_heads 8; it must be 32 in this"),
+        (
+            "Zamba2ForCausalLM",
+            {"hybrid_layer_ids": [0]},
+            r"hybrid_layer_ids \[0\]; it must be \[1, 2, 4, 5\]",
+        ),
+        ("Zamba2ForCausalLM", {"tie_word_embeddings": False}, "tie_word_embeddings False; it must be True"),
+        ("Zamba2ForCausalLM", {"use_long_context": True}, "use_long_context True; it must be False"),
         ("KimiLinearForCausalLM", {"mla_use_nope": False}, "Kimi Linear has no rotation"),
         ("KimiLinearForCausalLM", {"linear_attn_config": {"num_heads": 0}}, "linear_num_heads 0; it must be"),
         ("KimiLinearForCausalLM", {"linear_attn_config": 3}, "linear_attn_config 3; it must be an object"),
@@ -309,6 +321,8 @@ OTHER = {
     "mamba_d_head": 16,
     "mamba_expand": 4,
     "attn_layer_indices": [0, 2],
+    "n_mamba_heads": 16,
+    "mamba_ngroups": 4,
     "mamba_num_heads": 12,
     "n_groups": 4,
     "mlp_hidden_act": "silu",
@@ -351,7 +365,9 @@ REFUSED = {
     "use_qk_norm": ("cohere",),
     "attention_bias": (*LATENT, "falcon_h1", "nemotron_h"),  # beside a factor of inputs
     "mamba_proj_bias": ("falcon_h1", "nemotron_h"),
-    "num_key_value_heads": LATENT,
+    "num_key_value_heads": (*LATENT, "zamba2"),
+    "use_conv_bias": ("zamba2",),
+    "use_long_context": ("zamba2",),
     "mamba_hidden_act": ("nemotron_h",),
     # without effect there, which is logged
     **dict.fromkeys(("n_shared_experts", "residual_in_fp32", "sliding_window"), ("nemotron_h",)),
@@ -388,6 +404,8 @@ def test_all_entries_at_other_values_give_the_logits_of_transformers(
     if family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
         overrides["head_dim"] = 24  # a quarter of it is rotated
         overrides["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
+    if family == "zamba2":
+        overrides["layers_block_type"] = ["linear_attention", "hybrid", "linear_attention"]
     if family == "lfm2_moe":
         del overrides["layer_types"]  # transformers cannot do without
     if family.startswith("gemma4"):

@@ -305,6 +305,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 48,
         },
     ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "adapter_rank": 12,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 24,
+        },
+    ),
     "qwen3_5": (
         "Qwen3_5TextConfig",
         {
@@ -596,6 +611,8 @@ def randomize(model: torch.nn.Module, *, seed: int) -> None:
             values = 0.2 * noise
         elif "embed" in name:
             values = 0.5 * noise
+        elif "adapter" in name or name.endswith(".linear.weight"):  # of Zamba2
+            values = 0.3 * noise / parameter.shape[-1] ** 0.5
         else:
             values = 1.5 * noise / parameter.shape[-1] ** 0.5
         with torch.no_grad():

@@ -296,6 +296,10 @@ RULES: dict[str, _Rule] = {
     "mlp_multipliers": _ListOf(_FACTOR, 2),
     "ssm_multipliers": _ListOf(_FACTOR, 5),
     "shared_intermediate_size": _Integer(0, 1 << 20),
+    "num_mem_blocks": _Integer(1, _LAYERS),
+    "adapter_rank": _Integer(1, 1 << 16),
+    "use_mem_rope": _BOOLEAN,
+    "use_shared_attention_adapter": _BOOLEAN,
     "position_embedding_type": _TEXT,
     "type_vocab_size": _Integer(0, 1 << 10),
     "local_attention": _LENGTH,
@@ -428,13 +432,13 @@ HARMLESS = frozenset(
         "output_attentions", "output_hidden_states", "torchscript", "chunk_size_feed_forward",
         "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "reorder_and_upcast_attn",
         "mamba_chunk_size", "num_logits_to_keep", "chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype",
-        "moe_shared_expert_overlap",
+        "moe_shared_expert_overlap", "use_mem_eff_path",
         "is_encoder_decoder", "is_decoder", "tie_encoder_decoder", "use_bfloat16", "tie_last_hidden_states",
         # of other layers' windows than a family has; and what is refused unless it says nothing
         "max_window_layers", "_sliding_window_pattern", "is_causal",
         # follows from others, or from files
         "sinusoidal_pos_embds",
-        "qk_head_dim", "expand",
+        "qk_head_dim", "expand", "kv_channels", "num_query_groups",
         # of layers that predict further tokens
         "mtp_layers_block_type", "mtp_hybrid_override_pattern",
         # published, and read by no class of transformers

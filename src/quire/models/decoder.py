@@ -79,6 +79,7 @@ class Decoder:
         self._parallel = parallel
         self._learned_positions = positions
         self._embedding_norm = embedding_norm
+        self._keeps_embeddings = any(part.reads_embeddings for part in config.parts)
         self.row_layers = row_layers
         device = kernels.device
         self._rotary = [RotaryTable(rope, config.max_model_len, device) for rope in config.ropes]
@@ -160,7 +161,8 @@ class Decoder:
         angles = [table.rows(positions, last=last) for table in self._rotary]
         scales = [table.query_scale(positions) for table in self._rotary]
         per_layer = None if self.per_layer is None else self.per_layer(token_ids, hidden)
-        step = Step((batch, *batch.others), angles, scales, kv, per_layer)
+        embeddings = hidden.clone() if self._keeps_embeddings else None
+        step = Step((batch, *batch.others), angles, scales, kv, per_layer, embeddings)
         buffers = self._workspace.step(len(token_ids))
         normed, out = buffers[0].values()
         kernels, eps = self.kernels, self.config.norm_eps

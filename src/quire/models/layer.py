@@ -44,6 +44,7 @@ class LayerWeight:
         sections: the parts of the sources along `axis`, in turns; none: every rank has all.
         is_quantized: whether it is a matrix that may be held quantized.
         is_of_first_rank: whether only rank 0 has it: a bias of what is summed over the ranks.
+        layer: whose tensors of the checkpoint the sources are, if several layers share them; None: its own.
     """
 
     field: str
@@ -52,6 +53,7 @@ class LayerWeight:
     sections: tuple[Section, ...] = ()
     is_quantized: bool = False
     is_of_first_rank: bool = False
+    layer: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,11 @@ class SubLayerConfig(ABC):
     def is_causal(self) -> bool:
         """Whether no result depends on a later token; otherwise each prompt is computed in one step."""
         return True
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Whether it reads what the residual stream began with, see `Step.embeddings`."""
+        return False
 
     def buffers(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes, for each token, of intermediate results that are kept from step to step.
@@ -225,6 +232,9 @@ class LayerLoader(Protocol):
     def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
         """Return the dense layer of a matrix, with the bias `<field>_bias` if there is one.
 
+        So are low-rank adapters: `<field>_adapter_in` makes the features of each, and `<field>_adapter_out`
+        has, one below another, what makes outputs of them. A matrix that layers share is loaded once.
+
         Args:
             field: of the matrix.
             is_quantized: whether the quantization that was asked for applies.
@@ -252,6 +262,7 @@ class Step:
     query_scales: Sequence[torch.Tensor | None]  # of each of them, [T, 1, 1] float32; None: 1
     kv: Sequence[KVLayer]  # of each layer; of those without KV, nothing to touch
     per_layer: torch.Tensor | None = None  # [T, layers, per_layer_size], see `PerLayerInputs`
+    embeddings: torch.Tensor | None = None  # [T, hidden], what the stream began with; None: nobody reads it
 
     def state(self, layer: int) -> Mapping[str, torch.Tensor]:
         """Return a recurrent layer's tensors of all states, by the names of its `StatePart`s."""

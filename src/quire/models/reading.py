@@ -20,7 +20,7 @@ from quire.models.config_entries import (
 )
 from quire.models.families import ARCHITECTURES, FAMILIES
 from quire.models.families.classification import ENDINGS, with_labels
-from quire.models.families.family import MEAN_POOLING, Family, common
+from quire.models.families.family import MEAN_POOLING, Family, check_fixed, common
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.experts import ExpertsConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
@@ -122,6 +122,7 @@ def _refuse_what_is_not_computed(hf: HFConfig, family: Family) -> None:
     for name in _COUNTS:
         if hf.get(name) is None:
             raise ModelError(f"config.json has no {name}; it must be {RULES[name].describe()}")
+    check_fixed(hf, family.fixed)
     _check_layer_entries(hf, family.layer_entries)
     types = hf.get("layer_types")
     for layer_type in types or ():

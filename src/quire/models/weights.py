@@ -134,8 +134,9 @@ def _bias_name(weight_name: str) -> str:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Return the number of weights, a tied output layer counted once."""
-    return sum(math.prod(source.shape) for spec in weight_specs(config) for source in spec.sources)
+    """Return the number of weights; a tied output layer, and what layers share, is counted once."""
+    sources = {source for spec in weight_specs(config) for source in spec.sources}
+    return sum(math.prod(source.shape) for source in sources)
 
 
 def weight_bytes(
@@ -170,7 +171,7 @@ def weight_bytes(
     stored = {(layer, field): (kind, size) for layer, field, kind, size in config.stored_otherwise}
     main = config.stored_quantization, config.stored_group_size
     total = 0
-    for spec in weight_specs(config, shard):
+    for spec in {spec.sources: spec for spec in weight_specs(config, shard)}.values():
         kind, size = stored.get((spec.layer, spec.field), main if spec.is_quantized else _FLOATS)
         is_float = kind == "none" or (kind in _FLOAT8 and not has_float8)
         wanted = "none", group_size
@@ -264,8 +265,9 @@ def _spec(
 
     Its sections lie one after the other if one source has them all; otherwise each source is one.
     """
+    source_layer = layer if weight.layer is None else weight.layer
     sources = tuple(
-        WeightSource(_weight_name(layer, name, names) if names else name, shape)
+        WeightSource(_weight_name(source_layer, name, names) if names else name, shape)
         for name, shape in weight.sources
     )
     sections = weight.sections

@@ -295,6 +295,18 @@ def test_the_memory_that_the_weights_take_is_what_is_planned(
     assert planned == pytest.approx(sum(packed_bytes) + embedding, rel=0.01)
 
 
+def test_what_layers_share_is_held_once(tmp_path: Path, packed_bytes: list[int]) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "n_mamba_heads": 8}
+    path = make_checkpoint("zamba2", tmp_path, dtype="bfloat16", **sizes)
+    config = read_model_config(path)
+    decoder = load_decoder(path, config, options=WeightOptions(kernels="native"))
+    first, _, third = (layer[0] for layer in decoder.layers)
+    assert first.feed_forward.down is third.feed_forward.down
+    assert first.block_output is not third.block_output
+    planned = weight_bytes(config, "bfloat16", "none", 128)
+    assert planned == pytest.approx(sum(packed_bytes), rel=0.05)
+
+
 def test_the_reference_holds_int4_as_what_it_stands_for(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, dtype="bfloat16", hidden_size=256, intermediate_size=528)
     config = read_model_config(path)

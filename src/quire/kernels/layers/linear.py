@@ -133,6 +133,36 @@ class GroupedLinear(Linear):
         return _result(self._float(rounded).to(rows.dtype), out)
 
 
+class AdaptedLinear(Linear):
+    """A layer with low-rank adapters, of each of which comes a part of its outputs (Hu et al. 2021, LoRA).
+
+    Args:
+        base: to what the adapters add.
+        into: to the features of all adapters, one after the other, equally many of each.
+        back: from an adapter's features to its outputs; together, they have all of them, in order.
+    """
+
+    def __init__(self, base: Linear, into: Linear, back: Sequence[Linear]) -> None:
+        self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
+        self._base = base
+        self._into = into
+        self._back = back
+
+    @property
+    @override
+    def kind(self) -> Hashable:
+        return super().kind, self._base.kind, self._into.kind, *(each.kind for each in self._back)
+
+    @override
+    def __call__(self, rows: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        result = self._base(rows, out=out)
+        features = self._into(rows).chunk(len(self._back), dim=1)
+        outputs = torch.split(result, [each.out_features for each in self._back], dim=1)
+        for own, adapter, part in zip(features, self._back, outputs, strict=True):
+            part.add_(adapter(own))
+        return result
+
+
 def check_order(parts: Sequence[Weight]) -> None:
     """Raise ValueError unless all inputs are in their own order."""
     if any(map(is_reordered, parts)):

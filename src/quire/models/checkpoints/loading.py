@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -18,7 +19,7 @@ from quire.kernels.dispatch import kernel_set
 from quire.kernels.interface import KernelSet
 from quire.kernels.layers.act_order import linear_in_order
 from quire.kernels.layers.experts import Experts, ExpertWeights, Mixture
-from quire.kernels.layers.linear import Linear
+from quire.kernels.layers.linear import AdaptedLinear, Linear
 from quire.kernels.layers.weights import dequantize
 from quire.models.checkpoints.cached_weights import CachedWeights
 from quire.models.checkpoints.checkpoint import Checkpoint
@@ -144,8 +145,12 @@ class _Loader:
         self._memory = memory
         specs = list(weight_specs(config, self.shard))
         self._specs = {(spec.layer, spec.field): spec for spec in specs}
+        num_users = collections.Counter(spec.sources for spec in specs)
+        self._is_shared = {sources for sources, count in num_users.items() if count > 1}
+        self._shared: dict[tuple[WeightSource, ...], Linear] = {}  # those that have been loaded
         self._on_progress = on_progress
-        self._num_weights = sum(math.prod(source.held_shape) for spec in specs for source in spec.sources)
+        different = {source for spec in specs for source in spec.sources}
+        self._num_weights = sum(math.prod(source.held_shape) for source in different)
         self._num_loaded = 0
 
     def load(self) -> Decoder:
@@ -238,7 +243,16 @@ class _Loader:
 
     def linear(self, field: str, *, is_quantized: bool = True, is_summed: bool = False) -> Linear:
         linear = self._linear(field, self._quantization if is_quantized else "none")
+        if (self.index, f"{field}_adapter_in") in self._specs:
+            linear = self._adapted(linear, field)
         return linear if self.parallel is None or not is_summed else RowParallelLinear(linear, self.parallel)
+
+    def _adapted(self, linear: Linear, field: str) -> Linear:
+        sources = self._specs[self.index, f"{field}_adapter_out"].sources
+        sizes = [source.shape[0] for source in sources]
+        into = self._linear(f"{field}_adapter_in", "none")
+        back = self.linears(f"{field}_adapter_out", lambda rows: torch.split(rows, sizes))
+        return AdaptedLinear(linear, into, back)
 
     def linears(self, field: str, matrices: Callable[[torch.Tensor], Iterable[torch.Tensor]]) -> list[Linear]:
         sources = self._specs[self.index, field].sources
@@ -276,6 +290,8 @@ class _Loader:
 
     def _linear(self, field: str, quantization: str) -> Linear:
         sources = self._specs[self.index, field].sources
+        if sources in self._shared:
+            return self._shared[sources]
         bias = self._specs.get((self.index, f"{field}_bias"))
         linear = linear_in_order(
             self.kernels,
@@ -284,6 +300,8 @@ class _Loader:
             quantization=quantization,
             **self._how_held,
         )
+        if sources in self._is_shared:
+            self._shared[sources] = linear
         self._release(sources)
         return linear
 

@@ -11,6 +11,7 @@ from quire.models.config import ModelConfig, RopeConfig
 from quire.models.families.family import (
     NAMES,
     Family,
+    check_fixed,
     layer_windows,
     sparse_layers,
     with_attention_biases,
@@ -128,11 +129,7 @@ def _check_published(hf: HFConfig, kv_heads: int) -> None:
         "hybrid_layer_pattern": [int(layer > 0 and (layer + 1) % 6 != 0) for layer in layers],
         "moe_layer_freq": [int(layer > 0) for layer in layers],
     }
-    for name, value in known.items():
-        if hf.get(name, value) != value:
-            raise ModelError(
-                f"config.json has {name} {hf[name]!r:.100}; it must be {value!r:.100} in this architecture"
-            )
+    check_fixed(hf, known)
 
 
 FAMILIES: dict[str, Family] = {

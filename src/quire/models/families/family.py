@@ -61,7 +61,8 @@ class Family:
     `norm_eps` the entries with the activation and what norms add, `model_type` stands in config.json if it is
     not the family's name, `layer_types` are those that it may name, `layer_entries` those that a
     `per_layer_config` may have, `ropes` reads the sets of rotary frequencies for a head size, and `aliases`
-    has what the usual entries are called by names of its own. `derived` returns defaults that follow from a
+    has what the usual entries are called by names of its own. Entries must say what `fixed` says, if they are
+    there. `derived` returns defaults that follow from a
     config.json, whatever that holds. `may_look_ahead` says that a config.json may ask for bidirectional
     attention. `head` returns, for a number of labels, the pooling and the layers that make scores of them.
     """
@@ -78,6 +79,7 @@ class Family:
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
     ropes: Callable[[HFConfig, int], tuple[RopeConfig, ...]] = lambda hf, head_dim: (read_rope(hf, head_dim),)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     may_look_ahead: bool = False
     head: Callable[[HFConfig, ModelConfig, int], tuple[PoolingType, tuple[RowLayer, ...]]] = one_matrix
 
@@ -92,6 +94,15 @@ def four_times_as_wide(values: Mapping[str, Any]) -> dict[str, int]:
     """Return `intermediate_size` as a default that follows from `hidden_size`; see `Family.derived`."""
     hidden_size = values.get("hidden_size")
     return {"intermediate_size": 4 * hidden_size} if isinstance(hidden_size, int) else {}
+
+
+def check_fixed(hf: HFConfig, fixed: Mapping[str, Any]) -> None:
+    """Refuse entries that are there and say otherwise than what an architecture computes."""
+    for name, value in fixed.items():
+        if hf.get(name, value) != value:
+            raise ModelError(
+                f"config.json has {name} {hf[name]!r:.100}; it must be {value!r:.100} in this architecture"
+            )
 
 
 def common(hf: HFConfig, architecture: str, family_name: str, family: Family) -> ModelConfig:

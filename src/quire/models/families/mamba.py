@@ -10,12 +10,13 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.config import ModelConfig, RopeConfig
-from quire.models.families.family import NAMES, Family, with_experts
+from quire.models.families.family import NAMES, Family, check_fixed, four_times_as_wide, with_experts
 from quire.models.families.llama import llama
 from quire.models.layer import LayerConfig, SubLayerConfig
 from quire.models.layers.attention import AttentionConfig
 from quire.models.layers.feed_forward import FeedForwardConfig
 from quire.models.layers.mamba import MambaConfig
+from quire.models.layers.shared_block import SharedBlockConfig
 from quire.models.ropes import HFConfig, partial_ropes
 
 _NAMES = NAMES | {
@@ -82,7 +83,8 @@ def mamba_layers(hf: HFConfig, base: ModelConfig, is_mamba: list[bool]) -> Model
         ModelError: its numbers do not fit each other.
     """
     size = hf["mamba_expand"] * base.hidden_size
-    mamba = read_mamba(hf, base, size)
+    mamba = read_mamba(hf, size)
+    _check_activation(base)
     layers = (
         LayerConfig((mamba, *layer.parts[1:])) if has else layer
         for layer, has in zip(base.layers, is_mamba, strict=True)
@@ -90,7 +92,7 @@ def mamba_layers(hf: HFConfig, base: ModelConfig, is_mamba: list[bool]) -> Model
     return replace(base, layers=tuple(layers))
 
 
-def read_mamba(hf: HFConfig, base: ModelConfig, size: int) -> MambaConfig:
+def read_mamba(hf: HFConfig, size: int) -> MambaConfig:
     """Return the Mamba-2 of a model, whose values have `size` features.
 
     Raises:
@@ -114,10 +116,13 @@ def read_mamba(hf: HFConfig, base: ModelConfig, size: int) -> MambaConfig:
             f"the {size} features of a Mamba"
         )
     _check(mamba)
+    return mamba
+
+
+def _check_activation(base: ModelConfig) -> None:
     for part in base.parts:
         if isinstance(part, FeedForwardConfig) and part.activation != "silu":
             raise ModelError(f"config.json has the activation {part.activation}; a Mamba has only silu")
-    return mamba
 
 
 def _check(mamba: MambaConfig) -> None:
@@ -173,10 +178,11 @@ def _falcon_h1(hf: HFConfig, base: ModelConfig) -> ModelConfig:
         scale=attention.scale * hf["key_multiplier"] * of_input**2,
         output_scale=hf["attention_out_multiplier"] * of_input,
     )
+    _check_activation(base)
     norm = "ungated" if hf["mamba_norm_before_gate"] else "gated"
     usual_size = hf["mamba_expand"] * base.hidden_size
     mamba = replace(
-        read_mamba(hf, base, hf.get("mamba_d_ssm") or usual_size),
+        read_mamba(hf, hf.get("mamba_d_ssm") or usual_size),
         is_parallel=True,
         pre_norm=False,
         output_bias=hf["projectors_bias"],
@@ -261,6 +267,52 @@ def _num_blocks(values: Mapping[str, Any]) -> dict[str, int]:
     return {"num_hidden_layers": len(types)}
 
 
+def _zamba2(hf: HFConfig, base: ModelConfig) -> ModelConfig:
+    """Each layer is a Mamba-2; before some, blocks are called that take turns."""
+    with_block = [layer for layer, kind in enumerate(hf["layer_types"]) if kind == "hybrid"]
+    derived = {
+        "num_key_value_heads": hf["num_attention_heads"],
+        "attention_hidden_size": 2 * base.hidden_size,
+        "hybrid_layer_ids": with_block,
+    }
+    check_fixed(hf, derived)
+    mamba = replace(
+        read_mamba(hf, hf["mamba_expand"] * base.hidden_size),
+        norm_eps=1e-5,
+        time_limits=(float(hf["time_step_min"]), math.inf),
+    )
+    block = _zamba2_block(hf, base, mamba)
+    layers = [LayerConfig((mamba,))] * base.num_layers
+    for use, layer in enumerate(with_block):
+        first = with_block[use % hf["num_mem_blocks"]]
+        layers[layer] = LayerConfig((replace(block, first_layer=first, use=use),))
+    return replace(base, layers=tuple(layers))
+
+
+def _zamba2_block(hf: HFConfig, base: ModelConfig, mamba: MambaConfig) -> SharedBlockConfig:
+    attention, feed_forward = base.layers[0].parts
+    assert isinstance(attention, AttentionConfig)
+    assert isinstance(feed_forward, FeedForwardConfig)
+    scale = (attention.head_dim / 2) ** -0.5
+    rope = attention.rope if hf.get("use_mem_rope") else None
+    size = 2 * base.hidden_size
+    return SharedBlockConfig(
+        mamba=replace(mamba, pre_norm=False),
+        attention=replace(attention, rope=rope, input_size=size, scale=scale, pre_norm=False),
+        feed_forward=replace(feed_forward, bias=mamba.bias, pre_norm=False),
+        adapter_rank=hf["adapter_rank"],
+        adapts_attention=bool(hf.get("use_shared_attention_adapter", False)),
+    )
+
+
+def _zamba2_sizes(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return sizes that follow from others: heads are those of twice as many features as a model has."""
+    hidden_size, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if not isinstance(hidden_size, int) or not isinstance(heads, int) or heads < 1:
+        return {}
+    return {"head_dim": 2 * hidden_size // heads} | four_times_as_wide(values)
+
+
 def _input_scales(hf: HFConfig) -> tuple[float, ...]:
     scales = hf["ssm_multipliers"]
     if len(scales) != 5:
@@ -320,5 +372,32 @@ FAMILIES: dict[str, Family] = {
         activation="mlp_hidden_act",
         norm_eps="layer_norm_epsilon",
         derived=_num_blocks,
+    ),
+    "zamba2": Family(
+        _zamba2,
+        NAMES | {"norm": _NAMES["norm"]},
+        DEFAULTS
+        | {
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 64,
+            "time_step_min": 0.001,
+            "num_mem_blocks": 1,
+            "adapter_rank": 128,
+        },
+        architectures=("Zamba2ForCausalLM",),
+        fixed={"tie_word_embeddings": True, "use_conv_bias": True, "use_long_context": False},
+        derived=_zamba2_sizes,
+        layer_types=("hybrid", *MAMBA_TYPES),
+        aliases={
+            "layers_block_type": "layer_types",
+            "attention_head_dim": "head_dim",
+            "n_mamba_heads": "mamba_n_heads",
+            "mamba_headdim": "mamba_d_head",
+            "mamba_ngroups": "mamba_n_groups",
+            "add_bias_linear": "mamba_proj_bias",
+        },
     ),
 }

@@ -33,6 +33,7 @@ class AttentionConfig(SubLayerConfig):
 
     num_heads: int = 0  # query heads
     num_kv_heads: int = 0
+    input_size: int = 0  # features that it reads; 0: those of the residual stream
     head_dim: int = 0  # features of a head of queries and keys
     value_dim: int = 0  # features of a head of values; 0: as of keys
     rope: RopeConfig | None = None  # None: no rotation
@@ -115,7 +116,8 @@ class AttentionConfig(SubLayerConfig):
         rows = tuple(sections.values())
         if self.is_fused_by_group:
             rows = (self._rows_by_group(rows),)
-        matrices = tuple((f"{name}.weight", (size, hidden_size)) for name, size in sizes.items())
+        inputs = self.input_size or hidden_size
+        matrices = tuple((f"{name}.weight", (size, inputs)) for name, size in sizes.items())
         yield LayerWeight("qkv", matrices, sections=rows, is_quantized=True)
         if self.qkv_bias:
             biases = tuple((f"{name}.bias", (size,)) for name, size in sizes.items())
@@ -187,7 +189,7 @@ class AttentionConfig(SubLayerConfig):
             scratch += step.tokens * (self.buffers()["qkv"][0] + attended) * _FLOAT32_BYTES
         if self.is_gated:
             scratch = max(scratch, 3 * step.tokens * self.output_size * _FLOAT32_BYTES)
-        return max(scratch, step.product_bytes(self.output_size))
+        return max(scratch, step.product_bytes(self.output_size, self.input_size))
 
     @override
     def load(self, loader: LayerLoader) -> SubLayer:

@@ -36,6 +36,7 @@ class MambaConfig(RecurrentConfig):
     """Norm of each group's result: of what gates have multiplied ("gated"), before that ("ungated"), or none
     (empty).
     """
+    norm_eps: float = 0.0  # of that norm; 0: as of the model's norms
     input_scales: tuple[float, ...] = ()  # of gates, values, keys, queries and times; (): they are 1
     time_limits: tuple[float, float] = (0.0, math.inf)  # of what a token takes, by which memories decay
 
@@ -140,7 +141,7 @@ class Mamba(SubLayer):
         self._norms = () if norm is None else norm.chunk(config.num_groups)
         scales = config.feature_scales
         self._scales = decay.new_tensor(scales) if set(scales) - {1.0} else None
-        self._eps = loader.model.norm_eps
+        self._eps = config.norm_eps or loader.model.norm_eps
         self._config = config
         self._index = loader.index
         self._kernels = loader.kernels
